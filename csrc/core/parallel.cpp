@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/parallel.hpp"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace lowbit {
+namespace {
+
+// A region in flight: the function, and the first error of any thread.
+struct Region {
+  void (*body)(void*, int);
+  void* context;
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};
+
+  void run(int thread) noexcept {
+    try {
+      body(context, thread);
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
+    }
+  }
+};
+
+// C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries locally, so they are looked up in that library by name.
+struct TorchThreads {
+  int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*) = nullptr;
+  int32_t (*get_num_threads)(uint32_t*) = nullptr;
+  bool found() const { return parallel_for && get_num_threads; }
+};
+
+TorchThreads look_up(bool& loaded) {
+  void* library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
+  loaded = library != nullptr;
+  void* scope = library ? library : RTLD_DEFAULT;
+  TorchThreads torch;
+  torch.parallel_for = reinterpret_cast<decltype(torch.parallel_for)>(dlsym(scope, "torch_parallel_for"));
+  torch.get_num_threads = reinterpret_cast<decltype(torch.get_num_threads)>(dlsym(scope, "torch_get_num_threads"));
+  return torch;
+}
+
+// Looked up until torch is there: lowbit may be used before torch is imported.
+const TorchThreads* torch_threads() {
+  static std::atomic<const TorchThreads*> found{nullptr};
+  if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch->found() ? torch : nullptr;
+  bool loaded;
+  const TorchThreads torch = look_up(loaded);
+  if (!torch.found() && !loaded) return nullptr;
+  static const TorchThreads kept = torch;
+  found.store(&kept, std::memory_order_release);
+  return kept.found() ? &kept : nullptr;
+}
+
+// Workers that sleep between regions. One region at a time; a second caller, or a nested region, runs alone.
+class Pool {
+ public:
+  static Pool& instance() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      current = new Pool;  // never destroyed: workers may outlive static destructors
+      pthread_atfork(nullptr, nullptr, [] { current = new Pool; });  // a forked child has no workers: start over
+    });
+    return *current;
+  }
+
+  int size() const { return size_; }
+
+  void run(int threads, Region& region) {
+    std::unique_lock<std::mutex> caller(one_region_, std::try_to_lock);
+    if (!caller.owns_lock()) {
+      for (int thread = 0; thread < threads; thread++) region.run(thread);
+      return;
+    }
+    start_workers();
+    {
+      std::lock_guard lock(mutex_);
+      region_ = &region;
+      threads_ = threads;
+      next_ = 1;
+      unfinished_ = threads - 1;
+    }
+    wake_.notify_all();
+    region.run(0);
+    std::unique_lock lock(mutex_);
+    while (next_ < threads_) {  // fewer workers than threads: the caller helps
+      const int thread = next_++;
+      lock.unlock();
+      region.run(thread);
+      lock.lock();
+      unfinished_--;
+    }
+    done_.wait(lock, [&] { return unfinished_ == 0; });
+    region_ = nullptr;
+  }
+
+ private:
+  Pool() {
+    if (const char* wanted = std::getenv("OMP_NUM_THREADS"); wanted && std::atoi(wanted) > 0) size_ = std::atoi(wanted);
+    else if (cpu_set_t set; sched_getaffinity(0, sizeof set, &set) == 0) size_ = CPU_COUNT(&set);
+    if (size_ < 1) size_ = 1;
+  }
+
+  void start_workers() {
+    for (; started_ < size_ - 1; started_++) std::thread([this] { work(); }).detach();
+  }
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return region_ && next_ < threads_; });
+      const int thread = next_++;
+      Region& region = *region_;
+      lock.unlock();
+      region.run(thread);
+      lock.lock();
+      if (--unfinished_ == 0) done_.notify_one();
+    }
+  }
+
+  static inline Pool* current = nullptr;
+  int size_ = 1, started_ = 0;
+  std::mutex one_region_, mutex_;
+  std::condition_variable wake_, done_;
+  Region* region_ = nullptr;
+  int threads_ = 0, next_ = 0, unfinished_ = 0;
+};
+
+}  // namespace
+
+int num_threads() {
+  uint32_t count = 1;
+  if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0) return static_cast<int>(count);
+  return Pool::instance().size();
+}
+
+std::string threads_source() {
+  if (torch_threads()) return "torch_parallel_for";
+  bool loaded;
+  look_up(loaded);
+  return loaded ? "own pool (this torch has no torch_parallel_for: it came with 2.10)" : "own pool (torch is not loaded)";
+}
+
+void parallel_region(int threads, void (*body)(void*, int), void* context) {
+  Region region{body, context};
+  if (const TorchThreads* torch = torch_threads()) {
+    auto range = [](int64_t begin, int64_t end, void* r) {
+      for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
+    };
+    torch->parallel_for(0, threads, 1, range, &region);
+  } else {
+    Pool::instance().run(threads, region);
+  }
+  if (region.failed) std::rethrow_exception(region.error);
+}
+
+}  // namespace lowbit

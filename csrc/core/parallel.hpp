@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads: torch's own when torch >= 2.10 is loaded (torch_parallel_for, found by dlsym: set_num_threads, DataLoader workers and nested
+// regions then behave as for any torch op), else a small pool of ours. No OpenMP.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "core/error.hpp"
+
+namespace lowbit {
+
+LOWBIT_API int num_threads();             // threads that a parallel region may use now
+LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool (why)"
+
+// Calls body(context, thread) for thread = 0..threads-1, each on a thread of its own where there are enough; returns when all are done.
+// The first exception is rethrown on the caller's thread.
+LOWBIT_API void parallel_region(int threads, void (*body)(void* context, int thread), void* context);
+
+template <class Body>
+void parallel(int threads, Body&& body) {
+  if (threads <= 1) return body(0);
+  parallel_region(threads, [](void* context, int thread) { (*static_cast<std::remove_reference_t<Body>*>(context))(thread); }, &body);
+}
+
+// body(task) for task = 0..tasks-1, handed out one at a time: a slow core or a busy hyperthread takes fewer.
+template <class Body>
+void parallel_for(int64_t tasks, int threads, Body&& body) {
+  if (threads > tasks) threads = static_cast<int>(tasks);
+  if (threads <= 1) {
+    for (int64_t task = 0; task < tasks; task++) body(task);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  parallel(threads, [&](int) {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
+  });
+}
+
+}  // namespace lowbit

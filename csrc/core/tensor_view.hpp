@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// A non-owning view of somebody's tensor: pointer, element type, shape, strides in elements. CPU memory.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "core/dtype.hpp"
+
+namespace lowbit {
+
+struct TensorView {
+  static constexpr int kMaxRank = 8;
+
+  void* data = nullptr;
+  DType dtype = DType::other;
+  int rank = 0;
+  std::array<int64_t, kMaxRank> shape{};
+  std::array<int64_t, kMaxRank> stride{};
+
+  explicit operator bool() const { return dtype != DType::other || data != nullptr; }  // false: an argument not given
+
+  int64_t size(int dim) const { return shape[dim < 0 ? rank + dim : dim]; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int i = 0; i < rank; i++) count *= shape[i];
+    return count;
+  }
+  bool is_contiguous() const {
+    int64_t expected = 1;
+    for (int i = rank - 1; i >= 0; i--) {
+      if (shape[i] != 1 && stride[i] != expected) return numel() == 0;
+      expected *= shape[i];
+    }
+    return true;
+  }
+  template <class T>
+  T* as() const { return static_cast<T*>(data); }
+};
+
+inline std::string shape_text(const TensorView& view) {
+  std::string text = "[";
+  for (int i = 0; i < view.rank; i++) text += (i ? ", " : "") + std::to_string(view.shape[i]);
+  return text + "]";
+}
+
+}  // namespace lowbit

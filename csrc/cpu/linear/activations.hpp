@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations as the kernels want them: int8 codes with scales per (row, group), or floats in the order in which the tile reads them.
+#pragma once
+
+#include "core/parallel.hpp"
+#include "core/scratch.hpp"
+#include "cpu/linear/epilogue.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+// Below this many activations a parallel region (2..5 us) costs more than it saves: AVX2 quantizes about 4 per ns.
+constexpr int64_t kSerialActivations = 1 << 15;
+
+LOWBIT_INLINE int threads_for(int64_t activations) { return activations < kSerialActivations ? 1 : num_threads(); }
+
+// Row `row` of x as float32, followed by zeros up to padded_k. Returns x itself where it can be used as it is.
+LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float* buffer) {
+  const int64_t k = args.weight_spec.k, padded = args.weight_spec.padded_k();
+  if (args.dtype == DType::float32 && k == padded) return static_cast<const float*>(args.x) + row * k;
+  for (int64_t i = 0; i < padded; i += 16) {
+    const int64_t count = k - i;
+    store(buffer + i, count > 0 ? load_as_float(args.x, args.dtype, row * k + i, count) : set1(0.0f));
+  }
+  return buffer;
+}
+
+// One row of one weight group. The product of a group is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over k of code * q:
+// zero = -8 * scale * sum(q) for symmetric int4, else 0; sum = scale * sum(q) for asymmetric weights, else 0;
+// start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the signed code.
+struct RowGroup {
+  float scale, zero, sum;
+  int32_t start;
+};
+
+template <class Step>
+struct Int8Rows {
+  Step* codes;       // [rows][code_stride]
+  int64_t code_stride;
+  RowGroup* groups;  // [rows][group_count]
+  int64_t group_count;
+  float* offset;     // [rows], asymmetric activations only, else null
+};
+
+// q = round(x * inverse + zero_point)
+struct Range {
+  float scale, inverse, zero_point;
+};
+
+// scale = amax / 127; a nan or inf in the range makes the scale nan, and so every result of the row.
+LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k) {
+  f32x16 amax = set1(0.0f), poison = set1(0.0f);
+  for (int64_t i = 0; i < k; i += 16) {
+    const f32x16 v = load(x + i);
+    amax = max(amax, abs(v));
+    poison = fma(v, set1(0.0f), poison);
+  }
+  alignas(64) float lanes[16];
+  store(lanes, poison);
+  float scale = largest(amax) / 127.0f;
+  for (float lane : lanes) scale += lane;
+  return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
+}
+
+// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and rare: plain code.
+inline Range asymmetric_range(const float* x, int64_t k) {
+  float lowest = 0.0f, highest = 0.0f, poison = 0.0f;
+  for (int64_t i = 0; i < k; i++) {
+    lowest = x[i] < lowest ? x[i] : lowest;
+    highest = x[i] > highest ? x[i] : highest;
+    poison += x[i] * 0.0f;
+  }
+  const float scale = (highest - lowest) / 254.0f + poison;
+  if (!(scale >= 0x1p-126f)) return {scale, 0.0f, 0.0f};
+  return {scale, 1.0f / scale, __builtin_nearbyintf(-127.0f - lowest / scale)};
+}
+
+template <class Dot, class Step>
+LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const Int8Rows<Step>& rows, int64_t row) {
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t padded = spec.padded_k(), group_k = spec.group_k();
+  const bool per_row = args.x_format != XFormat::int8_group || spec.group_size == 0;
+  const bool asymmetric = args.x_format == XFormat::int8_row_asymmetric;
+  Range range{};
+  if (per_row) range = asymmetric ? asymmetric_range(x, padded) : symmetric_range(x, padded);
+  if (asymmetric) rows.offset[row] = -range.scale * range.zero_point;
+  int8_t* q = reinterpret_cast<int8_t*>(rows.codes + row * rows.code_stride);
+  for (int64_t g = 0; g < rows.group_count; g++) {
+    const int64_t begin = g * group_k, end = begin + group_k < padded ? begin + group_k : padded;
+    if (!per_row) range = symmetric_range(x + begin, end - begin);
+    const f32x16 inverse = set1(range.inverse), shift = set1(range.zero_point), limit = set1(127.0f);
+    i32x16 total = set1(int32_t{0});
+    for (int64_t i = begin; i < end; i += 16) {
+      f32x16 scaled = fma(load(x + i), inverse, shift);
+      scaled = max(sub(set1(0.0f), limit), min(limit, scaled));
+      const i32x16 code = to_int(scaled);
+      store_i8(q + i, code);
+      total = add(total, code);
+    }
+    int32_t sum_q = sum(total);
+    for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++) sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
+    const float scaled_sum = range.scale * static_cast<float>(sum_q);
+    const bool int4 = spec.format == Format::int4;
+    rows.groups[row * rows.group_count + g] = {.scale = range.scale, .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
+                                               .sum = spec.asymmetric ? scaled_sum : 0.0f,
+                                               .start = -Dot::kOffset * sum_q};
+  }
+  if constexpr (sizeof(Step) == 2) {  // widen in place, from the end: k 0, 2, 1, 3
+    int16_t* wide = reinterpret_cast<int16_t*>(q);
+    for (int64_t i = padded - 4; i >= 0; i -= 4) {
+      const int16_t k0 = q[i], k1 = q[i + 1], k2 = q[i + 2], k3 = q[i + 3];
+      wide[i] = k0, wide[i + 1] = k2, wide[i + 2] = k1, wide[i + 3] = k3;
+    }
+  }
+}
+
+template <class T>
+LOWBIT_INLINE T* take(char*& cursor, int64_t count) {
+  T* taken = reinterpret_cast<T*>(cursor);
+  cursor += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+  return taken;
+}
+
+// Rows first..first+count of x. Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
+template <class Dot>
+Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count) {
+  using Step = typename Dot::Step;
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), groups = spec.groups();
+  char* cursor = static_cast<char*>(
+      scratch(Scratch::activations, count * (stride * sizeof(Step) + groups * sizeof(RowGroup) + sizeof(float)) + 256));
+  Int8Rows<Step> rows{.codes = take<Step>(cursor, count * stride), .code_stride = stride,
+                      .groups = take<RowGroup>(cursor, count * groups), .group_count = groups, .offset = nullptr};
+  if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = take<float>(cursor, count);
+  constexpr int64_t kBlock = 8;
+  parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
+    float* buffer = static_cast<float*>(scratch(Scratch::tile, padded * sizeof(float)));
+    const int64_t end = (block + 1) * kBlock < count ? (block + 1) * kBlock : count;
+    for (int64_t row = block * kBlock; row < end; row++) quantize_row<Dot>(args, widen_row(args, first + row, buffer), rows, row);
+  });
+  return rows;
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k the product is exact in int32; the float steps
+//   t = fma(dot, scale, zero) [ - w_zero * sum ];  result = fma(t, w_scale, result)
+// are the same on every instruction set, so all rows give the same bits.
+#pragma once
+
+#include "cpu/linear/activations.hpp"
+#include "cpu/linear/schedule.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kStepsPerHalf = 8;
+
+template <Format kFormat>
+using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
+
+// Step `step` of half `half`, counted from the start of the panel's codes; kHigh: an odd half, which int4 keeps in the high nibbles.
+template <Format kFormat, bool kHigh>
+LOWBIT_INLINE auto dot_codes(const uint8_t* codes, int64_t half, int64_t step) {
+  if constexpr (kFormat == Format::int8) {
+    return Dot8::codes(load_codes(codes + (half * kStepsPerHalf + step) * 64));
+  } else {
+    const u8x64 both = load_codes(codes + (half / 2 * kStepsPerHalf + step) * 64);
+    return kHigh ? Dot4::high(both) : Dot4::low(both);
+  }
+}
+
+// Adds one half (32 k) to total[row][panel].
+template <Format kFormat, bool kHigh, int kRows, int kPanels, class Step>
+LOWBIT_INLINE void dot_half(const PanelView* panels, int64_t half, const Step* const* a, i32x16 (&total)[kRows][kPanels]) {
+  using Dot = DotOf<kFormat>;
+  typename Dot::Acc acc[kRows][kPanels];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; p++) acc[r][p] = Dot::start(total[r][p]);
+#pragma GCC unroll 8
+  for (int step = 0; step < kStepsPerHalf; step++) {
+    typename Dot::Codes codes[kPanels];
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; p++) codes[p] = dot_codes<kFormat, kHigh>(panels[p].codes, half, step);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; p++) acc[r][p] = Dot::step(acc[r][p], codes[p], a[r] + half * kHalfK + step * 4);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; p++) total[r][p] = Dot::finish(total[r][p], acc[r][p]);
+}
+
+// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k.
+template <Format kFormat, int kRows, int kPanels>
+void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row, int64_t first_row, int64_t panel) {
+  using Dot = DotOf<kFormat>;
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
+  PanelView panels[kPanels];
+  for (int p = 0; p < kPanels; p++) panels[p] = view_panel(spec, args.weight, panel + p);
+  const typename Dot::Step* a[kRows];
+  const RowGroup* group[kRows];
+  for (int r = 0; r < kRows; r++) {
+    a[r] = rows.codes + (row + r) * rows.code_stride;
+    group[r] = rows.groups + (row + r) * rows.group_count;
+  }
+  f32x16 result[kRows][kPanels];
+  for (int r = 0; r < kRows; r++)
+    for (int p = 0; p < kPanels; p++) result[r][p] = set1(0.0f);
+
+  for (int64_t g = 0, half = 0; half < halves; g++) {
+    const int64_t end = half + halves_per_group < halves ? half + halves_per_group : halves;
+    i32x16 total[kRows][kPanels];
+    for (int r = 0; r < kRows; r++)
+      for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? group[r][g].start : 0);
+    for (; half < end; half++) {
+      if (kFormat == Format::int4 && half % 2) dot_half<kFormat, true, kRows, kPanels>(panels, half, a, total);
+      else dot_half<kFormat, false, kRows, kPanels>(panels, half, a, total);
+    }
+    for (int p = 0; p < kPanels; p++) {
+      const f32x16 w_scale = panels[p].group_scale ? load_f16(panels[p].group_scale + g * 16) : set1(1.0f);
+      for (int r = 0; r < kRows; r++) {
+        f32x16 t = fma(to_float(total[r][p]), set1(group[r][g].scale), set1(group[r][g].zero));
+        if (panels[p].zero) {
+          const f32x16 w_zero = sub(load_f16(panels[p].zero + g * 16), set1(kFormat == Format::int8 ? 128.0f : 0.0f));
+          t = fma(w_zero, set1(-group[r][g].sum), t);
+        }
+        result[r][p] = fma(t, w_scale, result[r][p]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int p = 0; p < kPanels; p++) finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
+}
+
+// Calls f(integral_constant<int, count>) for a count of 1..kMax.
+template <int kMax, class F>
+LOWBIT_INLINE void with_count(int count, F&& f) {
+  if constexpr (kMax > 1) {
+    if (count < kMax) return with_count<kMax - 1>(count, f);
+  }
+  f(std::integral_constant<int, kMax>{});
+}
+
+// Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread is free.
+template <Format kFormat>
+void linear_dot(const LinearArgs& args) {
+  using Dot = DotOf<kFormat>;
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t panels = spec.panels(), row_bytes = spec.padded_k() * static_cast<int64_t>(sizeof(typename Dot::Step));
+  const int64_t block_rows = larger(kDotRows, kL2Block / row_bytes / kDotRows * kDotRows);
+  constexpr int64_t kPass = 512;  // rows quantized at a time: bounds the scratch memory
+  for (int64_t first = 0; first < args.m; first += kPass) {
+    const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(count, block_rows);
+    const Int8Rows<typename Dot::Step> rows = quantize_rows<Dot>(args, first, count);
+    const int threads = num_threads();
+    const int64_t chunk = panel_chunk(panels, threads, kDotPanels), chunks = ceil_div(panels, chunk);
+    parallel_for(blocks * chunks, threads, [&](int64_t task) {
+      const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
+      const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
+      for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += kDotPanels)
+        for (int64_t row = row_begin; row < row_end; row += kDotRows)
+          with_count<kDotRows>(static_cast<int>(smaller(kDotRows, row_end - row)), [&](auto kRows) {
+            with_count<kDotPanels>(static_cast<int>(smaller(kDotPanels, panel_end - panel)), [&](auto kPanels) {
+              dot_tile<kFormat, kRows, kPanels>(args, rows, row, first, panel);
+            });
+          });
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
+#pragma once
+
+#include <type_traits>
+
+#include "formats/format.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+LOWBIT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+LOWBIT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// One panel's sections.
+struct PanelView {
+  const uint16_t* group_scale;  // null per channel
+  const uint16_t* zero;         // null when symmetric
+  const uint8_t* codes;
+};
+
+LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
+  const uint8_t* base = weight + panel * spec.panel_bytes();
+  return {spec.group_size ? reinterpret_cast<const uint16_t*>(base + spec.group_scale_at()) : nullptr,
+          spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at()};
+}
+
+constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group
+
+// A format's unit: 64 bytes of codes (32 for float16), and its values column by column. k_of(at): place of value `at` in the tile, counted
+// from unit * kUnitSpan; times(at): the power of two by which the value is too large (its activation is made smaller by as much).
+template <Format kFormat> struct Unit;
+
+template <> struct Unit<Format::float32> {
+  static constexpr int kValues = 1, kBytes = 64, kPerTile = 64;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
+};
+template <> struct Unit<Format::float16> {
+  static constexpr int kValues = 1, kBytes = 32, kPerTile = 64;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+};
+template <> struct Unit<Format::bfloat16> {
+  static constexpr int kValues = 2, kBytes = 64, kPerTile = 32;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return bf16_pair_value<at>(load_codes(p)); }
+};
+template <> struct Unit<Format::int8> {
+  static constexpr int kValues = 4, kBytes = 64, kPerTile = 16;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return int8_value<at>(load_codes(p)); }
+};
+template <> struct Unit<Format::int4> {
+  static constexpr int kValues = 8, kBytes = 64, kPerTile = 8;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return int4_value<at>(load_codes(p)); }
+};
+
+// Where value `at` of unit `unit` stands in the 64 k of its tile, and the power of two that it carries.
+template <Format kFormat>
+LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) {
+  return kFormat == Format::int4 ? unit * 4 + at / 2 + at % 2 * 32 : unit * Unit<kFormat>::kValues + at;
+}
+template <Format kFormat>
+LOWBIT_INLINE constexpr int shift_of(int at) { return kFormat == Format::int4 ? int4_shift(at) : 0; }
+
+// What value() returns is code - this.
+template <Format kFormat>
+constexpr float kValueZero = kFormat == Format::int8 ? 128.0f : 0.0f;
+
+template <int kCount, class F>
+LOWBIT_INLINE void unroll(F&& f) {
+  if constexpr (kCount > 0) {
+    unroll<kCount - 1>(f);
+    f(std::integral_constant<int, kCount - 1>{});
+  }
+}
+
+// `tiles` tiles of one panel as float32 [k][16], without the column scale.
+template <Format kFormat>
+void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles, float* out) {
+  using U = Unit<kFormat>;
+  const PanelView view = view_panel(spec, weight, panel);
+  f32x16 scale[2] = {set1(1.0f), set1(1.0f)}, offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
+  for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
+    if constexpr (!is_float(kFormat))
+      for (int half = 0; half < 2; half++) {
+        const int64_t g = smaller(spec.group_size ? (tile * 2 + half) * kHalfK / spec.group_size : 0, spec.groups() - 1);
+        if (view.group_scale) scale[half] = load_f16(view.group_scale + g * 16);
+        const f32x16 zero = view.zero ? load_f16(view.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
+        offset[half] = mul(sub(set1(kValueZero<kFormat>), zero), scale[half]);
+      }
+    const uint8_t* codes = view.codes + tile * U::kPerTile * U::kBytes;
+    for (int64_t unit = 0; unit < U::kPerTile; unit++)
+      unroll<U::kValues>([&](auto at) {
+        const int64_t k = k_in_tile<kFormat>(unit, at);
+        f32x16 w = U::template value<at>(codes + unit * U::kBytes);
+        if constexpr (!is_float(kFormat)) {
+          constexpr float kUnshift = 1.0f / static_cast<float>(1u << shift_of<kFormat>(at));
+          w = fma(w, mul(scale[k >= kHalfK], set1(kUnshift)), offset[k >= kHalfK]);
+        }
+        store(out + k * 16, w);
+      });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

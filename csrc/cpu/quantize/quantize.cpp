@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of the op quantize, compiled once per instruction set: float weights or plain codes to panels, and back. One task is one panel.
+#include LOWBIT_ISA_HEADER
+
+#include "core/parallel.hpp"
+#include "core/scratch.hpp"
+#include "cpu/panel.hpp"
+#include "cpu/vector_io.hpp"
+#include "ops/quantize.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct Distorted {
+  double signal = 0, noise = 0;
+};
+
+// The codes of 16 columns before interleaving, and their scales and zero points: what every direction passes through.
+struct PlainPanel {
+  const WeightSpec& spec;
+  uint8_t* codes;  // [16][padded_k]
+  float* scale;    // [16][groups]
+  float* zero;     // [16][groups]
+
+  static int64_t bytes(const WeightSpec& spec) { return 16 * (spec.padded_k() + 8 * spec.groups()); }
+  PlainPanel(const WeightSpec& spec, void* memory)
+      : spec(spec), codes(static_cast<uint8_t*>(memory)), scale(reinterpret_cast<float*>(codes + 16 * spec.padded_k())),
+        zero(scale + 16 * spec.groups()) {
+    const int64_t covered = smaller(spec.padded_k(), spec.groups() * spec.group_k());  // with groups of 32 the last half tile may have none
+    for (int64_t column = 0; column < 16; column++)
+      std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
+  }
+};
+
+// 2^floor(log2(x)), exact; 0 for 0 and subnormals.
+LOWBIT_INLINE float power_of_two_below(float x) { return float_from_bits(bits_of_float(x) & 0x7f800000u); }
+
+// Splits the scales of one column into column_scale and f16 group scales, and rounds `scale` to what is stored. A power of two as column_scale
+// keeps every f16 scale of an imported checkpoint exact, and gives weights of any magnitude the full precision of f16.
+LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t* panel) {
+  const WeightSpec& spec = plain.spec;
+  float* scale = plain.scale + column * spec.groups();
+  float* column_scale = reinterpret_cast<float*>(panel + spec.column_scale_at()) + column;
+  if (spec.group_size == 0) {
+    *column_scale = scale[0];
+    return;
+  }
+  float largest_scale = 0.0f;
+  for (int64_t g = 0; g < spec.groups(); g++) largest_scale = scale[g] > largest_scale ? scale[g] : largest_scale;
+  const float factor = power_of_two_below(largest_scale), inverse = factor > 0.0f ? 1.0f / factor : 0.0f;
+  uint16_t* group_scale = reinterpret_cast<uint16_t*>(panel + spec.group_scale_at());
+  *column_scale = factor;
+  for (int64_t g = 0; g < spec.groups(); g++) {
+    const uint16_t half = float16_from_float(scale[g] * inverse);
+    group_scale[g * 16 + column] = half;
+    scale[g] = float_from_float16(half) * factor;
+  }
+}
+
+LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, uint8_t* panel) {
+  const WeightSpec& spec = plain.spec;
+  const float* scale = plain.scale + column * spec.groups();
+  float* zero = plain.zero + column * spec.groups();
+  uint16_t* stored = reinterpret_cast<uint16_t*>(panel + spec.zero_at());
+  const uint8_t* codes = plain.codes + column * spec.padded_k();
+  double total = 0;
+  for (int64_t g = 0; g < spec.groups(); g++) {
+    if (spec.asymmetric) {
+      stored[g * 16 + column] = float16_from_float(zero[g]);
+      zero[g] = float_from_float16(stored[g * 16 + column]);
+    }
+    int64_t sum_codes = 0, begin = g * spec.group_k(), end = smaller(spec.k, begin + spec.group_k());
+    for (int64_t i = begin; i < end; i++) sum_codes += codes[i];
+    total += (static_cast<double>(sum_codes) - static_cast<double>(zero[g]) * static_cast<double>(end - begin)) * scale[g];
+  }
+  reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(total);
+}
+
+void interleave(const PlainPanel& plain, uint8_t* out) {
+  const WeightSpec& spec = plain.spec;
+  const int64_t padded = spec.padded_k();
+  auto four = [&](int64_t column, int64_t k) {
+    uint32_t codes;
+    std::memcpy(&codes, plain.codes + column * padded + k, 4);
+    return codes;
+  };
+  for (int64_t k = 0; k < padded; k += spec.format == Format::int4 && k % 64 == 28 ? 36 : 4)
+    for (int64_t column = 0; column < 16; column++, out += 4) {
+      uint32_t codes = four(column, k);
+      if (spec.format == Format::int4) codes |= four(column, k + 32) << 4;
+      std::memcpy(out, &codes, 4);
+    }
+}
+
+// Scale and zero point of x[0..count), before rounding to what is stored.
+LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float levels) {
+  f32x16 low16 = set1(0.0f), high16 = set1(0.0f);  // a range contains 0, and padding is 0
+  for (int64_t i = 0; i < count; i += 16) low16 = min(low16, load(x + i)), high16 = max(high16, load(x + i));
+  const float low = -largest(sub(set1(0.0f), low16)), high = largest(high16), half = (levels + 1) / 2;
+  switch (mapping) {
+    case Mapping::symmetric: return (-low > high ? -low : high) / (levels / 2);
+    case Mapping::symmetric_no_clipping_err: return -low / half > high / (half - 1) ? -low / half : high / (half - 1);
+    case Mapping::asymmetric: break;
+  }
+  return (high - low) / levels;
+}
+
+LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float levels) {
+  float low = 0.0f;
+  for (int64_t i = 0; i < count; i++) low = x[i] < low ? x[i] : low;
+  const float zero = scale > 0.0f ? __builtin_nearbyintf(-low / scale) : 0.0f;
+  return zero > levels ? levels : zero;
+}
+
+// One row of the weight (one column of the panel), widened to float32 and padded with zeros.
+LOWBIT_INLINE Distorted quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column, uint8_t* panel) {
+  const WeightSpec& spec = args.spec;
+  const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
+  const float levels = static_cast<float>(code_max(spec.format));
+  float* scale = plain.scale + column * groups;
+  auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
+  for (int64_t g = 0; g < groups; g++) {
+    scale[g] = choose_scale(x + g * group_k, length(g), args.mapping, levels);
+    if (!(scale[g] >= 0x1p-126f)) scale[g] = 0.0f;
+  }
+  store_scales(plain, column, panel);
+  f32x16 signal = set1(0.0f), noise = set1(0.0f);
+  for (int64_t g = 0; g < groups; g++) {
+    const float zero = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels) : static_cast<float>(symmetric_zero(spec.format));
+    const f32x16 divisor = set1(scale[g] > 0.0f ? scale[g] : 1.0f), z = set1(zero), s = set1(scale[g]);
+    plain.zero[column * groups + g] = zero;
+    for (int64_t i = g * group_k; i < g * group_k + length(g); i += 16) {
+      const f32x16 w = load(x + i);
+      const i32x16 code = to_int(max(set1(0.0f), min(set1(levels), add(div(w, divisor), z))));
+      const f32x16 error = sub(w, mul(sub(to_float(code), z), s));
+      store_u8(plain.codes + column * padded + i, code);
+      signal = fma(w, w, signal);
+      noise = fma(error, error, noise);
+    }
+  }
+  store_zeros_and_sum(plain, column, panel);
+  return {total(signal), total(noise)};
+}
+
+template <Format kFormat>
+Distorted pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
+  const WeightSpec& spec = args.spec;
+  const int64_t rows = smaller(16, spec.n - index * 16);
+  Distorted sums;
+  for (int64_t column = 0; column < rows; column++)
+    for (int64_t k = 0; k < spec.k; k += 16) {
+      const int64_t count = smaller(16, spec.k - k);
+      alignas(64) float w[16];
+      store(w, load_as_float(args.weight, args.dtype, (index * 16 + column) * spec.k + k, count));
+      for (int64_t i = 0; i < count; i++) {
+        uint8_t* to = panel + code_position(kFormat, column, k + i).byte;
+        float back = w[i];
+        if constexpr (kFormat == Format::float32) {
+          std::memcpy(to, &w[i], 4);
+        } else {
+          const uint16_t half = kFormat == Format::bfloat16 ? bfloat16_from_float(w[i]) : float16_from_float(w[i]);
+          std::memcpy(to, &half, 2);
+          back = kFormat == Format::bfloat16 ? float_from_bfloat16(half) : float_from_float16(half);
+        }
+        sums.signal += static_cast<double>(w[i]) * w[i];
+        sums.noise += static_cast<double>(w[i] - back) * (w[i] - back);
+      }
+    }
+  return sums;
+}
+
+Distorted quantize_panel(const QuantizeArgs& args, int64_t index) {
+  const WeightSpec& spec = args.spec;
+  uint8_t* panel = args.packed + index * spec.panel_bytes();
+  std::memset(panel, 0, spec.panel_bytes());
+  switch (spec.format) {
+    case Format::float32: return pack_float_panel<Format::float32>(args, index, panel);
+    case Format::bfloat16: return pack_float_panel<Format::bfloat16>(args, index, panel);
+    case Format::float16: return pack_float_panel<Format::float16>(args, index, panel);
+    default: break;
+  }
+  const int64_t padded = spec.padded_k();
+  float* x = static_cast<float*>(scratch(Scratch::tile, padded * 4 + PlainPanel::bytes(spec)));
+  const PlainPanel plain(spec, x + padded);
+  Distorted sums;
+  for (int64_t column = 0; column < 16; column++) {
+    const int64_t row = index * 16 + column;
+    for (int64_t k = 0; k < padded; k += 16)
+      store(x + k, row < spec.n && k < spec.k ? load_as_float(args.weight, args.dtype, row * spec.k + k, spec.k - k) : set1(0.0f));
+    const Distorted column_sums = quantize_column(args, plain, x, column, panel);
+    sums.signal += column_sums.signal, sums.noise += column_sums.noise;
+  }
+  interleave(plain, panel + spec.codes_at());
+  return sums;
+}
+
+void pack_panel(const QuantizeArgs& args, int64_t index) {
+  const WeightSpec& spec = args.spec;
+  const int64_t groups = spec.groups(), padded = spec.padded_k();
+  uint8_t* panel = args.packed + index * spec.panel_bytes();
+  std::memset(panel, 0, spec.panel_bytes());
+  const PlainPanel plain(spec, scratch(Scratch::tile, PlainPanel::bytes(spec)));
+  for (int64_t column = 0; column < 16; column++) {
+    const int64_t row = index * 16 + column;
+    for (int64_t g = 0; g < groups; g++) {
+      const bool real = row < spec.n;
+      plain.scale[column * groups + g] = real ? args.scale[row * groups + g] : 0.0f;
+      const float zero = real && spec.asymmetric ? args.zero[row * groups + g] : static_cast<float>(symmetric_zero(spec.format));
+      plain.zero[column * groups + g] = zero;
+      for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k++)
+        plain.codes[column * padded + k] = real && k < spec.k ? args.codes[row * spec.k + k] : static_cast<uint8_t>(zero);
+    }
+    store_scales(plain, column, panel);
+    store_zeros_and_sum(plain, column, panel);
+  }
+  interleave(plain, panel + spec.codes_at());
+}
+
+void unpack_panel(const QuantizeArgs& args, int64_t index) {
+  const WeightSpec& spec = args.spec;
+  const uint8_t* panel = args.packed + index * spec.panel_bytes();
+  const PanelView view = view_panel(spec, args.packed, index);
+  for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
+    const int64_t row = index * 16 + column;
+    const float column_scale = reinterpret_cast<const float*>(panel + spec.column_scale_at())[column];
+    for (int64_t g = 0; g < spec.groups(); g++) {
+      const float group_scale = view.group_scale ? float_from_float16(view.group_scale[g * 16 + column]) : 1.0f;
+      args.scale[row * spec.groups() + g] = column_scale * group_scale;
+      if (args.zero)
+        args.zero[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column]) : static_cast<float>(symmetric_zero(spec.format));
+    }
+    for (int64_t k = 0; k < spec.k; k++) {
+      const CodePosition at = code_position(spec.format, column, k);
+      const uint8_t byte = view.codes[at.byte];
+      args.codes[row * spec.k + k] = spec.format == Format::int8 ? byte : at.high ? byte >> 4 : byte & 15;
+    }
+  }
+}
+
+template <Format kFormat>
+void dequantize_panel(const QuantizeArgs& args, int64_t index) {
+  const WeightSpec& spec = args.spec;
+  float* wide = static_cast<float*>(scratch(Scratch::tile, kTileK * 16 * sizeof(float)));
+  const float* column_scale = reinterpret_cast<const float*>(args.packed + index * spec.panel_bytes() + spec.column_scale_at());
+  for (int64_t tile = 0; tile < spec.tiles(); tile++) {
+    widen_tiles<kFormat>(spec, args.packed, index, tile, 1, wide);
+    for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
+      const float scale = is_float(kFormat) ? 1.0f : column_scale[column];
+      float* out = args.dequantized + (index * 16 + column) * spec.k + tile * kTileK;
+      for (int64_t i = 0; i < smaller(kTileK, spec.k - tile * kTileK); i++) out[i] = wide[i * 16 + column] * scale;
+    }
+  }
+}
+
+void dequantize_any(const QuantizeArgs& args, int64_t index) {
+  switch (args.spec.format) {
+    case Format::float32: return dequantize_panel<Format::float32>(args, index);
+    case Format::bfloat16: return dequantize_panel<Format::bfloat16>(args, index);
+    case Format::float16: return dequantize_panel<Format::float16>(args, index);
+    case Format::int8: return dequantize_panel<Format::int8>(args, index);
+    case Format::int4: return dequantize_panel<Format::int4>(args, index);
+  }
+}
+
+[[maybe_unused]] void run_quantize(const QuantizeArgs& args) {
+  const int64_t panels = args.spec.panels();
+  if (args.direction == Direction::quantize) {  // distortions are summed in the order of the panels: the same for any number of threads
+    Distorted* sums = static_cast<Distorted*>(scratch(Scratch::activations, panels * sizeof(Distorted)));
+    parallel_for(panels, num_threads(), [&](int64_t panel) { sums[panel] = quantize_panel(args, panel); });
+    *args.signal = *args.noise = 0;
+    for (int64_t panel = 0; panel < panels; panel++) *args.signal += sums[panel].signal, *args.noise += sums[panel].noise;
+    return;
+  }
+  parallel_for(panels, num_threads(), [&](int64_t panel) {
+    if (args.direction == Direction::pack) pack_panel(args, panel);
+    else if (args.direction == Direction::unpack) unpack_panel(args, panel);
+    else dequantize_any(args, panel);
+  });
+}
+
+#define LOWBIT_STRING_OF(name) #name
+#define LOWBIT_STRING(name) LOWBIT_STRING_OF(name)
+
+[[maybe_unused]] std::string_view never_refuses(const QuantizeArgs&) { return ""; }
+
+#ifndef LOWBIT_HAS_VNNI  // nothing here multiplies integers: the row of avx512 serves
+constexpr Kernel<QuantizeArgs> kRows[] = {{"quantize_panels_" LOWBIT_STRING(LOWBIT_ISA_NAME), never_refuses, run_quantize}};
+#endif
+
+}  // namespace
+
+std::span<const Kernel<QuantizeArgs>> quantize_rows() {
+#ifdef LOWBIT_HAS_VNNI
+  return {};
+#else
+  return kRows;
+#endif
+}
+
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector of 16 columns as two ymm. Needs AVX2, FMA, F16C. Meanings: scalar.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct f32x16 { __m256 lo, hi; };
+struct i32x16 { __m256i lo, hi; };
+struct u8x64 { __m256i lo, hi; };
+
+LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+LOWBIT_INLINE f32x16 set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+LOWBIT_INLINE f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+LOWBIT_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) {
+  const __m256i h = load_ymm(p);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
+  const __m256i h = load_ymm(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(h)), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(h, 1)), 16))};
+}
+LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+LOWBIT_INLINE __m256i round_to_bf16(__m256 a) {  // in the low half of each lane
+  const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+}
+LOWBIT_INLINE void store_bf16(uint16_t* p, f32x16 a) {
+  const __m256i packed = _mm256_packus_epi32(round_to_bf16(a.lo), round_to_bf16(a.hi));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+LOWBIT_INLINE f32x16 add(f32x16 a, f32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 sub(f32x16 a, f32x16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 mul(f32x16 a, f32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 div(f32x16 a, f32x16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+LOWBIT_INLINE f32x16 max(f32x16 a, f32x16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 abs(f32x16 a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(_mm256_andnot_ps(sign, a.lo), _mm256_and_ps(sign, b.lo)),
+          _mm256_or_ps(_mm256_andnot_ps(sign, a.hi), _mm256_and_ps(sign, b.hi))};
+}
+LOWBIT_INLINE f32x16 to_float(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+LOWBIT_INLINE i32x16 to_int(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {
+  const __m256i bias = _mm256_set1_epi32(127);
+  return {_mm256_mul_ps(a.lo, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent.lo, bias), 23))),
+          _mm256_mul_ps(a.hi, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent.hi, bias), 23)))};
+}
+
+LOWBIT_INLINE i32x16 set1(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
+LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+LOWBIT_INLINE int32_t sum(i32x16 a) {
+  const __m256i s = _mm256_add_epi32(a.lo, a.hi);
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+LOWBIT_INLINE float largest(f32x16 a) {
+  const __m256 s = _mm256_max_ps(a.lo, a.hi);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }
+template <int at>
+LOWBIT_INLINE __m256 int8_value(__m256i codes) {  // the xor makes bytes signed; then bring the byte to the top and shift it down
+  const __m256i s = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(at == 3 ? s : _mm256_slli_epi32(s, 24 - 8 * at), 24));
+}
+template <int at>
+LOWBIT_INLINE f32x16 int8_value(u8x64 c) { return {int8_value<at>(c.lo), int8_value<at>(c.hi)}; }
+
+template <int at>  // of a pair of bfloat16 in one lane
+LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 c) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));
+  return at ? f32x16{_mm256_castsi256_ps(_mm256_and_si256(c.lo, high)), _mm256_castsi256_ps(_mm256_and_si256(c.hi, high))}
+            : f32x16{_mm256_castsi256_ps(_mm256_slli_epi32(c.lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(c.hi, 16))};
+}
+
+// A nibble is converted where it stands, as n * 2^(4 at), and the activation carries 2^(-4 at): one shift less per value. The topmost would be negative.
+constexpr int int4_shift(int at) { return at == 7 ? 0 : 4 * at; }
+template <int at>
+LOWBIT_INLINE __m256 int4_value(__m256i codes) {
+  return _mm256_cvtepi32_ps(at == 7 ? _mm256_srli_epi32(codes, 28) : _mm256_and_si256(codes, _mm256_set1_epi32(15 << (at == 7 ? 0 : 4 * at))));
+}
+template <int at>
+LOWBIT_INLINE f32x16 int4_value(u8x64 c) { return {int4_value<at>(c.lo), int4_value<at>(c.hi)}; }
+
+// Eight maddubs results are added in int16 before one madd: 8 * 2 * 15 * 127 = 30480 < 32767, exact.
+struct Dot4 {
+  using Codes = u8x64;
+  struct Acc { __m256i lo, hi; };  // int16
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static Codes low(u8x64 c) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(c.lo, mask), _mm256_and_si256(c.hi, mask)};
+  }
+  LOWBIT_INLINE static Codes high(u8x64 c) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(_mm256_srli_epi16(c.lo, 4), mask), _mm256_and_si256(_mm256_srli_epi16(c.hi, 4), mask)};
+  }
+  LOWBIT_INLINE static Acc start(i32x16) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
+    const __m256i b = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(a));
+    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(c.lo, b)), _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(c.hi, b))};
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16 total, Acc acc) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(total.lo, _mm256_madd_epi16(acc.lo, ones)), _mm256_add_epi32(total.hi, _mm256_madd_epi16(acc.hi, ones))};
+  }
+};
+
+// int8 x int8 has no exact byte product here (u8 x s8 saturates), so both sides are widened to int16: k 0,2 and k 1,3 of each column as pairs.
+// 4 uops for 32 products, as many as the sign trick, with two fewer on the multiplier ports.
+struct Dot8 {
+  static constexpr int kOffset = 0;
+  struct Codes { __m256i even_lo, even_hi, odd_lo, odd_hi; };
+  using Acc = i32x16;
+  using Step = int16_t;  // k 0, 2, 1, 3
+  LOWBIT_INLINE static Codes codes(u8x64 c) {
+    const __m256i flip = _mm256_set1_epi8(-128);
+    const __m256i lo = _mm256_xor_si256(c.lo, flip), hi = _mm256_xor_si256(c.hi, flip);
+    return {_mm256_srai_epi16(_mm256_slli_epi16(lo, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(hi, 8), 8), _mm256_srai_epi16(lo, 8),
+            _mm256_srai_epi16(hi, 8)};
+  }
+  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int16_t* a) {
+    const __m256i even = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(a)[0]), odd = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(a)[1]);
+    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(c.even_lo, even));
+    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(c.even_hi, even));
+    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(c.odd_lo, odd));
+    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(c.odd_hi, odd));
+    return acc;
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
+};
+
+// Tiles: 16 registers. Dot: 4 rows keep 8 int16 sums, 2 codes and a broadcast; float: 6 rows keep 12 sums.
+constexpr int kDotRows = 4, kDotPanels = 1, kFloatRows = 6, kFloatPanels = 1, kStreamRows = 2;
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector of 16 columns as one zmm. Needs AVX-512 F, BW, DQ, VL. Meanings: scalar.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct f32x16 { __m512 v; };
+struct i32x16 { __m512i v; };
+struct u8x64 { __m512i v; };
+
+LOWBIT_INLINE f32x16 set1(float a) { return {_mm512_set1_ps(a)}; }
+LOWBIT_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+LOWBIT_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load_ymm(p))}; }
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_ymm(p)), 16))};
+}
+LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+LOWBIT_INLINE void store_bf16(uint16_t* p, f32x16 a) {
+  const __m512i bits = _mm512_castps_si512(a.v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, quiet)));
+}
+
+LOWBIT_INLINE f32x16 add(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 sub(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 mul(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 div(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+LOWBIT_INLINE f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 abs(f32x16 a) { return {_mm512_abs_ps(a.v)}; }
+LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) {
+  const __m512 sign = _mm512_set1_ps(-0.0f);
+  return {_mm512_or_ps(_mm512_andnot_ps(sign, a.v), _mm512_and_ps(sign, b.v))};
+}
+LOWBIT_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+LOWBIT_INLINE i32x16 to_int(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {
+  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(exponent.v, _mm512_set1_epi32(127)), 23);
+  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(power))};
+}
+
+LOWBIT_INLINE i32x16 set1(int32_t a) { return {_mm512_set1_epi32(a)}; }
+LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+LOWBIT_INLINE float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+
+LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+template <int at>
+LOWBIT_INLINE f32x16 int8_value(u8x64 c) {
+  const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(at == 3 ? s : _mm512_slli_epi32(s, 24 - 8 * at), 24))};
+}
+template <int at>
+LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 c) {
+  return {_mm512_castsi512_ps(at ? _mm512_and_si512(c.v, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))) : _mm512_slli_epi32(c.v, 16))};
+}
+// The permutation looks at the low four bits of each lane only, so one shift and one table look-up make a float.
+constexpr int int4_shift(int) { return 0; }
+template <int at>
+LOWBIT_INLINE f32x16 int4_value(u8x64 c) {
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_permutexvar_ps(at == 0 ? c.v : _mm512_srli_epi32(c.v, 4 * at), table)};
+}
+
+struct NibbleCodes {
+  using Codes = u8x64;
+  LOWBIT_INLINE static Codes low(u8x64 c) { return {_mm512_and_si512(c.v, _mm512_set1_epi8(15))}; }
+  LOWBIT_INLINE static Codes high(u8x64 c) { return {_mm512_and_si512(_mm512_srli_epi16(c.v, 4), _mm512_set1_epi8(15))}; }
+};
+
+#ifndef LOWBIT_HAS_VNNI
+// As avx2.hpp: eight maddubs results in int16, and int8 x int8 widened to int16.
+struct Dot4 : NibbleCodes {
+  struct Acc { __m512i v; };  // int16
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static Acc start(i32x16) { return {_mm512_setzero_si512()}; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
+    return {_mm512_add_epi16(acc.v, _mm512_maddubs_epi16(c.v, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a))))};
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16 total, Acc acc) {
+    return {_mm512_add_epi32(total.v, _mm512_madd_epi16(acc.v, _mm512_set1_epi16(1)))};
+  }
+};
+
+struct Dot8 {
+  static constexpr int kOffset = 0;
+  struct Codes { __m512i even, odd; };
+  using Acc = i32x16;
+  using Step = int16_t;  // k 0, 2, 1, 3
+  LOWBIT_INLINE static Codes codes(u8x64 c) {
+    const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));
+    return {_mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8), _mm512_srai_epi16(s, 8)};
+  }
+  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int16_t* a) {
+    const int32_t* pair = reinterpret_cast<const int32_t*>(a);
+    acc.v = _mm512_add_epi32(acc.v, _mm512_madd_epi16(c.even, _mm512_set1_epi32(pair[0])));
+    acc.v = _mm512_add_epi32(acc.v, _mm512_madd_epi16(c.odd, _mm512_set1_epi32(pair[1])));
+    return acc;
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
+};
+#endif
+
+// Tiles: 32 registers. Two panels share each broadcast activation.
+constexpr int kDotRows = 6, kDotPanels = 2, kFloatRows = 12, kFloatPanels = 2, kStreamRows = 4;
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

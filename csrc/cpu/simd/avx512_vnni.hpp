@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX-512 with VNNI: vpdpbusd multiplies unsigned codes by signed activations and adds into int32 without saturating.
+#pragma once
+
+#define LOWBIT_HAS_VNNI 1
+#include "cpu/simd/avx512.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct Dot4 : NibbleCodes {
+  using Acc = i32x16;
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
+    return {_mm512_dpbusd_epi32(acc.v, c.v, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a)))};
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
+};
+
+struct Dot8 : Dot4 {
+  static constexpr int kOffset = 128;
+  LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

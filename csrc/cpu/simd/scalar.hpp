@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers give in intrinsics.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct f32x16 { float lane[16]; };
+struct i32x16 { int32_t lane[16]; };
+struct u8x64 { uint8_t lane[64]; };  // 16 columns x 4 k
+
+#define LOWBIT_LANES for (int i = 0; i < 16; i++)
+
+LOWBIT_INLINE f32x16 set1(float a) { f32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
+LOWBIT_INLINE f32x16 load(const float* p) { f32x16 r; std::memcpy(&r, p, 64); return r; }
+LOWBIT_INLINE void store(float* p, f32x16 a) { std::memcpy(p, &a, 64); }
+LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { f32x16 r; LOWBIT_LANES r.lane[i] = float_from_float16(p[i]); return r; }
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) { f32x16 r; LOWBIT_LANES r.lane[i] = float_from_bfloat16(p[i]); return r; }
+LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) { LOWBIT_LANES p[i] = float16_from_float(a.lane[i]); }
+LOWBIT_INLINE void store_bf16(uint16_t* p, f32x16 a) { LOWBIT_LANES p[i] = bfloat16_from_float(a.lane[i]); }
+
+LOWBIT_INLINE f32x16 add(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] += b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 sub(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 mul(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] *= b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 div(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] /= b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { LOWBIT_LANES a.lane[i] = std::fma(a.lane[i], b.lane[i], c.lane[i]); return a; }
+LOWBIT_INLINE f32x16 max(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }  // b if either is nan
+LOWBIT_INLINE f32x16 min(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 abs(f32x16 a) { LOWBIT_LANES a.lane[i] = std::fabs(a.lane[i]); return a; }
+LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::copysign(a.lane[i], b.lane[i]); return a; }
+LOWBIT_INLINE f32x16 to_float(i32x16 a) { f32x16 r; LOWBIT_LANES r.lane[i] = static_cast<float>(a.lane[i]); return r; }
+LOWBIT_INLINE i32x16 to_int(f32x16 a) {  // to nearest even; INT_MIN where it does not fit, as cvtps2dq
+  i32x16 r;
+  LOWBIT_LANES r.lane[i] = a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(std::nearbyintf(a.lane[i])) : INT32_MIN;
+  return r;
+}
+LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {  // exponent in -126..127
+  LOWBIT_LANES a.lane[i] *= float_from_bits(static_cast<uint32_t>(exponent.lane[i] + 127) << 23);
+  return a;
+}
+
+LOWBIT_INLINE i32x16 set1(int32_t a) { i32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
+LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] += b.lane[i]; return a; }
+LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i]); }
+LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
+LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
+
+// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times 2^shift(at).
+LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
+template <int at>
+LOWBIT_INLINE f32x16 int8_value(u8x64 codes) {  // code - 128
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = static_cast<float>(codes.lane[4 * i + at] - 128);
+  return r;
+}
+template <int at>
+LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 codes) {  // number `at` of a pair of bfloat16
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = float_from_bits((static_cast<uint32_t>(codes.lane[4 * i + 2 * at + 1]) << 24) | static_cast<uint32_t>(codes.lane[4 * i + 2 * at]) << 16);
+  return r;
+}
+constexpr int int4_shift(int) { return 0; }
+template <int at>
+LOWBIT_INLINE f32x16 int4_value(u8x64 codes) {  // even: low nibble of byte at / 2; odd: high nibble
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = static_cast<float>(at % 2 ? codes.lane[4 * i + at / 2] >> 4 : codes.lane[4 * i + at / 2] & 15);
+  return r;
+}
+
+// Unsigned codes of int4: 8 rows of 4 k are added up before total().
+struct Dot4 {
+  using Codes = u8x64;
+  using Acc = i32x16;
+  using Step = int8_t;  // element of the packed activations; 4 per step
+  static constexpr int kOffset = 0;  // int32 sums start at -kOffset * sum(a)
+  LOWBIT_INLINE static Codes low(u8x64 c) { for (auto& b : c.lane) b &= 15; return c; }
+  LOWBIT_INLINE static Codes high(u8x64 c) { for (auto& b : c.lane) b >>= 4; return c; }
+  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
+    LOWBIT_LANES for (int k = 0; k < 4; k++) acc.lane[i] += c.lane[4 * i + k] * a[k];
+    return acc;
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
+};
+
+// Codes of int8: unsigned here, so that the sums must start at -128 * sum(a) to be those of code - 128.
+struct Dot8 : Dot4 {
+  static constexpr int kOffset = 128;
+  LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
+};
+
+constexpr int kDotRows = 2, kDotPanels = 1, kFloatRows = 2, kFloatPanels = 1, kStreamRows = 1;
+
+#undef LOWBIT_LANES
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/linear.hpp"
+
+namespace lowbit {
+
+using enum ErrorKind;
+
+WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric) {
+  check(format >= 0 && format < static_cast<int64_t>(std::size(kFormatNames)), value, op, ": format must be 0..",
+        std::size(kFormatNames) - 1, ", got format=", format);
+  check(n >= 1 && k >= 1, value, op, ": n and k must be at least 1, got n=", n, " k=", k);
+  check(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256, value, op,
+        ": group_size must be 32, 64, 128, 256 or 0 (per channel), got group_size=", group_size);
+  const WeightSpec spec{static_cast<Format>(format), n, k, group_size, asymmetric};
+  check(!is_float(spec.format) || (group_size == 0 && !asymmetric), value, op, ": a ", kFormatNames[format],
+        " weight has no groups and no zero point, got group_size=", group_size, " asymmetric=", asymmetric);
+  return spec;
+}
+
+XFormat x_format(int64_t value_, const WeightSpec& spec) {
+  check(value_ >= 0 && value_ < static_cast<int64_t>(std::size(kXFormatNames)), value, "linear: x_format must be 0..",
+        std::size(kXFormatNames) - 1, ", got x_format=", value_);
+  check(value_ == 0 || !is_float(spec.format), value, "linear: x_format must be float for a ",
+        kFormatNames[static_cast<int>(spec.format)], " weight, got ", kXFormatNames[value_]);
+  return static_cast<XFormat>(value_);
+}
+
+void check_weight(std::string_view op, const TensorView& weight, const WeightSpec& spec) {
+  check(weight.dtype == DType::uint8, type, op, ": weight must be packed uint8, got ", name_of(weight.dtype));
+  check(weight.rank == 2 && weight.size(0) == spec.panels() && weight.size(1) == spec.panel_bytes(), value, op,
+        ": weight must have the packed shape [", spec.panels(), ", ", spec.panel_bytes(), "] of ",
+        kFormatNames[static_cast<int>(spec.format)], " with n=", spec.n, " k=", spec.k, " group_size=", spec.group_size,
+        " asymmetric=", spec.asymmetric, ", got ", shape_text(weight));
+  check(weight.is_contiguous(), value, op, ": weight must be contiguous");
+}
+
+namespace {
+
+void check_like_y(const TensorView& tensor, const TensorView& y, std::string_view name) {
+  if (!tensor) return;
+  check(tensor.dtype == y.dtype, type, "linear: ", name, " must have the dtype of x, got ", name_of(tensor.dtype), " and ", name_of(y.dtype));
+  check(tensor.rank == y.rank && std::equal(y.shape.begin(), y.shape.begin() + y.rank, tensor.shape.begin()), value, "linear: ", name,
+        " must have the shape of the result ", shape_text(y), ", got ", shape_text(tensor));
+  check(tensor.is_contiguous(), value, "linear: ", name, " must be contiguous");
+}
+
+}  // namespace
+
+LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {
+  const auto& [x, weight, bias, mul, add, y] = tensors;
+  check(is_activation(x.dtype), type, "linear: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
+  check(x.rank >= 1 && x.size(-1) == spec.k, value, "linear: the last dimension of x must be k=", spec.k, ", got x of shape ", shape_text(x));
+  check(x.is_contiguous(), value, "linear: x must be contiguous, got strides of a non-contiguous view");
+  check(y.rank == x.rank && y.size(-1) == spec.n && y.dtype == x.dtype && y.is_contiguous(), value,
+        "linear: the result must be contiguous with last dimension n=", spec.n, " and the dtype of x, got ", shape_text(y));
+  check_weight("linear", weight, spec);
+  check(!bias || is_activation(bias.dtype), type, "linear: bias must be float32, bfloat16 or float16, got ", name_of(bias.dtype));
+  check(!bias || (bias.rank == 1 && bias.size(0) == spec.n && bias.is_contiguous()), value, "linear: bias must be a contiguous [n=", spec.n,
+        "], got ", shape_text(bias));
+  check_like_y(mul, y, "mul");
+  check_like_y(add, y, "add");
+  check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), value, "linear: activation must be 0..",
+        std::size(kActivationNames) - 1, ", got activation=", activation);
+  return {.m = x.numel() / spec.k, .weight_spec = spec, .x_format = x_format(x_format_, spec),
+          .activation = static_cast<Activation>(activation), .dtype = x.dtype, .bias_dtype = bias ? bias.dtype : DType::float32,
+          .x = x.data, .weight = weight.as<const uint8_t>(), .bias = bias.data, .mul = mul.data, .add = add.data, .y = y.data};
+}
+
+void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {
+  const LinearArgs args = linear_args(tensors, spec, x_format_, activation);
+  if (args.m > 0) run(args);
+}
+
+}  // namespace lowbit
