@@ -49,9 +49,14 @@ TorchThreads look_up(bool& loaded) {
   return torch;
 }
 
+// A child forked after use has no OpenMP workers, and libgomp would wait for them for ever: there regions run on a pool of our own.
+std::atomic<bool> forked{false};
+
 // Looked up until torch is there: lowbit may be used before torch is imported.
 const TorchThreads* torch_threads() {
   static std::atomic<const TorchThreads*> found{nullptr};
+  static std::once_flag watch_fork;
+  std::call_once(watch_fork, [] { pthread_atfork(nullptr, nullptr, [] { forked = true; }); });
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch->found() ? torch : nullptr;
   bool loaded;
   const TorchThreads torch = look_up(loaded);
@@ -144,7 +149,7 @@ int num_threads() {
 }
 
 std::string threads_source() {
-  if (torch_threads()) return "torch_parallel_for";
+  if (torch_threads()) return forked ? "own pool (this process was forked)" : "torch_parallel_for";
   bool loaded;
   look_up(loaded);
   return loaded ? "own pool (this torch has no torch_parallel_for: it came with 2.10)" : "own pool (torch is not loaded)";
@@ -152,7 +157,7 @@ std::string threads_source() {
 
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
-  if (const TorchThreads* torch = torch_threads()) {
+  if (const TorchThreads* torch = torch_threads(); torch && !forked) {
     auto range = [](int64_t begin, int64_t end, void* r) {
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
     };

@@ -9,8 +9,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-LOWBIT_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-LOWBIT_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+LOWBIT_INLINE constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+LOWBIT_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // One panel's sections.
 struct PanelView {

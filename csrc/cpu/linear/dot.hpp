@@ -11,6 +11,7 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kStepsPerHalf = 8;
+constexpr int64_t kExpandRows = 16;
 
 template <Format kFormat>
 using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
@@ -26,34 +27,56 @@ LOWBIT_INLINE auto dot_codes(const uint8_t* codes, int64_t half, int64_t step) {
   }
 }
 
-// Adds one half (32 k) to total[row][panel].
-template <Format kFormat, bool kHigh, int kRows, int kPanels, class Step>
-LOWBIT_INLINE void dot_half(const PanelView* panels, int64_t half, const Step* const* a, i32x16 (&total)[kRows][kPanels]) {
+// All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a fifth (int8) of a tile of 4 rows.
+template <Format kFormat>
+LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename DotOf<kFormat>::Codes* out) {
+  for (int64_t half = 0; half < halves; half++)
+    for (int64_t step = 0; step < kStepsPerHalf; step++)
+      *out++ = half % 2 ? dot_codes<kFormat, true>(panel.codes, half, step) : dot_codes<kFormat, false>(panel.codes, half, step);
+}
+
+// Adds one half (32 k) to total[row][panel]. expanded: the panels' codes from expand_panel, or null.
+template <Format kFormat, bool kHigh, bool kExpanded, int kRows, int kPanels, class Step>
+LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded, int64_t expanded_stride, int64_t half,
+                            const Step* const* a, i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
-  typename Dot::Acc acc[kRows][kPanels];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; r++)
+  constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains : kRows * kPanels <= 4 ? smaller(2, Dot::kChains) : 1;
+  typename Dot::Acc acc[kChains][kRows][kPanels];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++) acc[r][p] = Dot::start(total[r][p]);
+  for (int chain = 0; chain < kChains; chain++)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; p++) acc[chain][r][p] = Dot::start(chain ? set1(int32_t{0}) : total[r][p]);
 #pragma GCC unroll 8
   for (int step = 0; step < kStepsPerHalf; step++) {
     typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++) codes[p] = dot_codes<kFormat, kHigh>(panels[p].codes, half, step);
+    for (int p = 0; p < kPanels; p++)
+      codes[p] = kExpanded ? expanded[p * expanded_stride + half * kStepsPerHalf + step] : dot_codes<kFormat, kHigh>(panels[p].codes, half, step);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-      for (int p = 0; p < kPanels; p++) acc[r][p] = Dot::step(acc[r][p], codes[p], a[r] + half * kHalfK + step * 4);
+      for (int p = 0; p < kPanels; p++) {
+        auto& sum = acc[step % kChains][r][p];
+        sum = Dot::step(sum, codes[p], a[r] + half * kHalfK + step * 4);
+      }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++) total[r][p] = Dot::finish(total[r][p], acc[r][p]);
+    for (int p = 0; p < kPanels; p++) {
+      total[r][p] = Dot::finish(total[r][p], acc[0][r][p]);
+#pragma GCC unroll 4
+      for (int chain = 1; chain < kChains; chain++)
+        total[r][p] = add(total[r][p], Dot::finish(set1(int32_t{0}), acc[chain][r][p]));
+    }
 }
 
 // Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k.
-template <Format kFormat, int kRows, int kPanels>
-void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row, int64_t first_row, int64_t panel) {
+template <Format kFormat, bool kExpanded, int kRows, int kPanels>
+void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row, int64_t first_row, int64_t panel,
+              const typename DotOf<kFormat>::Codes* expanded) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
@@ -75,8 +98,10 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (int r = 0; r < kRows; r++)
       for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? group[r][g].start : 0);
     for (; half < end; half++) {
-      if (kFormat == Format::int4 && half % 2) dot_half<kFormat, true, kRows, kPanels>(panels, half, a, total);
-      else dot_half<kFormat, false, kRows, kPanels>(panels, half, a, total);
+      if (kFormat == Format::int4 && !kExpanded && half % 2)
+        dot_half<kFormat, true, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
+      else
+        dot_half<kFormat, false, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
     }
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = panels[p].group_scale ? load_f16(panels[p].group_scale + g * 16) : set1(1.0f);
@@ -107,7 +132,9 @@ LOWBIT_INLINE void with_count(int count, F&& f) {
 template <Format kFormat>
 void linear_dot(const LinearArgs& args) {
   using Dot = DotOf<kFormat>;
+  using Codes = typename Dot::Codes;
   const WeightSpec& spec = args.weight_spec;
+  const int64_t panel_steps = ceil_div(spec.k, kHalfK) * kStepsPerHalf;
   const int64_t panels = spec.panels(), row_bytes = spec.padded_k() * static_cast<int64_t>(sizeof(typename Dot::Step));
   const int64_t block_rows = larger(kDotRows, kL2Block / row_bytes / kDotRows * kDotRows);
   constexpr int64_t kPass = 512;  // rows quantized at a time: bounds the scratch memory
@@ -119,13 +146,20 @@ void linear_dot(const LinearArgs& args) {
     parallel_for(blocks * chunks, threads, [&](int64_t task) {
       const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
       const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
-      for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += kDotPanels)
+      const bool expand = row_end - row_begin >= kExpandRows;
+      Codes* expanded = expand ? static_cast<Codes*>(scratch(Scratch::tile, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
+      for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += kDotPanels) {
+        const int count_p = static_cast<int>(smaller(kDotPanels, panel_end - panel));
+        for (int p = 0; expand && p < count_p; p++)
+          expand_panel<kFormat>(view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf, expanded + p * panel_steps);
         for (int64_t row = row_begin; row < row_end; row += kDotRows)
           with_count<kDotRows>(static_cast<int>(smaller(kDotRows, row_end - row)), [&](auto kRows) {
-            with_count<kDotPanels>(static_cast<int>(smaller(kDotPanels, panel_end - panel)), [&](auto kPanels) {
-              dot_tile<kFormat, kRows, kPanels>(args, rows, row, first, panel);
+            with_count<kDotPanels>(count_p, [&](auto kPanels) {
+              if (expand) dot_tile<kFormat, true, kRows, kPanels>(args, rows, row, first, panel, expanded);
+              else dot_tile<kFormat, false, kRows, kPanels>(args, rows, row, first, panel, nullptr);
             });
           });
+      }
     });
   }
 }

@@ -121,6 +121,7 @@ struct Dot4 {
   using Codes = u8x64;
   struct Acc { __m256i lo, hi; };  // int16
   using Step = int8_t;
+  static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
   LOWBIT_INLINE static Codes low(u8x64 c) {
     const __m256i mask = _mm256_set1_epi8(15);
@@ -148,6 +149,7 @@ struct Dot8 {
   struct Codes { __m256i even_lo, even_hi, odd_lo, odd_hi; };
   using Acc = i32x16;
   using Step = int16_t;  // k 0, 2, 1, 3
+  static constexpr int kChains = 1;
   LOWBIT_INLINE static Codes codes(u8x64 c) {
     const __m256i flip = _mm256_set1_epi8(-128);
     const __m256i lo = _mm256_xor_si256(c.lo, flip), hi = _mm256_xor_si256(c.hi, flip);

@@ -89,6 +89,7 @@ struct NibbleCodes {
 struct Dot4 : NibbleCodes {
   struct Acc { __m512i v; };  // int16
   using Step = int8_t;
+  static constexpr int kChains = 1;
   static constexpr int kOffset = 0;
   LOWBIT_INLINE static Acc start(i32x16) { return {_mm512_setzero_si512()}; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
@@ -104,6 +105,7 @@ struct Dot8 {
   struct Codes { __m512i even, odd; };
   using Acc = i32x16;
   using Step = int16_t;  // k 0, 2, 1, 3
+  static constexpr int kChains = 1;
   LOWBIT_INLINE static Codes codes(u8x64 c) {
     const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));
     return {_mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8), _mm512_srai_epi16(s, 8)};

@@ -11,6 +11,7 @@ namespace {
 struct Dot4 : NibbleCodes {
   using Acc = i32x16;
   using Step = int8_t;
+  static constexpr int kChains = 4;  // vpdpbusd takes 4 to 5 cycles
   static constexpr int kOffset = 0;
   LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
   LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {

@@ -79,6 +79,7 @@ struct Dot4 {
   using Codes = u8x64;
   using Acc = i32x16;
   using Step = int8_t;  // element of the packed activations; 4 per step
+  static constexpr int kChains = 1;  // independent sums that hide the latency of step()
   static constexpr int kOffset = 0;  // int32 sums start at -kOffset * sum(a)
   LOWBIT_INLINE static Codes low(u8x64 c) { for (auto& b : c.lane) b &= 15; return c; }
   LOWBIT_INLINE static Codes high(u8x64 c) { for (auto& b : c.lane) b >>= 4; return c; }

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
+#include "bindings/register.hpp"
+#include "core/bandwidth.hpp"
+#include "core/isa.hpp"
+#include "core/parallel.hpp"
+#include "ops/kernel.hpp"
+#include "ops/linear.hpp"
+#include "ops/quantize.hpp"
+#include "torch/registration.hpp"
+
+namespace lowbit {
+namespace {
+
+namespace py = pybind11;
+
+template <std::size_t count>
+py::dict numbered(const std::string_view (&names)[count]) {
+  py::dict result;
+  for (std::size_t i = 0; i < count; i++) result[py::str(names[i])] = i;
+  return result;
+}
+
+py::dict isa() {
+  py::dict result;
+  py::list compiled;
+  for (const Backend* backend : backends()) compiled.append(backend->name);
+  result["compiled"] = compiled;
+  result["detected"] = name_of(detected_isa());
+  result["chosen"] = name_of(chosen_isa());
+  result["reason"] = isa_reason();
+  return result;
+}
+
+py::dict threads() {
+  py::dict result;
+  result["count"] = num_threads();
+  result["source"] = threads_source();
+  return result;
+}
+
+py::list kernels(std::string_view op) {
+  py::list rows;
+  for (const RowInfo& info : rows_of(op)) {
+    py::dict row;
+    row["name"] = info.name, row["isa"] = info.isa, row["available"] = info.available, row["reason"] = info.reason;
+    rows.append(row);
+  }
+  return rows;
+}
+
+// Another copy of lowbit may have been there first. Does not import torch: without it there is nothing to register with.
+std::vector<std::string> taken_names() {
+  std::vector<std::string> taken;
+  const py::dict modules = py::module_::import("sys").attr("modules");
+  if (!modules.contains("torch")) return taken;
+  const py::object has_kernel = modules["torch"].attr("_C").attr("_dispatch_has_kernel");
+  for (const std::string& name : torch::op_names())
+    if (has_kernel(name).cast<bool>()) taken.push_back(name);
+  return taken;
+}
+
+py::list register_torch() {
+  py::list rows;
+  for (const torch::Registration& registration : torch::register_ops(taken_names())) {
+    py::dict row;
+    row["op"] = registration.op, row["how"] = registration.how, row["reason"] = registration.reason;
+    rows.append(row);
+  }
+  return rows;
+}
+
+std::optional<std::string> force(const std::optional<std::string>& name) {
+  const std::string previous = force_kernel(name.value_or(""));
+  return previous.empty() ? std::nullopt : std::optional(previous);
+}
+
+}  // namespace
+
+void register_diagnostics(py::module_& m) {
+  m.attr("LAYOUT") = kLayoutName;
+  m.attr("LAYOUT_VERSION") = kLayoutVersion;
+  m.attr("FORMATS") = numbered(kFormatNames);
+  m.attr("X_FORMATS") = numbered(kXFormatNames);
+  m.attr("ACTIVATIONS") = numbered(kActivationNames);
+  m.attr("MAPPINGS") = numbered(kMappingNames);
+  m.def("isa", isa, "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower.");
+  m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
+  m.def("register_torch", register_torch, "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
+  m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize), best first.");
+  m.def("force_kernel", force, py::arg("name"),
+        "Make this thread use the named row only, None for the automatic choice; return what was forced before.");
+  m.def("last_kernel", [](std::string_view op) { return std::string(last_kernel(op)); }, py::arg("op"),
+        "Return the name of the row that ran last on this thread, or an empty string.");
+  m.def("read_bandwidth", read_bandwidth, py::arg("bytes"), py::arg("streams"), py::arg("threads"), py::arg("repeats") = 1,
+        py::call_guard<py::gil_scoped_release>(),
+        "Return GB/s of reading memory: `threads` threads of `streams` prefetched streams each, best of `repeats`.");
+}
+
+}  // namespace lowbit

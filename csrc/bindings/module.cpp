@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/register.hpp"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled part of lowbit. Tensors are torch CPU tensors or numpy arrays; outputs are written in place.";
+  m.attr("version") = LOWBIT_VERSION;
+  lowbit::register_errors();
+  lowbit::register_linear(m);
+  lowbit::register_quantize(m);
+  lowbit::register_diagnostics(m);
+}

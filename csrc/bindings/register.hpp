@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace lowbit {
+
+void register_linear(pybind11::module_& m);
+void register_quantize(pybind11::module_& m);
+void register_diagnostics(pybind11::module_& m);
+void register_errors();
+
+}  // namespace lowbit

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Python argument as a TensorView: a torch CPU tensor (DLPack C exchange API of its type, else its attributes) or any object with a
+// buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core/tensor_view.hpp"
+
+namespace lowbit {
+
+namespace py = pybind11;
+
+enum class Access { read, write };
+
+class TensorArgument {
+ public:
+  // `what` names the argument in error texts: "linear: x". None is an empty view if `optional`.
+  TensorArgument(py::handle object, const char* what, Access access = Access::read, bool optional = false);
+  ~TensorArgument();
+  TensorArgument(const TensorArgument&) = delete;
+  TensorArgument& operator=(const TensorArgument&) = delete;
+
+  const TensorView& operator*() const { return view_; }
+
+ private:
+  bool from_dlpack(py::handle object, const char* what);
+  bool from_buffer(py::handle object, const char* what, Access access);
+  bool from_attributes(py::handle object, const char* what);
+
+  TensorView view_;
+  Py_buffer buffer_{};
+};
+
+inline TensorArgument output(py::handle object, const char* what) { return {object, what, Access::write}; }
+inline TensorArgument optional(py::handle object, const char* what) { return {object, what, Access::read, true}; }
+
+}  // namespace lowbit

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch/boxed.hpp"
+
+#include <dlfcn.h>
+
+// torch's Python layer is made with pybind11: std::invalid_argument becomes ValueError, std::runtime_error RuntimeError. For any other kind
+// it calls set_error() of a pybind11::builtin_exception, which the C++ runtime finds by the name of the type; so this is that type as every
+// version of pybind11 declares it. Without Python it is a plain std::runtime_error with our text.
+namespace pybind11 {
+class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+  virtual void set_error() const = 0;
+};
+}  // namespace pybind11
+
+namespace lowbit::torch {
+namespace {
+
+class PythonException final : public pybind11::builtin_exception {
+ public:
+  PythonException(const char* type, const char* what) : builtin_exception(what), type_(type) {}
+  void set_error() const override {
+    using SetString = void (*)(void* type, const char* text);
+    const auto set_string = reinterpret_cast<SetString>(dlsym(RTLD_DEFAULT, "PyErr_SetString"));
+    auto* const type = static_cast<void**>(dlsym(RTLD_DEFAULT, type_));
+    if (set_string && type) set_string(*type, what());
+  }
+
+ private:
+  const char* type_;
+};
+
+DType dtype_of(int32_t torch_dtype) {
+  const Symbols& torch = loaded_symbols();
+  for (int i = 0; i < 8; i++)
+    if (torch.dtypes[i] == torch_dtype) return static_cast<DType>(i);
+  return DType::other;
+}
+
+void ensure(Status status, std::string_view op, std::string_view what) {
+  check(status == 0, ErrorKind::runtime, op, ": torch failed: ", what);
+}
+
+}  // namespace
+
+void rethrow_for_torch(const Error& error) {
+  switch (error.kind) {
+    case ErrorKind::value: throw std::invalid_argument(error.what());
+    case ErrorKind::type: throw PythonException("PyExc_TypeError", error.what());
+    case ErrorKind::not_implemented: throw PythonException("PyExc_NotImplementedError", error.what());
+    case ErrorKind::runtime: break;
+  }
+  throw std::runtime_error(error.what());
+}
+
+TensorView contiguous_view(DType dtype, int rank, const int64_t* shape) {
+  TensorView view{.dtype = dtype, .rank = rank};
+  int64_t stride = 1;
+  for (int i = rank - 1; i >= 0; i--) {
+    view.shape[i] = shape[i];
+    view.stride[i] = stride;
+    stride *= shape[i] > 1 ? shape[i] : 1;
+  }
+  return view;
+}
+
+TensorView Tensor::view(std::string_view op, std::string_view name) const {
+  TensorView view;
+  if (!handle_) return view;
+  const Symbols& torch = loaded_symbols();
+  int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0;
+  ensure(torch.get_dim(handle_, &rank), op, "rank of a tensor");
+  check(rank <= TensorView::kMaxRank, ErrorKind::value, op, ": ", name, " must have at most ", TensorView::kMaxRank,
+        " dimensions, got ", rank);
+  ensure(torch.get_sizes(handle_, &sizes), op, "sizes of a tensor");
+  ensure(torch.get_strides(handle_, &strides), op, "strides of a tensor");
+  ensure(torch.get_dtype(handle_, &dtype), op, "dtype of a tensor");
+  view.dtype = dtype_of(dtype);
+  view.rank = static_cast<int>(rank);
+  for (int i = 0; i < view.rank; i++) view.shape[i] = sizes[i], view.stride[i] = strides[i];
+  if (torch.get_const_data_ptr) {
+    const void* data = nullptr;
+    ensure(torch.get_const_data_ptr(handle_, &data), op, "data of a tensor");
+    view.data = const_cast<void*>(data);
+  } else {
+    ensure(torch.get_data_ptr(handle_, &view.data), op, "data of a tensor");
+  }
+  check(view.data || view.numel() == 0, ErrorKind::value, op, ": ", name, " has no data (a fake or wrapped tensor)");
+  return view;
+}
+
+Tensor Tensor::empty(std::string_view op, TensorView& view) {
+  const Symbols& torch = loaded_symbols();
+  TensorHandle handle = nullptr;
+  ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(), torch.dtypes[static_cast<int>(view.dtype)],
+                             torch.device_cpu, 0, &handle), op, "allocation of the result");
+  Tensor tensor(handle);
+  ensure(torch.get_data_ptr(handle, &view.data), op, "data of the result");
+  return tensor;
+}
+
+}  // namespace lowbit::torch

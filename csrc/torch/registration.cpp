@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch/registration.hpp"
+
+#include <algorithm>
+#include <mutex>
+
+#include "torch/ops.hpp"
+
+namespace lowbit::torch {
+namespace {
+
+const Op* const kOps[] = {&linear_op, &dequantize_op};
+
+constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
+constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10} << 48;  // the stack conventions of boxed.hpp are those of torch 2.10
+
+// The two libraries live as long as the process: torch's dispatcher keeps our function pointers.
+struct Libraries {
+  LibraryHandle definitions = nullptr, cpu = nullptr;
+};
+
+std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
+  if (torch.library_def(libraries.definitions, op.schema) != 0) return "torch refused the schema (it wrote why to stderr)";
+  const Status status = torch.library_impl_versioned ? torch.library_impl_versioned(libraries.cpu, op.name, op.cpu, kAbi)
+                                                     : torch.library_impl(libraries.cpu, op.name, op.cpu);
+  return status == 0 ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
+}
+
+}  // namespace
+
+std::vector<std::string> op_names() {
+  std::vector<std::string> names;
+  for (const Op* op : kOps) names.push_back(std::string("lowbit::") + op->name);
+  return names;
+}
+
+std::vector<Registration> register_ops(const std::vector<std::string>& taken) {
+  static std::mutex mutex;
+  static std::vector<Registration> done;
+  const std::lock_guard lock(mutex);
+  if (!done.empty()) return done;
+
+  std::string reason;
+  const Symbols* torch = symbols(&reason);
+  Libraries libraries;
+  if (torch && (torch->library_init_fragment("lowbit", kFile, __LINE__, &libraries.definitions) != 0 ||
+                torch->library_init_impl("lowbit", "CPU", kFile, __LINE__, &libraries.cpu) != 0)) {
+    torch = nullptr;
+    reason = "torch refused the namespace lowbit (it wrote why to stderr)";
+  }
+  std::vector<Registration> registrations;
+  for (const Op* op : kOps) {
+    const std::string name = std::string("lowbit::") + op->name;
+    if (torch && std::find(taken.begin(), taken.end(), name) != taken.end()) {
+      registrations.push_back({name, "already registered", ""});
+      continue;
+    }
+    const std::string problem = torch ? register_op(*torch, libraries, *op) : reason;
+    registrations.push_back({name, problem.empty() ? "c++ shims" : "", problem});
+  }
+  if (torch) done = registrations;
+  return registrations;
+}
+
+}  // namespace lowbit::torch
+
+extern "C" int lowbit_register_torch() {
+  int callable = 0;
+  for (const auto& registration : lowbit::torch::register_ops({})) callable += !registration.how.empty();
+  return callable;
+}

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gives our ops to the dispatcher of the torch that is loaded in this process. Idempotent; may be called before torch is there.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lowbit::torch {
+
+struct Registration {
+  std::string op;      // "lowbit::linear"
+  std::string how;     // "c++ shims", "already registered" (by another copy of lowbit), or "": not registered
+  std::string reason;  // why not
+};
+
+std::vector<std::string> op_names();  // "lowbit::linear", ...
+
+// `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function for it.
+std::vector<Registration> register_ops(const std::vector<std::string>& taken);
+
+}  // namespace lowbit::torch
+
+// For a C++ program that runs an exported model: call once after torch is loaded. Returns how many ops can be called.
+extern "C" int lowbit_register_torch();

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch/symbols.hpp"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace lowbit::torch {
+namespace {
+
+Symbols table;
+std::atomic<bool> found{false};
+
+// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that links to torch.
+void* torch_library() {
+#ifdef __APPLE__
+  void* library = dlopen("@rpath/libtorch_cpu.dylib", RTLD_LAZY | RTLD_NOLOAD);
+#else
+  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+#endif
+  return library ? library : RTLD_DEFAULT;
+}
+
+struct Loader {
+  void* library;
+  std::string missing;
+
+  template <class Function>
+  void optional(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+  }
+  template <class Function>
+  void required(Function& function, const char* name) {
+    optional(function, name);
+    if (!function && missing.empty()) missing = name;
+  }
+  int32_t constant(const char* name) {
+    int32_t (*function)() = nullptr;
+    required(function, name);
+    return function ? function() : -1;
+  }
+};
+
+bool load(Symbols& s, std::string* reason) {
+  Loader loader{torch_library(), ""};
+  if (!dlsym(loader.library, "aoti_torch_delete_tensor_object")) {
+    *reason = "torch is not loaded (no libtorch_cpu in this process)";
+    return false;
+  }
+  loader.required(s.library_init_fragment, "aoti_torch_library_init_fragment");
+  loader.required(s.library_init_impl, "aoti_torch_library_init_impl");
+  loader.required(s.library_def, "aoti_torch_library_def");
+  loader.required(s.library_impl, "aoti_torch_library_impl");
+  loader.optional(s.library_impl_versioned, "torch_library_impl");
+  loader.required(s.get_dim, "aoti_torch_get_dim");
+  loader.required(s.get_sizes, "aoti_torch_get_sizes");
+  loader.required(s.get_strides, "aoti_torch_get_strides");
+  loader.required(s.get_dtype, "aoti_torch_get_dtype");
+  loader.required(s.get_data_ptr, "aoti_torch_get_data_ptr");
+  loader.optional(s.get_const_data_ptr, "torch_get_const_data_ptr");
+  loader.required(s.empty_strided, "aoti_torch_empty_strided");
+  loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
+  loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");
+  s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
+  constexpr const char* kDTypes[] = {"aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
+                                     "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int8",
+                                     "aoti_torch_dtype_int32", "aoti_torch_dtype_int64"};
+  for (int i = 0; i < 8; i++) s.dtypes[i] = loader.constant(kDTypes[i]);
+  if (!loader.missing.empty()) *reason = "this torch has no " + loader.missing;
+  return loader.missing.empty();
+}
+
+}  // namespace
+
+const Symbols* symbols(std::string* reason) {
+  static std::mutex mutex;
+  if (found.load(std::memory_order_acquire)) return &table;
+  const std::lock_guard lock(mutex);
+  if (!found.load(std::memory_order_relaxed)) {
+    if (!load(table, reason)) return nullptr;
+    found.store(true, std::memory_order_release);
+  }
+  return &table;
+}
+
+const Symbols& loaded_symbols() { return table; }
+
+}  // namespace lowbit::torch

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch version.
+// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these for two years).
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace lowbit::torch {
+
+using StableIValue = uint64_t;                                  // an argument or result of a boxed kernel
+using BoxedKernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
+using TensorHandle = struct AtenTensorOpaque*;
+using LibraryHandle = struct TorchLibraryOpaque*;
+using Status = int32_t;                                         // 0: success
+
+struct Symbols {
+  // registration
+  Status (*library_init_fragment)(const char* ns, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
+  Status (*library_init_impl)(const char* ns, const char* key, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
+  Status (*library_def)(LibraryHandle, const char* schema) = nullptr;
+  Status (*library_impl)(LibraryHandle, const char* name, BoxedKernel) = nullptr;
+  Status (*library_impl_versioned)(LibraryHandle, const char* name, BoxedKernel, uint64_t abi) = nullptr;  // torch >= 2.10, else null
+  // tensors
+  Status (*get_dim)(TensorHandle, int64_t*) = nullptr;
+  Status (*get_sizes)(TensorHandle, int64_t**) = nullptr;
+  Status (*get_strides)(TensorHandle, int64_t**) = nullptr;
+  Status (*get_dtype)(TensorHandle, int32_t*) = nullptr;
+  Status (*get_data_ptr)(TensorHandle, void**) = nullptr;
+  Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // torch >= 2.10 (leaves copy-on-write tensors alone), else null
+  Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
+                          int32_t device_index, TensorHandle*) = nullptr;
+  Status (*delete_tensor)(TensorHandle) = nullptr;
+  Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
+  int32_t device_cpu = 0;
+  int32_t dtypes[8] = {};                                       // torch's number of each DType before DType::other
+};
+
+// Looks once torch is loaded and remembers; until then every call looks again. Null: `reason` says why.
+const Symbols* symbols(std::string* reason);
+const Symbols& loaded_symbols();  // inside a boxed kernel, where torch is certainly there
+
+}  // namespace lowbit::torch

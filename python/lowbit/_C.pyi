@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stubs of the compiled extension (csrc/bindings). Tensors are torch CPU tensors or numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+_Tensor = Any
+
+class _Isa(TypedDict):
+    compiled: list[str]
+    detected: str
+    chosen: str
+    reason: str
+
+class _Threads(TypedDict):
+    count: int
+    source: str
+
+class _Registration(TypedDict):
+    op: str
+    how: str
+    reason: str
+
+class _Kernel(TypedDict):
+    name: str
+    isa: str
+    available: bool
+    reason: str
+
+class _Choice(TypedDict):
+    name: str
+    chosen: bool
+    reason: str
+
+version: str
+LAYOUT: str
+LAYOUT_VERSION: int
+FORMATS: dict[str, int]
+X_FORMATS: dict[str, int]
+ACTIVATIONS: dict[str, int]
+MAPPINGS: dict[str, int]
+
+def isa() -> _Isa: ...
+def threads() -> _Threads: ...
+def register_torch() -> list[_Registration]: ...
+def kernels(op: str) -> list[_Kernel]: ...
+def explain_linear(
+    m: int, n: int, k: int, format: int, group_size: int, asymmetric: bool, x_format: int, dtype: str
+) -> list[_Choice]: ...
+def force_kernel(name: str | None) -> str | None: ...
+def last_kernel(op: str) -> str: ...
+def read_bandwidth(bytes: int, streams: int, threads: int, repeats: int = 1) -> float: ...
+def panel_bytes(format: int, k: int, group_size: int, asymmetric: bool) -> int: ...
+def quantize(
+    weight: _Tensor, packed: _Tensor, format: int, group_size: int, asymmetric: bool, mapping: int
+) -> tuple[float, float]: ...
+def pack(
+    codes: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+    packed: _Tensor,
+    n: int,
+    k: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+) -> None: ...
+def unpack(
+    packed: _Tensor,
+    n: int,
+    k: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    codes: _Tensor,
+    scale: _Tensor,
+    zero: _Tensor | None,
+) -> None: ...
+def dequantize(packed: _Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool, out: _Tensor) -> None: ...
+def linear(
+    x: _Tensor,
+    weight: _Tensor,
+    out: _Tensor,
+    n: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    x_format: int,
+    bias: _Tensor | None = None,
+    activation: int = 0,
+    mul: _Tensor | None = None,
+    add: _Tensor | None = None,
+) -> None: ...
+def all_finite(tensor: _Tensor) -> bool: ...

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fast quantized linear layers for PyTorch on the CPU, in eager mode, with no compiler on your machine.
+
+Example:
+    >>> import torch, lowbit
+    >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    >>> report = lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
+
+Public names are loaded at first use (the table below): `import torch` imports this package by its autoload entry point, and
+must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError('lowbit needs PyTorch, which is not installed: pip install "lowbit[torch]"') from error
+
+from lowbit._C import version as __version__
+from lowbit.ops.registration import register as _register
+
+if TYPE_CHECKING:
+    from lowbit.diagnostics.explain import explain
+    from lowbit.diagnostics.info import info
+    from lowbit.diagnostics.kernels import force_kernel, kernels
+    from lowbit.formats import (
+        FloatWeightConfig,
+        Int4WeightOnlyConfig,
+        Int8DynamicActivationInt4WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        MappingType,
+        float_weight,
+        int4_weight_only,
+        int8_dynamic_activation_int4_weight,
+        int8_dynamic_activation_int8_weight,
+        int8_weight_only,
+    )
+    from lowbit.ops.linear import linear
+    from lowbit.quant import QuantizationReport, QuantLinear, quantize_
+
+_HOME = {
+    "quantize_": "lowbit.quant",
+    "QuantLinear": "lowbit.quant",
+    "QuantizationReport": "lowbit.quant",
+    "Int8WeightOnlyConfig": "lowbit.formats",
+    "Int4WeightOnlyConfig": "lowbit.formats",
+    "Int8DynamicActivationInt8WeightConfig": "lowbit.formats",
+    "Int8DynamicActivationInt4WeightConfig": "lowbit.formats",
+    "FloatWeightConfig": "lowbit.formats",
+    "MappingType": "lowbit.formats",
+    "int8_weight_only": "lowbit.formats",
+    "int4_weight_only": "lowbit.formats",
+    "int8_dynamic_activation_int8_weight": "lowbit.formats",
+    "int8_dynamic_activation_int4_weight": "lowbit.formats",
+    "float_weight": "lowbit.formats",
+    "linear": "lowbit.ops.linear",
+    "kernels": "lowbit.diagnostics.kernels",
+    "force_kernel": "lowbit.diagnostics.kernels",
+    "explain": "lowbit.diagnostics.explain",
+    "info": "lowbit.diagnostics.info",
+}
+__all__ = [
+    "FloatWeightConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "MappingType",
+    "QuantLinear",
+    "QuantizationReport",
+    "__version__",
+    "explain",
+    "float_weight",
+    "force_kernel",
+    "info",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "kernels",
+    "linear",
+    "quantize_",
+]
+
+_register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

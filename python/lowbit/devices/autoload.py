@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of the autoload entry point (`lowbit_autoload`, group `torch.backends`), for `lowbit.info()`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def autoload_state() -> str:
+    """Say in one sentence whether `import torch` registered the ops, and why not."""
+    module = sys.modules.get("lowbit_autoload")
+    if module is not None and module.failure is not None:
+        return f"failed: {type(module.failure).__name__}: {module.failure}"
+    if module is not None and module.ran:
+        return "ran at import torch"
+    value = os.environ.get(SWITCH, "1")
+    if value != "1":
+        return f"off: {SWITCH}={value}"
+    return "did not run: no entry point of lowbit in the group torch.backends (not installed by pip?)"

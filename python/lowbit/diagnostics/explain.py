@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel row serves each quantized layer of a module, and why the others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowbit import _C
+from lowbit.diagnostics.table import html_table, text_table
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExplanation:
+    """One layer: its format, the row that serves it, and the other rows with the first reason each was not taken."""
+
+    layer: str
+    format: str
+    shape: str
+    row: str
+    others: tuple[tuple[str, str], ...]
+
+
+class Explanation(list[LayerExplanation]):
+    """One entry per quantized layer; prints as a table, the same reasons below it once."""
+
+    _HEADER = ("layer", "format", "n x k", "row")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [(entry.layer, entry.format, entry.shape, entry.row) for entry in self]
+
+    def _reasons(self) -> list[tuple[str, str]]:
+        seen = {(entry.format, *other): None for entry in self for other in entry.others}
+        return [(f"{name} ({format})", reason) for format, name, reason in seen]
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no quantized linear layer here"
+        return text_table(self._HEADER, self._cells()) + "\n\n" + text_table(("other rows", "why not"), self._reasons())
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no quantized linear layer here</p>"
+        return html_table(self._HEADER, self._cells()) + html_table(("other rows", "why not"), self._reasons())
+
+
+def explain(module: nn.Module, *, m: int = 1, dtype: torch.dtype = torch.float32) -> Explanation:
+    """Say which kernel row serves each ``QuantLinear`` inside a module, and why the others do not.
+
+    Args:
+        module: a ``QuantLinear`` or any module that contains some.
+        m: rows of the activations (tokens).
+        dtype: dtype of the activations.
+
+    Raises:
+        TypeError: ``module`` is not a ``torch.nn.Module``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"explain: module must be a torch.nn.Module, got {type(module).__name__}")
+    return Explanation(
+        _explain_layer(name or type(layer).__name__, layer, m, dtype)
+        for name, layer in module.named_modules()
+        if hasattr(layer, "op_args") and isinstance(layer, nn.Linear)
+    )
+
+
+def _explain_layer(name: str, layer: nn.Linear, m: int, dtype: torch.dtype) -> LayerExplanation:
+    n, format, group_size, asymmetric, x_format = layer.op_args
+    k = layer.in_features
+    rows = _C.explain_linear(m, n, k, format, group_size, asymmetric, x_format, str(dtype).removeprefix("torch."))
+    chosen = next((str(row["name"]) for row in rows if row["chosen"]), "none")
+    others = tuple((str(row["name"]), str(row["reason"])) for row in rows if not row["chosen"])
+    return LayerExplanation(name, layer.spec.name, f"{n} x {k}", chosen, others)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this build runs on this machine: versions, ISA, threads, registered ops, and the reason of every fallback."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lowbit import _C
+from lowbit.devices.autoload import autoload_state
+from lowbit.diagnostics.table import html_table, text_table
+from lowbit.ops.registration import registered
+
+
+class Info(dict[str, str]):
+    """Facts by name; prints as a table."""
+
+    def __repr__(self) -> str:
+        return text_table(("lowbit", self["version"]), [item for item in self.items() if item[0] != "version"])
+
+    def _repr_html_(self) -> str:
+        return html_table(("lowbit", self["version"]), [item for item in self.items() if item[0] != "version"])
+
+
+def info() -> Info:
+    """Collect the facts; the same text as ``python -m lowbit info``."""
+    isa, threads = _C.isa(), _C.threads()
+    facts = Info(version=_C.version)
+    facts["weight layout"] = f"{_C.LAYOUT} version {_C.LAYOUT_VERSION}"
+    facts["isa compiled"] = ", ".join(isa["compiled"])
+    facts["isa detected"] = isa["detected"]
+    facts["isa chosen"] = isa["chosen"] + (f" ({isa['reason']})" if isa["reason"] else "")
+    facts["LOWBIT_ISA"] = os.environ.get("LOWBIT_ISA", "not set")
+    facts["LOWBIT_KERNEL"] = os.environ.get("LOWBIT_KERNEL", "not set")
+    facts["threads"] = f"{threads['count']}, from {threads['source']}"
+    facts["torch"] = torch.__version__
+    facts["autoload"] = autoload_state()
+    for row in registered():
+        facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (f" ({row['reason']})" if row["reason"] else "")
+    for row in _C.kernels("linear"):
+        if not row["available"]:
+            facts[f"row {row['name']}"] = f"not available: {row['reason']}"
+    return facts

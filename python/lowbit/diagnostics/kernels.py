@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel rows of an op, and forcing one by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lowbit import _C
+from lowbit.diagnostics.table import html_table, text_table
+
+
+class KernelTable(list[dict[str, object]]):
+    """Rows ``{"name", "isa", "available", "reason"}`` in the order in which they are tried; prints as a table."""
+
+    _HEADER = ("row", "isa", "runs here", "why not")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [(str(row["name"]), str(row["isa"]), "yes" if row["available"] else "no", str(row["reason"])) for row in self]
+
+    def __repr__(self) -> str:
+        return text_table(self._HEADER, self._cells())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._HEADER, self._cells())
+
+
+def kernels(op: str = "linear") -> KernelTable:
+    """List the kernel rows of an op, best first.
+
+    Raises:
+        ValueError: there is no such op.
+    """
+    return KernelTable(dict(row) for row in _C.kernels(op))
+
+
+@contextlib.contextmanager
+def force_kernel(name: str) -> Iterator[None]:
+    """Let only the row of this name serve its op on this thread; a call that it cannot serve fails with its reason.
+
+    Raises:
+        ValueError: there is no row of this name (lists the rows).
+
+    Example:
+        >>> with lowbit.force_kernel(lowbit.kernels("linear")[-1]["name"]):
+        ...     y = layer(x)
+    """
+    previous = _C.force_kernel(name)
+    try:
+        yield
+    finally:
+        _C.force_kernel(previous)

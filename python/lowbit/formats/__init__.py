@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats that ``quantize_`` takes. ``FORMATS`` is the list: tests, documentation and benchmarks walk it."""
+
+from __future__ import annotations
+
+from lowbit.formats.base import FormatConfig, MappingType, PerGroup, PerRow
+from lowbit.formats.float import FloatWeightConfig, float_weight
+from lowbit.formats.int4 import (
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+)
+from lowbit.formats.int8 import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+)
+from lowbit.formats.spec import LinearSpec
+
+FORMATS: tuple[type[FormatConfig], ...] = (
+    FloatWeightConfig,
+    Int8WeightOnlyConfig,
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationInt4WeightConfig,
+)
+
+__all__ = [
+    "FORMATS",
+    "FloatWeightConfig",
+    "FormatConfig",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "LinearSpec",
+    "MappingType",
+    "PerGroup",
+    "PerRow",
+    "float_weight",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configurations share: their base class, torchao's vocabulary for scales, and the checks of its fields."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from lowbit.formats.spec import LinearSpec
+
+GROUP_SIZES = (32, 64, 128, 256)
+
+
+class MappingType(enum.Enum):
+    """How a range of weights is mapped to codes (torchao's enum; each value is the name that ``_C`` uses)."""
+
+    SYMMETRIC = "symmetric"
+    SYMMETRIC_NO_CLIPPING_ERR = "symmetric_no_clipping_err"
+    ASYMMETRIC = "asymmetric"
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """One scale per row: per output channel of a weight, per token of an activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """One scale per ``group_size`` neighbours along k."""
+
+    group_size: int
+
+
+Granularity = PerRow | PerGroup
+
+
+class FormatConfig:
+    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when it is made."""
+
+    __slots__ = ()
+    function: ClassVar[str]  # the lower-case function that makes it: names it in errors
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        """Return the spec for a weight of ``dtype``."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return the call that makes it, with what differs from the defaults."""
+        changed = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        default = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
+        told = ", ".join(
+            f"{name}={_short(value)}"
+            for name, value in changed.items()
+            if name == "group_size" or value != default[name]
+        )
+        return f"{self.function}({told})"
+
+
+def _short(value: Any) -> str:
+    return str(value) if isinstance(value, enum.Enum) else repr(value)
+
+
+def group_size_of(function: str, group_size: int | None) -> int:
+    """Check a group size; None (per channel) becomes 0."""
+    if group_size is None:
+        return 0
+    if type(group_size) is not int or group_size not in GROUP_SIZES:
+        sizes = ", ".join(map(str, GROUP_SIZES))
+        raise ValueError(f"{function}: group_size must be {sizes} or None (per channel), got group_size={group_size!r}")
+    return group_size
+
+
+def granularity_of(function: str, argument: str, granularity: Any) -> int:
+    """Return the group size that a granularity stands for; torchao's own PerRow and PerGroup are understood too."""
+    kind = type(granularity).__name__
+    if kind == "PerRow":
+        return 0
+    if kind == "PerGroup":
+        return group_size_of(function, granularity.group_size)
+    raise ValueError(f"{function}: {argument} must be PerRow() or PerGroup(n), got {argument}={granularity!r}")
+
+
+def mapping_of(
+    function: str, argument: str, value: Any, allowed: tuple[MappingType, ...] = tuple(MappingType)
+) -> MappingType:
+    """Return the mapping of this name: a MappingType, torchao's enum of the same names, or the name itself."""
+    name = getattr(value, "name", value)
+    for mapping in allowed:
+        if isinstance(name, str) and name.upper() == mapping.name:
+            return mapping
+    names = ", ".join(f"MappingType.{mapping.name}" for mapping in allowed)
+    raise ValueError(f"{function}: {argument} must be one of {names}, got {argument}={value!r}")
+
+
+def act_mapping_of(function: str, value: Any) -> MappingType:
+    """Check how activations are mapped."""
+    return mapping_of(function, "act_mapping_type", value, (MappingType.SYMMETRIC, MappingType.ASYMMETRIC))
+
+
+def require(function: str, argument: str, value: Any, only: Any, why: str) -> None:
+    """Refuse a value of a torchao field that cannot be honoured here."""
+    if value != only:
+        raise ValueError(f"{function}: {argument} must be {only!r} ({why}), got {argument}={value!r}")
+
+
+def integer_spec(format: str, group_size: int, mapping: MappingType, x_format: str = "float") -> LinearSpec:
+    """Return the spec of an integer weight."""
+    return LinearSpec(format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value)
+
+
+def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:
+    """Return how activations are taken. Groups of activations are those of the weight; an offset is per row."""
+    if act_group_size and act_mapping is MappingType.ASYMMETRIC:
+        raise ValueError(f"{function}: asymmetric activations must be per row, got groups of {act_group_size}")
+    if act_group_size and act_group_size != group_size:
+        raise ValueError(
+            f"{function}: groups of activations must be those of the weight, "
+            f"got {act_group_size} and {group_size or 'per channel'}"
+        )
+    if act_mapping is MappingType.ASYMMETRIC:
+        return "int8_row_asymmetric"
+    return "int8_group" if act_group_size else "int8_row"

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float weights in the packed layout: the same kernels and module, no codes and no scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import LinearSpec
+
+FLOAT_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeightConfig(FormatConfig):
+    """Keep the weight in float, packed for the dense rows.
+
+    Args:
+        dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps the dtype of each weight.
+    """
+
+    dtype: torch.dtype | None = None
+    function: ClassVar[str] = "float_weight"
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in FLOAT_FORMATS:
+            names = ", ".join(map(str, FLOAT_FORMATS))
+            raise ValueError(f"{self.function}: dtype must be {names} or None, got dtype={self.dtype!r}")
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        return LinearSpec(FLOAT_FORMATS[self.dtype or dtype])
+
+
+def float_weight(dtype: torch.dtype | None = None) -> FloatWeightConfig:
+    """Return the configuration of dense float weights: float32, bfloat16, float16, or as the model has them.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.float_weight(torch.bfloat16))
+    """
+    return FloatWeightConfig(dtype)

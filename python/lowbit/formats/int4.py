@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""int4 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..15, zero 8 when symmetric."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit.formats.base import (
+    FormatConfig,
+    MappingType,
+    PerRow,
+    act_mapping_of,
+    granularity_of,
+    group_size_of,
+    integer_spec,
+    mapping_of,
+    require,
+    x_format_of,
+)
+from lowbit.formats.spec import LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Int4WeightOnlyConfig(FormatConfig):
+    """Store the weight as int4; activations stay as they are.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        set_inductor_config: no effect; lowbit never changes Inductor's settings.
+        int4_packing_format: "plain"; the packed form is always lowbit's own.
+        int4_choose_qparams_algorithm: None; scales are chosen by ``mapping_type`` (torchao's tinygemm and hqq are not here).
+        int4_tile_packed_ntile: torchao's; 8.
+        version: torchao's; 2.
+        mapping_type: symmetric or asymmetric weights (torchao's tinygemm is asymmetric).
+    """
+
+    group_size: int | None = 128
+    set_inductor_config: bool = True
+    int4_packing_format: str = "plain"
+    int4_choose_qparams_algorithm: str | None = None
+    int4_tile_packed_ntile: int = 8
+    version: int = 2
+    _: KW_ONLY
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    function: ClassVar[str] = "int4_weight_only"
+
+    def __post_init__(self) -> None:
+        packing = getattr(self.int4_packing_format, "value", self.int4_packing_format)
+        require(self.function, "int4_packing_format", packing, "plain", "the packed form is lowbit's own")
+        require(
+            self.function,
+            "int4_choose_qparams_algorithm",
+            self.int4_choose_qparams_algorithm,
+            None,
+            "scales are chosen by mapping_type",
+        )
+        require(self.function, "int4_tile_packed_ntile", self.int4_tile_packed_ntile, 8, "a CUDA layout's")
+        require(self.function, "version", self.version, 2, "the only one")
+        self.spec(torch.float32)
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        group_size = group_size_of(self.function, self.group_size)
+        return integer_spec("int4", group_size, mapping_of(self.function, "mapping_type", self.mapping_type))
+
+
+def int4_weight_only(
+    group_size: int | None = 128, *, mapping_type: MappingType = MappingType.SYMMETRIC
+) -> Int4WeightOnlyConfig:
+    """Return the configuration of int4 weights in groups along k, or per output channel.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
+    """
+    return Int4WeightOnlyConfig(group_size, mapping_type=mapping_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8DynamicActivationInt4WeightConfig(FormatConfig):
+    """Store the weight as int4 and multiply it with activations that are rounded to int8 on the fly: the fast format.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        mapping_type: symmetric or asymmetric weights.
+        act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric):
+            a scale per row and group is both faster and more precise than an offset per row.
+        set_inductor_config: no effect; lowbit never changes Inductor's settings.
+        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and weight group.
+    """
+
+    group_size: int | None = 32
+    _: KW_ONLY
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+    set_inductor_config: bool = True
+    act_granularity: PerRow | None = None
+    function: ClassVar[str] = "int8_dynamic_activation_int4_weight"
+
+    def __post_init__(self) -> None:
+        self.spec(torch.float32)
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        group_size = group_size_of(self.function, self.group_size)
+        mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
+        act_mapping = act_mapping_of(self.function, self.act_mapping_type)
+        if self.act_granularity is not None:
+            act_group = granularity_of(self.function, "act_granularity", self.act_granularity)
+        else:
+            act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
+        return integer_spec("int4", group_size, mapping, x_format_of(self.function, group_size, act_group, act_mapping))
+
+
+def int8_dynamic_activation_int4_weight(
+    group_size: int | None = 32,
+    *,
+    mapping_type: MappingType = MappingType.SYMMETRIC,
+    act_mapping_type: MappingType = MappingType.SYMMETRIC,
+) -> Int8DynamicActivationInt4WeightConfig:
+    """Return the configuration of int4 weights with int8 activations (W4A8).
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
+    """
+    return Int8DynamicActivationInt4WeightConfig(
+        group_size, mapping_type=mapping_type, act_mapping_type=act_mapping_type
+    )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""int8 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..255, zero 128 when symmetric."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit.formats.base import (
+    FormatConfig,
+    Granularity,
+    MappingType,
+    PerGroup,
+    PerRow,
+    act_mapping_of,
+    granularity_of,
+    group_size_of,
+    integer_spec,
+    mapping_of,
+    require,
+    x_format_of,
+)
+from lowbit.formats.spec import LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Int8WeightOnlyConfig(FormatConfig):
+    """Store the weight as int8; activations stay as they are.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        granularity: torchao's newer way to say the same: ``PerRow()`` or ``PerGroup(n)``.
+        set_inductor_config: no effect; lowbit never changes Inductor's settings.
+        version: torchao's; 2.
+        mapping_type: symmetric or asymmetric weights.
+    """
+
+    group_size: int | None = None
+    granularity: Granularity = PerRow()
+    set_inductor_config: bool = True
+    version: int = 2
+    _: KW_ONLY
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    function: ClassVar[str] = "int8_weight_only"
+
+    def __post_init__(self) -> None:
+        require(self.function, "version", self.version, 2, "the only one")
+        mapping_of(self.function, "mapping_type", self.mapping_type)
+        group_size = group_size_of(self.function, self.group_size)
+        granularity = granularity_of(self.function, "granularity", self.granularity)
+        if group_size and granularity and group_size != granularity:
+            raise ValueError(
+                f"{self.function}: group_size and granularity must agree, "
+                f"got group_size={group_size} granularity=PerGroup({granularity})"
+            )
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        group_size = self.group_size or granularity_of(self.function, "granularity", self.granularity)
+        return integer_spec("int8", group_size, mapping_of(self.function, "mapping_type", self.mapping_type))
+
+
+def int8_weight_only(
+    group_size: int | None = None, *, mapping_type: MappingType = MappingType.SYMMETRIC
+) -> Int8WeightOnlyConfig:
+    """Return the configuration of int8 weights, per output channel or in groups along k.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_weight_only())
+    """
+    return Int8WeightOnlyConfig(group_size, mapping_type=mapping_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8DynamicActivationInt8WeightConfig(FormatConfig):
+    """Store the weight as int8 and multiply it with activations that are rounded to int8 on the fly.
+
+    Args:
+        act_mapping_type: symmetric or asymmetric activations; asymmetric ones are per row.
+        weight_only_decode: False; a decode step uses the same weight and is fast.
+        granularity: ``PerRow()``, ``PerGroup(n)``, or a pair (activations, weight).
+        set_inductor_config: no effect; lowbit never changes Inductor's settings.
+        version: torchao's; 2.
+        reduce_range: False; the integer product is exact on every ISA, so nothing can saturate.
+        mapping_type: symmetric or asymmetric weights.
+    """
+
+    act_mapping_type: MappingType = MappingType.SYMMETRIC
+    weight_only_decode: bool = False
+    granularity: Granularity | tuple[Granularity, Granularity] = PerRow()
+    set_inductor_config: bool = True
+    version: int = 2
+    reduce_range: bool = False
+    _: KW_ONLY
+    mapping_type: MappingType = MappingType.SYMMETRIC
+    function: ClassVar[str] = "int8_dynamic_activation_int8_weight"
+
+    def __post_init__(self) -> None:
+        require(self.function, "version", self.version, 2, "the only one")
+        require(self.function, "weight_only_decode", self.weight_only_decode, False, "decode uses the same weight")
+        require(self.function, "reduce_range", self.reduce_range, False, "the product is exact without")
+        self.spec(torch.float32)
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
+        pair = self.granularity if isinstance(self.granularity, (tuple, list)) else (self.granularity,) * 2
+        if len(pair) != 2:
+            raise ValueError(f"{self.function}: granularity must be one or a pair, got {len(pair)}")
+        act_group, group_size = (granularity_of(self.function, "granularity", item) for item in pair)
+        act_mapping = act_mapping_of(self.function, self.act_mapping_type)
+        return integer_spec("int8", group_size, mapping, x_format_of(self.function, group_size, act_group, act_mapping))
+
+
+def int8_dynamic_activation_int8_weight(
+    group_size: int | None = None,
+    *,
+    act_mapping_type: MappingType = MappingType.SYMMETRIC,
+    mapping_type: MappingType = MappingType.SYMMETRIC,
+) -> Int8DynamicActivationInt8WeightConfig:
+    """Return the configuration of int8 weights with int8 activations (W8A8).
+
+    Symmetric activations have a scale per row and weight group, asymmetric ones a scale and an offset per row.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())
+    """
+    function = Int8DynamicActivationInt8WeightConfig.function
+    weight = PerGroup(group_size) if group_size_of(function, group_size) else PerRow()
+    act = weight if act_mapping_of(function, act_mapping_type) is MappingType.SYMMETRIC else PerRow()
+    return Int8DynamicActivationInt8WeightConfig(
+        act_mapping_type, granularity=(act, weight) if act != weight else weight, mapping_type=mapping_type
+    )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernels: shape, dtype and strides of each op's result, for tracing without data.
+
+They refuse what csrc/ops refuses, with the same kind of error and the same text (tests/ops holds both to it). Results are
+always contiguous: Inductor asserts exact strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_GROUP_SIZES = (0, 32, 64, 128, 256)
+_FORMAT_NAMES = {value: name for name, value in _C.FORMATS.items()}
+_X_FORMAT_NAMES = {value: name for name, value in _C.X_FORMATS.items()}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    x_format: int,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    mul: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    k = x.shape[-1] if x.dim() else 1
+    _check_spec("linear", n, k, format, group_size, asymmetric)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {_name(x.dtype)}")
+    if x.dim() < 1:
+        raise ValueError(f"linear: the last dimension of x must be k={k}, got x of shape []")
+    _check_weight("linear", weight, n, k, format, group_size, asymmetric)
+    shape = (*x.shape[:-1], n)
+    if bias is not None and bias.dtype not in _FLOATS:
+        raise TypeError(f"linear: bias must be float32, bfloat16 or float16, got {_name(bias.dtype)}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
+        raise ValueError(f"linear: bias must be a contiguous [n={n}], got {_text(bias.shape)}")
+    _check_like_y("mul", mul, x.dtype, shape)
+    _check_like_y("add", add, x.dtype, shape)
+    if not 0 <= activation < len(_C.ACTIVATIONS):
+        raise ValueError(f"linear: activation must be 0..{len(_C.ACTIVATIONS) - 1}, got activation={activation}")
+    if x_format not in _X_FORMAT_NAMES:
+        raise ValueError(f"linear: x_format must be 0..{len(_C.X_FORMATS) - 1}, got x_format={x_format}")
+    if x_format != 0 and _is_float(format):
+        raise ValueError(f"linear: x_format must be float for a {_FORMAT_NAMES[format]} weight, got {_X_FORMAT_NAMES[x_format]}")
+    return x.new_empty(shape)
+
+
+def dequantize(weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> Tensor:
+    _check_spec("dequantize", n, k, format, group_size, asymmetric)
+    _check_weight("dequantize", weight, n, k, format, group_size, asymmetric)
+    return weight.new_empty((n, k), dtype=torch.float32)
+
+
+def _check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
+    if format not in _FORMAT_NAMES:
+        raise ValueError(f"{op}: format must be 0..{len(_FORMAT_NAMES) - 1}, got format={format}")
+    if n < 1 or k < 1:
+        raise ValueError(f"{op}: n and k must be at least 1, got n={n} k={k}")
+    if group_size not in _GROUP_SIZES:
+        raise ValueError(f"{op}: group_size must be 32, 64, 128, 256 or 0 (per channel), got group_size={group_size}")
+    if _is_float(format) and (group_size or asymmetric):
+        raise ValueError(
+            f"{op}: a {_FORMAT_NAMES[format]} weight has no groups and no zero point, "
+            f"got group_size={group_size} asymmetric={int(asymmetric)}"
+        )
+
+
+def _check_weight(op: str, weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
+    if weight.dtype != torch.uint8:
+        raise TypeError(f"{op}: weight must be packed uint8, got {_name(weight.dtype)}")
+    # int(k): a traced k is as fixed as the weight packed for it
+    packed = (-(-n // 16), _C.panel_bytes(format, int(k), group_size, asymmetric))
+    if weight.dim() != 2 or weight.shape[0] != packed[0] or weight.shape[1] != packed[1]:
+        raise ValueError(
+            f"{op}: weight must have the packed shape {_text(packed)} of {_FORMAT_NAMES[format]} with n={n} k={k} "
+            f"group_size={group_size} asymmetric={int(asymmetric)}, got {_text(weight.shape)}"
+        )
+
+
+def _check_like_y(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        raise TypeError(f"linear: {name} must have the dtype of x, got {_name(tensor.dtype)} and {_name(dtype)}")
+    if tensor.dim() != len(shape) or any(got != wanted for got, wanted in zip(tensor.shape, shape)):
+        raise ValueError(f"linear: {name} must have the shape of the result {_text(shape)}, got {_text(tensor.shape)}")
+
+
+def _is_float(format: int) -> bool:
+    return _FORMAT_NAMES[format] in ("float32", "bfloat16", "float16")
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y = act(x @ w.T + bias) * mul + add with a packed weight, and its gradient.
+
+The op `lowbit::linear` has no autograd formula: one registered with torch costs 5-9 us a call even without gradients. The
+Function below stands outside the op and is used only when a gradient is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.ops.registration import register
+
+register()
+_linear_op = torch.ops.lowbit.linear.default
+_dequantize_op = torch.ops.lowbit.dequantize.default
+_is_grad_enabled = torch.is_grad_enabled
+
+LinearArgs = tuple[int, int, int, bool, int]
+"""(n, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    op_args: LinearArgs,
+    bias: Tensor | None = None,
+    activation: int = 0,
+    mul: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
+
+    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the identity.
+    The weight is frozen: gradients go to x, bias, mul and add.
+
+    Args:
+        x: activations ``[..., k]``, float32, bfloat16 or float16.
+        weight: packed weight, uint8 ``[ceil(n / 16), panel_bytes]``.
+        op_args: ``(n, format, group_size, asymmetric, x_format)``.
+        bias: ``[n]``, any of the three float dtypes.
+        activation: a value of ``_C.ACTIVATIONS``: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu.
+        mul: factor after the activation, shape and dtype of the result.
+        add: term added last, shape and dtype of the result.
+
+    Returns:
+        ``[..., n]``, dtype of x, accumulated in float32.
+
+    Raises:
+        ValueError: a shape, ``group_size`` or ``k`` does not fit the weight.
+        TypeError: a dtype is not one of the above.
+        NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
+    """
+    if _is_grad_enabled() and (
+        x.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (mul is not None and mul.requires_grad)
+        or (add is not None and add.requires_grad)
+    ):
+        return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if mul is not None:
+        mul = mul.contiguous()
+    if add is not None:
+        add = add.contiguous()
+    n, format, group_size, asymmetric, x_format = op_args
+    return _linear_op(x, weight, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed form is kept)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
+        return _linear_op(x.contiguous(), weight, *op_args, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, op_args = inputs
+        ctx.save_for_backward(weight)
+        ctx.op_args, ctx.k, ctx.x_dtype = op_args, x.shape[-1], x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        n, format, group_size, asymmetric, _ = ctx.op_args
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            dense = _dequantize_op(weight, n, ctx.k, format, group_size, asymmetric)
+            grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_out.float().reshape(-1, n).sum(0).to(ctx.bias_dtype)
+        return grad_x, None, grad_bias, None
+
+
+_ACTIVATIONS = (
+    lambda y: y,
+    functional.relu,
+    functional.gelu,
+    lambda y: functional.gelu(y, approximate="tanh"),
+    functional.silu,
+)
+
+
+def _post_ops(y: Tensor, activation: int, mul: Tensor | None, add: Tensor | None) -> Tensor:
+    if not 0 <= activation < len(_ACTIVATIONS):
+        raise ValueError(f"linear: activation must be 0 to {len(_ACTIVATIONS) - 1}, got {activation}")
+    y = _ACTIVATIONS[activation](y)
+    if mul is not None:
+        y = y * mul
+    return y if add is None else y + add

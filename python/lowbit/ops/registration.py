@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register the ops `lowbit::*` with torch: schema and CPU kernel from C++, fake kernels from Python.
+
+C++ registers through the C shims of torch's stable ABI (csrc/torch). Where they are missing (old torch) the same schema is
+defined by `torch.library` with the functions of `_C` as kernels: slower per call, same results; `registered()` says which
+happened and why.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from lowbit import _C
+from lowbit.ops import fakes
+
+SCHEMAS = {
+    "linear": (
+        "(Tensor x, Tensor weight, int n, int format, int group_size, bool asymmetric, int x_format, Tensor? bias=None, "
+        "int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor"
+    ),
+    "dequantize": "(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
+}
+
+_lock = threading.Lock()
+_registered: list[dict[str, str]] = []
+_libraries: list[torch.library.Library] = []  # a Library that dies takes its registrations with it
+
+
+def register() -> None:
+    """Register every op once; calling again does nothing."""
+    with _lock:
+        if _registered:
+            return
+        rows = {row["op"].removeprefix("lowbit::"): dict(row) for row in _C.register_torch()}
+        library = torch.library.Library("lowbit", "FRAGMENT")
+        _libraries.append(library)
+        for name in SCHEMAS:
+            row = rows.get(name, {"op": name, "how": "", "reason": "not offered by _C.register_torch()"})
+            if not row["how"]:
+                library.define(name + SCHEMAS[name])
+                library.impl(name, _PYTHON_KERNELS[name], "CPU")
+                row["how"] = "torch.library"
+            torch.library.register_fake(f"lowbit::{name}", getattr(fakes, name), lib=library)
+            row["op"] = f"lowbit::{name}"
+            _registered.append(row)
+
+
+def registered() -> list[dict[str, str]]:
+    """Return how each op got registered: ``{"op", "how", "reason"}`` (reason: why not the fast way, or empty)."""
+    return [dict(row) for row in _registered]
+
+
+def _linear(x, weight, n, format, group_size, asymmetric, x_format, bias=None, activation=0, mul=None, add=None):
+    out = x.new_empty((*x.shape[:-1], n))
+    _C.linear(x, weight, out, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+    return out
+
+
+def _dequantize(weight, n, k, format, group_size, asymmetric):
+    out = weight.new_empty((n, k), dtype=torch.float32)
+    _C.dequantize(weight, n, k, format, group_size, asymmetric, out)
+    return out
+
+
+_PYTHON_KERNELS = {"linear": _linear, "dequantize": _dequantize}

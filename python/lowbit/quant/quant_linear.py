@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QuantLinear: an nn.Linear whose weight is stored packed, once.
+
+weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[7] says what the bytes mean (formats/spec.py).
+All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole panels) need no hooks of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec, OpArgs, describe_layout
+from lowbit.ops.linear import linear
+
+
+class QuantLinear(nn.Linear):
+    """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
+
+    Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor makes
+    an unset layer, to load a state dict into.
+
+    Args:
+        in_features, out_features, bias: as in nn.Linear.
+        device: of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        dtype: of the bias.
+        spec: how the weight is stored and activations are taken.
+    """
+
+    spec: LinearSpec
+    op_args: OpArgs
+    layout: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: LinearSpec,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate the float weight
+        self.in_features = in_features
+        self.out_features = out_features
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        weight = torch.empty(spec.shape(out_features, in_features), dtype=torch.uint8, device=device)
+        self._hold(nn.Parameter(weight, requires_grad=False), spec)
+
+    def _hold(self, weight: nn.Parameter, spec: LinearSpec) -> None:
+        self._parameters["weight"] = weight
+        self.spec = spec
+        self.op_args = spec.op_args(self.out_features)
+        layout = torch.tensor(spec.layout(self.out_features, self.in_features), device=weight.device)
+        self.register_buffer("layout", layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Straight from the dictionaries: nn.Module.__getattr__ would cost as much as the rest of a small call.
+        parameters = self._parameters
+        return linear(x, parameters["weight"], self.op_args, parameters["bias"])
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, spec: LinearSpec, *, name: str = "") -> QuantLinear:
+        """Return a new layer with the packed weight of ``module``, which stays as it is; the bias is shared.
+
+        Raises:
+            ValueError: the weight holds inf or nan (says ``name``).
+        """
+        weight = module.weight
+        if weight.device.type != "meta" and not all_finite(weight):
+            raise ValueError(f"from_linear: weight{f' of {name}' if name else ''} must be finite, got inf or nan")
+        packed, _, _ = pack_weight(weight, spec)
+        return cls.from_packed(packed, module.out_features, module.in_features, spec, module.bias).train(
+            module.training
+        )
+
+    @classmethod
+    def from_packed(cls, weight: Tensor, n: int, k: int, spec: LinearSpec, bias: Tensor | None = None) -> QuantLinear:
+        """Return a layer that holds an already packed weight ``[panels, panel_bytes]`` uint8."""
+        if weight.dtype != torch.uint8 or tuple(weight.shape) != spec.shape(n, k):
+            raise ValueError(
+                f"from_packed: weight must be uint8 of shape {list(spec.shape(n, k))} for {spec.name} n={n} k={k}, "
+                f"got {_text(weight)}"
+            )
+        module = cls(k, n, bias=False, device="meta", spec=spec)
+        if bias is not None:
+            module.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        module._hold(weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False), spec)
+        return module
+
+    @classmethod
+    def pack(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        spec: LinearSpec,
+        bias: Tensor | None = None,
+    ) -> QuantLinear:
+        """Return a layer made of plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32.
+
+        ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
+        """
+        n, k = codes.shape
+        packed = torch.zeros(spec.shape(n, k), dtype=torch.uint8)
+        zero = None if zero is None else zero.contiguous()
+        _C.pack(codes.contiguous(), scale.contiguous(), zero, packed, *spec.weight_args(n, k))
+        return cls.from_packed(packed, n, k, spec, bias)
+
+    def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code - zero)``."""
+        n, k, groups = self.out_features, self.in_features, self.spec.groups(self.in_features)
+        codes = torch.empty(n, k, dtype=torch.uint8)
+        scale, zero = torch.empty(n, groups), torch.empty(n, groups)
+        _C.unpack(self.weight.detach(), *self.spec.weight_args(n, k), codes, scale, zero)
+        return codes, scale, zero
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight ``[n, k]`` as float."""
+        args = self.spec.weight_args(self.out_features, self.in_features)
+        return torch.ops.lowbit.dequantize(self._parameters["weight"], *args).to(dtype)
+
+    def to_linear(self, dtype: torch.dtype = torch.float32) -> nn.Linear:
+        """Return a plain nn.Linear with the dequantized weight."""
+        module = nn.Linear(self.in_features, self.out_features, bias=False, device="meta", dtype=dtype)
+        module.weight = nn.Parameter(self.dequantize(dtype))
+        if self.bias is not None:
+            module.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
+        return module.train(self.training)
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("QuantLinear: a packed weight has no initial value; load a state dict or use quantize_")
+
+    def extra_repr(self) -> str:
+        bias = self._parameters["bias"] is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.spec.name}"
+
+    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        weight, layout = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
+        n, k = self.out_features, self.in_features
+        wanted = f"{prefix}weight must be packed as {self.spec.name} of n={n} k={k}"
+        if isinstance(weight, Tensor) and weight.dtype != torch.uint8:
+            return f"{wanted}, got {_text(weight)}"
+        if isinstance(weight, Tensor) and layout is None:
+            return f"{wanted}, got {_text(weight)} without {prefix}layout"
+        if isinstance(layout, Tensor) and layout.device.type != "meta":
+            numbers = layout.flatten().tolist()
+            if tuple(numbers) != self.spec.layout(n, k):
+                return f"{wanted} (layout version {_C.LAYOUT_VERSION}), got {describe_layout(numbers)}"
+        if isinstance(weight, Tensor) and tuple(weight.shape) != self.spec.shape(n, k):
+            return f"{wanted}: shape {list(self.spec.shape(n, k))}, got {_text(weight)}"
+        return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        problem = self.state_dict_problem(state_dict, prefix)
+        if problem:
+            raise ValueError(f"load_state_dict: {problem}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
+    weight = weight.detach()
+    return _C.all_finite(weight.contiguous()) if weight.device.type == "cpu" else bool(weight.isfinite().all())
+
+
+def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, float]:
+    """Pack a float weight ``[n, k]``; return it with the sums of squares of the weight and of its error (nan on meta)."""
+    n, k = weight.shape
+    packed = torch.zeros(
+        spec.shape(n, k), dtype=torch.uint8, device=weight.device
+    )  # padding too: files are reproducible
+    signal = noise = float("nan")
+    if weight.device.type != "meta":
+        _, _, format, group_size, asymmetric = spec.weight_args(n, k)
+        mapping = _C.MAPPINGS[spec.mapping]
+        signal, noise = _C.quantize(weight.detach().contiguous(), packed, format, group_size, asymmetric, mapping)
+    return nn.Parameter(packed, requires_grad=False), signal, noise
+
+
+def quantize_in_place(module: nn.Linear, weight: nn.Parameter, spec: LinearSpec) -> None:
+    """Turn a float layer into the QuantLinear that holds the packed ``weight``.
+
+    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and names stay valid.
+    """
+    module.__class__ = QuantLinear
+    module._hold(weight, spec)
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

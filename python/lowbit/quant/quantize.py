@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantize_: turn the linear layers of a model into QuantLinear, one after the other, in place."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit.formats.base import FormatConfig
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.quant_linear import pack_weight, quantize_in_place
+from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.select import FilterFn, Selected, Skipped, select
+
+PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
+
+
+def quantize_(
+    model: nn.Module,
+    config: FormatConfig,
+    filter_fn: FilterFn | None = None,
+    *,
+    device: torch.device | str | None = None,
+    strict: bool = False,
+) -> QuantizationReport:
+    """Quantize the selected linear layers of ``model`` in place and return what was done.
+
+    Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer. Layers
+    that share a weight share the packed one. On the meta device only the structure changes; load a quantized state dict with
+    ``assign=True`` then. Every check comes before the first change.
+
+    Args:
+        model: any module; its layers keep their identity, hooks and bias.
+        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``.
+        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear whose weight nobody else
+            reads; the report says what was left and why.
+        device: "cpu" moves weights there, layer by layer; None wants them there already.
+        strict: raise where the default filter would skip a linear layer, or when nothing is selected.
+
+    Returns:
+        A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
+
+    Raises:
+        TypeError: config is no configuration, filter_fn selects something else than nn.Linear, or a weight is not
+            float32, bfloat16 or float16.
+        ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict.
+
+    Example:
+        >>> report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
+    """
+    _check_arguments(model, config)
+    device = _cpu_or_none(device)
+    selected, skipped = select(model, config, filter_fn, device, strict)
+    report = QuantizationReport(str(config), model_bytes_before=_bytes(model))
+    rows = {}
+    for group in _progress(_by_weight(selected), report):
+        for name, row in _quantize_group(group, device):
+            rows[name] = row
+    rows |= {item.name: _skipped_row(item) for item in skipped}
+    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+    if not selected:
+        report.notes.append(
+            "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"
+        )
+    fast_path = disable_encoder_fast_path(model)
+    report.notes += [fast_path] if fast_path else []
+    check_state_dicts_of(model)
+    report.model_bytes_after = _bytes(model)
+    return report
+
+
+def _check_arguments(model: Any, config: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(config, FormatConfig):
+        got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
+        raise TypeError(f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}")
+
+
+def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    device = torch.device(device)
+    if device.type != "cpu":
+        raise ValueError(f'quantize_: device must be "cpu" or None, got device={str(device)!r}')
+    return device
+
+
+def _by_weight(selected: list[Selected]) -> list[list[Selected]]:
+    """Group layers that share one Parameter."""
+    groups: dict[int, list[Selected]] = defaultdict(list)
+    for item in selected:
+        groups[id(item.module.weight)].append(item)
+    return list(groups.values())
+
+
+def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Iterable[list[Selected]]:
+    if sum(group[0].module.weight.nbytes for group in groups) < PROGRESS_BYTES:
+        return groups
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        report.notes.append("install tqdm for a progress bar on models of this size")
+        return groups
+    return tqdm(groups, desc="quantize_", unit="layer")
+
+
+def _quantize_group(group: list[Selected], device: torch.device | None) -> Iterator[tuple[str, ReportRow]]:
+    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner here."""
+    first = group[0]
+    weight: torch.Tensor = first.module.weight
+    before, shape = weight.nbytes, (first.module.out_features, first.module.in_features)
+    if device is not None and weight.device.type not in (device.type, "meta"):
+        weight = weight.detach().to(device)
+        for item in group:
+            _move_bias(item.module, device)
+    packed, signal, noise = pack_weight(weight, first.spec)
+    error_db = 10 * math.log10(signal / noise) if noise else math.inf
+    for item in group:
+        quantize_in_place(item.module, packed, item.spec)
+        owner = item is first
+        note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
+        if not owner:
+            note = f"shares the weight of {first.name}"
+        yield (
+            item.name,
+            ReportRow(
+                item.name, item.spec.name, shape, before * owner, packed.nbytes * owner, error_db, item.kernel, note
+            ),
+        )
+
+
+def _move_bias(module: nn.Linear, device: torch.device) -> None:
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
+
+
+def _skipped_row(item: Skipped) -> ReportRow:
+    module = item.module
+    weight = getattr(module, "weight", None)
+    count = weight.nbytes if isinstance(weight, torch.Tensor) else 0
+    return ReportRow(item.name, "", (module.out_features, module.in_features), count, count, note=item.reason)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QuantizationReport: what quantize_ did with every linear layer, as text, HTML and a dictionary."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "kernel", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One linear layer.
+
+    Args:
+        layer: qualified name in the model.
+        format: short name of the format; empty when the layer was skipped.
+        shape: (n, k), the weight's rows and columns.
+        bytes_before, bytes_after: of the weight; 0 where another row already counts a shared one.
+        error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta device).
+        kernel: the row that will serve it with activations of the weight's dtype; two where one token takes another row.
+        note: why it was skipped, or what else happened.
+    """
+
+    layer: str
+    format: str
+    shape: tuple[int, int]
+    bytes_before: int
+    bytes_after: int
+    error_db: float = math.nan
+    kernel: str = ""
+    note: str = ""
+
+
+@dataclass
+class QuantizationReport:
+    """Say what ``quantize_`` did. Print it, or let a notebook show it.
+
+    Args:
+        config: the configuration, as text.
+        rows: one per linear layer, in the order of ``named_modules``.
+        notes: about the model as a whole.
+        model_bytes_before, model_bytes_after: all parameters and buffers.
+    """
+
+    config: str
+    rows: list[ReportRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
+
+    @property
+    def quantized(self) -> list[ReportRow]:
+        return [row for row in self.rows if row.format]
+
+    @property
+    def skipped(self) -> list[ReportRow]:
+        return [row for row in self.rows if not row.format]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.quantized)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.quantized)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings, lists and dictionaries."""
+        return {
+            "config": self.config,
+            "quantized": len(self.quantized),
+            "skipped": len(self.skipped),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "model_bytes_before": self.model_bytes_before,
+            "model_bytes_after": self.model_bytes_after,
+            "notes": list(self.notes),
+            "rows": [asdict(row) | {"shape": list(row.shape)} for row in self.rows],
+        }
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [self._title(), *self._text_table(), *self._totals(), *(f"note: {note}" for note in self.notes)]
+        )
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        rows = "".join(line("td", _cells(row)) for row in self.rows)
+        table = f"<table><thead>{line('th', COLUMNS)}</thead><tbody>{rows}</tbody></table>" if self.rows else ""
+        after = [*self._totals(), *(f"note: {note}" for note in self.notes)]
+        return f"<p>{html.escape(self._title())}</p>{table}" + "".join(f"<p>{html.escape(text)}</p>" for text in after)
+
+    def _title(self) -> str:
+        if not self.quantized:
+            return f"{self.config}: no layer was quantized, {len(self.skipped)} skipped"
+        return f"{self.config}: {len(self.quantized)} quantized, {len(self.skipped)} skipped"
+
+    def _text_table(self) -> list[str]:
+        if not self.rows:
+            return []
+        table = [COLUMNS, *map(_cells, self.rows)]
+        used = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in table[1:])]
+        width = {i: max(len(cells[i]) for cells in table) for i in used}
+        right = {3, 4, 5}
+        return [
+            "  ".join(cells[i].rjust(width[i]) if i in right else cells[i].ljust(width[i]) for i in used).rstrip()
+            for cells in table
+        ]
+
+    def _totals(self) -> list[str]:
+        lines = []
+        if self.quantized:
+            lines.append(f"quantized weights: {_change(self.bytes_before, self.bytes_after)}")
+        return [*lines, f"whole model: {_change(self.model_bytes_before, self.model_bytes_after)}"]
+
+
+def _cells(row: ReportRow) -> tuple[str, ...]:
+    return (
+        row.layer or "(the model)",
+        row.format or "skipped",
+        f"{row.shape[0]}x{row.shape[1]}",
+        _size(row.bytes_before),
+        _size(row.bytes_after),
+        "" if math.isnan(row.error_db) else "exact" if math.isinf(row.error_db) else f"{row.error_db:.1f}",
+        row.kernel,
+        row.note,
+    )
+
+
+def _change(before: int, after: int) -> str:
+    percent = f" ({100 * (after - before) / before:+.0f} %)" if before else ""
+    return f"{_size(before)} -> {_size(after)}{percent}"
+
+
+def _size(count: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers quantize_ takes, and every check that comes before the first change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lowbit import _C
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.quant_linear import QuantLinear, all_finite
+
+FilterFn = Callable[[nn.Module, str], bool]
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A layer to quantize."""
+
+    name: str
+    module: nn.Linear
+    spec: LinearSpec
+    kernel: str
+    tied_to: tuple[str, ...]  # parameters that share its weight and stay float
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A linear layer that stays as it is, and why."""
+
+    name: str
+    module: nn.Linear
+    reason: str
+
+
+def select(
+    model: nn.Module, config: FormatConfig, filter_fn: FilterFn | None, device: torch.device | None, strict: bool
+) -> tuple[list[Selected], list[Skipped]]:
+    """Return the layers to quantize and the linear layers that are left, or raise; changes nothing."""
+    taken: list[tuple[str, nn.Linear]] = []
+    skipped: list[Skipped] = []
+    for name, module in model.named_modules():
+        reason = _reason_to_skip(module)
+        if filter_fn is None:
+            if not isinstance(module, nn.Linear):
+                continue
+            if reason:
+                skipped.append(Skipped(name, module, reason))
+                continue
+        elif not filter_fn(module, name):
+            if isinstance(module, nn.Linear):
+                skipped.append(Skipped(name, module, "not selected by filter_fn"))
+            continue
+        elif reason and not _may_be_forced(module):
+            raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
+        _check_module(name, module, device)
+        taken.append((name, module))
+    if strict and (not taken or (filter_fn is None and skipped)):
+        left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
+        raise ValueError(f"quantize_: strict=True and not every linear layer can be quantized: {left}")
+    return _with_specs(model, config, taken), skipped
+
+
+def _reason_to_skip(module: nn.Module) -> str:
+    """Why a linear layer is not safe to take, or an empty string."""
+    if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear):
+        return ""
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight directly"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is a subclass of nn.Linear, whose users may read its weight"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from other parameters (weight_norm, pruning)"
+    if not module.in_features or not module.out_features:
+        return "its weight is empty"
+    return ""
+
+
+def _may_be_forced(module: nn.Module) -> bool:
+    """Whether an explicit filter may take this layer in spite of the reason: a subclass that computes like nn.Linear."""
+    return (
+        type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+        and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and bool(module.in_features and module.out_features)
+    )
+
+
+def _check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
+    if isinstance(module, QuantLinear):
+        raise ValueError(
+            f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
+            "select others with filter_fn, or go back with to_linear()"
+        )
+    if not isinstance(module, nn.Linear):
+        raise TypeError(
+            f"quantize_: filter_fn must select nn.Linear layers only, got {_label(name)}: {type(module).__name__}"
+        )
+    weight = module._parameters["weight"]
+    if type(weight) is not nn.Parameter:
+        raise TypeError(
+            f"quantize_: weight of {_label(name)} must be a plain nn.Parameter, got {type(weight).__name__}"
+        )
+    if weight.dtype not in FLOAT_FORMATS:
+        raise TypeError(f"quantize_: weight of {_label(name)} must be float32, bfloat16 or float16, got {weight.dtype}")
+    if tuple(weight.shape) != (module.out_features, module.in_features):
+        wanted = [module.out_features, module.in_features]
+        raise ValueError(f"quantize_: weight of {_label(name)} must have shape {wanted}, got {list(weight.shape)}")
+    if module.bias is not None and module.bias.dtype not in FLOAT_FORMATS:
+        raise TypeError(
+            f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {module.bias.dtype}"
+        )
+    if weight.device.type not in ("cpu", "meta") and device is None:
+        raise ValueError(
+            f'quantize_: weight of {_label(name)} must be on the cpu, got device={weight.device}; device="cpu" moves it'
+        )
+
+
+def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, nn.Linear]]) -> list[Selected]:
+    modules = {id(module) for _, module in taken}
+    owners: dict[int, list[str]] = defaultdict(list)  # of weights that stay float
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not (id(module) in modules and key == "weight"):
+                owners[id(parameter)].append(f"{prefix}.{key}" if prefix else key)
+    selected, finite = [], set()
+    for name, module in taken:
+        weight = module.weight
+        spec = config.spec(weight.dtype)
+        if id(weight) not in finite:
+            _check_values(name, weight, spec)
+            finite.add(id(weight))
+        kernel = serving_kernel(spec, module.out_features, module.in_features, weight.dtype)
+        selected.append(Selected(name, module, spec, kernel, tuple(owners[id(weight)])))
+    return selected
+
+
+def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
+    if weight.device.type == "meta":
+        return
+    if not all_finite(weight):
+        raise ValueError(f"quantize_: weight of {_label(name)} must be finite, got inf or nan")
+    if spec.format == "float16" and weight.dtype != torch.float16:
+        largest = max(abs(float(value)) for value in torch.aminmax(weight.detach()))
+        if largest > FLOAT16_MAX:
+            raise ValueError(
+                f"quantize_: weight of {_label(name)} must be within +-{FLOAT16_MAX:.0f} for float16, got {largest:g}"
+            )
+
+
+def serving_kernel(spec: LinearSpec, n: int, k: int, dtype: torch.dtype) -> str:
+    """Name the row that will serve this layer with activations of ``dtype``; both where one token takes another row."""
+    names = []
+    for m in (1, 64):
+        n_, format, group_size, asymmetric, x_format = spec.op_args(n)
+        rows = _C.explain_linear(m, n_, k, format, group_size, asymmetric, x_format, str(dtype).removeprefix("torch."))
+        names.append(next(row["name"] for row in rows if row["chosen"]))
+    return names[0] if names[0] == names[1] else f"{names[0]} (m=1), {names[1]}"
+
+
+def _label(name: str) -> str:
+    return name or "the model itself"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""y = act(x @ w.T + bias) * mul + add in float64, from the weight and the activations as the kernels see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.reference.activations import quantize_activations
+from lowbit.reference.quantize import QuantizedWeight
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda y: functional.gelu(y, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+def linear(
+    x: Tensor,
+    weight: QuantizedWeight | Tensor,
+    x_format: str = "float",
+    bias: Tensor | None = None,
+    activation: str = "none",
+    mul: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor:
+    """Return the float64 result ``[m, n]``; ``weight`` is quantized, or a float ``[n, k]``."""
+    y = product(x, weight, x_format)
+    if bias is not None:
+        y = y + bias.double()
+    y = ACTIVATIONS[activation](y)
+    if mul is not None:
+        y = y * mul.double()
+    return y if add is None else y + add.double()
+
+
+def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
+    """Return x @ w.T, float64."""
+    dense = weight.decode() if isinstance(weight, QuantizedWeight) else weight.double()
+    return _activations(x, weight, x_format) @ dense.T
+
+
+def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
+    """Return sum_k |x| * |w|, what rounding errors are proportional to.
+
+    Kernels may multiply codes counted from an offset of their own (0 for int4, 128 for int8) and take zero point times sum of x off
+    the total, so a weight counts as far as it and the zero point are from that offset; exact where both forms agree.
+    """
+    if isinstance(weight, QuantizedWeight):
+        offset = 0 if weight.format == "int4" else 128
+        zero = weight.spread(weight.zero_or_symmetric).double()
+        steps = (weight.codes.double() - offset).abs() + (zero - offset).abs()
+        dense = weight.spread(weight.scale).double() * steps
+    else:
+        dense = weight.double().abs()
+    if x_format == "float":
+        return x.double().abs() @ dense.T
+    activations = quantize_activations(x, x_format, weight.group_size)
+    return (activations.scale.double() * (activations.codes.abs() + activations.zero.abs())) @ dense.T
+
+
+def _activations(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str) -> Tensor:
+    if x_format == "float":
+        return x.double()
+    if not isinstance(weight, QuantizedWeight):
+        raise ValueError(f"linear: x_format must be float for a float weight, got {x_format}")
+    return quantize_activations(x, x_format, weight.group_size).decode()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize a weight: choose scales, round, and decode. w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] - zero[n, g]).
+
+g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has the
+fixed zero 128 (int8) or 8 (int4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BITS = {"int8": 8, "int4": 4}
+SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
+FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Plain codes and the scales as they are stored."""
+
+    format: str
+    group_size: int
+    codes: Tensor  # uint8 [n, k]
+    column_scale: Tensor  # float32 [n]
+    group_scale: Tensor | None  # float16 [n, groups], absent per channel
+    zero: Tensor | None  # float16 [n, groups], absent when symmetric
+
+    @property
+    def scale(self) -> Tensor:
+        """The product of both scales, rounded to float32, ``[n, groups]``."""
+        if self.group_scale is None:
+            return self.column_scale[:, None]
+        return self.column_scale[:, None] * self.group_scale.float()
+
+    @property
+    def zero_or_symmetric(self) -> Tensor:
+        """Zero point of every group as float32 ``[n, groups]``, the fixed one of a symmetric format included."""
+        if self.zero is not None:
+            return self.zero.float()
+        return torch.full_like(self.scale, 2 ** (BITS[self.format] - 1))
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """Repeat a value per group for every k: ``[n, groups]`` to ``[n, k]``."""
+        k = self.codes.shape[1]
+        return per_group.repeat_interleave(self.group_size or k, dim=1)[:, :k]
+
+    def decode(self) -> Tensor:
+        """Return the weight, float64 ``[n, k]``."""
+        steps = self.codes.double() - self.spread(self.zero_or_symmetric).double()
+        return self.spread(self.scale).double() * steps
+
+
+def group_ranges(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest weight of each group, widened to contain 0: two ``[n, groups]``."""
+    n, k = weight.shape
+    size = group_size or k
+    padded = torch.nn.functional.pad(weight, (0, -k % size)).view(n, -1, size)  # zeros do not change a range that contains 0
+    return padded.amin(2).clamp(max=0), padded.amax(2).clamp(min=0)
+
+
+def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor:
+    """Ideal scale of each group, float32.
+
+    ``symmetric`` is torchao's: the largest weight clips by at most half a step. ``symmetric_no_clipping_err``: nothing clips.
+    ``asymmetric``: the codes span min to max.
+    """
+    half = 2.0 ** (BITS[format] - 1)
+    if mapping == "symmetric":
+        return torch.maximum(-low, high) / (half - 0.5)
+    if mapping == "symmetric_no_clipping_err":
+        return torch.maximum(-low / half, high / (half - 1))
+    if mapping == "asymmetric":
+        return (high - low) / (2 * half - 1)
+    raise ValueError(f"quantize: unknown mapping {mapping!r}")
+
+
+def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
+    """Store a scale per group as float32 per column times float16 per group.
+
+    The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16 scales of
+    other checkpoints stay what they are.
+    """
+    if not group_size:
+        return scale[:, 0], None
+    largest = scale.amax(1)
+    column_scale = torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.float() - 1), 0)
+    fraction = torch.where(largest[:, None] > 0, scale / column_scale[:, None], 0)
+    return column_scale, fraction.half()
+
+
+def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> QuantizedWeight:
+    """Quantize ``[n, k]`` weights; codes are rounded half to even against the scale as it is stored.
+
+    Args:
+        weight: finite, float32, bfloat16 or float16 (computed in float32).
+        format: ``int8`` or ``int4``.
+        group_size: along k; 0 for one scale per column.
+        mapping: see :func:`choose_scale`.
+    """
+    weight = weight.float()
+    low, high = group_ranges(weight, group_size)
+    ideal = choose_scale(low, high, format, mapping)
+    column_scale, group_scale = split_scale(torch.where(ideal >= SMALLEST, ideal, 0), group_size)
+    stored = QuantizedWeight(format, group_size, torch.empty(weight.shape, dtype=torch.uint8), column_scale, group_scale, None)
+    divisor = torch.where(stored.scale > 0, stored.scale, 1)
+    largest = 2 ** BITS[format] - 1
+    zero = stored.zero_or_symmetric
+    if mapping == "asymmetric":
+        zero = torch.where(stored.scale > 0, torch.round(-low / divisor), 0).clamp(max=largest)
+    codes = torch.round(weight / stored.spread(divisor) + stored.spread(zero)).clamp(0, largest).byte()
+    return QuantizedWeight(
+        format, group_size, codes, column_scale, group_scale, zero.half() if mapping == "asymmetric" else None
+    )

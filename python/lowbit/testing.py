@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of lowbit are made of, and what a new backend can be tested with: cases, error budgets, kernel rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.reference import layout
+from lowbit.reference import linear as reference
+from lowbit.reference.quantize import QuantizedWeight
+
+M_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 70)
+N_SIZES = (1, 7, 15, 16, 17, 31, 33, 48, 64, 97, 130)
+K_SIZES = (1, 3, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 192, 257, 300)
+DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+POST_OPS = tuple(itertools.product((None, "float32", "dtype of x"), ACTIVATIONS, (False, True), (False, True)))
+ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""Largest relative error of rounding to the nearest value of a dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    """One call of the op: shape, dtypes, format and post-op chain. The data follows from these alone."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "float32"
+    format: str = "int8"
+    group_size: int = 0
+    mapping: str = "symmetric"
+    x_format: str = "float"
+    bias: str | None = None
+    activation: str = "none"
+    mul: bool = False
+    add: bool = False
+
+    def __str__(self) -> str:
+        weight = f"{self.format}-g{self.group_size}-{self.mapping}-{self.x_format}"
+        return f"{self.m}x{self.n}x{self.k}-{self.dtype}-{weight}-{self.bias}-{self.activation}-{self.mul:d}{self.add:d}"
+
+    @property
+    def asymmetric(self) -> bool:
+        return self.mapping == "asymmetric"
+
+    @property
+    def op_args(self) -> tuple[int, int, int, bool, int]:
+        """The arguments of the op between weight and bias."""
+        return self.n, _C.FORMATS[self.format], self.group_size, self.asymmetric, _C.X_FORMATS[self.x_format]
+
+
+def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post: LinearCase | None = None,
+           mul: Tensor | None = None, add: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Largest allowed error of each element of a result, from the dtype and k alone.
+
+    A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings of
+    2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point, adding the bias).
+    The activations have slope <= 1.13; evaluating them adds 8 roundings of their argument. mul and add are one rounding
+    each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the reference
+    takes the same codes) need no term of their own.
+
+    Args:
+        dtype: of the result.
+        k: length of the sum.
+        magnitude: float64 ``[m, n]``.
+        linear_result: x @ w.T + bias in float64, before the post-ops.
+        post: the case, for its activation.
+        mul: factor, float64.
+        add: term, float64.
+    """
+    u = ROUNDOFF["float32"]
+    error, result = (k + 8) * u * magnitude, linear_result
+    if post is not None and post.activation != "none":
+        error = 1.13 * error + 8 * u * result.abs()
+        result = reference.ACTIVATIONS[post.activation](result)
+    if mul is not None:
+        result = result * mul
+        error = error * mul.abs() + u * result.abs()
+    if add is not None:
+        result = result + add
+        error = error + u * (result.abs() + add.abs())
+    smallest = torch.finfo(getattr(torch, dtype)).smallest_normal
+    return error + ROUNDOFF[dtype] * (result.abs() + error) + smallest * ROUNDOFF[dtype]
+
+
+def format_cases() -> Iterator[tuple[str, int, str, str]]:
+    """Every (format, group_size, mapping, x_format) that the op takes."""
+    for name in ("float32", "bfloat16", "float16"):
+        yield name, 0, "symmetric", "float"
+    mappings = ("symmetric", "symmetric_no_clipping_err", "asymmetric")
+    yield from itertools.product(("int8", "int4"), (0, 32, 64, 128, 256), mappings, _C.X_FORMATS)
+
+
+def linear_cases(rounds: int = 2) -> list[LinearCase]:
+    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime, so pairs vary."""
+    cases = []
+    for index, (format, group_size, mapping, x_format) in enumerate(itertools.chain(*[list(format_cases())] * rounds)):
+        bias, activation, mul, add = POST_OPS[index * 7 % len(POST_OPS)]
+        cases.append(
+            LinearCase(
+                m=M_SIZES[index * 5 % len(M_SIZES)],
+                n=N_SIZES[index * 3 % len(N_SIZES)],
+                k=K_SIZES[index * 4 % len(K_SIZES)],
+                dtype=DTYPES[index % 4 % 3],
+                format=format,
+                group_size=group_size,
+                mapping=mapping,
+                x_format=x_format,
+                bias=bias,
+                activation=activation,
+                mul=mul,
+                add=add,
+            )
+        )
+    return cases
+
+
+def rows(op: str = "linear") -> list[dict[str, object]]:
+    """The kernel rows of an op: ``{"name", "isa", "available", "reason"}``."""
+    return [dict(row) for row in _C.kernels(op)]
+
+
+def serves(row: str, case: LinearCase) -> bool:
+    """Whether the row of this name takes this call."""
+    n, *weight_args = case.op_args
+    previous = _C.force_kernel(row)
+    try:
+        choices = _C.explain_linear(case.m, n, case.k, *weight_args, case.dtype)
+    finally:
+        _C.force_kernel(previous)
+    return any(choice["chosen"] for choice in choices)
+
+
+def pack_weight(weight: Tensor, format: str, group_size: int = 0, mapping: str = "symmetric") -> Tensor:
+    """Quantize ``[n, k]`` into a packed weight with the kernel."""
+    n, k = weight.shape
+    asymmetric = mapping == "asymmetric"
+    packed = torch.zeros(-(-n // 16), _C.panel_bytes(_C.FORMATS[format], k, group_size, asymmetric), dtype=torch.uint8)
+    _C.quantize(weight, packed, _C.FORMATS[format], group_size, asymmetric, _C.MAPPINGS[mapping])
+    return packed
+
+
+def decode_weight(packed: Tensor, n: int, k: int, format: str, group_size: int, mapping: str) -> QuantizedWeight | Tensor:
+    """Read a packed weight with the reference: a `QuantizedWeight`, or the float ``[n, k]``."""
+    if format in ("int8", "int4"):
+        return layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
+    return layout.unpack_float(packed, n, k, format)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearData:
+    """Inputs of a case, the float64 result, and the allowed error of each element."""
+
+    x: Tensor
+    packed: Tensor
+    bias: Tensor | None
+    mul: Tensor | None
+    add: Tensor | None
+    wanted: Tensor
+    allowed: Tensor
+
+
+def make_data(case: LinearCase, x: Tensor | None = None, weight: Tensor | None = None) -> LinearData:
+    """Make the inputs of a case (or take x and the float weight) and evaluate the reference."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+    dtype = getattr(torch, case.dtype)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x = normal(case.m, case.k).to(dtype) if x is None else x
+    weight = normal(case.n, case.k) if weight is None else weight
+    bias = None if case.bias is None else normal(case.n).to(torch.float32 if case.bias == "float32" else dtype)
+    mul = normal(case.m, case.n).to(dtype) if case.mul else None
+    add = normal(case.m, case.n).to(dtype) if case.add else None
+    packed = pack_weight(weight, case.format, case.group_size, case.mapping)
+    decoded = decode_weight(packed, case.n, case.k, case.format, case.group_size, case.mapping)
+    wanted = reference.linear(x, decoded, case.x_format, bias, case.activation, mul, add)
+    magnitude = reference.magnitude(x, decoded, case.x_format)
+    linear_result = reference.product(x, decoded, case.x_format)
+    if bias is not None:
+        magnitude, linear_result = magnitude + bias.double().abs(), linear_result + bias.double()
+    allowed = budget(
+        case.dtype,
+        case.k,
+        magnitude=magnitude,
+        linear_result=linear_result,
+        post=case,
+        mul=None if mul is None else mul.double(),
+        add=None if add is None else add.double(),
+    )
+    return LinearData(x, packed, bias, mul, add, wanted, allowed)
+
+
+@functools.lru_cache(maxsize=1024)
+def cached_data(case: LinearCase) -> LinearData:
+    """`make_data` once per case: every row meets the same inputs."""
+    return make_data(case)
+
+
+def run_linear(case: LinearCase, data: LinearData, row: str | None = None) -> Tensor:
+    """Run the op on a case, by one row if named; fails if another row ran."""
+    previous = _C.force_kernel(row)
+    try:
+        y = torch.ops.lowbit.linear(
+            data.x, data.packed, *case.op_args, data.bias, _C.ACTIVATIONS[case.activation], data.mul, data.add
+        )
+    finally:
+        _C.force_kernel(previous)
+    if row is not None and _C.last_kernel("linear") != row:
+        raise AssertionError(f"asked for row {row}, but {_C.last_kernel('linear')} ran")
+    return y
+
+
+def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "") -> None:
+    """Fail unless every element is within its budget; names the worst one. Non-finite must meet non-finite."""
+    finite = wanted.isfinite() & (wanted.abs() <= torch.finfo(actual.dtype).max)
+    if not torch.equal(actual.isfinite(), finite):
+        raise AssertionError(f"{what}: {(actual.isfinite() != finite).sum()} elements are finite where the reference is not, or not")
+    excess = torch.where(finite, (actual.double() - wanted).abs() - allowed, -1.0)
+    if excess.numel() and excess.max() > 0:
+        at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{what}: element {list(at)} is {actual[at].item()!r}, wanted {wanted[at].item()!r} +- {allowed[at].item():.3g}; "
+            f"{int((excess > 0).sum())} of {excess.numel()} elements are off"
+        )
