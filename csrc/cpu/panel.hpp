@@ -17,12 +17,23 @@ struct PanelView {
   const uint16_t* group_scale;  // null per channel
   const uint16_t* zero;         // null when symmetric
   const uint8_t* codes;
+  const uint8_t* end;
+  int64_t bytes;
 };
 
 LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
   const uint8_t* base = weight + panel * spec.panel_bytes();
   return {spec.group_size ? reinterpret_cast<const uint16_t*>(base + spec.group_scale_at()) : nullptr,
-          spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at()};
+          spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at(), base + spec.panel_bytes(), spec.panel_bytes()};
+}
+
+// Weights are prefetched 4 KiB ahead, across panels, so that scales of the next panel arrive too: at m = 1 from memory, W4A8 went from 20 to
+// 30 GB/s on one thread and W8A8 from 28 to 38 (AVX2 on Zen 5); 1 KiB changed nothing, 16 KiB was slower. A tile of several panels goes on
+// with the next group of panels.
+template <int kPanels>
+LOWBIT_INLINE const uint8_t* prefetch_at(const PanelView& panel, const uint8_t* at) {
+  constexpr int64_t kPrefetch = 4096;
+  return at + kPrefetch < panel.end || kPanels == 1 ? at + kPrefetch : at + kPrefetch + (kPanels - 1) * panel.bytes;
 }
 
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group

@@ -16,15 +16,18 @@ constexpr int64_t kExpandRows = 16;
 template <Format kFormat>
 using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
 
-// Step `step` of half `half`, counted from the start of the panel's codes; kHigh: an odd half, which int4 keeps in the high nibbles.
+// Where the codes of a half start: two halves of int4 share their bytes.
+template <Format kFormat>
+LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
+  return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;
+}
+
+// The codes of one step; kHigh: an odd half, which int4 keeps in the high nibbles.
 template <Format kFormat, bool kHigh>
-LOWBIT_INLINE auto dot_codes(const uint8_t* codes, int64_t half, int64_t step) {
-  if constexpr (kFormat == Format::int8) {
-    return Dot8::codes(load_codes(codes + (half * kStepsPerHalf + step) * 64));
-  } else {
-    const u8x64 both = load_codes(codes + (half / 2 * kStepsPerHalf + step) * 64);
-    return kHigh ? Dot4::high(both) : Dot4::low(both);
-  }
+LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
+  if constexpr (kFormat == Format::int8) return Dot8::codes(load_codes(step));
+  else if constexpr (kHigh) return Dot4::high(load_codes(step));
+  else return Dot4::low(load_codes(step));
 }
 
 // All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a fifth (int8) of a tile of 4 rows.
@@ -32,7 +35,8 @@ template <Format kFormat>
 LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename DotOf<kFormat>::Codes* out) {
   for (int64_t half = 0; half < halves; half++)
     for (int64_t step = 0; step < kStepsPerHalf; step++)
-      *out++ = half % 2 ? dot_codes<kFormat, true>(panel.codes, half, step) : dot_codes<kFormat, false>(panel.codes, half, step);
+      *out++ = half % 2 ? dot_codes<kFormat, true>(half_at<kFormat>(panel.codes, half) + step * 64)
+                        : dot_codes<kFormat, false>(half_at<kFormat>(panel.codes, half) + step * 64);
 }
 
 // Adds one half (32 k) to total[row][panel]. expanded: the panels' codes from expand_panel, or null.
@@ -48,12 +52,20 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; p++) acc[chain][r][p] = Dot::start(chain ? set1(int32_t{0}) : total[r][p]);
+  const uint8_t *packed[kPanels], *ahead[kPanels];
+  const typename Dot::Codes* wide[kPanels];
+  for (int p = 0; p < kPanels; p++) {
+    packed[p] = half_at<kFormat>(panels[p].codes, half);
+    ahead[p] = prefetch_at<kPanels>(panels[p], packed[p]);
+    wide[p] = expanded + p * expanded_stride + half * kStepsPerHalf;
+  }
 #pragma GCC unroll 8
   for (int step = 0; step < kStepsPerHalf; step++) {
+    if constexpr (!kExpanded && !kHigh)
+      for (int p = 0; p < kPanels; p++) __builtin_prefetch(ahead[p] + step * 64);
     typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++)
-      codes[p] = kExpanded ? expanded[p * expanded_stride + half * kStepsPerHalf + step] : dot_codes<kFormat, kHigh>(panels[p].codes, half, step);
+    for (int p = 0; p < kPanels; p++) codes[p] = kExpanded ? wide[p][step] : dot_codes<kFormat, kHigh>(packed[p] + step * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4

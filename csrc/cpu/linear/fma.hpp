@@ -48,11 +48,13 @@ StreamRows order_rows(const LinearArgs& args, int64_t first, int64_t count) {
 
 // Adds 64 k of one panel to acc[row][0] (k 0..31) and acc[row][1] (k 32..63): the halves may belong to two groups.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_tile(const uint8_t* codes, const float* const* x, int64_t tile, f32x16 (&acc)[kRows][2]) {
+LOWBIT_INLINE void stream_tile(const PanelView& panel, const float* const* x, int64_t tile, f32x16 (&acc)[kRows][2]) {
   using U = Unit<kFormat>;
-  codes += tile * U::kPerTile * U::kBytes;
+  const uint8_t* codes = panel.codes + tile * U::kPerTile * U::kBytes;
+  const uint8_t* ahead = prefetch_at<1>(panel, codes);
 #pragma GCC unroll 4
   for (int64_t unit = 0; unit < U::kPerTile; unit++) {
+    __builtin_prefetch(ahead + unit * U::kBytes);
     const int64_t at_x = tile * kTileK + unit * U::kValues;
     unroll<U::kValues>([&](auto at) {
       const f32x16 w = U::template value<at>(codes + unit * U::kBytes);
@@ -81,12 +83,12 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t first,
   };
   if constexpr (is_float(kFormat)) {
     f32x16 acc[kRows][2] = {};
-    for (int64_t tile = 0; tile < spec.tiles(); tile++) stream_tile<kFormat, kRows>(view.codes, x, tile, acc);
+    for (int64_t tile = 0; tile < spec.tiles(); tile++) stream_tile<kFormat, kRows>(view, x, tile, acc);
     for (int r = 0; r < kRows; r++) result[r] = add(acc[r][0], acc[r][1]);
   } else if (spec.group_size == kHalfK) {
     for (int64_t tile = 0; tile < spec.tiles(); tile++) {
       f32x16 acc[kRows][2] = {};
-      stream_tile<kFormat, kRows>(view.codes, x, tile, acc);
+      stream_tile<kFormat, kRows>(view, x, tile, acc);
       add_group(2 * tile, [&](int r) { return acc[r][0]; });
       if (2 * tile + 1 < rows.groups) add_group(2 * tile + 1, [&](int r) { return acc[r][1]; });
     }
@@ -95,7 +97,7 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t first,
     for (int64_t g = 0, tile = 0; tile < spec.tiles(); g++) {
       f32x16 acc[kRows][2] = {};
       for (const int64_t end = smaller(spec.tiles(), tile + tiles_per_group); tile < end; tile++)
-        stream_tile<kFormat, kRows>(view.codes, x, tile, acc);
+        stream_tile<kFormat, kRows>(view, x, tile, acc);
       add_group(g, [&](int r) { return add(acc[r][0], acc[r][1]); });
     }
   }
