@@ -89,6 +89,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
   f32x16 scale[2] = {set1(1.0f), set1(1.0f)}, offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
+  const bool scaled = kFormat != Format::int8 || view.group_scale || view.zero;  // int8 per channel: the values are final
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int half = 0; half < 2; half++) {
@@ -104,7 +105,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         f32x16 w = U::template value<at>(codes + unit * U::kBytes);
         if constexpr (!is_float(kFormat)) {
           constexpr float kUnshift = 1.0f / static_cast<float>(1u << shift_of<kFormat>(at));
-          w = fma(w, mul(scale[k >= kHalfK], set1(kUnshift)), offset[k >= kHalfK]);
+          if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[k >= kHalfK], set1(kUnshift)), offset[k >= kHalfK]);
         }
         store(out + k * 16, w);
       });

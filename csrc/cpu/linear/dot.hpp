@@ -158,14 +158,16 @@ void linear_dot(const LinearArgs& args) {
     parallel_for(blocks * chunks, threads, [&](int64_t task) {
       const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
       const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
+      const RowTiles tiles(row_end - row_begin, kDotRows);
       const bool expand = row_end - row_begin >= kExpandRows;
       Codes* expanded = expand ? static_cast<Codes*>(scratch(Scratch::tile, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
       for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += kDotPanels) {
         const int count_p = static_cast<int>(smaller(kDotPanels, panel_end - panel));
         for (int p = 0; expand && p < count_p; p++)
           expand_panel<kFormat>(view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf, expanded + p * panel_steps);
-        for (int64_t row = row_begin; row < row_end; row += kDotRows)
-          with_count<kDotRows>(static_cast<int>(smaller(kDotRows, row_end - row)), [&](auto kRows) {
+        for (int64_t tile = 0; tile < tiles.count; tile++)
+          with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
+            const int64_t row = row_begin + tiles.begin(tile);
             with_count<kDotPanels>(count_p, [&](auto kPanels) {
               if (expand) dot_tile<kFormat, true, kRows, kPanels>(args, rows, row, first, panel, expanded);
               else dot_tile<kFormat, false, kRows, kPanels>(args, rows, row, first, panel, nullptr);

@@ -16,5 +16,14 @@ LOWBIT_INLINE int64_t panel_chunk(int64_t panels, int64_t threads, int64_t tile)
   return round_up(wanted, tile);
 }
 
+// Rows cut into tiles of at most `tile` rows whose heights differ by one at most: 32 rows in tiles of 6 are 6 6 5 5 5 5 and not 6 6 6 6 6 2,
+// because a low tile has too few sums to hide the latency of an FMA.
+struct RowTiles {
+  int64_t rows, count;
+  LOWBIT_INLINE RowTiles(int64_t rows, int64_t tile) : rows(rows), count(ceil_div(rows, tile)) {}
+  LOWBIT_INLINE int64_t begin(int64_t tile) const { return tile * rows / count; }
+  LOWBIT_INLINE int height(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
+};
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -169,7 +169,7 @@ struct Dot8 {
 };
 
 // Tiles: 16 registers. Dot: 4 rows keep 8 int16 sums, 2 codes and a broadcast; float: 6 rows keep 12 sums.
-constexpr int kDotRows = 4, kDotPanels = 1, kFloatRows = 6, kFloatPanels = 1, kStreamRows = 2;
+constexpr int kDotRows = 4, kDotPanels = 1, kFloatRows = 6, kFloatPanels = 1, kStreamRows = 4;
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

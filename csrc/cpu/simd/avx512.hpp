@@ -122,7 +122,7 @@ struct Dot8 {
 #endif
 
 // Tiles: 32 registers. Two panels share each broadcast activation.
-constexpr int kDotRows = 6, kDotPanels = 2, kFloatRows = 12, kFloatPanels = 2, kStreamRows = 4;
+constexpr int kDotRows = 6, kDotPanels = 2, kFloatRows = 12, kFloatPanels = 2, kStreamRows = 8;
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
