@@ -83,9 +83,10 @@ LOWBIT_INLINE void unroll(F&& f) {
   }
 }
 
-// `tiles` tiles of one panel as float32 [k][16], without the column scale.
+// `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is prefetched: the block that the
+// caller widens next. Without it each block starts with the latency of memory, a fifth of the time at m = 32.
 template <Format kFormat>
-void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles, float* out) {
+void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles, float* out, int64_t ahead = 0) {
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
   f32x16 scale[2] = {set1(1.0f), set1(1.0f)}, offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
@@ -99,7 +100,8 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         offset[half] = mul(sub(set1(kValueZero<kFormat>), zero), scale[half]);
       }
     const uint8_t* codes = view.codes + tile * U::kPerTile * U::kBytes;
-    for (int64_t unit = 0; unit < U::kPerTile; unit++)
+    for (int64_t unit = 0; unit < U::kPerTile; unit++) {
+      __builtin_prefetch(codes + unit * U::kBytes + ahead);
       unroll<U::kValues>([&](auto at) {
         const int64_t k = k_in_tile<kFormat>(unit, at);
         f32x16 w = U::template value<at>(codes + unit * U::kBytes);
@@ -109,6 +111,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         }
         store(out + k * 16, w);
       });
+    }
   }
 }
 

@@ -85,10 +85,11 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     }
 }
 
-// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k.
+// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k. With expanded codes, ahead_lines cache lines
+// from `ahead` on are prefetched per half: this tile's share of the panels that are expanded next.
 template <Format kFormat, bool kExpanded, int kRows, int kPanels>
 void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row, int64_t first_row, int64_t panel,
-              const typename DotOf<kFormat>::Codes* expanded) {
+              const typename DotOf<kFormat>::Codes* expanded, const uint8_t* ahead, int64_t ahead_lines) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
@@ -110,6 +111,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (int r = 0; r < kRows; r++)
       for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? group[r][g].start : 0);
     for (; half < end; half++) {
+      for (int64_t line = 0; kExpanded && line < ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
         dot_half<kFormat, true, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
       else
@@ -168,9 +170,11 @@ void linear_dot(const LinearArgs& args) {
         for (int64_t tile = 0; tile < tiles.count; tile++)
           with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
             const int64_t row = row_begin + tiles.begin(tile);
+            const int64_t lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
+            const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() + tile * lines * 64 * (panel_steps / kStepsPerHalf);
             with_count<kDotPanels>(count_p, [&](auto kPanels) {
-              if (expand) dot_tile<kFormat, true, kRows, kPanels>(args, rows, row, first, panel, expanded);
-              else dot_tile<kFormat, false, kRows, kPanels>(args, rows, row, first, panel, nullptr);
+              if (expand) dot_tile<kFormat, true, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
+              else dot_tile<kFormat, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr, 0);
             });
           });
       }

@@ -191,8 +191,10 @@ void linear_blocked(const LinearArgs& args) {
         const int64_t length = smaller(kBlockK, padded - k);
         for (int64_t panel = 0; panel < width; panel += kFloatPanels) {
           const int count_p = static_cast<int>(smaller(kFloatPanels, width - panel));
+          const bool last = panel + kFloatPanels >= width;  // then the next block is further along k in the first panel
+          const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - panel * spec.panel_bytes() : kFloatPanels * spec.panel_bytes();
           for (int p = 0; p < count_p; p++)
-            widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK, b + p * kBlockK * 16);
+            widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK, b + p * kBlockK * 16, ahead);
           for (int64_t tile = tile_begin; tile < tile_end; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
               with_count<kFloatPanels>(count_p, [&](auto kPanels) {
