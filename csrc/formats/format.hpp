@@ -23,14 +23,14 @@ inline constexpr std::string_view kLayoutName = "x86-panel-16x64";
 inline constexpr int kLayoutVersion = 1;
 inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 
-constexpr bool is_float(Format format) { return format <= Format::float16; }
-constexpr int bits(Format format) { return format == Format::float32 ? 32 : format == Format::int8 ? 8 : format == Format::int4 ? 4 : 16; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+LOWBIT_INLINE constexpr bool is_float(Format format) { return format <= Format::float16; }
+LOWBIT_INLINE constexpr int bits(Format format) { return format == Format::float32 ? 32 : format == Format::int8 ? 8 : format == Format::int4 ? 4 : 16; }
+LOWBIT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+LOWBIT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Unsigned code that decodes to zero in a symmetric format.
-constexpr int symmetric_zero(Format format) { return format == Format::int8 ? 128 : 8; }
-constexpr int code_max(Format format) { return format == Format::int8 ? 255 : 15; }
+LOWBIT_INLINE constexpr int symmetric_zero(Format format) { return format == Format::int8 ? 128 : 8; }
+LOWBIT_INLINE constexpr int code_max(Format format) { return format == Format::int8 ? 255 : 15; }
 
 struct WeightSpec {
   Format format = Format::float32;
@@ -38,21 +38,21 @@ struct WeightSpec {
   int64_t group_size = 0;  // along k; 0: one scale per column ("per channel")
   bool asymmetric = false;
 
-  constexpr int64_t group_k() const { return group_size ? group_size : padded_k(); }
-  constexpr int64_t groups() const { return group_size ? ceil_div(k, group_size) : 1; }
-  constexpr int64_t panels() const { return ceil_div(n, kPanelColumns); }
-  constexpr int64_t padded_k() const { return round_up(k, kTileK); }
-  constexpr int64_t tiles() const { return padded_k() / kTileK; }
-  constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
+  LOWBIT_INLINE constexpr int64_t group_k() const { return group_size ? group_size : padded_k(); }
+  LOWBIT_INLINE constexpr int64_t groups() const { return group_size ? ceil_div(k, group_size) : 1; }
+  LOWBIT_INLINE constexpr int64_t panels() const { return ceil_div(n, kPanelColumns); }
+  LOWBIT_INLINE constexpr int64_t padded_k() const { return round_up(k, kTileK); }
+  LOWBIT_INLINE constexpr int64_t tiles() const { return padded_k() / kTileK; }
+  LOWBIT_INLINE constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
 
   // Byte offsets inside a panel.
-  constexpr int64_t section(bool present) const { return present ? round_up(groups() * kPanelColumns * 2, 64) : 0; }
-  constexpr int64_t column_scale_at() const { return 0; }
-  constexpr int64_t column_sum_at() const { return 64; }
-  constexpr int64_t group_scale_at() const { return is_float(format) ? 0 : 128; }
-  constexpr int64_t zero_at() const { return group_scale_at() + section(!is_float(format) && group_size > 0); }
-  constexpr int64_t codes_at() const { return zero_at() + section(!is_float(format) && asymmetric); }
-  constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
+  LOWBIT_INLINE constexpr int64_t section(bool present) const { return present ? round_up(groups() * kPanelColumns * 2, 64) : 0; }
+  LOWBIT_INLINE constexpr int64_t column_scale_at() const { return 0; }
+  LOWBIT_INLINE constexpr int64_t column_sum_at() const { return 64; }
+  LOWBIT_INLINE constexpr int64_t group_scale_at() const { return is_float(format) ? 0 : 128; }
+  LOWBIT_INLINE constexpr int64_t zero_at() const { return group_scale_at() + section(!is_float(format) && group_size > 0); }
+  LOWBIT_INLINE constexpr int64_t codes_at() const { return zero_at() + section(!is_float(format) && asymmetric); }
+  LOWBIT_INLINE constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };
 
 // Position of weight (column, k) inside a panel's codes: byte offset, and for int4 whether it is the high nibble.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import zlib
@@ -131,10 +132,10 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
 
 def serves(row: str, case: LinearCase) -> bool:
     """Whether the row of this name takes this call."""
-    n, *weight_args = case.op_args
+    n, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, case.k, *weight_args, case.dtype)
+        choices = _C.explain_linear(case.m, n, case.k, format, group_size, asymmetric, x_format, case.dtype)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)
@@ -171,6 +172,11 @@ class LinearData:
 
 def make_data(case: LinearCase, x: Tensor | None = None, weight: Tensor | None = None) -> LinearData:
     """Make the inputs of a case (or take x and the float weight) and evaluate the reference."""
+    with _one_thread():
+        return _make_data(case, x, weight)
+
+
+def _make_data(case: LinearCase, x: Tensor | None, weight: Tensor | None) -> LinearData:
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     dtype = getattr(torch, case.dtype)
 
@@ -201,7 +207,18 @@ def make_data(case: LinearCase, x: Tensor | None = None, weight: Tensor | None =
     return LinearData(x, packed, bias, mul, add, wanted, allowed)
 
 
-@functools.lru_cache(maxsize=1024)
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The reference works on small matrices: on a busy machine a second thread is waited for longer than it helps."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.lru_cache(maxsize=8192)
 def cached_data(case: LinearCase) -> LinearData:
     """`make_data` once per case: every row meets the same inputs."""
     return make_data(case)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +67,7 @@ def explain(module: nn.Module, *, m: int = 1, dtype: torch.dtype = torch.float32
     )
 
 
-def _explain_layer(name: str, layer: nn.Linear, m: int, dtype: torch.dtype) -> LayerExplanation:
+def _explain_layer(name: str, layer: Any, m: int, dtype: torch.dtype) -> LayerExplanation:
     n, format, group_size, asymmetric, x_format = layer.op_args
     k = layer.in_features
     rows = _C.explain_linear(m, n, k, format, group_size, asymmetric, x_format, str(dtype).removeprefix("torch."))

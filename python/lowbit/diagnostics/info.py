@@ -38,7 +38,7 @@ def info() -> Info:
     facts["autoload"] = autoload_state()
     for row in registered():
         facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (f" ({row['reason']})" if row["reason"] else "")
-    for row in _C.kernels("linear"):
-        if not row["available"]:
-            facts[f"row {row['name']}"] = f"not available: {row['reason']}"
+    for kernel in _C.kernels("linear"):
+        if not kernel["available"]:
+            facts[f"row {kernel['name']}"] = f"not available: {kernel['reason']}"
     return facts

@@ -11,7 +11,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns with spaces; the last column is not padded."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -93,7 +93,7 @@ def _check_like_y(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: S
         return
     if tensor.dtype != dtype:
         raise TypeError(f"linear: {name} must have the dtype of x, got {_name(tensor.dtype)} and {_name(dtype)}")
-    if tensor.dim() != len(shape) or any(got != wanted for got, wanted in zip(tensor.shape, shape)):
+    if tensor.dim() != len(shape) or any(got != wanted for got, wanted in zip(tensor.shape, shape, strict=True)):
         raise ValueError(f"linear: {name} must have the shape of the result {_text(shape)}, got {_text(tensor.shape)}")
 
 

@@ -18,7 +18,9 @@ from lowbit.ops.registration import register
 register()
 _linear_op = torch.ops.lowbit.linear.default
 _dequantize_op = torch.ops.lowbit.dequantize.default
+_linear_function = _linear_op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
 _is_grad_enabled = torch.is_grad_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 LinearArgs = tuple[int, int, int, bool, int]
 """(n, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
@@ -66,12 +68,13 @@ def linear(
         x = x.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    if mul is not None:
-        mul = mul.contiguous()
-    if add is not None:
-        add = add.contiguous()
+    op = _linear_op if _is_dynamo_compiling() else _linear_function
     n, format, group_size, asymmetric, x_format = op_args
-    return _linear_op(x, weight, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+    if activation == 0 and mul is None and add is None:  # each argument costs 0.05 us
+        return op(x, weight, n, format, group_size, asymmetric, x_format, bias)
+    mul = None if mul is None else mul.contiguous()
+    add = None if add is None else add.contiguous()
+    return op(x, weight, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
 
 
 class _Linear(torch.autograd.Function):

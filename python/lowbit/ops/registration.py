@@ -33,7 +33,7 @@ def register() -> None:
     with _lock:
         if _registered:
             return
-        rows = {row["op"].removeprefix("lowbit::"): dict(row) for row in _C.register_torch()}
+        rows = {row["op"].removeprefix("lowbit::"): {key: str(value) for key, value in row.items()} for row in _C.register_torch()}
         library = torch.library.Library("lowbit", "FRAGMENT")
         _libraries.append(library)
         for name in SCHEMAS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -59,7 +58,7 @@ def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "floa
         dense = weight.spread(weight.scale).double() * steps
     else:
         dense = weight.double().abs()
-    if x_format == "float":
+    if x_format == "float" or not isinstance(weight, QuantizedWeight):
         return x.double().abs() @ dense.T
     activations = quantize_activations(x, x_format, weight.group_size)
     return (activations.scale.double() * (activations.codes.abs() + activations.zero.abs())) @ dense.T

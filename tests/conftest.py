@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures: `kernel` walks every row of the op `linear`; the seed; `python` runs a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lowbit  # noqa: F401
+from lowbit import testing
+
+_ROWS = testing.rows("linear")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=_ROWS, ids=[str(row["name"]) for row in _ROWS])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """Name of a kernel row; a row that this machine cannot run is reported as a skip with its reason."""
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    return str(request.param["name"])
+
+
+@pytest.fixture
+def python() -> Callable[..., str]:
+    """Run code in a fresh interpreter, with extra environment variables; returns its stdout, fails if it fails."""
+
+    def run(code: str, *arguments: str, **environment: str) -> str:
+        merged = os.environ | environment
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=merged, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run

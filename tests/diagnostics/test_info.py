@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""info() and `python -m lowbit`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+import lowbit
+from lowbit import _C
+from lowbit.__main__ import main
+
+
+def test_info_tells_versions_isa_threads_ops_and_reasons() -> None:
+    info = lowbit.info()
+    assert info["version"] == lowbit.__version__ == _C.version
+    assert info["torch"] == torch.__version__
+    assert info["isa detected"] in info["isa compiled"]
+    assert info["threads"].split(",")[0] == str(_C.threads()["count"])
+    assert info["torch.ops.lowbit.linear"] and info["torch.ops.lowbit.dequantize"]
+    for row in lowbit.kernels("linear"):
+        assert row["available"] or info[f"row {row['name']}"].endswith(str(row["reason"]))
+    assert "isa chosen" in repr(info) and "<table>" in info._repr_html_()
+
+
+def test_threads_are_those_of_torch() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert _C.threads()["count"] == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert "torch" in _C.threads()["source"]
+
+
+def test_command_line(capsys) -> None:
+    assert main(["info"]) == 0
+    assert "isa chosen" in capsys.readouterr().out
+    assert main(["kernels"]) == 0
+    assert "linear_" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-m", "lowbit", "info"], capture_output=True, text=True, timeout=60, check=True)
+    assert "torch.ops.lowbit.linear" in done.stdout
+
+
+def test_public_names_are_all_there() -> None:
+    for name in lowbit.__all__:
+        assert getattr(lowbit, name) is not None
+    assert set(lowbit.__all__) <= set(dir(lowbit))

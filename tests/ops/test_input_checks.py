@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: the right kind of error, naming op, argument, got and wanted; the same from the kernel and from the fake kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowbit import _C, testing
+
+N, K, GROUP = 20, 100, 32
+INT4 = _C.FORMATS["int4"]
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    packed = testing.pack_weight(torch.randn(N, K), "int4", GROUP)
+    return {"x": torch.randn(3, K), "weight": packed, "n": N, "format": INT4, "group_size": GROUP, "asymmetric": False,
+            "x_format": 0, **changes}  # fmt: skip
+
+
+BAD = {
+    "x of integers": (dict(x=torch.ones(3, K, dtype=torch.int32)), TypeError, "linear: x must be float32, bfloat16 or float16, got"),
+    "x of float64": (dict(x=torch.ones(3, K, dtype=torch.float64)), TypeError, "linear: x must be float32, bfloat16 or float16, got"),
+    "wrong k": (dict(x=torch.ones(3, 64)), ValueError, r"linear: weight must have the packed shape .* k=64"),
+    "scalar x": (dict(x=torch.ones(())), ValueError, r"linear: the last dimension of x must be k=1, got x of shape \[\]"),
+    "weight of another n": (dict(n=40), ValueError, r"linear: weight must have the packed shape \[3, \d+\] of int4 with n=40"),
+    "weight of another group size": (dict(group_size=64), ValueError, "linear: weight must have the packed shape"),
+    "group size 48": (dict(group_size=48), ValueError, r"linear: group_size must be 32, 64, 128, 256 or 0 .*got group_size=48"),
+    "weight not packed": (dict(weight=torch.randn(N, K)), TypeError, "linear: weight must be packed uint8, got float32"),
+    "weight of rank 1": (dict(weight=torch.zeros(7, dtype=torch.uint8)), ValueError, r"linear: weight must have the packed shape .*got \[7\]"),
+    "unknown format": (dict(format=17), ValueError, r"linear: format must be 0\.\.4, got format=17"),
+    "n of zero": (dict(n=0), ValueError, "linear: n and k must be at least 1, got n=0"),
+    "unknown x_format": (dict(x_format=9), ValueError, r"linear: x_format must be 0\.\.3, got x_format=9"),
+    "unknown activation": (dict(activation=9), ValueError, r"linear: activation must be 0\.\.4, got activation=9"),
+    "bias of another length": (dict(bias=torch.ones(N + 1)), ValueError, r"linear: bias must be a contiguous \[n=20\], got \[21\]"),
+    "bias of integers": (dict(bias=torch.ones(N, dtype=torch.int64)), TypeError, "linear: bias must be float32, bfloat16 or float16, got int64"),
+    "mul of another shape": (dict(mul=torch.ones(3, N + 1)), ValueError, r"linear: mul must have the shape of the result \[3, 20\], got \[3, 21\]"),
+    "add of another rank": (dict(add=torch.ones(N)), ValueError, r"linear: add must have the shape of the result \[3, 20\], got \[20\]"),
+    "add of another dtype": (dict(add=torch.ones(3, N).half()), TypeError, "linear: add must have the dtype of x, got float16 and float32"),
+    "groups in a float weight": (dict(format=0), ValueError, "linear: a float32 weight has no groups and no zero point, got group_size=32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, kind, text", BAD.values(), ids=BAD)
+def test_bad_input_names_op_argument_got_and_wanted(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        torch.ops.lowbit.linear(**arguments(**changes))
+
+
+@pytest.mark.parametrize("changes", [entry[0] for entry in BAD.values()], ids=BAD)
+def test_fake_kernel_refuses_with_the_same_text(changes: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)) as real:
+        torch.ops.lowbit.linear(**arguments(**changes))
+    values, mode = arguments(**changes), FakeTensorMode()
+    fakes = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    with pytest.raises(type(real.value)) as fake:
+        torch.ops.lowbit.linear(**fakes)
+    assert str(fake.value) == str(real.value)
+
+
+def test_the_kernel_itself_wants_contiguous_tensors_and_the_public_function_makes_them() -> None:
+    from lowbit import linear
+
+    x = torch.randn(K, 3).T
+    with pytest.raises(ValueError, match="linear: x must be contiguous"):
+        torch.ops.lowbit.linear(**arguments(x=x))
+    values = arguments(x=x)
+    op_args = tuple(values[name] for name in ("n", "format", "group_size", "asymmetric", "x_format"))
+    bias, mul = torch.randn(2 * N)[::2], torch.randn(N, 3).T
+    y = linear(x, values["weight"], op_args, bias, 1, mul, mul)
+    plain = linear(x.contiguous(), values["weight"], op_args, bias.contiguous(), 1, mul.contiguous(), mul.contiguous())
+    assert torch.equal(y, plain)
+
+
+def test_quantized_activations_of_a_float_weight_are_refused() -> None:
+    packed = testing.pack_weight(torch.randn(N, K), "float32")
+    with pytest.raises(ValueError, match="linear: x_format must be float for a float32 weight, got int8_row"):
+        torch.ops.lowbit.linear(torch.randn(3, K), packed, N, 0, 0, False, _C.X_FORMATS["int8_row"])
+
+
+def test_dequantize_refuses_a_weight_of_another_shape() -> None:
+    packed = testing.pack_weight(torch.randn(N, K), "int4", GROUP)
+    with pytest.raises(ValueError, match="dequantize: weight must have the packed shape"):
+        torch.ops.lowbit.dequantize(packed, N + 32, K, INT4, GROUP, False)
+
+
+def test_fake_tensors_without_data_are_refused_by_the_extension() -> None:
+    with FakeTensorMode():
+        weight = torch.randn(N, K)
+    packed = torch.zeros(2, _C.panel_bytes(INT4, K, GROUP, False), dtype=torch.uint8)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        _C.quantize(weight, packed, INT4, GROUP, False, 0)
+
+
+def test_extension_takes_numpy_arrays() -> None:
+    numpy = pytest.importorskip("numpy")
+    weight = torch.randn(N, K)
+    packed = numpy.zeros((2, _C.panel_bytes(INT4, K, GROUP, False)), dtype=numpy.uint8)
+    _C.quantize(weight.numpy(), packed, INT4, GROUP, False, 0)
+    assert torch.equal(torch.from_numpy(packed), testing.pack_weight(weight, "int4", GROUP))
+
+
+@pytest.mark.parametrize("changes, kind, text", [
+    (dict(weight=torch.randn(N)), ValueError, "quantize: weight must have shape"),
+    (dict(weight=torch.ones(N, K, dtype=torch.int64)), TypeError, "quantize: weight must be float32, bfloat16 or float16"),
+    (dict(mapping=7), ValueError, "quantize: mapping must be"),
+    (dict(mapping=2), ValueError, "quantize: mapping asymmetric does not go with asymmetric"),
+    (dict(group_size=100), ValueError, "quantize: group_size must be 32, 64, 128, 256 or 0"),
+])  # fmt: skip
+def test_quantize_refuses_bad_input(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
+    packed = torch.zeros(2, _C.panel_bytes(INT4, K, GROUP, False), dtype=torch.uint8)
+    values = {"weight": torch.randn(N, K), "packed": packed, "format": INT4, "group_size": GROUP, "asymmetric": False,
+              "mapping": 0, **changes}  # fmt: skip
+    with pytest.raises(kind, match=text):
+        _C.quantize(*values.values())

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel row against the float64 reference; rows with integer arithmetic against each other, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from lowbit import _C, linear, testing
+from lowbit.testing import LinearCase, assert_within, cached_data, run_linear
+
+CASES = testing.linear_cases(rounds=3)
+INTEGER_CASES = [case for case in CASES if case.x_format != "float"]
+
+
+@functools.cache
+def cases_of(row: str) -> list[LinearCase]:
+    return [case for case in CASES if testing.serves(row, case)]
+
+
+def test_row_is_within_budget_of_the_float64_reference(kernel: str) -> None:
+    cases = cases_of(kernel)
+    assert cases, f"no case reaches row {kernel}"
+    for case in cases:
+        data = cached_data(case)
+        assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES)
+@pytest.mark.parametrize("bias", [None, "float32", "dtype of x"])
+@pytest.mark.parametrize("activation", testing.ACTIVATIONS)
+def test_every_post_op_chain_is_within_budget(kernel: str, activation: str, bias: str | None, dtype: str) -> None:
+    for mul in (False, True):
+        for add in (False, True):
+            case = next(
+                case
+                for format, x_format in _formats_of(kernel)
+                for case in [
+                    LinearCase(5, 37, 70, dtype, format, 0, "symmetric", x_format, bias, activation, mul, add),
+                    LinearCase(5, 37, 70, dtype, format, 32, "symmetric", x_format, bias, activation, mul, add),
+                    LinearCase(70, 37, 70, dtype, format, 0, "symmetric", x_format, bias, activation, mul, add),
+                    LinearCase(1, 37, 70, dtype, format, 0, "symmetric", x_format, bias, activation, mul, add),
+                    LinearCase(1, 37, 70, dtype, format, 32, "symmetric", x_format, bias, activation, mul, add),
+                ]
+                if format in ("int8", "int4") or case.group_size == 0
+                if testing.serves(kernel, case)
+            )
+            data = cached_data(case)
+            assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+
+
+@functools.cache
+def _formats_of(row: str) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((case.format, case.x_format) for case in cases_of(row)))
+
+
+@pytest.mark.parametrize("format, group_size, x_format", [("int8", 0, "int8_row"), ("int4", 32, "int8_group"), ("int4", 128, "float"),
+                                                           ("int8", 0, "float"), ("bfloat16", 0, "float")])  # fmt: skip
+def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str) -> None:
+    base = LinearCase(70, 33, 100, "float32", format, group_size, "symmetric", x_format, "float32")
+    data = cached_data(base)
+    for m in range(1, 71):
+        y = torch.ops.lowbit.linear(data.x[:m], data.packed, *base.op_args, data.bias)
+        assert_within(y, data.wanted[:m], data.allowed[:m], f"m={m} {base}")
+
+
+@pytest.mark.parametrize("case", INTEGER_CASES[::4], ids=str)
+def test_rows_with_integer_arithmetic_agree_bit_for_bit(case: LinearCase) -> None:
+    rows = [str(row["name"]) for row in testing.rows("linear") if row["available"]]
+    results = {row: run_linear(case, cached_data(case), row) for row in rows if testing.serves(row, case)}
+    first, *others = results
+    for row in others:
+        assert torch.equal(results[first], results[row]), f"{first} and {row} differ on {case}"
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    m=draw.integers(1, 70),
+    n=draw.integers(1, 150),
+    k=draw.integers(1, 400),
+    dtype=draw.sampled_from(testing.DTYPES),
+    format=draw.sampled_from(list(testing.format_cases())),
+    post_ops=draw.sampled_from(testing.POST_OPS),
+)
+def test_any_call_is_within_budget(
+    m: int, n: int, k: int, dtype: str, format: tuple[str, int, str, str], post_ops: tuple[str | None, str, bool, bool]
+) -> None:
+    case = LinearCase(m, n, k, dtype, *format, *post_ops)
+    data = testing.make_data(case)
+    assert_within(run_linear(case, data), data.wanted, data.allowed, str(case))
+
+
+def test_a_large_product_is_within_budget() -> None:
+    for format, group_size, x_format in (("int4", 32, "int8_group"), ("int8", 0, "float"), ("float16", 0, "float")):
+        case = LinearCase(67, 1003, 1501, "bfloat16", format, group_size, "symmetric", x_format, "float32", "silu", True, True)
+        data = testing.make_data(case)
+        assert_within(run_linear(case, data), data.wanted, data.allowed, str(case))
+
+
+def test_leading_dimensions_and_strides_of_x_do_not_matter() -> None:
+    case = LinearCase(12, 20, 70, format="int4", group_size=32, x_format="int8_group")
+    data = cached_data(case)
+    wanted = run_linear(case, data)
+    assert torch.equal(linear(data.x.view(2, 3, 2, 70), data.packed, case.op_args).view(12, 20), wanted)
+    assert torch.equal(linear(data.x.T.contiguous().T, data.packed, case.op_args), wanted)
+    assert torch.equal(linear(data.x[3], data.packed, case.op_args), wanted[3])
+    assert linear(data.x[:0], data.packed, case.op_args).shape == (0, 20)
+
+
+def test_a_result_does_not_depend_on_the_other_rows_of_the_batch_when_arithmetic_is_integer() -> None:
+    case = LinearCase(33, 48, 128, format="int4", group_size=32, x_format="int8_group")
+    data = cached_data(case)
+    whole = run_linear(case, data)
+    alone = torch.cat([torch.ops.lowbit.linear(row[None], data.packed, *case.op_args) for row in data.x])
+    assert torch.equal(whole, alone)
+
+
+def test_dequantize_is_the_reference_rounded_to_float32() -> None:
+    for format, group_size, mapping, x_format in testing.format_cases():
+        if x_format != "float":
+            continue
+        for n, k in ((1, 1), (17, 70), (33, 257)):
+            packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
+            decoded = testing.decode_weight(packed, n, k, format, group_size, mapping)
+            wanted = decoded.double() if isinstance(decoded, torch.Tensor) else decoded.decode()
+            actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-23, atol=0)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every format of the list, each with its default and with one asymmetric or per-channel variation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit.formats import FORMATS
+
+CONFIGS = [cls() for cls in FORMATS] + [
+    lowbit.float_weight(torch.bfloat16),
+    lowbit.int8_weight_only(64, mapping_type=lowbit.MappingType.ASYMMETRIC),
+    lowbit.int4_weight_only(None, mapping_type=lowbit.MappingType.SYMMETRIC_NO_CLIPPING_ERR),
+    lowbit.int8_dynamic_activation_int4_weight(
+        64, mapping_type=lowbit.MappingType.ASYMMETRIC, act_mapping_type=lowbit.MappingType.ASYMMETRIC
+    ),
+]
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def config(request):
+    return request.param
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Two levels, sizes that are no multiple of anything, one layer without bias."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+    )
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(5, 100, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/architecture.md as a test: which room may include or import which. Read from the files, not from what gets loaded."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "python" / "lowbit"
+
+CPP_ARROWS = {
+    "core": {"core"},
+    "formats": {"formats", "core"},
+    "rules": {"rules", "core"},
+    "ops": {"ops", "formats", "rules", "core"},
+    "cpu": {"cpu", "ops", "formats", "rules", "core"},
+    "torch": {"torch", "ops", "formats", "rules", "core"},
+    "bindings": {"bindings", "torch", "ops", "formats", "rules", "core"},
+    "backends.cpp": {"cpu", "ops", "core"},
+}
+PYTHON_ARROWS = {
+    "reference": {"reference"},
+    "ops": {"ops", "_C", "reference"},
+    "formats": {"formats", "ops", "_C", "reference"},
+    "quant": {"quant", "formats", "ops", "_C", "reference"},
+    "devices": {"devices", "ops", "_C"},
+    "diagnostics": {"diagnostics", "devices", "ops", "_C"},
+    "testing.py": {"reference", "_C"},
+    "__main__.py": {""},
+    "__init__.py": {"ops", "formats", "quant", "diagnostics", "_C"},
+}
+FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
+
+
+def cpp_files() -> list[Path]:
+    return sorted(path for pattern in ("*.cpp", "*.hpp", "*.h", "*.inc") for path in CSRC.rglob(pattern))
+
+
+def python_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_files_are_found() -> None:
+    assert len(cpp_files()) > 10 and len(python_files()) > 10
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_cpp_file_includes_only_the_rooms_it_may(path: Path) -> None:
+    room = path.relative_to(CSRC).parts[0]
+    assert room in CPP_ARROWS, f"new room {room}: add its arrows here and in docs/architecture.md"
+    for line in path.read_text().splitlines():
+        ours, system = re.match(r'\s*#\s*include\s+"([^"]+)"', line), re.match(r"\s*#\s*include\s+<([^>]+)>", line)
+        if ours:
+            target = ours[1].split("/")[0]
+            assert "/" in ours[1], f"{ours[1]}: include by room, as core/dtype.hpp"
+            assert target in CPP_ARROWS[room], f"{room} may not include {ours[1]}"
+            if room == "cpu" and target == "ops":
+                assert ours[1].endswith(".hpp"), f"{room} includes headers of ops only, not {ours[1]}"
+        if system:
+            name = system[1]
+            assert not name.startswith(("torch/", "ATen/", "c10/")), f"torch headers are never needed: {name}"
+            assert not name.startswith(("pybind11", "Python.h")) or room == "bindings", f"{name} belongs to bindings"
+            assert "omp.h" not in name, "threads are torch's"
+            if name.endswith("intrin.h"):
+                assert room == "cpu" and path.parent.name == "simd", f"intrinsics belong to cpu/simd: {name}"
+        if room != "backends.cpp":
+            assert "LOWBIT_WITH_" not in line, "only backends.cpp asks what the build holds"
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_intrinsics_stay_in_simd(path: Path) -> None:
+    isas = {header.stem for header in (CSRC / "cpu" / "simd").glob("*.hpp")}
+    if path.parent.name == "simd" or path.stem in isas:
+        return
+    assert not re.search(r"\b_mm(256|512)?_\w+\(", path.read_text()), f"{path.name} uses intrinsics"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_python_file_imports_only_the_rooms_it_may(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    assert room in PYTHON_ARROWS, f"new room {room}: add its arrows here and in docs/architecture.md"
+    for module in imports(path):
+        package, _, rest = module.partition(".")
+        if package == "lowbit":
+            assert rest.partition(".")[0] in PYTHON_ARROWS[room], f"{room} may not import {module}"
+        if room == "reference":
+            assert package in {"lowbit", "torch", "__future__", "collections", "dataclasses", "itertools", "math", "typing"}, module
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: absolute imports only"
+            if node.module == "lowbit":
+                yield from (f"lowbit.{alias.name}" for alias in node.names)
+            else:
+                yield str(node.module)
+
+
+def test_autoload_package_imports_nothing_at_the_top() -> None:
+    tree = ast.parse((ROOT / "python" / "lowbit_autoload" / "__init__.py").read_text())
+    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert [ast.unparse(node) for node in top] == ["from __future__ import annotations", "import os"]
+
+
+def test_rooms_of_the_tests_mirror_the_package() -> None:
+    rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks"} <= {path.name for path in PACKAGE.iterdir()}
+
+
+def test_files_are_named_after_what_they_hold() -> None:
+    for path in [*cpp_files(), *python_files()]:
+        assert not FORBIDDEN_WORDS & set(path.stem.split("_")), path

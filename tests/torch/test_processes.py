@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes and threads: fork after use, two threads at once, one thread, DataLoader workers, import orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import testing
+from lowbit.testing import LinearCase, cached_data, run_linear
+
+CASE = LinearCase(33, 97, 300, "float32", "int4", 32, "symmetric", "int8_group", "float32", "silu")
+
+SETUP = """
+import torch, lowbit
+from lowbit import testing
+case = testing.LinearCase(33, 97, 300, "float32", "int4", 32, "symmetric", "int8_group")
+data = testing.make_data(case)
+wanted = testing.run_linear(case, data)
+"""
+
+
+def test_two_threads_at_once_get_the_same_result() -> None:
+    data = cached_data(CASE)
+    wanted = run_linear(CASE, data)
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(lambda _: [run_linear(CASE, data) for _ in range(50)], range(2)):
+            assert all(torch.equal(y, wanted) for y in result)
+
+
+def test_forcing_a_row_in_one_thread_does_not_touch_another() -> None:
+    data = cached_data(CASE)
+    last = [str(row["name"]) for row in testing.rows() if row["available"] and testing.serves(str(row["name"]), CASE)][-1]
+    run_linear(CASE, data)
+    usual = lowbit._C.last_kernel("linear")
+    with lowbit.force_kernel(last), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (run_linear(CASE, data), lowbit._C.last_kernel("linear"))[1]).result() == usual
+
+
+def test_result_does_not_depend_on_the_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(run_linear(CASE, cached_data(CASE)))
+        assert all(torch.equal(y, results[0]) for y in results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_fork_after_use(python: Callable[..., str], threads: str) -> None:
+    code = f"""
+{SETUP}
+import os, signal
+torch.set_num_threads({threads})
+testing.run_linear(case, data)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a hang ends the child
+    os._exit(0 if torch.equal(testing.run_linear(case, data), wanted) else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert torch.equal(testing.run_linear(case, data), wanted)
+print("ok")
+"""
+    assert "ok" in python(code)
+
+
+@pytest.mark.parametrize("first", ["import torch, lowbit", "import lowbit, torch"])
+def test_both_import_orders_compute(python: Callable[..., str], first: str) -> None:
+    assert "ok" in python(f"{first}\n{SETUP}\nassert torch.allclose(wanted.double(), data.wanted, atol=1e-2)\nprint('ok')")
+
+
+def test_data_loader_workers_compute(python: Callable[..., str]) -> None:
+    code = f"""
+{SETUP}
+from torch.utils.data import DataLoader
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 33
+    def __getitem__(self, i): return torch.ops.lowbit.linear(data.x[i:i+1], data.packed, *case.op_args)[0]
+if __name__ == "__main__":
+    got = torch.cat(list(DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork")))
+    assert torch.equal(got, wanted)
+    print("ok")
+"""
+    assert "ok" in python(code)
+
+
+def test_one_openmp_runtime_is_loaded(python: Callable[..., str]) -> None:
+    code = f"{SETUP}\nmaps = open('/proc/self/maps').read()\nprint(len({{l.split()[-1] for l in maps.splitlines() if 'libgomp' in l or 'libiomp' in l or 'libomp' in l}}))"
+    assert int(python(code)) <= 1
+
+
+def test_lowered_isa_is_honoured_and_reported(python: Callable[..., str]) -> None:
+    code = f"{SETUP}\nprint(lowbit._C.isa()['chosen'], lowbit._C.last_kernel('linear'))"
+    chosen, row = python(code, LOWBIT_ISA="scalar").split()
+    assert chosen == "scalar" and "scalar" in row
+
+
+def test_kernel_forced_by_the_environment_runs_or_fails_loudly(python: Callable[..., str]) -> None:
+    code = f"{SETUP}\nprint(lowbit._C.last_kernel('linear'))"
+    scalar = next(str(row["name"]) for row in reversed(testing.rows()) if testing.serves(str(row["name"]), CASE))
+    assert python(code, LOWBIT_KERNEL=scalar).strip() == scalar
+    failing = "try:\n    import torch, lowbit\n    from lowbit import testing\n    case = testing.LinearCase(1, 5, 5)\n    testing.run_linear(case, testing.make_data(case))\nexcept ValueError as error:\n    print(error)"
+    assert "unknown kernel row" in python(failing, LOWBIT_KERNEL="linear_of_nobody")
