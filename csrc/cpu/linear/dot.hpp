@@ -155,7 +155,7 @@ void linear_dot(const LinearArgs& args) {
   for (int64_t first = 0; first < args.m; first += kPass) {
     const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(count, block_rows);
     const Int8Rows<typename Dot::Step> rows = quantize_rows<Dot>(args, first, count);
-    const int threads = num_threads();
+    const int threads = threads_for_products(args.m, spec);
     const int64_t chunk = panel_chunk(panels, threads, kDotPanels), chunks = ceil_div(panels, chunk);
     parallel_for(blocks * chunks, threads, [&](int64_t task) {
       const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);

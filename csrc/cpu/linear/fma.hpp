@@ -118,7 +118,7 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
 template <Format kFormat>
 void linear_stream(const LinearArgs& args) {
   const int64_t panels = args.weight_spec.panels();
-  const int threads = num_threads();
+  const int threads = threads_for_products(args.m, args.weight_spec);
   const int64_t chunk = panel_chunk(panels, threads, 1);
   const StreamRows rows = order_rows<kFormat>(args, args.m);
   const RowTiles tiles(args.m, kStreamRows);
@@ -179,7 +179,7 @@ void linear_blocked(const LinearArgs& args) {
     const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(ceil_div(count, kFloatRows), kBlockTiles);
     const RowTiles tiles(count, kFloatRows);
     const float* a = interleave_rows(args, first, count, tiles);
-    const int threads = num_threads();
+    const int threads = threads_for_products(args.m, spec);
     const int64_t chunk = panel_chunk(panels, threads, kFloatPanels), chunks = ceil_div(panels, chunk);
     parallel_for(blocks * chunks, threads, [&](int64_t task) {
       const int64_t tile_begin = task / chunks * kBlockTiles, tile_end = smaller(tiles.count, tile_begin + kBlockTiles);

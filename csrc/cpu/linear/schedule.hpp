@@ -2,6 +2,7 @@
 // How work is cut: sizes in bytes of what should stay in a cache, and how many panels one task takes.
 #pragma once
 
+#include "core/parallel.hpp"
 #include "cpu/panel.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -9,6 +10,13 @@ namespace {
 
 constexpr int64_t kL2Block = 256 << 10;  // half of the smallest L2 that we care about (512 KiB, Zen 2 and 3)
 constexpr int64_t kL1Block = 16 << 10;   // half of a 32 KiB L1
+
+// A parallel region costs 2 to 5 us (20 on a busy machine), as much as this many products on one AVX2 core: below it the caller works alone.
+constexpr int64_t kSerialProducts = 1 << 18;
+
+LOWBIT_INLINE int threads_for_products(int64_t m, const WeightSpec& spec) {
+  return m * spec.n * spec.k < kSerialProducts ? 1 : num_threads();
+}
 
 // At least eight tasks a thread, so that one slow thread costs little; at most eight panels a task; a multiple of the tile.
 LOWBIT_INLINE int64_t panel_chunk(int64_t panels, int64_t threads, int64_t tile) {
