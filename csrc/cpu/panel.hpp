@@ -38,8 +38,8 @@ LOWBIT_INLINE const uint8_t* prefetch_at(const PanelView& panel, const uint8_t* 
 
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group
 
-// A format's unit: 64 bytes of codes (32 for float16), and its values column by column. k_of(at): place of value `at` in the tile, counted
-// from unit * kUnitSpan; times(at): the power of two by which the value is too large (its activation is made smaller by as much).
+// A format's unit: kBytes of codes that hold kValues values of each of the 16 columns; kPerTile units make a tile of 64 k. value<at>() is value
+// number `at` as float32, possibly times a power of two (shift_of) and without its zero point (kValueZero).
 template <Format kFormat> struct Unit;
 
 template <> struct Unit<Format::float32> {

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the tiles of avx512_vnni through a scalar emulation of its trait, on any machine, and compares every bit with the row `scalar`.
+// Started by tests/cpp/test_emulated_vnni.py; links liblowbit for everything but the kernels under test.
+#define LOWBIT_ISA_NAME emulated_vnni
+#define LOWBIT_ISA_HEADER "../tests/cpp/emulated_vnni.hpp"
+#define LOWBIT_HAS_VNNI 1
+#include "cpu/linear/linear.cpp"
+
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "ops/quantize.hpp"
+
+using namespace lowbit;
+
+TensorView view(void* data, DType dtype, std::vector<int64_t> shape) {
+  TensorView v{.data = data, .dtype = dtype, .rank = static_cast<int>(shape.size())};
+  for (int64_t i = v.rank - 1, step = 1; i >= 0; step *= shape[i--]) v.shape[i] = shape[i], v.stride[i] = step;
+  return v;
+}
+
+bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_size, bool asymmetric, XFormat x_format) {
+  std::mt19937 generator(static_cast<uint32_t>(m * 7919 + n * 31 + k));
+  std::normal_distribution<float> normal;
+  std::vector<float> w(n * k), x(m * k), bias(n), expected(m * n), got(m * n, -1.0f);
+  for (auto* values : {&w, &x, &bias})
+    for (float& value : *values) value = normal(generator);
+  const WeightSpec spec = weight_spec("test", n, k, static_cast<int64_t>(format), group_size, asymmetric);
+  std::vector<uint8_t> packed(spec.panels() * spec.panel_bytes());
+  LinearTensors tensors{.x = view(x.data(), DType::float32, {m, k}), .weight = view(packed.data(), DType::uint8, {spec.panels(), spec.panel_bytes()}),
+                        .bias = view(bias.data(), DType::float32, {n}), .mul = {}, .add = {}, .y = view(expected.data(), DType::float32, {m, n})};
+  quantize(view(w.data(), DType::float32, {n, k}), tensors.weight, spec, static_cast<int64_t>(asymmetric ? Mapping::asymmetric : Mapping::symmetric));
+  force_kernel(format == Format::int4 ? "linear_int4_int8_scalar" : "linear_int8_int8_scalar");
+  linear(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
+  tensors.y.data = got.data();
+  const LinearArgs args = linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
+  for (const Kernel<LinearArgs>& row : cpu::emulated_vnni::linear_rows())
+    if (row.refuses(args).empty()) row.run(args);
+  if (std::memcmp(expected.data(), got.data(), expected.size() * sizeof(float)) == 0) return true;
+  std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m), static_cast<long>(n),
+              static_cast<long>(k), static_cast<int>(format), static_cast<long>(group_size), asymmetric, static_cast<int>(x_format));
+  return false;
+}
+
+int main() {
+  bool same = true;
+  int cases = 0;
+  for (const int64_t m : {1, 2, 5, 6, 7, 19})
+    for (const auto& [n, k] : {std::pair{16, 64}, {33, 100}, {70, 257}})
+      for (const Format format : {Format::int8, Format::int4})
+        for (const int64_t group_size : {0, 32, 128})
+          for (const bool asymmetric : {false, true})
+            for (const XFormat x_format : {XFormat::int8_group, XFormat::int8_row, XFormat::int8_row_asymmetric}) {
+              same &= same_bits(m, n, k, format, group_size, asymmetric, x_format);
+              cases++;
+            }
+  std::printf("%d cases\n", cases);
+  return same ? 0 : 1;
+}
