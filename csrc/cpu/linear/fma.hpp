@@ -70,19 +70,18 @@ LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, in
   constexpr int kUnits = kInt4 ? U::kPerTile : U::kPerTile / 2, kValues = kInt4 ? U::kValues / 2 : U::kValues;
   const uint8_t* codes = panel.codes + (kInt4 ? half / 2 : half) * kUnits * U::kBytes;
   const uint8_t* ahead = prefetch_at<1>(panel, codes);
+  constexpr int kStep = kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
   auto run = [&](auto high) {
-#pragma GCC unroll 2
-    for (int64_t unit = 0; unit < kUnits; unit++) {
-      if constexpr (!high) __builtin_prefetch(ahead + unit * U::kBytes);
-      unroll<kValues>([&](auto i) {
-        const f32x16 w = U::template value<kInt4 ? 2 * i + high : i>(codes + unit * U::kBytes);
+    for (int64_t unit = 0; unit < kUnits; unit += kStep)
+      unroll<kStep * kValues>([&](auto i) {
+        constexpr int kValue = i % kValues, kUnit = i / kValues;
+        if constexpr (!high && kValue == 0) __builtin_prefetch(ahead + (unit + kUnit) * U::kBytes);
+        const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue>(codes + (unit + kUnit) * U::kBytes);
         const int64_t at = half * kHalfK + unit * kValues + i;
-        constexpr int kChain = (kFormat == Format::float32 || kFormat == Format::float16 ? 0 : i) % StreamSums<kRows>::kChains;
-        f32x16* chain = sums.chain[kValues == 1 ? unit % StreamSums<kRows>::kChains : kChain];
+        f32x16* chain = sums.chain[i % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) chain[r] = fma(w, set1(x[r][at]), chain[r]);
       });
-    }
   };
   if (kInt4 && half % 2) run(std::true_type{});
   else run(std::false_type{});
