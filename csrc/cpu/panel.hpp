@@ -83,6 +83,13 @@ LOWBIT_INLINE void unroll(F&& f) {
   }
 }
 
+// Scale of group g without the column's part, and its zero point.
+LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) { return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f); }
+template <Format kFormat>
+LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
+  return panel.zero ? load_f16(panel.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
+}
+
 // `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is prefetched: the block that the
 // caller widens next. Without it each block starts with the latency of memory, a fifth of the time at m = 32.
 template <Format kFormat>
@@ -95,9 +102,8 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
     if constexpr (!is_float(kFormat))
       for (int half = 0; half < 2; half++) {
         const int64_t g = smaller(spec.group_size ? (tile * 2 + half) * kHalfK / spec.group_size : 0, spec.groups() - 1);
-        if (view.group_scale) scale[half] = load_f16(view.group_scale + g * 16);
-        const f32x16 zero = view.zero ? load_f16(view.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
-        offset[half] = mul(sub(set1(kValueZero<kFormat>), zero), scale[half]);
+        scale[half] = scale_of(view, g);
+        offset[half] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[half]);
       }
     const uint8_t* codes = view.codes + tile * U::kPerTile * U::kBytes;
     for (int64_t unit = 0; unit < U::kPerTile; unit++) {

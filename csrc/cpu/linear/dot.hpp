@@ -57,7 +57,7 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
   for (int p = 0; p < kPanels; p++) {
     packed[p] = half_at<kFormat>(panels[p].codes, half);
     ahead[p] = prefetch_at<kPanels>(panels[p], packed[p]);
-    wide[p] = expanded + p * expanded_stride + half * kStepsPerHalf;
+    wide[p] = kExpanded ? expanded + p * expanded_stride + half * kStepsPerHalf : nullptr;
   }
 #pragma GCC unroll 8
   for (int step = 0; step < kStepsPerHalf; step++) {
@@ -118,11 +118,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
         dot_half<kFormat, false, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
     }
     for (int p = 0; p < kPanels; p++) {
-      const f32x16 w_scale = panels[p].group_scale ? load_f16(panels[p].group_scale + g * 16) : set1(1.0f);
+      const f32x16 w_scale = scale_of(panels[p], g);
       for (int r = 0; r < kRows; r++) {
         f32x16 t = fma(to_float(total[r][p]), set1(group[r][g].scale), set1(group[r][g].zero));
         if (panels[p].zero) {
-          const f32x16 w_zero = sub(load_f16(panels[p].zero + g * 16), set1(kFormat == Format::int8 ? 128.0f : 0.0f));
+          const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
           t = fma(w_zero, set1(-group[r][g].sum), t);
         }
         result[r][p] = fma(t, w_scale, result[r][p]);

@@ -19,9 +19,9 @@ struct StreamRows {
 };
 
 template <Format kFormat>
-StreamRows order_rows(const LinearArgs& args, int64_t count) {
+StreamRows order_rows(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), groups = spec.groups(), group_k = spec.group_k();
+  const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups(), group_k = spec.group_k();
   char* cursor = static_cast<char*>(scratch(Scratch::activations, (count * (padded + 16 + groups) + 64) * sizeof(float)));
   StreamRows rows{take<float>(cursor, count * (padded + 16)), take<float>(cursor, count * groups), padded + 16, groups};
   float* buffer = static_cast<float*>(scratch(Scratch::tile, padded * sizeof(float)));
@@ -105,9 +105,7 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
-      const f32x16 w_scale = view.group_scale ? load_f16(view.group_scale + g * 16) : set1(1.0f);
-      const f32x16 zero = view.zero ? load_f16(view.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
-      const f32x16 w_zero = sub(set1(kValueZero<kFormat>), zero);
+      const f32x16 w_scale = scale_of(view, g), w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++) result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
   }
@@ -119,7 +117,7 @@ void linear_stream(const LinearArgs& args) {
   const int64_t panels = args.weight_spec.panels();
   const int threads = threads_for_products(args.m, args.weight_spec);
   const int64_t chunk = panel_chunk(panels, threads, 1);
-  const StreamRows rows = order_rows<kFormat>(args, args.m);
+  const StreamRows rows = order_rows<kFormat>(args);
   const RowTiles tiles(args.m, kStreamRows);
   parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
     for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
