@@ -33,9 +33,22 @@ void parallel_for(int64_t tasks, int threads, Body&& body) {
     for (int64_t task = 0; task < tasks; task++) body(task);
     return;
   }
-  std::atomic<int64_t> next{0};
-  parallel(threads, [&](int) {
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  constexpr int kMostRanges = 64;  // more threads than that share them
+  const int ranges = threads < kMostRanges ? threads : kMostRanges;
+  Range range[kMostRanges];
+  for (int i = 0; i < ranges; i++) {
+    range[i].next.store(tasks * i / ranges, std::memory_order_relaxed);
+    range[i].end = tasks * (i + 1) / ranges;
+  }
+  parallel(threads, [&](int thread) {
+    for (int i = 0; i < ranges; i++) {
+      Range& from = range[(thread + i) % ranges];
+      for (int64_t task; (task = from.next.fetch_add(1, std::memory_order_relaxed)) < from.end;) body(task);
+    }
   });
 }
 

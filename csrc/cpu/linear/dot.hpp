@@ -42,7 +42,7 @@ LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename
 // Adds one half (32 k) to total[row][panel]. expanded: the panels' codes from expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded, int64_t expanded_stride, int64_t half,
-                            const Step* const* a, i32x16 (&total)[kRows][kPanels]) {
+                            const Step* const* a, Ahead (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains : kRows * kPanels <= 4 ? smaller(2, Dot::kChains) : 1;
   typename Dot::Acc acc[kChains][kRows][kPanels];
@@ -52,17 +52,16 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; p++) acc[chain][r][p] = Dot::start(chain ? set1(int32_t{0}) : total[r][p]);
-  const uint8_t *packed[kPanels], *ahead[kPanels];
+  const uint8_t* packed[kPanels];
   const typename Dot::Codes* wide[kPanels];
   for (int p = 0; p < kPanels; p++) {
     packed[p] = half_at<kFormat>(panels[p].codes, half);
-    ahead[p] = prefetch_at<kPanels>(panels[p], packed[p]);
     wide[p] = kExpanded ? expanded + p * expanded_stride + half * kStepsPerHalf : nullptr;
   }
 #pragma GCC unroll 8
   for (int step = 0; step < kStepsPerHalf; step++) {
     if constexpr (!kExpanded && !kHigh)
-      for (int p = 0; p < kPanels; p++) __builtin_prefetch(ahead[p] + step * 64);
+      for (int p = 0; p < kPanels; p++) ahead[p].fetch(step);
     typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; p++) codes[p] = kExpanded ? wide[p][step] : dot_codes<kFormat, kHigh>(packed[p] + step * 64);
@@ -74,6 +73,8 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
         sum = Dot::step(sum, codes[p], a[r] + half * kHalfK + step * 4);
       }
   }
+  if constexpr (!kExpanded && !kHigh)
+    for (int p = 0; p < kPanels; p++) ahead[p].advance(panels[p], kStepsPerHalf * 64);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
@@ -94,7 +95,12 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
   PanelView panels[kPanels];
-  for (int p = 0; p < kPanels; p++) panels[p] = view_panel(spec, args.weight, panel + p);
+  Ahead next[kPanels];
+  const int64_t next_step = kPanels * spec.panel_bytes();
+  for (int p = 0; p < kPanels; p++) {
+    panels[p] = view_panel(spec, args.weight, panel + p);
+    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step);
+  }
   const typename Dot::Step* a[kRows];
   const RowGroup* group[kRows];
   for (int r = 0; r < kRows; r++) {
@@ -113,12 +119,13 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (; half < end; half++) {
       for (int64_t line = 0; kExpanded && line < ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
-        dot_half<kFormat, true, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
+        dot_half<kFormat, true, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, next, total);
       else
-        dot_half<kFormat, false, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, total);
+        dot_half<kFormat, false, kExpanded, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, next, total);
     }
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
+      if constexpr (!kExpanded) fetch_group(panels[p], g, next_step);
       for (int r = 0; r < kRows; r++) {
         f32x16 t = fma(to_float(total[r][p]), set1(group[r][g].scale), set1(group[r][g].zero));
         if (panels[p].zero) {

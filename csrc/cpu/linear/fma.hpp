@@ -64,24 +64,25 @@ struct StreamSums {
 
 // Adds one half (32 k) of a tile. Values of int4 alternate between the halves, those of the other formats follow one another.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half, StreamSums<kRows>& sums) {
+LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half, Ahead& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = kFormat == Format::int4;
   constexpr int kUnits = kInt4 ? U::kPerTile : U::kPerTile / 2, kValues = kInt4 ? U::kValues / 2 : U::kValues;
   const uint8_t* codes = panel.codes + (kInt4 ? half / 2 : half) * kUnits * U::kBytes;
-  const uint8_t* ahead = prefetch_at<1>(panel, codes);
   constexpr int kStep = kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
   auto run = [&](auto high) {
-    for (int64_t unit = 0; unit < kUnits; unit += kStep)
+    for (int64_t unit = 0; unit < kUnits; unit += kStep) {
+      for (int64_t at = 0; !high && at < kStep * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
       unroll<kStep * kValues>([&](auto i) {
         constexpr int kValue = i % kValues, kUnit = i / kValues;
-        if constexpr (!high && kValue == 0) __builtin_prefetch(ahead + (unit + kUnit) * U::kBytes);
         const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue>(codes + (unit + kUnit) * U::kBytes);
         const int64_t at = half * kHalfK + unit * kValues + i;
         f32x16* chain = sums.chain[i % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) chain[r] = fma(w, set1(x[r][at]), chain[r]);
       });
+    }
+    if constexpr (!high) next.advance(panel, kUnits * U::kBytes);
   };
   if (kInt4 && half % 2) run(std::true_type{});
   else run(std::false_type{});
@@ -91,6 +92,7 @@ template <Format kFormat, int kRows>
 void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
   const PanelView view = view_panel(spec, args.weight, panel);
+  Ahead next(spec, view, view.bytes);
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
     x[r] = rows.values + (row + r) * rows.stride;
@@ -101,10 +103,11 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
   for (int64_t g = 0, half = 0; half < halves; g++) {
     StreamSums<kRows> sums;
-    for (const int64_t end = smaller(halves, half + halves_per_group); half < end; half++) stream_half<kFormat, kRows>(view, x, half, sums);
+    for (const int64_t end = smaller(halves, half + halves_per_group); half < end; half++) stream_half<kFormat, kRows>(view, x, half, next, sums);
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
+      fetch_group(view, g, view.bytes);
       const f32x16 w_scale = scale_of(view, g), w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++) result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
