@@ -25,7 +25,8 @@ void parallel(int threads, Body&& body) {
   parallel_region(threads, [](void* context, int thread) { (*static_cast<std::remove_reference_t<Body>*>(context))(thread); }, &body);
 }
 
-// body(task) for task = 0..tasks-1, handed out one at a time: a slow core or a busy hyperthread takes fewer.
+// body(task) for task = 0..tasks-1. Each thread takes from a contiguous range of its own, which memory serves best, one at a time, and from the
+// other ranges when its own is empty: a slow core or a busy hyperthread takes fewer.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, Body&& body) {
   if (threads > tasks) threads = static_cast<int>(tasks);

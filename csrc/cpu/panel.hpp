@@ -27,37 +27,49 @@ LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight
           spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at(), base + spec.panel_bytes(), spec.panel_bytes()};
 }
 
-// What is prefetched while the codes of a panel stream past: the next stretch of codes, at its four quarters in turn, because memory serves four
-// streams a thread faster than one. W4A8 at m = 1, two threads, AVX2 on Zen 5: 45 GB/s with one stream 4 KiB ahead, 72 with four; a stretch is a
-// panel, or an equal part of it of at most 64 KiB, which waits in L2. After the last one comes the panel that the thread takes next, `step` bytes on.
+// What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. kFour: the next stretch of codes, at its four quarters in turn;
+// a stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2. After the last comes the panel that the thread takes next, `step`
+// bytes on. Four are for int4: W4A8 at m = 1 on Zen 5, AVX2, two threads goes from 47 to 73 GB/s (40 to 45 while the host is slow). They take 10 to
+// 20 % from float32, and from all float activations on AVX-512 (kStreamFour in simd/).
+template <bool kFour>
 class Ahead {
  public:
   LOWBIT_INLINE Ahead() = default;
   LOWBIT_INLINE Ahead(const WeightSpec& spec, const PanelView& panel, int64_t step) : used_(panel.codes), end_(panel.end), step_(step) {
-    constexpr int64_t kMostBytes = 64 << 10;
-    const int64_t bytes = panel.end - panel.codes;
-    stretch_ = bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+    if constexpr (kFour) {
+      constexpr int64_t kMostBytes = 64 << 10;
+      const int64_t bytes = panel.end - panel.codes;
+      stretch_ = bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+      for (int64_t at = 0; at < 128; at += 64) __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
+    }
     begin(panel);
-    for (int64_t at = 0; at < 128; at += 64) __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
   }
-  LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(at_ + line % 4 * (stretch_ / 4) + line / 4 * 64); }
+  LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(kFour ? at_ + line % 4 * (stretch_ / 4) + line / 4 * 64 : at_ + line * 64); }
   LOWBIT_INLINE void advance(const PanelView& panel, int64_t bytes) {  // so much of the codes was used, and as many lines were fetched
     at_ += bytes / 4;
-    if (at_ == stop_) used_ += stretch_, begin(panel);
+    if (kFour && at_ != stop_) return;
+    used_ += kFour ? stretch_ : bytes;
+    begin(panel);
   }
 
  private:
   LOWBIT_INLINE void begin(const PanelView& panel) {
-    at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
-    stop_ = at_ + stretch_ / 4;
+    if constexpr (kFour) {
+      at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
+      stop_ = at_ + stretch_ / 4;
+    } else {
+      at_ = used_ + 4096 + (used_ + 4096 < end_ ? 0 : step_ - panel.bytes);
+    }
   }
 
   const uint8_t *at_, *stop_, *used_, *end_;  // used_: where the stretch that is read now begins
-  int64_t stretch_, step_;
+  int64_t stretch_ = 0, step_;
 };
 
-// Scales and zero points of a group: those of the panel that comes `step` bytes on.
+// Scales and zero points of a group: those of the panel that comes `step` bytes on. One stream meets them on its way.
+template <bool kFour>
 LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g, int64_t step) {
+  if constexpr (!kFour) return;
   if (panel.group_scale) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.group_scale + g * 16) + step);
   if (panel.zero) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.zero + g * 16) + step);
 }

@@ -42,7 +42,7 @@ LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename
 // Adds one half (32 k) to total[row][panel]. expanded: the panels' codes from expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded, int64_t expanded_stride, int64_t half,
-                            const Step* const* a, Ahead (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
+                            const Step* const* a, Ahead<kFormat == Format::int4> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains : kRows * kPanels <= 4 ? smaller(2, Dot::kChains) : 1;
   typename Dot::Acc acc[kChains][kRows][kPanels];
@@ -95,11 +95,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
   PanelView panels[kPanels];
-  Ahead next[kPanels];
+  Ahead<kFormat == Format::int4> next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
   for (int p = 0; p < kPanels; p++) {
     panels[p] = view_panel(spec, args.weight, panel + p);
-    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step);
+    if constexpr (!kExpanded) next[p] = Ahead<kFormat == Format::int4>(spec, panels[p], next_step);
   }
   const typename Dot::Step* a[kRows];
   const RowGroup* group[kRows];
@@ -125,7 +125,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     }
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
-      if constexpr (!kExpanded) fetch_group(panels[p], g, next_step);
+      if constexpr (!kExpanded) fetch_group<kFormat == Format::int4>(panels[p], g, next_step);
       for (int r = 0; r < kRows; r++) {
         f32x16 t = fma(to_float(total[r][p]), set1(group[r][g].scale), set1(group[r][g].zero));
         if (panels[p].zero) {

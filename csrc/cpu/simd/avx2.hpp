@@ -170,6 +170,7 @@ struct Dot8 {
 
 // Tiles: 16 registers. Dot: 4 rows keep 8 int16 sums, 2 codes and a broadcast; float: 6 rows keep 12 sums.
 constexpr int kDotRows = 4, kDotPanels = 1, kFloatRows = 6, kFloatPanels = 1, kStreamRows = 4;
+constexpr bool kStreamFour = true;  // prefetch streams of int4 with float activations: panel.hpp
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -123,6 +123,7 @@ struct Dot8 {
 
 // Tiles: 32 registers. Two panels share each broadcast activation.
 constexpr int kDotRows = 6, kDotPanels = 2, kFloatRows = 12, kFloatPanels = 2, kStreamRows = 8;
+constexpr bool kStreamFour = false;  // prefetch streams of int4 with float activations: panel.hpp
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

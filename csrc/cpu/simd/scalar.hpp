@@ -98,6 +98,7 @@ struct Dot8 : Dot4 {
 };
 
 constexpr int kDotRows = 2, kDotPanels = 1, kFloatRows = 2, kFloatPanels = 1, kStreamRows = 1;
+constexpr bool kStreamFour = false;  // prefetch streams of int4 with float activations: panel.hpp
 
 #undef LOWBIT_LANES
 
