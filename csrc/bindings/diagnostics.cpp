@@ -7,6 +7,7 @@
 #include "core/parallel.hpp"
 #include "ops/kernel.hpp"
 #include "ops/linear.hpp"
+#include "ops/optim.hpp"
 #include "ops/quantize.hpp"
 #include "torch/registration.hpp"
 
@@ -85,10 +86,12 @@ void register_diagnostics(py::module_& m) {
   m.attr("X_FORMATS") = numbered(kXFormatNames);
   m.attr("ACTIVATIONS") = numbered(kActivationNames);
   m.attr("MAPPINGS") = numbered(kMappingNames);
+  m.attr("OPTIM_RULES") = numbered(kRuleNames);
+  m.attr("STATE_FORMATS") = numbered(kStateFormatNames);
   m.def("isa", isa, "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
   m.def("register_torch", register_torch, "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
-  m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize), best first.");
+  m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize, optim), best first.");
   m.def("force_kernel", force, py::arg("name"),
         "Make this thread use the named row only, None for the automatic choice; return what was forced before.");
   m.def("last_kernel", [](std::string_view op) { return std::string(last_kernel(op)); }, py::arg("op"),

@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_errors();
   lowbit::register_linear(m);
   lowbit::register_quantize(m);
+  lowbit::register_optim(m);
   lowbit::register_diagnostics(m);
 }

@@ -7,6 +7,7 @@ namespace lowbit {
 
 void register_linear(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
+void register_optim(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);
 void register_errors();
 

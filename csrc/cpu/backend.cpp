@@ -11,13 +11,14 @@ namespace lowbit::cpu {
   namespace isa {                                            \
   std::span<const Kernel<LinearArgs>> linear_rows();         \
   std::span<const Kernel<QuantizeArgs>> quantize_rows();     \
+  std::span<const Kernel<OptimArgs>> optim_rows();           \
   }
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
 
 std::span<const Backend* const> backends() {
   static const Backend all[] = {
-#define LOWBIT_CPU_ISA(isa) {#isa, Isa::isa, isa::linear_rows(), isa::quantize_rows()},
+#define LOWBIT_CPU_ISA(isa) {#isa, Isa::isa, isa::linear_rows(), isa::quantize_rows(), isa::optim_rows()},
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
   };

@@ -17,6 +17,7 @@ namespace lowbit {
 
 struct LinearArgs;
 struct QuantizeArgs;
+struct OptimArgs;
 
 template <class Args>
 struct Kernel {
@@ -30,6 +31,7 @@ struct Backend {
   Isa isa;
   std::span<const Kernel<LinearArgs>> linear;
   std::span<const Kernel<QuantizeArgs>> quantize;
+  std::span<const Kernel<OptimArgs>> optim;
 };
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
@@ -43,6 +45,10 @@ template <> struct OpOf<LinearArgs> {
 template <> struct OpOf<QuantizeArgs> {
   static constexpr std::string_view name = "quantize";
   static auto rows(const Backend& backend) { return backend.quantize; }
+};
+template <> struct OpOf<OptimArgs> {
+  static constexpr std::string_view name = "optim";
+  static auto rows(const Backend& backend) { return backend.optim; }
 };
 
 struct RowInfo {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 _Tensor = Any
@@ -40,6 +41,8 @@ FORMATS: dict[str, int]
 X_FORMATS: dict[str, int]
 ACTIVATIONS: dict[str, int]
 MAPPINGS: dict[str, int]
+OPTIM_RULES: dict[str, int]
+STATE_FORMATS: dict[str, int]
 
 def isa() -> _Isa: ...
 def threads() -> _Threads: ...
@@ -93,3 +96,23 @@ def linear(
     add: _Tensor | None = None,
 ) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
+def optim_step(
+    rule: int,
+    state_format: int,
+    block_size: int,
+    params: Sequence[_Tensor],
+    grads: Sequence[_Tensor],
+    states: Sequence[Sequence[_Tensor]],
+    scales: Sequence[Sequence[_Tensor]],
+    steps: Sequence[_Tensor],
+    hyper: dict[str, float | bool],
+    grad_scale: _Tensor | None = None,
+    found_inf: _Tensor | None = None,
+    seed: int | None = None,
+) -> None: ...
+def encode_state(
+    values: _Tensor, state_format: int, is_signed: bool, block_size: int, codes: _Tensor, scale: _Tensor
+) -> None: ...
+def decode_state(
+    codes: _Tensor, scale: _Tensor, state_format: int, is_signed: bool, block_size: int, values: _Tensor
+) -> None: ...

@@ -98,6 +98,7 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   const __m256 t = _mm256_load_ps(table);
   return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
 }
+LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { return {load_ymm(p), load_ymm(p + 8)}; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
@@ -112,10 +113,24 @@ LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
+LOWBIT_INLINE __m128i to_u8(i32x16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
+LOWBIT_INLINE __m128i nibbles(const uint8_t* p) {  // 8 bytes to 16
+  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
+}
+LOWBIT_INLINE void store_nibbles(uint8_t* p, __m128i codes) {
+  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x0110));  // first * 16 + second
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
+}
+LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) {
+  const __m128i codes = nibbles(p);
+  return {_mm256_cvtepu8_epi32(codes), _mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))};
+}
+LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, to_u8(a)); }
 LOWBIT_INLINE int32_t sum(i32x16 a) {
   const __m256i s = _mm256_add_epi32(a.lo, a.hi);
   __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));

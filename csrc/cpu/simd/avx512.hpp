@@ -75,7 +75,18 @@ LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_ma
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   return {_mm512_permutexvar_ps(index.v, _mm512_broadcast_f32x8(_mm256_load_ps(table)))};  // both halves alike, so bit 3 of the index does not matter
 }
+LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+LOWBIT_INLINE __m128i nibbles(const uint8_t* p) {  // 8 bytes to 16
+  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
+}
+LOWBIT_INLINE void store_nibbles(uint8_t* p, __m128i codes) {
+  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x0110));  // first * 16 + second
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
+}
+LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { return {_mm512_cvtepu8_epi32(nibbles(p))}; }
+LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }

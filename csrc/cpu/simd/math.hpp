@@ -6,6 +6,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// For templates over the vector type in rooms that know no ISA (formats, rules): all lanes `a`, of the type of the first argument.
+LOWBIT_INLINE f32x16 like(f32x16, float a) { return set1(a); }
+LOWBIT_INLINE i32x16 like(i32x16, int32_t a) { return set1(a); }
+
 // exp(x) = 2^i * e^r with |r| <= ln2 / 2; degree 6 polynomial of e^r, relative error 2e-7 over the range where the result is normal.
 LOWBIT_INLINE f32x16 exp(f32x16 x) {
   x = max(set1(-87.0f), min(set1(88.0f), x));  // this operand order keeps nan
@@ -44,6 +48,9 @@ LOWBIT_INLINE f32x16 erf(f32x16 x) {
   return copysign(sub(set1(1.0f), tail), x);
 }
 
+LOWBIT_INLINE f32x16 sign(f32x16 x) {  // -1, 1, or x where it is 0 or nan
+  return float_of(select(at_least(abs(x), set1(0x1p-149f)), bits_of(copysign(set1(1.0f), x)), bits_of(x)));
+}
 LOWBIT_INLINE f32x16 relu(f32x16 x) { return max(set1(0.0f), x); }  // x if x is nan
 LOWBIT_INLINE f32x16 silu(f32x16 x) { return mul(x, sigmoid(x)); }
 LOWBIT_INLINE f32x16 gelu(f32x16 x) {

@@ -70,7 +70,11 @@ LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 64-byte aligned
+LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
+// 4-bit codes, two to a byte, the first in the high nibble.
+LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = i % 2 ? p[i / 2] & 15 : p[i / 2] >> 4; return r; }
+LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { for (int i = 0; i < 8; i++) p[i] = static_cast<uint8_t>(a.lane[2 * i] << 4 | a.lane[2 * i + 1]); }
 LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i]); }

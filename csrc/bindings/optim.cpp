@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/optim.hpp"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <deque>
+
+#include "bindings/register.hpp"
+#include "bindings/tensor_caster.hpp"
+
+namespace lowbit {
+namespace {
+
+// The tensors of a Python list; they stay borrowed while this lives.
+class TensorList {
+ public:
+  std::vector<TensorView> views(py::handle list, const char* what, Access access) {
+    check(py::isinstance<py::sequence>(list), ErrorKind::type, what, " must be a list of tensors");
+    std::vector<TensorView> result;
+    for (const py::handle item : py::reinterpret_borrow<py::sequence>(list)) result.push_back(*arguments_.emplace_back(item, what, access));
+    return result;
+  }
+  std::vector<std::vector<TensorView>> lists(py::handle lists, const char* what) {
+    std::vector<std::vector<TensorView>> result;
+    for (const py::handle list : py::reinterpret_borrow<py::sequence>(lists)) result.push_back(views(list, what, Access::write));
+    return result;
+  }
+
+ private:
+  std::deque<TensorArgument> arguments_;
+};
+
+template <class T>
+T item(const py::dict& hyper, const char* name, T otherwise) {
+  return hyper.contains(name) ? hyper[name].cast<T>() : otherwise;
+}
+
+Hyper hyper_of(const py::dict& values) {
+  for (const auto& [name, value] : values) {
+    static constexpr std::string_view kNames[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "amsgrad", "nesterov", "momentum", "dampening"};
+    const auto given = name.cast<std::string>();
+    check(std::find(std::begin(kNames), std::end(kNames), given) != std::end(kNames), ErrorKind::value, "optim_step: hyper has an unknown name, got '", given, "'");
+  }
+  const Hyper none;
+  return {.lr = item(values, "lr", none.lr), .beta1 = item(values, "beta1", none.beta1), .beta2 = item(values, "beta2", none.beta2),
+          .eps = item(values, "eps", none.eps), .weight_decay = item(values, "weight_decay", none.weight_decay),
+          .decoupled = item(values, "decoupled", none.decoupled), .maximize = item(values, "maximize", none.maximize),
+          .amsgrad = item(values, "amsgrad", none.amsgrad), .nesterov = item(values, "nesterov", none.nesterov),
+          .momentum = item(values, "momentum", none.momentum), .dampening = item(values, "dampening", none.dampening)};
+}
+
+void step(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
+          py::handle steps, const py::dict& hyper, py::handle grad_scale, py::handle found_inf, std::optional<int64_t> seed) {
+  TensorList held;
+  OptimLists lists;
+  lists.params = held.views(params, "optim_step: params", Access::write);
+  lists.grads = held.views(grads, "optim_step: grads", Access::write);
+  lists.steps = held.views(steps, "optim_step: steps", Access::write);
+  lists.moments = held.lists(states, "optim_step: states");
+  lists.scales = held.lists(scales, "optim_step: scales");
+  const Hyper values = hyper_of(hyper);
+  const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"), inf = optional(found_inf, "optim_step: found_inf");
+  const py::gil_scoped_release nogil;
+  optim_step(rule, state_format, block_size, lists, values, *scale, *inf, seed);
+}
+
+void encode(py::handle values, int64_t state_format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
+  const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"), scales = output(scale, "encode_state: scale");
+  const py::gil_scoped_release nogil;
+  encode_state(*from, state_format, is_signed, block_size, *to, *scales);
+}
+
+void decode(py::handle codes, py::handle scale, int64_t state_format, bool is_signed, int64_t block_size, py::handle values) {
+  const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"), to = output(values, "decode_state: values");
+  const py::gil_scoped_release nogil;
+  decode_state(*from, *scales, state_format, is_signed, block_size, *to);
+}
+
+}  // namespace
+
+void register_optim(py::module_& m) {
+  using py::arg;
+  m.def("optim_step", step, arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"),
+        arg("steps"), arg("hyper"), arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none(),
+        R"(One optimizer step over lists of tensors, in place.
+
+Args:
+    rule, state_format: ``OPTIM_RULES``, ``STATE_FORMATS``.
+    block_size: elements that share a scale, a power of two from 32 to 4096.
+    params, grads: float32, bfloat16 or float16, dense in memory, a gradient in the order of its parameter.
+    states: a list per moment (adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion:
+        exp_avg) of tensors per parameter: float32 or bfloat16 values, or uint8 codes ([numel], 4-bit [ceil(numel / 2)]).
+    scales: the same shape of lists, float32 ``[ceil(numel / block_size)]`` each; empty for float states.
+    steps: one float32 each, counted up.
+    hyper: lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, nesterov, momentum, dampening; absent means 0.
+    grad_scale: one float32: gradients are divided by it, and written back.
+    found_inf: one float32: if not 0, nothing is done.
+    seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.)");
+  m.def("encode_state", encode, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
+        "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the scale nan.");
+  m.def("decode_state", decode, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
+        "Write the float32 values of codes and scales; inverse of encode_state up to rounding.");
+}
+
+}  // namespace lowbit

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the codes of each StateFormat mean, per element: StateCodes<format, is_signed>::decode(code) and encode(value / absmax). kAbsmaxOverScale: the
+// decoded value of the largest element of a block.
+#pragma once
+
+#include "formats/dynamic_map.hpp"
+#include "formats/state_format.hpp"
+
+namespace lowbit {
+
+template <StateFormat, bool kSigned> struct StateCodes;
+
+template <bool kSigned>
+struct StateCodes<StateFormat::dynamic8, kSigned> : DynamicMap<kSigned, 7> {
+  static constexpr float kAbsmaxOverScale = 1;
+};
+
+template <>
+struct StateCodes<StateFormat::dynamic4, true> : DynamicMap<true, 3> {
+  static constexpr float kAbsmaxOverScale = 1;
+};
+
+template <>
+struct StateCodes<StateFormat::dynamic4, false> {  // 1/16, 2/16 ... 1: no code of zero, only a block of zeros decodes to zeros
+  static constexpr float kAbsmaxOverScale = 1;
+  template <class Int>
+  LOWBIT_INLINE static auto decode(Int code) {
+    const auto value = to_float(add(code, like(code, 1)));
+    return mul(value, like(value, 1.0f / 16));
+  }
+  template <class Float>
+  LOWBIT_INLINE static auto encode(Float y) {
+    const auto code = truncate(fma(y, like(y, 16.0f), like(y, -0.5f)));
+    return max(min(code, like(code, 15)), like(code, 0));
+  }
+};
+
+template <bool kSigned>
+struct StateCodes<StateFormat::float8, kSigned> {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity
+  static constexpr float kAbsmaxOverScale = 448;
+  template <class Int>
+  LOWBIT_INLINE static auto decode(Int code) {  // as the bits of a float whose exponent is 120 too small; exact, subnormals too
+    const auto magnitude = float_of(shift_left<20>(bit_and(code, like(code, 0x7f))));
+    return float_of(bit_or(bits_of(mul(magnitude, like(magnitude, 0x1p120f))), shift_left<24>(bit_and(code, like(code, 0x80)))));
+  }
+  template <class Float>
+  LOWBIT_INLINE static auto encode(Float y) {  // round to nearest even
+    const Float a = min(mul(abs(y), like(y, kAbsmaxOverScale)), like(y, kAbsmaxOverScale));
+    const auto bits = bits_of(a);
+    const auto odd = bit_and(shift_right<20>(bits), like(bits, 1));
+    const auto normal = sub(shift_right<20>(add(add(bits, like(bits, 0x7ffff)), odd)), like(bits, 120 << 3));
+    const auto subnormal = sub(bits_of(add(a, like(a, 0x1p14f))), like(bits, 0x46800000));  // the float adder rounds to multiples of 2^-9
+    return bit_or(select(at_least(a, like(a, 0x1p-6f)), normal, subnormal), shift_left<7>(shift_right<31>(bits_of(y))));
+  }
+};
+
+}  // namespace lowbit

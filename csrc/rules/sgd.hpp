@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stochastic gradient descent with momentum, as torch: b = momentum b + (1 - dampening) g, at the first step b = g;
+// p -= lr b, or with Nesterov p -= lr (g + momentum b).
+#pragma once
+
+#include "core/dtype.hpp"
+#include "rules/hyper.hpp"
+
+namespace lowbit {
+
+template <bool kMomentum>
+struct Sgd {
+  static constexpr int kMoments = kMomentum ? 1 : 0;
+  static constexpr bool kSigned[] = {true};
+
+  float rate, momentum, gain;
+  bool nesterov;
+
+  LOWBIT_INLINE Sgd(const Hyper& hyper, double step)
+      : rate(static_cast<float>(-hyper.lr)), momentum(static_cast<float>(hyper.momentum)),
+        gain(step <= 1 ? 1.0f : static_cast<float>(1 - hyper.dampening)), nesterov(hyper.nesterov) {}
+
+  template <class Float>
+  LOWBIT_INLINE Float update(Float p, Float g, Float* moment) const {
+    if constexpr (!kMomentum) return fma(g, like(g, rate), p);
+    Float& b = moment[0];
+    b = fma(b, like(g, momentum), mul(g, like(g, gain)));
+    return fma(nesterov ? fma(b, like(g, momentum), g) : b, like(g, rate), p);
+  }
+};
+
+}  // namespace lowbit
