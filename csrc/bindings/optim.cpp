@@ -4,7 +4,8 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <deque>
+#include <array>
+#include <vector>
 
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
@@ -12,24 +13,25 @@
 namespace lowbit {
 namespace {
 
-// The tensors of a Python list; they stay borrowed while this lives.
-class TensorList {
- public:
-  std::vector<TensorView> views(py::handle list, const char* what, Access access) {
-    check(py::isinstance<py::sequence>(list), ErrorKind::type, what, " must be a list of tensors");
-    std::vector<TensorView> result;
-    for (const py::handle item : py::reinterpret_borrow<py::sequence>(list)) result.push_back(*arguments_.emplace_back(item, what, access));
-    return result;
-  }
-  std::vector<std::vector<TensorView>> lists(py::handle lists, const char* what) {
-    std::vector<std::vector<TensorView>> result;
-    for (const py::handle list : py::reinterpret_borrow<py::sequence>(lists)) result.push_back(views(list, what, Access::write));
-    return result;
-  }
+using List = py::sequence;
 
- private:
-  std::deque<TensorArgument> arguments_;
-};
+List list_of(py::handle object, const char* what, std::size_t length) {
+  check(py::isinstance<py::sequence>(object), ErrorKind::type, what, " must be a list");
+  const auto list = py::reinterpret_borrow<List>(object);
+  check(list.size() == length, ErrorKind::value, what, " must have ", length, " entries, got ", list.size());
+  return list;
+}
+
+std::vector<List> lists_of(py::handle object, const char* what, int moments, std::size_t length) {
+  std::vector<List> lists;
+  for (const py::handle list : list_of(object, what, static_cast<std::size_t>(moments))) lists.push_back(list_of(list, what, length));
+  return lists;
+}
+
+// A view of a tensor that its list keeps alive.
+TensorView view_of(const List& list, std::size_t i, const char* what, Access access = Access::write) {
+  return *TensorArgument(list[i], what, access);
+}
 
 template <class T>
 T item(const py::dict& hyper, const char* name, T otherwise) {
@@ -50,19 +52,24 @@ Hyper hyper_of(const py::dict& values) {
           .momentum = item(values, "momentum", none.momentum), .dampening = item(values, "dampening", none.dampening)};
 }
 
-void step(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
+void optim_step(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
           py::handle steps, const py::dict& hyper, py::handle grad_scale, py::handle found_inf, std::optional<int64_t> seed) {
-  TensorList held;
-  OptimLists lists;
-  lists.params = held.views(params, "optim_step: params", Access::write);
-  lists.grads = held.views(grads, "optim_step: grads", Access::write);
-  lists.steps = held.views(steps, "optim_step: steps", Access::write);
-  lists.moments = held.lists(states, "optim_step: states");
-  lists.scales = held.lists(scales, "optim_step: scales");
-  const Hyper values = hyper_of(hyper);
   const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"), inf = optional(found_inf, "optim_step: found_inf");
+  OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
+  const std::size_t count = py::len(params);
+  const List param_list = list_of(params, "optim_step: params", count), grad_list = list_of(grads, "optim_step: grads", count);
+  const List step_list = list_of(steps, "optim_step: steps", count);
+  const std::vector<List> moment_lists = lists_of(states, "optim_step: states", step.moments(), count);
+  const std::vector<List> scale_lists = lists_of(scales, "optim_step: scales", step.has_scales() ? step.moments() : 0, count);
+  for (std::size_t i = 0; i < count; i++) {
+    std::array<TensorView, kMaxMoments> moment, block_scale;
+    for (std::size_t k = 0; k < moment_lists.size(); k++) moment[k] = view_of(moment_lists[k], i, "optim_step: states");
+    for (std::size_t k = 0; k < scale_lists.size(); k++) block_scale[k] = view_of(scale_lists[k], i, "optim_step: scales");
+    step.add(view_of(param_list, i, "optim_step: params"), view_of(grad_list, i, "optim_step: grads"), view_of(step_list, i, "optim_step: steps"),
+             moment.data(), block_scale.data());
+  }
   const py::gil_scoped_release nogil;
-  optim_step(rule, state_format, block_size, lists, values, *scale, *inf, seed);
+  step.run();
 }
 
 void encode(py::handle values, int64_t state_format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
@@ -81,7 +88,7 @@ void decode(py::handle codes, py::handle scale, int64_t state_format, bool is_si
 
 void register_optim(py::module_& m) {
   using py::arg;
-  m.def("optim_step", step, arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"),
+  m.def("optim_step", optim_step, arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"),
         arg("steps"), arg("hyper"), arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none(),
         R"(One optimizer step over lists of tensors, in place.
 

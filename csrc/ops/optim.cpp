@@ -54,23 +54,17 @@ void check_flat(const TensorView& view, DType dtype, int64_t numel, const What&.
   check(is_dense(view), value, what..., " must be dense in memory");
 }
 
-void check_state(std::string_view op, std::string_view codes_name, std::string_view scale_name, const TensorView& codes, const TensorView* scale,
-                 StateFormat format, int64_t block_size, int64_t numel, std::size_t index) {
-  if (!has_codes(format)) {
-    check_flat(codes, format == StateFormat::float32 ? DType::float32 : DType::bfloat16, numel, op, ": ", codes_name, "[", index, "]");
-    return;
-  }
-  check_flat(codes, DType::uint8, state_bytes(format, numel), op, ": ", codes_name, "[", index, "]");
-  check_flat(*scale, DType::float32, (numel + block_size - 1) / block_size, op, ": ", scale_name, "[", index, "]");
+template <class... What>
+void check_state(StateFormat format, int64_t block_size, int64_t numel, const TensorView& codes, const TensorView& scale, const What&... what) {
+  if (!has_codes(format)) return check_flat(codes, format == StateFormat::float32 ? DType::float32 : DType::bfloat16, numel, what...);
+  check_flat(codes, DType::uint8, state_bytes(format, numel), what...);
+  check_flat(scale, DType::float32, (numel + block_size - 1) / block_size, what..., " scale");
 }
 
-void check_count(std::string_view name, std::size_t got, std::size_t wanted) {
-  check(got == wanted, value, "optim_step: ", name, " must have ", wanted, " entries, got ", got);
-}
-
-float one_number(std::string_view name, const TensorView& view) {
-  check(view.dtype == DType::float32 && view.numel() == 1, type, "optim_step: ", name, " must be one float32, got ", name_of(view.dtype), " ", shape_text(view));
-  return *view.as<float>();
+template <class... What>
+float* one_number(const TensorView& view, const What&... what) {
+  check(view.dtype == DType::float32 && view.numel() == 1, type, what..., " must be one float32, got ", name_of(view.dtype), " ", shape_text(view));
+  return view.as<float>();
 }
 
 uint64_t seed_of(int64_t seed, double step, std::size_t index) {
@@ -82,42 +76,43 @@ uint64_t seed_of(int64_t seed, double step, std::size_t index) {
 
 }  // namespace
 
-void optim_step(int64_t rule_, int64_t format_, int64_t block_size, const OptimLists& lists, const Hyper& hyper, const TensorView& grad_scale,
-                const TensorView& found_inf, std::optional<int64_t> seed) {
-  check(rule_ >= 0 && rule_ < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..", std::size(kRuleNames) - 1, ", got ", rule_);
-  const Rule rule = static_cast<Rule>(rule_);
-  const StateFormat format = state_format("optim_step", format_, block_size);
-  const std::size_t count = lists.params.size(), moments = static_cast<std::size_t>(moments_of(rule, hyper));
-  check_count("grads", lists.grads.size(), count);
-  check_count("steps", lists.steps.size(), count);
-  check_count("states", lists.moments.size(), moments);
-  if (has_codes(format)) check_count("scales", lists.scales.size(), moments);
-  for (std::size_t k = 0; k < moments; k++) {
-    check_count(concat("states[", k, "]"), lists.moments[k].size(), count);
-    if (has_codes(format)) check_count(concat("scales[", k, "]"), lists.scales[k].size(), count);
+OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
+                     const TensorView& found_inf, std::optional<int64_t> seed)
+    : seed_(seed) {
+  check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..", std::size(kRuleNames) - 1, ", got ", rule);
+  args_.rule = static_cast<Rule>(rule);
+  args_.format = state_format("optim_step", format, block_size);
+  args_.block_size = block_size;
+  args_.hyper = hyper;
+  args_.grad_scale = grad_scale ? *one_number(grad_scale, "optim_step: grad_scale") : 1.0f;
+  args_.stochastic_rounding = seed.has_value();
+  moments_ = moments_of(args_.rule, hyper);
+  skipped_ = found_inf && *one_number(found_inf, "optim_step: found_inf") != 0;
+}
+
+void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment, const TensorView* scale) {
+  const std::size_t i = tensors_.size();
+  check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ", name_of(param.dtype));
+  check(is_activation(grad.dtype), type, "optim_step: grads[", i, "] must be float32, bfloat16 or float16, got ", name_of(grad.dtype));
+  check(is_dense(param), value, "optim_step: params[", i, "] must be dense in memory, got shape ", shape_text(param));
+  check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ", shape_text(param), ", got ", shape_text(grad));
+  OptimTensor tensor{.param = param.data, .grad = grad.data, .param_dtype = param.dtype, .grad_dtype = grad.dtype, .moment = {}, .scale = {},
+                     .numel = param.numel(), .step_count = one_number(step, "optim_step: steps[", i, "]"), .step = 0, .seed = 0};
+  for (int k = 0; k < moments_; k++) {
+    check_state(args_.format, args_.block_size, param.numel(), moment[k], has_scales() ? scale[k] : TensorView{}, "optim_step: states[", k, "][", i, "]");
+    tensor.moment[k] = moment[k].data;
+    tensor.scale[k] = has_scales() ? scale[k].as<float>() : nullptr;
   }
-  std::vector<OptimTensor> tensors(count);
-  for (std::size_t i = 0; i < count; i++) {
-    const TensorView &param = lists.params[i], &grad = lists.grads[i];
-    check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ", name_of(param.dtype));
-    check(is_activation(grad.dtype), type, "optim_step: grads[", i, "] must be float32, bfloat16 or float16, got ", name_of(grad.dtype));
-    check(is_dense(param), value, "optim_step: params[", i, "] must be dense in memory, got shape ", shape_text(param));
-    check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ", shape_text(param), ", got ", shape_text(grad));
-    tensors[i] = {.param = param.data, .grad = grad.data, .param_dtype = param.dtype, .grad_dtype = grad.dtype, .moment = {}, .scale = {},
-                  .numel = param.numel(), .step = one_number(concat("steps[", i, "]"), lists.steps[i]) + 1.0, .seed = 0};
-    for (std::size_t k = 0; k < moments; k++) {
-      const TensorView* scale = has_codes(format) ? &lists.scales[k][i] : nullptr;
-      check_state("optim_step", concat("states[", k, "]"), concat("scales[", k, "]"), lists.moments[k][i], scale, format, block_size, param.numel(), i);
-      tensors[i].moment[k] = lists.moments[k][i].data;
-      tensors[i].scale[k] = scale ? scale->as<float>() : nullptr;
-    }
-    if (seed) tensors[i].seed = seed_of(*seed, tensors[i].step, i);
-  }
-  const float scale = grad_scale ? one_number("grad_scale", grad_scale) : 1.0f;
-  if (found_inf && one_number("found_inf", found_inf) != 0) return;  // the whole step is skipped, as torch's fused optimizers do
-  for (std::size_t i = 0; i < count; i++) *lists.steps[i].as<float>() = static_cast<float>(tensors[i].step);
-  run(OptimArgs{.rule = rule, .format = format, .block_size = block_size, .hyper = hyper, .tensors = tensors, .grad_scale = scale,
-                .stochastic_rounding = seed.has_value()});
+  tensor.step = double{*tensor.step_count} + 1;
+  if (seed_) tensor.seed = seed_of(*seed_, tensor.step, i);
+  tensors_.push_back(tensor);
+}
+
+void OptimStep::run() {
+  if (skipped_) return;  // the whole step, as torch's fused optimizers do
+  for (const OptimTensor& tensor : tensors_) *tensor.step_count = static_cast<float>(tensor.step);
+  args_.tensors = tensors_;
+  lowbit::run(args_);
 }
 
 namespace {
@@ -127,8 +122,7 @@ void convert_state(std::string_view op, const TensorView& values, int64_t format
   const StateFormat format = state_format(op, format_, block_size);
   check(has_codes(format), value, op, ": state_format must have codes, got ", kStateFormatNames[format_]);
   check_flat(values, DType::float32, values.numel(), op, ": values");
-  check_flat(codes, DType::uint8, state_bytes(format, values.numel()), op, ": codes");
-  check_flat(scale, DType::float32, (values.numel() + block_size - 1) / block_size, op, ": scale");
+  check_state(format, block_size, values.numel(), codes, scale, op, ": codes");
   const StateConversion conversion{.encode = encode, .is_signed = is_signed, .numel = values.numel(), .values = values.as<float>(),
                                    .codes = codes.as<uint8_t>(), .scale = scale.as<float>()};
   run(OptimArgs{.format = format, .block_size = block_size, .conversion = &conversion});

@@ -25,7 +25,8 @@ struct OptimTensor {
   void* moment[kMaxMoments];
   float* scale[kMaxMoments];  // one per block; null in float formats
   int64_t numel;
-  double step;    // counted from 1
+  float* step_count;
+  double step;    // of this step, counted from 1
   uint64_t seed;  // of stochastic rounding: of the call, the step and the position in the list
 };
 
@@ -42,21 +43,32 @@ struct OptimArgs {
   Rule rule = Rule::adamw;
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;
-  Hyper hyper;
-  std::span<const OptimTensor> tensors;
+  Hyper hyper = {};
+  std::span<const OptimTensor> tensors = {};
   float grad_scale = 1;              // gradients are divided by it
   bool stochastic_rounding = false;  // of bfloat16 parameters
   const StateConversion* conversion = nullptr;  // instead of a step
 };
 
-// Lists as the caller has them: params, grads, steps and each moment's entries go together by position. moments[i] is exp_avg, exp_avg_sq, max_exp_avg_sq
-// (adamw), momentum_buffer (sgd; none without momentum) or exp_avg (lion).
-struct OptimLists {
-  std::vector<TensorView> params, grads, steps;
-  std::vector<std::vector<TensorView>> moments, scales;
+// A step being put together, tensor by tensor: every check happens before run() changes anything. 136 bytes a tensor.
+class LOWBIT_API OptimStep {
+ public:
+  OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale, const TensorView& found_inf,
+            std::optional<int64_t> seed);
+  int moments() const { return moments_; }  // adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion: exp_avg
+  bool has_scales() const { return has_codes(args_.format); }
+
+  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float formats.
+  void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment, const TensorView* scale);
+  void run();
+
+ private:
+  OptimArgs args_;
+  int moments_;
+  bool skipped_;
+  std::optional<int64_t> seed_;
+  std::vector<OptimTensor> tensors_;
 };
-LOWBIT_API void optim_step(int64_t rule, int64_t format, int64_t block_size, const OptimLists& lists, const Hyper& hyper,
-                           const TensorView& grad_scale, const TensorView& found_inf, std::optional<int64_t> seed);
 
 LOWBIT_API void encode_state(const TensorView& values, int64_t format, bool is_signed, int64_t block_size, const TensorView& codes, const TensorView& scale);
 LOWBIT_API void decode_state(const TensorView& codes, const TensorView& scale, int64_t format, bool is_signed, int64_t block_size, const TensorView& values);
