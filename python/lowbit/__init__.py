@@ -26,6 +26,7 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
+    from lowbit import optim
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -66,6 +67,7 @@ _HOME = {
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
+_MODULES = {"optim": "lowbit.optim"}
 __all__ = [
     "FloatWeightConfig",
     "Int4WeightOnlyConfig",
@@ -86,6 +88,7 @@ __all__ = [
     "int8_weight_only",
     "kernels",
     "linear",
+    "optim",
     "quantize_",
 ]
 
@@ -93,6 +96,8 @@ _register()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step over lists of tensors, in place: `_C.optim_step` in eager mode, and an opaque op for torch.compile.
+
+The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+
+SCHEMA = (
+    "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, "
+    "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "int? seed=None) -> ()"
+)
+HYPER = ("beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "amsgrad", "nesterov", "momentum", "dampening")
+"""Order of the numbers of a rule in the op's ``hyper``."""
+
+
+@dataclass(slots=True)
+class StepLists:
+    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k in states[k][i], scales[k][i]."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    scales: list[list[Tensor]] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+
+
+def optim_step(
+    rule: str,
+    state_format: str,
+    block_size: int,
+    lists: StepLists,
+    lr: float | Tensor,
+    hyper: dict[str, float | bool],
+    *,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Step every parameter of ``lists`` by ``rule``, keeping moments in ``state_format`` (names of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`).
+
+    Raises:
+        TypeError, ValueError: a tensor with the wrong dtype, shape or strides; nothing is changed.
+    """
+    numbers = _C.OPTIM_RULES[rule], _C.STATE_FORMATS[state_format], block_size
+    if torch.compiler.is_compiling():
+        lr_tensor = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
+        torch.ops.lowbit.optim_step_(
+            *numbers, lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps, lr_tensor,
+            [float(hyper.get(name, 0.0)) for name in HYPER], grad_scale, found_inf, seed,
+        )  # fmt: skip
+        return
+    _C.optim_step(
+        *numbers, lists.params, lists.grads, lists.states, lists.scales, lists.steps, {"lr": float(lr), **hyper}, grad_scale, found_inf, seed
+    )
+    torch.autograd.graph.increment_version(lists.params)
+
+
+def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None, found_inf=None, seed=None):
+    values: dict[str, float | bool] = dict(zip(HYPER, hyper, strict=True))
+    for name in ("decoupled", "maximize", "amsgrad", "nesterov"):
+        values[name] = bool(values[name])
+    values["lr"] = lr.item()
+    count = len(params)
+    _C.optim_step(
+        rule, state_format, block_size, params, grads, _split(states, count), _split(scales, count), steps, values, grad_scale, found_inf, seed
+    )
+
+
+def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in lists for tensor in tensors]
+
+
+def _split(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
+    return [tensors[start : start + count] for start in range(0, len(tensors), count)] if count else []
+
+
+_library = torch.library.Library("lowbit", "FRAGMENT")
+_library.define(SCHEMA)
+_library.impl("optim_step_", _op, "CPU")
+torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam and AdamW with moments in 32, 16, 8 or 4 bits: m += (1 - b1)(g - m), v = b2 v + (1 - b2) g^2, p -= lr m^ / (sqrt(v^) + eps)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.optim.base import LowBitOptimizer
+
+
+class _Adam(LowBitOptimizer):
+    """Args:
+    params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
+    lr: learning rate, a float or a 0-dim tensor.
+    betas: decay of the two moments, each in [0, 1).
+    eps: added to the denominator.
+    weight_decay: AdamW: shrinks the parameter by lr * weight_decay; Adam: is added to the gradient.
+    amsgrad: divide by the largest second moment so far.
+    block_size: elements that share a scale, a power of two from 32 to 4096.
+    bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
+    options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
+
+    Raises:
+        ValueError: an option out of range, or a parameter of another dtype or device.
+    """
+
+    RULE = "adamw"
+    STATE_FORMAT: ClassVar[str]
+    DECOUPLED: ClassVar[bool]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        block_size: int = 256,
+        bf16_stochastic_round: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        options.setdefault("state_format", self.STATE_FORMAT)
+        super().__init__(
+            params, defaults, block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
+        )
+
+    def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
+        moments = {"exp_avg": True, "exp_avg_sq": False}
+        return {**moments, "max_exp_avg_sq": False} if group["amsgrad"] else moments
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": self.DECOUPLED,
+        }  # fmt: skip
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if not 0.0 <= group["eps"]:
+            raise ValueError(f"Invalid epsilon value: {group['eps']}")
+
+
+class _DecoupledAdam(_Adam):
+    DECOUPLED = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+    __init__.__doc__ = _Adam.__doc__
+
+
+class _CoupledAdam(_Adam):
+    DECOUPLED = False
+
+
+class AdamW(_DecoupledAdam):
+    """AdamW with float moments: float32, or bfloat16 by ``state_dtype``."""
+
+    STATE_FORMAT = "float32"
+
+    def __init__(self, params: Iterable[Any], *args: Any, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        formats = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+        if state_dtype not in formats:
+            raise ValueError(f"Invalid state_dtype value: {state_dtype}, must be torch.float32 or torch.bfloat16")
+        super().__init__(params, *args, state_format=formats[state_dtype], **options)
+
+
+class AdamW8bit(_DecoupledAdam):
+    """AdamW with 8-bit moments: bitsandbytes' dynamic map, a scale per 256 elements, 2.03 bytes a parameter."""
+
+    STATE_FORMAT = "dynamic8"
+
+
+class Adam8bit(_CoupledAdam):
+    """Adam with 8-bit moments, as `AdamW8bit`; weight decay is added to the gradient."""
+
+    STATE_FORMAT = "dynamic8"
+
+
+class AdamW4bit(_DecoupledAdam):
+    """AdamW with 4-bit moments: torchao's maps, a scale per 256 elements, 1.03 bytes a parameter."""
+
+    STATE_FORMAT = "dynamic4"
+
+
+class Adam4bit(_CoupledAdam):
+    """Adam with 4-bit moments, as `AdamW4bit`; weight decay is added to the gradient."""
+
+    STATE_FORMAT = "dynamic4"
+
+
+class AdamWFp8(_DecoupledAdam):
+    """AdamW with float8_e4m3fn moments, a scale per 256 elements."""
+
+    STATE_FORMAT = "float8"
+
+
+class AdamFp8(_CoupledAdam):
+    """Adam with float8_e4m3fn moments, as `AdamWFp8`; weight decay is added to the gradient."""
+
+    STATE_FORMAT = "float8"

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lion with an 8-bit momentum: p -= lr sign(b1 m + (1 - b1) g), m = b2 m + (1 - b2) g (arXiv 2302.06675)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lowbit.optim.base import LowBitOptimizer
+
+
+class Lion8bit(LowBitOptimizer):
+    """Lion with its moment in 8 bits.
+
+    Args:
+        params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
+        lr: learning rate, a float or a 0-dim tensor; a third to a tenth of AdamW's.
+        betas: of the step's direction, and of the moment, each in [0, 1).
+        weight_decay: shrinks the parameter by lr * weight_decay.
+        block_size: elements that share a scale, a power of two from 32 to 4096.
+        bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
+        options: maximize; min_8bit_size=4096 (smaller parameters keep a float32 moment); optim_bits=32, 16, 8 or 4.
+
+    Raises:
+        ValueError: an option out of range, or a parameter of another dtype or device.
+    """
+
+    RULE = "lion"
+    MOMENTS = {"exp_avg": True}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        block_size: int = 256,
+        bf16_stochastic_round: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(
+            params, defaults, state_format="dynamic8", block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
+        )
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
+        beta1, beta2 = group["betas"]
+        return {"beta1": float(beta1), "beta2": float(beta2), "decoupled": True}

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGD with an 8-bit momentum: b = momentum b + (1 - dampening) g, p -= lr b."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lowbit.optim.base import LowBitOptimizer
+
+
+class SGD8bit(LowBitOptimizer):
+    """SGD with momentum in 8 bits, torch's arguments.
+
+    Args:
+        params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
+        lr: learning rate, a float or a 0-dim tensor.
+        momentum: 0 keeps no state.
+        dampening: of the gradient in the momentum, from the second step on.
+        weight_decay: is added to the gradient.
+        nesterov: needs momentum and no dampening.
+        block_size: elements that share a scale, a power of two from 32 to 4096.
+        bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
+        options: maximize; min_8bit_size=4096 (smaller parameters keep a float32 momentum); optim_bits=32, 16, 8 or 4.
+
+    Raises:
+        ValueError: an option out of range, or a parameter of another dtype or device.
+    """
+
+    RULE = "sgd"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        block_size: int = 256,
+        bf16_stochastic_round: bool = False,
+        **options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(
+            params, defaults, state_format="dynamic8", block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
+        )
+
+    def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
+        return {"momentum_buffer": True} if group["momentum"] else {}
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
+        return {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if not 0.0 <= group["momentum"]:
+            raise ValueError(f"Invalid momentum value: {group['momentum']}")
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
