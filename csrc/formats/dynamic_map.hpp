@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The dynamic maps of 8-bit optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861), in closed form.
 //
-// A map has `decades` decades [10^-i / 10, 10^-i], i = decades - 1 .. 0. Decade d (0 is the smallest) is cut in bins of equal width, 2^d of them in a
+// A map has `decades` decades [T / 10, T], T = 10^-(decades - 1) .. 1. Decade d (0 is the smallest) is cut in bins of equal width, 2^d of them in a
 // signed map and 2^(d+1) in an unsigned one; a code means the middle of its bin. 0 and 1 are codes of their own, and a signed map has the
 // negative bins too. Sorted by value: the signed code of 0 is 2^decades - 1, the unsigned one 0; the largest code means 1.
 //
-// So the number p of a positive code (signed: code - zero; unsigned: code + 1) has decade and bin as exponent and mantissa, and there is no table to
-// search or gather from: an entry of 8 floats per decade is one permutation. Equal to the tables of both packages to one rounding.
+// So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a decade is a power of two: the
+// exponent of float(p) is the decade, and within a decade value and p are linear in each other. Nothing is searched or gathered: what
+// depends on the decade are tables of 8 entries, a permutation of one register. Decoded values are those of the map to 6 roundings of float32
+// (bitsandbytes' table is computed in float32 and off by 3); codes are the nearest to 3 roundings of the middle between two values.
 #pragma once
+
+#include <cstdint>
 
 #include "core/dtype.hpp"
 
@@ -17,70 +21,99 @@ template <bool kSigned, int kDecades>
 struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
 
+  static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
+
   template <class Int>
   LOWBIT_INLINE static auto decode(Int code) {
-    static constexpr Tables kTables = make_tables();  // here, because Int belongs to one ISA: no symbol that two of them share
-    // The middle of bin b of 2^d is the mantissa of p + 1/2, p = 2^d + b. The exponent modulo 8 chooses the decade; 0 and 1 share an entry, which is
-    // made so that their mantissas give 0 and 1.
-    const Int offset = add(code, like(code, kSigned ? -kZero : 1));
-    const auto signed_p = to_float(offset);
-    const auto t = add(abs(signed_p), like(signed_p, 0.5f));
-    const Int exponent = shift_right<23>(bits_of(t));
-    const auto fraction = sub(float_of(bit_or(bit_and(bits_of(t), like(code, 0x7fffff)), like(code, 0x3f800000))), like(t, 1.0f));
-    const auto value = fma(fraction, lookup8(kTables.span, exponent), lookup8(kTables.low, exponent));
-    return kSigned ? copysign(value, signed_p) : value;
+    const auto p = to_float(add(code, like(code, kSigned ? -kZero : 1)));
+    if constexpr (kSigned) {  // p = 0 shares the entry of p = 1, whose line goes through zero
+      const auto a = abs(p);
+      const Int decade = shift_right<23>(bits_of(max(a, like(a, 1.0f))));
+      const auto value = fma(a, lookup8(kTables.slope, decade), lookup8(kTables.offset, decade));
+      return float_of(bit_or(bits_of(value), bit_and(bits_of(p), like(code, INT32_MIN))));
+    } else {  // the codes of 0 and 1 share an entry, whose line goes through both
+      const Int decade = shift_right<23>(bits_of(p));
+      return fma(p, lookup8(kTables.slope, decade), lookup8(kTables.offset, decade));
+    }
   }
 
-  // The nearest code of y in [-1, 1] (unsigned: [0, 1]), where the halfway points are right to one rounding of float32. Anything for nan.
+  // The nearest code of y in [-1, 1] (unsigned: [0, 1]). Anything for nan.
   template <class Float>
   LOWBIT_INLINE static auto encode(Float y) {
-    static constexpr Tables kTables = make_tables();
-    const Float a = abs(y);
-    const auto bits = bits_of(a);
-    // A float's bits are about its logarithm: this guesses the number of thresholds that a has reached, or one less, which one comparison settles.
-    constexpr float kDecadesPerBit = 0.3125f / (1 << 23), kGuess = kDecades + 0.4f - 127 * 0.3125f;
-    const auto guess = min(max(truncate(fma(to_float(bits), like(y, kDecadesPerBit), like(y, kGuess))), like(bits, 0)), like(bits, kDecades));
-    const auto reached = sub(guess, at_least(a, lookup8(kTables.threshold, guess)));  // 0: code of 0; kDecades + 1: code of 1
-    const auto bin = truncate(fma(a, lookup8(kTables.slope, reached), lookup8(kTables.offset, reached)));
-    const auto power = two_to_the(reached);
-    if constexpr (!kSigned) return min(add(add(power, bin), like(bits, -1)), add(add(power, power), like(bits, -2)));
-    const auto negative = shift_right<31>(bits_of(y)), mask = sub(like(bits, 0), negative);
-    auto p = min(add(shift_right<1>(power), bin), add(power, like(bits, -1)));
-    p = min(p, sub(like(bits, 1 << kDecades), negative));  // there is no code of -1
-    return add(add(bit_xor(p, mask), negative), like(bits, kZero));
+    const Float a = kSigned ? abs(y) : y;
+    // A float's bits are about its logarithm: times 151 / 2^16 their upper half counts up once a decade, somewhere below the threshold to the decade
+    // that it names (make_tables checks that), so one comparison settles it.
+    const auto guess = shift_right<16>(mul_high_u16(bits_of(max(a, like(a, kSmallestGuess))), like(bits_of(a), kGuess << 16)));
+    const auto decade = sub(guess, at_least(a, lookup8(kTables.threshold, guess)));
+    const auto bin = to_int(fma(a, lookup8(kTables.inverse, decade), lookup8(kTables.start, decade)));
+    const auto last = lookup8(kTables.last, decade);  // bins of the decade - 1, which is also first - 1
+    const auto number = add(min(bin, last), last);    // p - 1
+    if constexpr (!kSigned) return number;
+    const auto code = add(negate_where_negative(add(number, like(number, 1)), y), like(number, kZero));
+    return max(code, like(code, 0));  // there is no code of -1
   }
 
  private:
+  static constexpr int kGuess = 151, kLowestGuess = 30;
+  static constexpr float kSmallestGuess = 1e-7f;
   struct Tables {
-    alignas(64) float low[8] = {}, span[8] = {};                     // by exponent of p + 1/2, biased, modulo 8
-    alignas(64) float threshold[8] = {}, slope[8] = {}, offset[8] = {};  // by thresholds reached, modulo 8
+    alignas(64) float slope[8] = {}, offset[8] = {};                    // decode, by the exponent of float(p) modulo 8
+    alignas(64) float threshold[8] = {};                                  // encode, by guess modulo 8
+    alignas(64) float inverse[8] = {}, start[8] = {};                    // by guess + (reached ? 1 : 0) modulo 8
+    alignas(64) int32_t last[8] = {};
   };
+
+  static constexpr int guess_of(float y) { return static_cast<int>((__builtin_bit_cast(uint32_t, y) >> 16) * kGuess >> 16); }
+
+  // Row r of the encoder serves decade r - (7 - kDecades), the lowest also what is below it; row 7 is the code of 1. Rows that a short map has no
+  // decade for are copies of its lowest, with a threshold that everything reaches.
   static constexpr Tables make_tables() {
     Tables tables;
-    double last = 0;  // largest value below the decade
+    double below = 0;  // the value before the first of the decade
     for (int d = 0; d < kDecades; d++) {
       double top = 1;
       for (int i = d; i < kDecades - 1; i++) top /= 10;
-      const double bins = kSigned ? 1 << d : 2 << d, width = 0.9 * top / bins;
-      const int exponent = kSigned ? d : d + 1;
-      tables.low[(exponent + 127) % 8] = static_cast<float>(top / 10);
-      tables.span[(exponent + 127) % 8] = static_cast<float>(0.9 * top);
-      tables.threshold[d] = static_cast<float>((last + top / 10 + width / 2) / 2);
-      tables.slope[(d + 1) % 8] = static_cast<float>(1 / width);
-      tables.offset[(d + 1) % 8] = static_cast<float>(-top / 10 / width);
-      last = top - width / 2;
+      const int bins = kSigned ? 1 << d : 2 << d, first = bins;
+      const double width = 0.9 * top / bins, value = top / 10 + width / 2;
+      set_line(tables, (d + (kSigned ? 0 : 1) + 127) % 8, first, value, width);
+      const double threshold = (below + value) / 2, next = value + width / 2;
+      // Linear through two thresholds: the first two of the lowest decade, where what is below the first is 0, else those of equal bins.
+      const double from = d == 0 ? threshold : value - width / 2;
+      const int row = d + 7 - kDecades;
+      for (int r = d == 0 ? 0 : row; r <= row; r++) {
+        const int at = (r + kLowestGuess + 1) % 8;
+        tables.threshold[(r + kLowestGuess) % 8] = d == 0 ? 0.0f : static_cast<float>(threshold);
+        tables.inverse[at] = static_cast<float>(1 / (next - from));
+        tables.start[at] = static_cast<float>(-0.5 - from / (next - from));
+        tables.last[at] = bins - 1;
+      }
+      below = value + (bins - 1) * width;
     }
-    tables.threshold[kDecades] = static_cast<float>((last + 1) / 2);
-    // 0 is p + 1/2 = 0.5 (signed) or 1.5, 1 is 2^decades + 0.5 or 2^(decades + 1) + 0.5: solve low + span * fraction = 0 and = 1.
-    const double zero_fraction = kSigned ? 0.0 : 0.5, one_fraction = kSigned ? 0.5 / (1 << kDecades) : 0.5 / (2 << kDecades);
-    const int of_zero = kSigned ? 126 % 8 : 127 % 8, of_one = kSigned ? (kDecades + 127) % 8 : (kDecades + 128) % 8;
-    const float span = static_cast<float>(1 / (one_fraction - zero_fraction));
-    for (const int entry : {of_zero, of_one}) {
-      tables.span[entry] = span;
-      tables.low[entry] = static_cast<float>(-zero_fraction) * span;
-    }
+    const int top = (7 + kLowestGuess + 1) % 8, ones = kSigned ? 1 << kDecades : 2 << kDecades;  // p of the code of 1
+    tables.threshold[(7 + kLowestGuess) % 8] = static_cast<float>((below + 1) / 2);
+    tables.start[top] = static_cast<float>(kSigned ? 0 : ones / 2 - 1);
+    tables.last[top] = kSigned ? ones - 1 : ones / 2;
+    // decode: signed, p = 2^decades gives 1; unsigned, p = 1 gives 0 and p = 2^(decades + 1) gives 1
+    const int at = ((kSigned ? kDecades : kDecades + 1) + 127) % 8;
+    tables.slope[at] = static_cast<float>(kSigned ? 1.0 / ones : 1.0 / (ones - 1));
+    tables.offset[at] = kSigned ? 0.0f : -tables.slope[at];
     return tables;
   }
+  // The offset makes up for what rounding the slope does to the first value of a decade, which is the smallest.
+  static constexpr void set_line(Tables& tables, int at, int first, double value, double width) {
+    const float slope = static_cast<float>(kSigned && first == 1 ? value : width);
+    tables.slope[at] = slope;
+    tables.offset[at] = static_cast<float>(kSigned && first == 1 ? 0 : value - static_cast<double>(slope) * first);
+  }
+  static constexpr bool thresholds_are_guessed(const Tables& tables) {  // so that all over row r the guess is r or r + 1
+    for (int r = 1; r < 8; r++) {
+      const float threshold = tables.threshold[(r + kLowestGuess) % 8];
+      if (threshold > 0 && guess_of(threshold) != r + kLowestGuess) return false;
+    }
+    return guess_of(kSmallestGuess) == kLowestGuess && guess_of(1.0f) == 7 + kLowestGuess;
+  }
+  static constexpr Tables kTables = make_tables();
+  static_assert(thresholds_are_guessed(make_tables()));
 };
 
 }  // namespace lowbit

@@ -30,18 +30,22 @@ struct StateCodes<StateFormat::dynamic4, false> {  // 1/16, 2/16 ... 1: no code 
   }
   template <class Float>
   LOWBIT_INLINE static auto encode(Float y) {
-    const auto code = truncate(fma(y, like(y, 16.0f), like(y, -0.5f)));
+    const auto code = to_int(fma(y, like(y, 16.0f), like(y, -1.0f)));
     return max(min(code, like(code, 15)), like(code, 0));
   }
 };
 
 template <bool kSigned>
-struct StateCodes<StateFormat::float8, kSigned> {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity
+struct StateCodes<StateFormat::float8, kSigned> {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all ones are nan
   static constexpr float kAbsmaxOverScale = 448;
   template <class Int>
-  LOWBIT_INLINE static auto decode(Int code) {  // as the bits of a float whose exponent is 120 too small; exact, subnormals too
-    const auto magnitude = float_of(shift_left<20>(bit_and(code, like(code, 0x7f))));
-    return float_of(bit_or(bits_of(mul(magnitude, like(magnitude, 0x1p120f))), shift_left<24>(bit_and(code, like(code, 0x80)))));
+  LOWBIT_INLINE static auto decode(Int code) {
+    const Int magnitude = bit_and(code, like(code, 0x7f));
+    const auto number = to_float(magnitude);
+    const Int subnormal = bits_of(mul(number, like(number, 0x1p-9f))), normal = add(shift_left<20>(magnitude), like(code, 120 << 23));
+    const Int finite = select(at_least(number, like(number, 8.0f)), normal, subnormal);
+    const Int value = select(at_least(number, like(number, 127.0f)), like(code, 0x7fc00000), finite);
+    return float_of(bit_or(value, shift_left<24>(bit_and(code, like(code, 0x80)))));
   }
   template <class Float>
   LOWBIT_INLINE static auto encode(Float y) {  // round to nearest even

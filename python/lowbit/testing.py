@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.reference import layout
 from lowbit.reference import linear as reference
+from lowbit.reference import optim as optim_reference
 from lowbit.reference.quantize import QuantizedWeight
 
 M_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 31, 32, 33, 47, 48, 63, 64, 65, 70)
@@ -250,3 +251,86 @@ def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "
             f"{what}: element {list(at)} is {actual[at].item()!r}, wanted {wanted[at].item()!r} +- {allowed[at].item():.3g}; "
             f"{int((excess > 0).sum())} of {excess.numel()} elements are off"
         )
+
+
+STATE_FORMATS = ("float32", "bfloat16", "dynamic8", "dynamic4", "float8")
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True, "maximize": False,
+         "amsgrad": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}  # fmt: skip
+"""Arguments of every rule of `_C.optim_step`; a rule reads those that it knows."""
+
+
+@dataclass(slots=True)
+class Moment:
+    """One moment of one parameter as an optimizer stores it: values or codes, and scales."""
+
+    format: str
+    signed: bool
+    block_size: int
+    numel: int
+    state: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def of(cls, values: Tensor, format: str, signed: bool, block_size: int) -> Moment:
+        """Store values with the reference."""
+        if format in ("float32", "bfloat16"):
+            return cls(format, signed, block_size, values.numel(), values.to(getattr(torch, format)).clone(), None)
+        scale = optim_reference.scales(values, format, block_size).float()
+        spread = scale.double().repeat_interleave(block_size)[: values.numel()]
+        relative = torch.where(spread > 0, values.double().flatten() / spread, 0.0)
+        codes = optim_reference.nearest_code(relative, format, signed).to(torch.uint8)
+        if format == "dynamic4":
+            codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+            return cls(format, signed, block_size, values.numel(), codes[:, 0] << 4 | codes[:, 1], scale)
+        return cls(format, signed, block_size, values.numel(), codes.view(values.shape), scale)
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], format: str, signed: bool, block_size: int) -> Moment:
+        """The moment of a parameter of this shape before the first step."""
+        return cls.of(torch.zeros(shape), format, signed, block_size)
+
+    def codes(self) -> Tensor:
+        """One code an element, uint8 ``[numel]``."""
+        flat = self.state.flatten()
+        return optim_reference.unpack_nibbles(flat, self.numel) if self.format == "dynamic4" else flat
+
+    def decode(self) -> Tensor:
+        """What is stored, float64 ``[numel]``."""
+        if self.scale is None:
+            return self.state.double().flatten()
+        return optim_reference.decode(self.codes(), self.scale, self.format, self.signed, self.block_size)
+
+    def rounding(self, values: Tensor) -> Tensor:
+        """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a step of the dtype.
+
+        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a scale is rounded.
+        """
+        if self.scale is None:
+            return ROUNDOFF[self.format] * values.abs() + 2.0**-133
+        scale = optim_reference.scales(values, self.format, self.block_size)
+        spread = scale.repeat_interleave(self.block_size)[: values.numel()]
+        relative = torch.where(spread > 0, values / spread, 0.0)
+        codes = optim_reference.nearest_code(relative, self.format, self.signed)
+        nearest = optim_reference.code_map(self.format, self.signed)[codes] * spread
+        return (nearest - values).abs() + 8 * ROUNDOFF["float32"] * (values.abs() + nearest.abs()) + optim_reference.SMALLEST
+
+
+def moments_of(rule: str, hyper: Mapping[str, float]) -> int:
+    """How many moments a rule keeps."""
+    return {"adamw": 3 if hyper["amsgrad"] else 2, "sgd": int(hyper["momentum"] != 0), "lion": 1}[rule]
+
+
+def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[list[Moment]], steps: list[Tensor],
+              hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None, grad_scale: Tensor | None = None,
+              found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
+    """Run `_C.optim_step` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row`` ran."""
+    states = [[moment.state for moment in each] for each in moments]
+    scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
+    previous = _C.force_kernel(row)
+    try:
+        _C.optim_step(_C.OPTIM_RULES[rule], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
+                      grad_scale, found_inf, seed)  # fmt: skip
+    finally:
+        _C.force_kernel(previous)
+    if row is not None and _C.last_kernel("optim") != row:
+        raise AssertionError(f"asked for row {row}, but {_C.last_kernel('optim')} ran")

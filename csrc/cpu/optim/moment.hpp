@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of one moment: read as vectors of float32; written back once the whole block is known, because its scale is its largest value.
+// One block of one moment between its codes and float32: its scale is its largest value, so the whole block is known before a code is written.
 #pragma once
 
 #include "cpu/simd/math.hpp"
@@ -9,11 +9,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// 16 codes at element `at` of a tensor, zeros past `count`.
+// 16 codes, of which `count` are there; the others read as code 0.
 template <StateFormat kFormat>
-LOWBIT_INLINE i32x16 load_state_codes(const uint8_t* codes, int64_t at, int64_t count) {
+LOWBIT_INLINE i32x16 load_state_codes(const uint8_t* codes, int64_t count) {
   constexpr bool kNibbles = kFormat == StateFormat::dynamic4;
-  codes += kNibbles ? at / 2 : at;
   uint8_t tail[16] = {};
   if (count < 16) {
     for (int64_t i = 0; i < (kNibbles ? (count + 1) / 2 : count); i++) tail[i] = codes[i];
@@ -23,9 +22,8 @@ LOWBIT_INLINE i32x16 load_state_codes(const uint8_t* codes, int64_t at, int64_t 
 }
 
 template <StateFormat kFormat>
-LOWBIT_INLINE void store_state_codes(uint8_t* codes, int64_t at, int64_t count, i32x16 value) {
+LOWBIT_INLINE void store_state_codes(uint8_t* codes, int64_t count, i32x16 value) {
   constexpr bool kNibbles = kFormat == StateFormat::dynamic4;
-  codes += kNibbles ? at / 2 : at;
   uint8_t tail[16];
   uint8_t* to = count < 16 ? tail : codes;
   if (kNibbles) store_u4(to, value);
@@ -34,50 +32,42 @@ LOWBIT_INLINE void store_state_codes(uint8_t* codes, int64_t at, int64_t count, 
     for (int64_t i = 0; i < (kNibbles ? (count + 1) / 2 : count); i++) codes[i] = tail[i];
 }
 
+// values[0..count), and zeros up to whole vectors.
 template <StateFormat kFormat, bool kSigned>
-class Moment {
- public:
-  // The block that begins at element `begin`; `values` is scratch for one block.
-  LOWBIT_INLINE Moment(void* data, float* scale, int64_t begin, float* values)
-      : data_(data), scale_(scale), begin_(begin), values_(values), old_scale_(scale ? *scale : 1.0f) {}
+void decode_block(const uint8_t* codes, float scale, int64_t count, float* values) {
+  const f32x16 factor = set1(scale);
+  auto decode = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+    return mul(StateCodes<kFormat, kSigned>::decode(load_state_codes<kFormat>(codes + state_bytes(kFormat, i), lanes)), factor);
+  };
+  const int64_t whole = count / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) store(values + i, decode(i, 16));
+  if (whole == count) return;
+  store(values + whole, decode(whole, count - whole));
+  for (int64_t i = count; i < whole + 16; i++) values[i] = 0.0f;
+}
 
-  LOWBIT_INLINE f32x16 read(int64_t i, int64_t count) const {
-    if constexpr (!has_codes(kFormat)) return load_as_float(data_, kDType, begin_ + i, count);
-    else return mul(StateCodes<kFormat, kSigned>::decode(load_state_codes<kFormat>(static_cast<uint8_t*>(data_), begin_ + i, count)), set1(old_scale_));
+// absmax: bits of the largest |value|; as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the scale nan and
+// reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros.
+template <StateFormat kFormat, bool kSigned>
+void encode_block(const float* values, i32x16 absmax_bits, int64_t count, uint8_t* codes, float* scale) {
+  using Codes = StateCodes<kFormat, kSigned>;
+  const float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits))), unit = absmax / Codes::kAbsmaxOverScale;
+  const bool finite = absmax < __builtin_inff(), representable = finite && unit >= 0x1p-126f;
+  *scale = representable ? unit : finite ? 0.0f : __builtin_nanf("");
+  if (!representable) {
+    alignas(64) uint8_t zeros[16];
+    store_state_codes<kFormat>(zeros, 16, Codes::encode(set1(0.0f)));
+    for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = zeros[0];
+    return;
   }
-  LOWBIT_INLINE void put(int64_t i, int64_t count, f32x16 value) {
-    if constexpr (!has_codes(kFormat)) return store_from_float(data_, kDType, begin_ + i, count, value);
-    store(values_ + i, value);
-    absmax_ = cpu::LOWBIT_ISA_NAME::max(absmax_, bits_of(abs(value)));  // as integers nan is the largest, then inf: neither can be lost
-  }
-  // A block that holds inf or nan gets the scale nan, and so reads back as nan everywhere: nothing finite is made up from it.
-  LOWBIT_INLINE void finish(int64_t count) {
-    if constexpr (has_codes(kFormat)) {
-      const float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_)));
-      const bool finite = absmax < __builtin_inff(), tiny = absmax < 0x1p-126f;  // tiny: its inverse is infinite
-      *scale_ = finite ? absmax / StateCodes<kFormat, kSigned>::kAbsmaxOverScale : __builtin_nanf("");
-      const f32x16 inverse = set1(finite && !tiny ? 1.0f / absmax : 0.0f);
-      const int64_t whole = count / 16 * 16;
-      for (int64_t i = 0; i < whole; i += 16) encode(i, 16, inverse);
-      if (whole < count) encode(whole, count - whole, inverse);
-    }
-  }
-
- private:
-  static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
-
-  LOWBIT_INLINE void encode(int64_t i, int64_t count, f32x16 inverse) {
-    const i32x16 codes = StateCodes<kFormat, kSigned>::encode(mul(load(values_ + i), inverse));
-    store_state_codes<kFormat>(static_cast<uint8_t*>(data_), begin_ + i, count, codes);
-  }
-
-  void* data_;
-  float* scale_;
-  int64_t begin_;
-  float* values_;
-  float old_scale_;
-  i32x16 absmax_ = set1(0);
-};
+  const f32x16 inverse = set1(1.0f / absmax);
+  auto encode = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+    store_state_codes<kFormat>(codes + state_bytes(kFormat, i), lanes, Codes::encode(mul(load(values + i), inverse)));
+  };
+  const int64_t whole = count / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) encode(i, 16);
+  if (whole < count) encode(whole, count - whole);
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -47,13 +47,20 @@ void convert_all(const OptimArgs& args) {
   parallel_for((conversion.numel + args.block_size - 1) / args.block_size, num_threads(), [&](int64_t block) {
     const int64_t begin = block * args.block_size, left = conversion.numel - begin, count = left < args.block_size ? left : args.block_size;
     alignas(64) float values[kMaxStateBlock];
-    Moment<kFormat, kSigned> moment(conversion.codes, conversion.scale + block, begin, values);
-    for (int64_t i = 0; i < count; i += 16) {
-      const int64_t lanes = count - i < 16 ? count - i : 16;
-      if (conversion.encode) moment.put(i, lanes, load_as_float(conversion.values, DType::float32, begin + i, lanes));
-      else store_from_float(conversion.values, DType::float32, begin + i, lanes, moment.read(i, lanes));
+    uint8_t* codes = conversion.codes + state_bytes(kFormat, begin);
+    if (!conversion.encode) {
+      decode_block<kFormat, kSigned>(codes, conversion.scale[block], count, values);
+      for (int64_t i = 0; i < count; i++) conversion.values[begin + i] = values[i];
+      return;
     }
-    if (conversion.encode) moment.finish(count);
+    i32x16 absmax = set1(0);
+    for (int64_t i = 0; i < count; i += 16) {
+      f32x16 value = load_as_float(conversion.values, DType::float32, begin + i, count - i);
+      if (!kSigned) value = max(set1(0.0f), value);  // nan stays
+      store(values + i, value);
+      absmax = max(absmax, bits_of(abs(value)));
+    }
+    encode_block<kFormat, kSigned>(values, absmax, count, codes, conversion.scale + block);
   });
 }
 

@@ -7,31 +7,11 @@
 
 #include "core/random.hpp"
 #include "cpu/optim/moment.hpp"
+#include "cpu/panel.hpp"
 #include "ops/optim.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-template <StateFormat kFormat, class Rule, int k>
-struct MomentAt {
-  Moment<kFormat, Rule::kSigned[k]> moment;
-  LOWBIT_INLINE MomentAt(const OptimTensor& tensor, int64_t begin, int64_t block, float* values)
-      : moment(tensor.moment[k], has_codes(kFormat) ? tensor.scale[k] + block : nullptr, begin, has_codes(kFormat) ? values + k * kMaxStateBlock : nullptr) {}
-};
-
-// The moments of a rule, each with its own map.
-template <StateFormat kFormat, class Rule, class = std::make_integer_sequence<int, Rule::kMoments>>
-struct Moments;
-template <StateFormat kFormat, class Rule, int... k>
-struct Moments<kFormat, Rule, std::integer_sequence<int, k...>> : MomentAt<kFormat, Rule, k>... {
-  LOWBIT_INLINE Moments([[maybe_unused]] const OptimTensor& tensor, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t block,
-                        [[maybe_unused]] float* values)
-      : MomentAt<kFormat, Rule, k>(tensor, begin, block, values)... {}
-  template <class F>
-  LOWBIT_INLINE void for_each(F&& f) {
-    (f(std::integral_constant<int, k>{}, static_cast<MomentAt<kFormat, Rule, k>&>(*this).moment), ...);
-  }
-};
 
 // What all blocks of a tensor share.
 struct Common {
@@ -53,8 +33,16 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
   return float_of(select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
 }
 
+// Where the moments of a block are read and written as vectors: in place if they are floats, else decoded in L1.
+template <StateFormat kFormat>
+struct MomentMemory {
+  static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
+  void* values[kMaxMoments];
+  i32x16 absmax[kMaxMoments];
+};
+
 template <StateFormat kFormat, class Rule>
-LOWBIT_INLINE void step_vector(const OptimTensor& tensor, const Common& common, const Rule& rule, Moments<kFormat, Rule>& moments, int64_t begin,
+LOWBIT_INLINE void step_vector(const OptimTensor& tensor, const Common& common, const Rule& rule, MomentMemory<kFormat>& memory, int64_t begin,
                                int64_t i, int64_t count, int32_t key) {
   f32x16 g = load_as_float(tensor.grad, tensor.grad_dtype, begin + i, count);
   f32x16 p = load_as_float(tensor.param, tensor.param_dtype, begin + i, count);
@@ -65,27 +53,44 @@ LOWBIT_INLINE void step_vector(const OptimTensor& tensor, const Common& common, 
   if (common.negated) g = sub(set1(0.0f), g);
   if (common.adds_l2) g = fma(p, common.l2, g);
   if (common.decays) p = mul(p, common.keep);
-  f32x16 values[Rule::kMoments + 1];
-  moments.for_each([&](auto k, auto& moment) { values[k] = moment.read(i, count); });
-  p = rule.update(p, g, values);
-  moments.for_each([&](auto k, auto& moment) { moment.put(i, count, values[k]); });
+  constexpr DType kDType = MomentMemory<kFormat>::kDType;
+  const int64_t there = has_codes(kFormat) ? 16 : count;  // scratch is padded
+  f32x16 moment[Rule::kMoments + 1];
+  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = load_as_float(memory.values[k], kDType, i, there); });
+  p = rule.update(p, g, moment);
+  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+    store_from_float(memory.values[k], kDType, i, there, moment[k]);
+    if constexpr (has_codes(kFormat)) memory.absmax[k] = max(memory.absmax[k], bits_of(abs(moment[k])));
+  });
   if (common.stochastic) p = round_stochastically(p, i, key);
   store_from_float(tensor.param, tensor.param_dtype, begin + i, count, p);
 }
 
 template <StateFormat kFormat, class Rule>
 void step_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, int64_t block) {
-  alignas(64) float values[has_codes(kFormat) ? Rule::kMoments * kMaxStateBlock + 1 : 1];
+  constexpr bool kCoded = has_codes(kFormat);
+  constexpr int64_t kStride = kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
+  alignas(64) float decoded[kCoded ? Rule::kMoments * kStride + 1 : 1];
   const int64_t begin = block * args.block_size, left = tensor.numel - begin, count = left < args.block_size ? left : args.block_size;
   int32_t key = 0;
   if (common.stochastic)
     key = static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
                                           {static_cast<uint32_t>(tensor.seed), static_cast<uint32_t>(tensor.seed >> 32)})[0]);
-  Moments<kFormat, Rule> moments(tensor, begin, block, values);
+  MomentMemory<kFormat> memory;
+  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+    uint8_t* stored = static_cast<uint8_t*>(tensor.moment[k]) + state_bytes(kFormat, begin);
+    memory.values[k] = kCoded ? static_cast<void*>(decoded + k * kStride) : stored;
+    memory.absmax[k] = set1(0);
+    if constexpr (kCoded) decode_block<kFormat, Rule::kSigned[k]>(stored, tensor.scale[k][block], count, decoded + k * kStride);
+  });
   const int64_t whole = count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) step_vector<kFormat>(tensor, common, rule, moments, begin, i, 16, key);
-  if (whole < count) step_vector<kFormat>(tensor, common, rule, moments, begin, whole, count - whole, key);
-  moments.for_each([&](auto, auto& moment) { moment.finish(count); });
+  for (int64_t i = 0; i < whole; i += 16) step_vector<kFormat>(tensor, common, rule, memory, begin, i, 16, key);
+  if (whole < count) step_vector<kFormat>(tensor, common, rule, memory, begin, whole, count - whole, key);
+  if constexpr (kCoded)
+    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+      encode_block<kFormat, Rule::kSigned[k]>(decoded + k * kStride, memory.absmax[k], count,
+                                              static_cast<uint8_t*>(tensor.moment[k]) + state_bytes(kFormat, begin), tensor.scale[k] + block);
+    });
 }
 
 }  // namespace

@@ -98,6 +98,14 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   const __m256 t = _mm256_load_ps(table);
   return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
 }
+LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) {
+  const __m256i t = _mm256_load_si256(reinterpret_cast<const __m256i*>(table));
+  return {_mm256_permutevar8x32_epi32(t, index.lo), _mm256_permutevar8x32_epi32(t, index.hi)};
+}
+LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm256_mulhi_epu16(a.lo, b.lo), _mm256_mulhi_epu16(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
+  return {_mm256_sign_epi32(a.lo, _mm256_castps_si256(b.lo)), _mm256_sign_epi32(a.hi, _mm256_castps_si256(b.hi))};
+}
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { return {load_ymm(p), load_ymm(p + 8)}; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

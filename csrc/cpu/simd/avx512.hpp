@@ -75,6 +75,13 @@ LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_ma
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   return {_mm512_permutexvar_ps(index.v, _mm512_broadcast_f32x8(_mm256_load_ps(table)))};  // both halves alike, so bit 3 of the index does not matter
 }
+LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) {
+  return {_mm512_permutexvar_epi32(index.v, _mm512_broadcast_i32x8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table))))};
+}
+LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm512_mulhi_epu16(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
+  return {_mm512_mask_sub_epi32(a.v, _mm512_movepi32_mask(_mm512_castps_si512(b.v)), _mm512_setzero_si512(), a.v)};
+}
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
 LOWBIT_INLINE __m128i nibbles(const uint8_t* p) {  // 8 bytes to 16

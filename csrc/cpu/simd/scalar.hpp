@@ -70,6 +70,12 @@ LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 64-byte aligned
+LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) { i32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }
+LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
+  return a;
+}
+LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::signbit(b.lane[i]) ? -a.lane[i] : a.lane[i]; return a; }  // or a * 0 where b is 0
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
 // 4-bit codes, two to a byte, the first in the high nibble.

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer step computes, in torch float64: the maps of the state formats, encoding, the rules, stochastic rounding.
+
+A quantized moment is stored as codes and one float32 scale per block of consecutive elements: moment = map[code] * scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FLOAT8_MAX = 448.0
+SMALLEST = 2.0**-126  # a block whose scale would be smaller counts as zeros: its scale has no float32 inverse
+
+
+def dynamic_map(signed: bool, decades: int) -> Tensor:
+    """Values of a dynamic map by code, sorted, float64 ``[2 ** (decades + 1)]`` (bitsandbytes' and torchao's ``create_dynamic_map``).
+
+    Decade d = 0 .. decades - 1 spans 10**(d - decades) .. 10**(d - decades + 1) and holds 2**d bins (unsigned: 2**(d + 1)) of equal
+    width, each standing for its middle. 0 and 1 are values of their own; a signed map has the negative of every bin.
+    """
+    positive = []
+    for decade in range(decades):
+        bins = 2**decade if signed else 2 ** (decade + 1)
+        top = 10.0 ** (decade - decades + 1)
+        positive += [top * (0.1 + 0.9 * (bin + 0.5) / bins) for bin in range(bins)]
+    negative = [-value for value in reversed(positive)] if signed else []
+    return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64)
+
+
+@functools.cache
+def code_map(format: str, signed: bool) -> Tensor:
+    """Decoded value of every code of a quantized state format, float64, before the scale."""
+    if format == "dynamic8":
+        return dynamic_map(signed, 7)
+    if format == "dynamic4":  # torchao's: the unsigned one has no zero
+        return dynamic_map(True, 3) if signed else torch.linspace(0, 1, 17, dtype=torch.float64)[1:]
+    if format == "float8":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    raise ValueError(f"code_map: no codes in format {format!r}")
+
+
+def largest_code(format: str) -> float:
+    """Decoded value of the largest element of a block: absmax / scale."""
+    return FLOAT8_MAX if format == "float8" else 1.0
+
+
+def blocks(values: Tensor, block_size: int) -> Tensor:
+    """Cut flat values into blocks, the last padded with zeros: ``[ceil(n / block_size), block_size]``."""
+    return torch.nn.functional.pad(values.flatten(), (0, -values.numel() % block_size)).view(-1, block_size)
+
+
+def scales(values: Tensor, format: str, block_size: int) -> Tensor:
+    """Scale of each block, float64: absmax / `largest_code`; nan for a block with inf or nan, 0 for one below `SMALLEST`."""
+    absmax = blocks(values.double(), block_size).abs().amax(1)
+    scale = absmax / largest_code(format)
+    scale = torch.where(scale < SMALLEST, 0.0, scale)
+    return torch.where(blocks(values.double(), block_size).isfinite().all(1), scale, math.nan)
+
+
+def nearest_code(relative: Tensor, format: str, signed: bool) -> Tensor:
+    """Code of the value nearest to each element, by search; float8 breaks ties to even, the maps upward."""
+    if format == "float8":  # via float32: exact unless relative has more than 24 bits
+        return relative.float().to(torch.float8_e4m3fn).view(torch.uint8).long()
+    values = code_map(format, signed)
+    middles = (values[1:] + values[:-1]) / 2
+    return torch.searchsorted(middles, relative.contiguous(), right=True)
+
+
+def decode(codes: Tensor, scale: Tensor, format: str, signed: bool, block_size: int) -> Tensor:
+    """Moments of unpacked codes (any shape), float64 of the same shape."""
+    spread = scale.double().repeat_interleave(block_size)[: codes.numel()].view(codes.shape)
+    return code_map(format, signed)[codes.long()] * spread
+
+
+def unpack_nibbles(packed: Tensor, numel: int) -> Tensor:
+    """Codes of a 4-bit state: two a byte, the first in the high nibble; uint8 ``[numel]``."""
+    return torch.stack((packed >> 4, packed & 15), dim=1).flatten()[:numel]
+
+
+def adamw(p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]) -> tuple[Tensor, list[Tensor]]:
+    """One step of Adam: decoupled decay (AdamW) or added to the gradient. moments: exp_avg, exp_avg_sq[, max_exp_avg_sq].
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+    p = p (1 - lr decay) - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    """
+    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
+    if hyper["decoupled"]:
+        p = p * (1 - lr * hyper["weight_decay"])
+    else:
+        g = g + hyper["weight_decay"] * p
+    m = beta1 * moments[0] + (1 - beta1) * g
+    v = beta2 * moments[1] + (1 - beta2) * g * g
+    after = [m, v]
+    if hyper["amsgrad"]:
+        v = torch.maximum(moments[2], v)
+        after.append(v)
+    denominator = v.sqrt() / math.sqrt(1 - beta2**step) + hyper["eps"]
+    return p - lr / (1 - beta1**step) * m / denominator, after
+
+
+def sgd(p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]) -> tuple[Tensor, list[Tensor]]:
+    """One step of SGD as torch: the first step takes the gradient as momentum, without dampening. moments: momentum, or none."""
+    g = g + hyper["weight_decay"] * p
+    if hyper["momentum"] == 0:
+        return p - hyper["lr"] * g, []
+    buffer = g if step == 1 else hyper["momentum"] * moments[0] + (1 - hyper["dampening"]) * g
+    update = g + hyper["momentum"] * buffer if hyper["nesterov"] else buffer
+    return p - hyper["lr"] * update, [buffer]
+
+
+def lion(p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]) -> tuple[Tensor, list[Tensor]]:
+    """One step of Lion (arXiv 2302.06675): p moves by lr in the direction of the sign of an average. moments: exp_avg."""
+    beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
+    average = beta1 * moments[0] + (1 - beta1) * g
+    return p * (1 - lr * hyper["weight_decay"]) - lr * average.sign(), [beta2 * moments[0] + (1 - beta2) * g]
+
+
+RULES = {"adamw": adamw, "sgd": sgd, "lion": lion}
+SIGNED = {"adamw": (True, False, False), "sgd": (True,), "lion": (True,)}
+"""Whether each moment of a rule can be negative."""
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four random words from four words of counter and two of key."""
+    (c0, c1, c2, c3), (key0, key1), word = counter, key, 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = b >> 32 ^ c1 ^ key0, b & word, a >> 32 ^ c3 ^ key1, a & word
+        key0, key1 = (key0 + 0x9E3779B9) & word, (key1 + 0xBB67AE85) & word
+    return c0, c1, c2, c3
+
+
+def random16(numel: int, block_size: int, seed: int, step: int, index: int) -> Tensor:
+    """16 random bits of each element of parameter number ``index`` at ``step``: int64 ``[numel]``.
+
+    Philox gives each tensor a seed and each block of it a key; an element hashes its place in the block with that key (lowbias32).
+    """
+    word = 0xFFFFFFFF
+
+    def times(x: Tensor, factor: int) -> Tensor:  # low 32 bits; in halves, since int64 is signed
+        return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & word
+
+    high, low, *_ = philox4x32((index, 0, step, 0), (seed & word, seed >> 32 & word))
+    keys = torch.tensor([philox4x32((block, 0, 0, 0), (low, high))[0] for block in range(-(-numel // block_size))])
+    i = torch.arange(numel)
+    x = times(i % block_size, 0x9E3779B9) ^ keys.repeat_interleave(block_size)[:numel]
+    x = times(x ^ x >> 16, 0x7FEB352D)
+    x = times(x ^ x >> 15, 0x846CA68B)
+    return (x ^ x >> 16) >> 16
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 ``[n]`` to bfloat16: up in magnitude with the probability of what is cut off. inf and nan stay."""
+    raised = (x.view(torch.int32).long() & 0xFFFFFFFF) + bits & 0xFFFF0000
+    rounded = torch.where(raised >= 2**31, raised - 2**32, raised).int().view(torch.float32)
+    return torch.where(x.isnan(), x, rounded).bfloat16()

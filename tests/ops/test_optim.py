@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of every rule in every state format against float64, on every row; threads, skipping, rounding, nan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import _C, testing
+from lowbit.reference import optim as reference
+from lowbit.testing import HYPER, ROUNDOFF, STATE_FORMATS, Moment, assert_within, moments_of, run_optim
+
+ROWS = [row for row in testing.rows("optim")]
+AVAILABLE = [str(row["name"]) for row in ROWS if row["available"]]
+NUMELS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4099)
+RULES = {
+    "adamw": HYPER | dict(weight_decay=0.1),
+    "adam": HYPER | dict(weight_decay=0.1, decoupled=False, maximize=True),
+    "amsgrad": HYPER | dict(amsgrad=True, beta1=0.0),
+    "sgd": HYPER | dict(weight_decay=0.1, decoupled=False),
+    "sgd-nesterov": HYPER | dict(nesterov=True, decoupled=False),
+    "sgd-dampening": HYPER | dict(dampening=0.3, decoupled=False, maximize=True),
+    "sgd-plain": HYPER | dict(momentum=0.0, weight_decay=0.1, decoupled=False),
+    "lion": HYPER | dict(weight_decay=0.1, lr=1e-3),
+}
+DTYPES = list(itertools.product(testing.DTYPES, testing.DTYPES))
+
+
+def rule_of(name: str) -> str:
+    return "adamw" if name in ("adam", "amsgrad") else name.partition("-")[0]
+
+
+def row_of(format: str, isa: str | None = None) -> str | None:
+    """The row of this format for an instruction set: the first that runs here when none is named."""
+    for row in ROWS:
+        if f"_{format}_" in str(row["name"]) and row["available"] and isa in (None, row["isa"]):
+            return str(row["name"])
+    return None
+
+
+@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
+def row(request: pytest.FixtureRequest) -> str:
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    return str(request.param["name"])
+
+
+def format_of(row: str) -> str:
+    return next(format for format in STATE_FORMATS if f"_{format}_" in row)
+
+
+class Problem:
+    """Parameters, gradients and moments in mid-training, as random as they come; `step` runs the op and returns what float64 says."""
+
+    def __init__(self, name: str, format: str, block_size: int, numels: tuple[int, ...], dtypes: list[tuple[str, str]], seed: int = 0,
+                 step: float = 4) -> None:  # fmt: skip
+        self.rule, self.hyper, self.format, self.block_size = rule_of(name), RULES[name], format, block_size
+        random = torch.Generator().manual_seed(seed)
+        pairs = [dtypes[i % len(dtypes)] for i in range(len(numels))]
+        magnitude = [10.0 ** -(i % 5) for i in range(len(numels))]
+        self.params = [torch.randn(n, generator=random).to(getattr(torch, p)) for n, (p, _) in zip(numels, pairs, strict=True)]
+        self.grads = [
+            (torch.randn(n, generator=random) * scale).to(getattr(torch, g)) for n, scale, (_, g) in zip(numels, magnitude, pairs, strict=True)
+        ]
+        signs = reference.SIGNED[self.rule][: moments_of(self.rule, self.hyper)]
+        self.moments = []
+        for signed in signs:
+            values = [torch.randn(n, generator=random) * scale for n, scale in zip(numels, magnitude, strict=True)]
+            values = values if signed else [value**2 + value.abs().amax() ** 2 * 1e-4 for value in values]
+            self.moments.append([Moment.of(value, format, signed, block_size) for value in values])
+        self.steps = [torch.tensor(float(step + i % 3)) for i in range(len(numels))]
+
+    def run(self, row: str | None = None, **arguments: object) -> None:
+        run_optim(self.rule, self.params, self.grads, self.moments, self.steps, self.hyper, format=self.format,
+                  block_size=self.block_size, row=row, **arguments)  # fmt: skip
+
+    def everything(self) -> list[Tensor]:
+        moments = [t for each in self.moments for moment in each for t in (moment.state, moment.scale) if t is not None]
+        return [t.clone() for t in (*self.params, *moments, *self.steps)]
+
+    def wanted(self) -> list[tuple[Tensor, Tensor, list[Tensor], list[Tensor]]]:
+        """Of each parameter: new value and its allowed error, new moments and the allowed error of computing each."""
+        u, results = ROUNDOFF["float32"], []
+        for index, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            p, g = param.double(), grad.double()
+            if self.hyper["maximize"]:
+                g = -g
+            old = [each[index].decode() for each in self.moments]
+            step = int(self.steps[index]) + 1
+            p_new, new = reference.RULES[self.rule](p, g, old, step, self.hyper)
+            total_g = g.abs() + (0 if self.hyper["decoupled"] else self.hyper["weight_decay"] * p.abs())
+            magnitudes = [total_g + old[0].abs()] if old else []
+            magnitudes += [total_g**2 + sum(m.abs() for m in old[1:])] * len(old[1:])
+            errors = [12 * u * magnitude for magnitude in magnitudes]
+            # an update is a product of at most 16 roundings; a moment in its numerator may cancel, so its error counts by itself
+            if self.rule == "adamw":
+                variance = new[-1]
+                denominator = variance.sqrt() / math.sqrt(1 - self.hyper["beta2"] ** step) + self.hyper["eps"]
+                rate = self.hyper["lr"] / (1 - self.hyper["beta1"] ** step) / denominator
+                variance_error = max(errors[1:], key=lambda error: error.amax())
+                # sqrt halves the relative error of v; where g and v cancel nothing does, since both are positive
+                error = rate * errors[0] + rate * new[0].abs() * (16 * u + variance_error / variance.clamp(min=1e-45))
+            elif self.rule == "sgd":
+                error = self.hyper["lr"] * (16 * u * total_g + 2 * sum(errors))
+            else:  # the sign of an average within its rounding error of zero may be either
+                average = self.hyper["beta1"] * old[0] + (1 - self.hyper["beta1"]) * g
+                error = torch.where(average.abs() <= errors[0], 2 * self.hyper["lr"], 2 * u * self.hyper["lr"])
+            dtype = str(param.dtype).removeprefix("torch.")
+            error = error + 4 * u * p.abs()
+            smallest = torch.finfo(param.dtype).smallest_normal * ROUNDOFF[dtype]
+            results.append((p_new, error + ROUNDOFF[dtype] * (p_new.abs() + error) + smallest, new, errors))
+        return results
+
+    def check_against(self, wanted: list[tuple[Tensor, Tensor, list[Tensor], list[Tensor]]], what: str) -> None:
+        for index, (p, allowed, moments, errors) in enumerate(wanted):
+            where = f"{what} tensor {index} [{p.numel()}] {self.params[index].dtype} {self.grads[index].dtype}"
+            assert_within(self.params[index], p, allowed, where)
+            for k, (values, error) in enumerate(zip(moments, errors, strict=True)):
+                moment = self.moments[k][index]
+                assert_within(moment.decode(), values, moment.rounding(values) + 2 * error + largest_error(moment, error), f"{where} moment {k}")
+
+
+def largest_error(moment: Moment, error: Tensor) -> Tensor:
+    """What the error of the largest element of a block, and so of the scale, costs the others."""
+    if moment.scale is None:
+        return torch.zeros_like(error)
+    worst = reference.blocks(error, moment.block_size).amax(1)
+    return worst.repeat_interleave(moment.block_size)[: error.numel()]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_step_is_within_budget_of_the_float64_reference(row: str, name: str) -> None:
+    format = format_of(row)
+    for block_size in (64, 256, 4096):
+        problem = Problem(name, format, block_size, NUMELS, [("float32", "float32")], seed=block_size)
+        wanted = problem.wanted()
+        before = [float(step) for step in problem.steps]
+        problem.run(row)
+        problem.check_against(wanted, f"{row} {name} {block_size}")
+        assert [float(step) for step in problem.steps] == [step + 1 for step in before]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_pair_of_parameter_and_gradient_dtype(row: str, name: str) -> None:
+    problem = Problem(name, format_of(row), 128, tuple(100 + i for i in range(9)), DTYPES)
+    wanted = problem.wanted()
+    problem.run(row)
+    problem.check_against(wanted, f"{row} {name}")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_first_step_from_zeros(row: str, name: str) -> None:
+    problem = Problem(name, format_of(row), 64, (1, 100, 1000), [("float32", "float32"), ("bfloat16", "bfloat16")], step=0)
+    for step in problem.steps:
+        step.zero_()
+    for each in problem.moments:
+        for i, moment in enumerate(each):
+            each[i] = Moment.zeros((moment.numel,), moment.format, moment.signed, moment.block_size)
+    wanted = problem.wanted()
+    problem.run(row)
+    problem.check_against(wanted, f"{row} {name}")
+
+
+@pytest.mark.parametrize("format", STATE_FORMATS)
+@pytest.mark.parametrize("name", ["adamw", "amsgrad", "sgd-nesterov", "lion"])
+def test_rows_of_a_format_agree_bit_for_bit(format: str, name: str) -> None:
+    results = []
+    for isa in dict.fromkeys(row["isa"] for row in ROWS):
+        if row := row_of(format, str(isa)):
+            problem = Problem(name, format, 256, NUMELS, DTYPES)
+            problem.run(row)
+            results.append((row, problem.everything()))
+    assert len(results) > 1
+    for row, tensors in results[1:]:
+        for ours, first in zip(tensors, results[0][1], strict=True):
+            assert torch.equal(ours, first), (row, results[0][0])
+
+
+@pytest.mark.parametrize("format", STATE_FORMATS)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_result_does_not_depend_on_the_number_of_threads(format: str, seed: int | None) -> None:
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            problem = Problem("adamw", format, 256, (100_003, 17, 40_000), DTYPES)
+            problem.run(seed=seed)
+            results.append(problem.everything())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("format", STATE_FORMATS)
+def test_a_list_is_the_same_as_its_tensors_one_by_one(format: str) -> None:
+    together, alone = (Problem("adamw", format, 128, NUMELS, DTYPES) for _ in range(2))
+    together.run()
+    for i in range(len(NUMELS)):
+        moments = [[each[i]] for each in alone.moments]
+        run_optim("adamw", [alone.params[i]], [alone.grads[i]], moments, [alone.steps[i]], alone.hyper, format=format, block_size=128)
+    assert all(torch.equal(a, b) for a, b in zip(together.everything(), alone.everything(), strict=True))
+
+
+def test_float32_states_follow_torchs_own_optimizers() -> None:
+    torch.manual_seed(3)
+    start, grads = torch.randn(1000), torch.randn(5, 1000)
+    for name, theirs in {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1),
+        "adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, maximize=True),
+        "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.0, 0.99), weight_decay=0.0, amsgrad=True),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+        "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+        "sgd-dampening": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.3, maximize=True),
+        "sgd-plain": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1),
+    }.items():
+        rule, hyper = rule_of(name), RULES[name]
+        ours, parameter = start.clone(), torch.nn.Parameter(start.clone())
+        moments = [[Moment.zeros((1000,), "float32", True, 256)] for _ in range(moments_of(rule, hyper))]
+        optimizer, step = theirs([parameter]), [torch.tensor(0.0)]
+        for grad in grads:
+            parameter.grad = grad.clone()
+            optimizer.step()
+            run_optim(rule, [ours], [grad.clone()], moments, step, hyper, format="float32")
+        torch.testing.assert_close(ours, parameter.data, rtol=4e-6, atol=4e-6, msg=name)  # five steps of 1e-2: torch's own variants differ as much
+
+
+@pytest.mark.parametrize("format", STATE_FORMATS)
+def test_found_inf_skips_the_whole_step(format: str) -> None:
+    problem = Problem("adamw", format, 64, (1000, 7), DTYPES)
+    before = problem.everything()
+    problem.run(found_inf=torch.tensor(1.0), grad_scale=torch.tensor(4.0))
+    assert all(torch.equal(a, b) for a, b in zip(problem.everything(), before, strict=True))
+    problem.run(found_inf=torch.tensor(0.0))
+    assert not any(torch.equal(a, b) for a, b in zip(problem.params, before, strict=False))
+
+
+def test_gradients_are_divided_by_the_grad_scale() -> None:
+    scaled, plain = (Problem("adamw", "dynamic8", 64, (1000, 7), [("float32", "float32")]) for _ in range(2))
+    for grad in scaled.grads:
+        grad *= 1024
+    scaled.run(grad_scale=torch.tensor(1024.0))
+    plain.run()
+    assert all(torch.equal(a, b) for a, b in zip(scaled.everything(), plain.everything(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(scaled.grads, plain.grads, strict=True))  # as torch's fused optimizers leave them
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_maximize_is_a_step_with_the_negative_gradient(name: str) -> None:
+    up, down = (Problem(name, "dynamic8", 64, (1000, 7), DTYPES) for _ in range(2))
+    up.hyper = up.hyper | dict(maximize=True)
+    for grad in down.grads:
+        grad.neg_()
+    up.run()
+    down.run()
+    assert all(torch.equal(a, b) for a, b in zip(up.everything(), down.everything(), strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_gradient_that_is_no_number_shows_in_parameter_and_state(row: str, name: str, bad: float) -> None:
+    """As with torch the element is lost, and nothing finite is made up: the block of a quantized moment reads back as nan."""
+    format = format_of(row)
+    problem = Problem(name, format, 64, (300,), [("float32", "float32")])
+    problem.grads[0][100] = bad
+    problem.run(row)
+    coded = format not in ("float32", "bfloat16")
+    for each in problem.moments:
+        broken = ~each[0].decode().isfinite()
+        assert broken[100]
+        wanted = torch.zeros(300, dtype=torch.bool)
+        wanted[64:128] = coded
+        wanted[100] = True
+        assert torch.equal(broken, wanted)
+        assert not coded or each[0].decode()[64:128].isnan().all()
+    if math.isnan(bad) or rule_of(name) != "lion":  # the sign of an infinity is a number, as in torch
+        assert not problem.params[0][100].isfinite() or (name == "amsgrad" and math.isinf(bad))
+    finite = problem.params[0].isfinite()
+    finite[100] = True
+    assert finite.all(), "the other elements of this step are computed from what they were"
+    problem.grads[0][100] = 1.0
+    problem.run(row)
+    if coded and problem.moments:
+        assert problem.params[0][64:128].isnan().all() and problem.params[0][:64].isfinite().all() and problem.params[0][128:].isfinite().all()
+
+
+@pytest.mark.parametrize("format", STATE_FORMATS)
+@pytest.mark.parametrize("name", RULES)
+def test_zero_gradients_from_zero_states_change_nothing(format: str, name: str) -> None:
+    problem = Problem(name, format, 64, (1000, 7), DTYPES)
+    problem.hyper = problem.hyper | dict(weight_decay=0.0)
+    for each in problem.moments:
+        for i, moment in enumerate(each):
+            each[i] = Moment.zeros((moment.numel,), format, moment.signed, 64)
+    for grad in problem.grads:
+        grad.zero_()
+    before = [param.clone() for param in problem.params]
+    problem.run()
+    assert all(torch.equal(a, b) for a, b in zip(problem.params, before, strict=True))
+    assert all((moment.decode() == 0).all() for each in problem.moments for moment in each)
+
+
+def test_tensors_of_any_dense_order_are_stepped_in_memory_order() -> None:
+    torch.manual_seed(0)
+    param, grad = (torch.randn(8, 6, 5, 7).to(memory_format=torch.channels_last) for _ in range(2))
+    flat = param.permute(0, 2, 3, 1).flatten().clone(), grad.permute(0, 2, 3, 1).flatten().clone()
+    for format in STATE_FORMATS:
+        results = []
+        for p, g in ((param.clone(), grad), flat):
+            moments = [[Moment.zeros(tuple(p.shape), format, signed, 64)] for signed in (True, False)]
+            p = p.clone()
+            run_optim("adamw", [p], [g], moments, [torch.tensor(0.0)], HYPER, format=format, block_size=64)
+            results.append(p if p.dim() == 1 else p.permute(0, 2, 3, 1).flatten())
+        assert torch.equal(*results), format
+
+
+@pytest.mark.parametrize("row", [name for name in AVAILABLE if "dynamic8" in name or "float32" in name])
+def test_stochastic_rounding_is_the_references(row: str) -> None:
+    """The same bits: Philox per tensor and block, one hash an element. A parameter in float32 says what was rounded."""
+    numels = (1, 17, 64, 65, 1000)
+    rounded = Problem("adamw", format_of(row), 64, numels, [("bfloat16", "float32")])
+    exact = Problem("adamw", format_of(row), 64, numels, [("bfloat16", "float32")])
+    exact.params = [param.float() for param in exact.params]
+    rounded.run(row, seed=(5 << 32) + 3)
+    exact.run(row)
+    for index, (ours, values) in enumerate(zip(rounded.params, exact.params, strict=True)):
+        bits = reference.random16(len(values), 64, (5 << 32) + 3, int(exact.steps[index]), index)
+        assert torch.equal(ours, reference.round_stochastically(values, bits))
+
+
+def test_stochastic_rounding_keeps_what_nearest_rounding_loses() -> None:
+    """1000 steps of 2**-12 from 1, each 1/32 of the spacing of bfloat16 (2**-7): to nearest nothing moves."""
+    hyper = HYPER | dict(momentum=0.0, lr=2.0**-12, decoupled=False)
+    nearest, random = (torch.ones(4096, dtype=torch.bfloat16) for _ in range(2))
+    grad, step = torch.full((4096,), -1.0), torch.tensor(0.0)
+    for i in range(1000):
+        run_optim("sgd", [nearest], [grad], [], [step], hyper, format="float32")
+        run_optim("sgd", [random], [grad], [], [step], hyper, format="float32", seed=i)
+    assert (nearest == 1).all()
+    moved = random.double() - 1
+    # each element is a sum of 1000 draws of 2**-7 with probability 1/32: standard deviation 2**-7 * sqrt(1000 / 32 * 31 / 32)
+    deviation = 2.0**-7 * math.sqrt(1000 / 32 * 31 / 32)
+    assert abs(moved.mean() - 1000 * 2.0**-12) < 5 * deviation / math.sqrt(4096)
+    assert 0.9 * deviation < moved.std() < 1.1 * deviation
+
+
+def test_stochastic_rounding_of_values_that_are_no_numbers() -> None:
+    param = torch.tensor([math.inf, -math.inf, math.nan, 3.0, 0.0, -0.0], dtype=torch.bfloat16)
+    before = param.clone()
+    hyper = HYPER | dict(momentum=0.0, lr=0.0, decoupled=False)
+    run_optim("sgd", [param], [torch.zeros(6)], [], [torch.tensor(0.0)], hyper, format="float32", seed=1)
+    assert torch.equal(param.nan_to_num(7.0, 9.0, -9.0), before.nan_to_num(7.0, 9.0, -9.0))
+
+
+def test_nothing_to_do_is_fine() -> None:
+    run_optim("adamw", [], [], [[], []], [], HYPER, format="dynamic8")
+    empty = [Moment("dynamic8", signed, 64, 0, torch.empty(0, dtype=torch.uint8), torch.empty(0)) for signed in (True, False)]
+    step = torch.tensor(0.0)
+    run_optim("adamw", [torch.empty(0)], [torch.empty(0)], [[empty[0]], [empty[1]]], [step], HYPER, format="dynamic8", block_size=64)
+    assert step == 1
+
+
+def bad_calls() -> list[tuple[str, type[Exception], str]]:
+    return [
+        ("params[1] = params[1].double()", TypeError, r"params\[1\] must be float32, bfloat16 or float16, got float64"),
+        ("grads[1] = grads[1].double()", TypeError, r"grads\[1\] must be float32, bfloat16 or float16, got float64"),
+        ("grads[1] = torch.zeros(99)", ValueError, r"grads\[1\] must have .*\[100\], got \[99\]"),
+        ("params[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"params\[1\] must be dense"),
+        ("grads[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"grads\[1\] must have"),
+        ("grads.pop()", ValueError, r"grads must have 2 entries, got 1"),
+        ("steps.pop()", ValueError, r"steps must have 2 entries, got 1"),
+        ("states.pop()", ValueError, r"states must have 2 entries, got 1"),
+        ("states[1].pop()", ValueError, r"states must have 2 entries, got 1"),
+        ("scales[0].pop()", ValueError, r"scales must have 2 entries, got 1"),
+        ("states[0][1] = torch.zeros(100)", TypeError, r"states\[0\]\[1\] must be uint8, got float32"),
+        ("states[0][1] = torch.zeros(50, dtype=torch.uint8)", ValueError, r"states\[0\]\[1\] must have 100 elements, got \[50\]"),
+        ("scales[1][1] = torch.zeros(1)", ValueError, r"states\[1\]\[1\] scale must have 2 elements, got \[1\]"),
+        ("scales[1][1] = torch.zeros(2).half()", TypeError, r"states\[1\]\[1\] scale must be float32, got float16"),
+        ("steps[1] = torch.tensor(1)", TypeError, r"steps\[1\] must be one float32, got int64"),
+        ("steps[1] = torch.zeros(2)", TypeError, r"steps\[1\] must be one float32"),
+        ("grads[0] = torch.zeros(100).to_sparse()", TypeError, r"grads.* must be a dense CPU tensor"),
+        ("params[0] = torch.zeros(100, device='meta')", (TypeError, ValueError), r"params"),
+        ("rest['block_size'] = 100", ValueError, r"block_size must be a power of two .*, got 100"),
+        ("rest['rule'] = 17", ValueError, r"rule must be 0\.\.2, got 17"),
+        ("rest['state_format'] = -1", ValueError, r"state_format must be 0\.\.4, got -1"),
+        ("rest['grad_scale'] = torch.zeros(2)", TypeError, r"grad_scale must be one float32"),
+        ("rest['found_inf'] = torch.tensor(0)", TypeError, r"found_inf must be one float32, got int64"),
+        ("rest['hyper']['learning_rate'] = 0.1", (TypeError, ValueError), r"hyper.*learning_rate"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, error, text", bad_calls(), ids=[call[0] for call in bad_calls()])
+def test_bad_arguments_say_what_was_wanted_and_change_nothing(change: str, error: type[Exception], text: str) -> None:
+    params, grads = [torch.randn(100) for _ in range(2)], [torch.randn(100) for _ in range(2)]
+    states = [[torch.zeros(100, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
+    scales, steps = [[torch.zeros(2) for _ in range(2)] for _ in range(2)], [torch.tensor(0.0) for _ in range(2)]
+    rest = dict(rule=_C.OPTIM_RULES["adamw"], state_format=_C.STATE_FORMATS["dynamic8"], block_size=64, hyper=dict(HYPER),
+                grad_scale=None, found_inf=None, seed=None)  # fmt: skip
+    kept = [params[0], params[0].clone(), steps[0]]
+    exec(change)
+    with pytest.raises(error, match=rf"optim_step: {text}"):
+        _C.optim_step(params=params, grads=grads, states=states, scales=scales, steps=steps, **rest)
+    assert torch.equal(kept[0], kept[1]) and kept[2] == 0
