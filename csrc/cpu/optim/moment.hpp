@@ -32,18 +32,15 @@ LOWBIT_INLINE void store_state_codes(uint8_t* codes, int64_t count, i32x16 value
     for (int64_t i = 0; i < (kNibbles ? (count + 1) / 2 : count); i++) codes[i] = tail[i];
 }
 
-// values[0..count), and zeros up to whole vectors.
+// 16 values of which `count` are there, and zeros.
 template <StateFormat kFormat, bool kSigned>
-void decode_block(const uint8_t* codes, float scale, int64_t count, float* values) {
-  const f32x16 factor = set1(scale);
-  auto decode = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-    return mul(StateCodes<kFormat, kSigned>::decode(load_state_codes<kFormat>(codes + state_bytes(kFormat, i), lanes)), factor);
-  };
-  const int64_t whole = count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) store(values + i, decode(i, 16));
-  if (whole == count) return;
-  store(values + whole, decode(whole, count - whole));
-  for (int64_t i = count; i < whole + 16; i++) values[i] = 0.0f;
+LOWBIT_INLINE f32x16 decode_vector(const uint8_t* codes, f32x16 scale, int64_t count) {
+  const f32x16 value = mul(StateCodes<kFormat, kSigned>::decode(load_state_codes<kFormat>(codes, count)), scale);
+  if (count >= 16) return value;
+  alignas(64) float lanes[16];
+  store(lanes, value);
+  for (int64_t i = count; i < 16; i++) lanes[i] = 0.0f;
+  return load(lanes);
 }
 
 // absmax: bits of the largest |value|; as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the scale nan and

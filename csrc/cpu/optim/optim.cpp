@@ -33,11 +33,12 @@ void step_all(const OptimArgs& args) {
       (first_task[middle] <= task ? found : end) = middle;
     }
     const OptimTensor& tensor = args.tensors[found];
-    const Rule rule(args.hyper, tensor.step);
-    const Common common(args, tensor);
-    const int64_t first = (task - first_task[found]) * kTaskElements, left = tensor.numel - first;
-    for (int64_t i = 0; i < kTaskElements && i < left; i += args.block_size)
-      step_block<kFormat>(args, tensor, common, rule, (first + i) / args.block_size);
+    const int64_t first = (task - first_task[found]) * (kTaskElements / args.block_size), blocks = (tensor.numel + args.block_size - 1) / args.block_size;
+    const int64_t last = first + kTaskElements / args.block_size, stop = last < blocks ? last : blocks;
+    const bool same = tensor.param_dtype == tensor.grad_dtype;
+    if (same && tensor.param_dtype == DType::float32) step_blocks<kFormat, Rule, DType::float32, DType::float32>(args, tensor, first, stop);
+    else if (same && tensor.param_dtype == DType::bfloat16) step_blocks<kFormat, Rule, DType::bfloat16, DType::bfloat16>(args, tensor, first, stop);
+    else step_blocks<kFormat, Rule, DType::other, DType::other>(args, tensor, first, stop);
   });
 }
 
@@ -49,8 +50,9 @@ void convert_all(const OptimArgs& args) {
     alignas(64) float values[kMaxStateBlock];
     uint8_t* codes = conversion.codes + state_bytes(kFormat, begin);
     if (!conversion.encode) {
-      decode_block<kFormat, kSigned>(codes, conversion.scale[block], count, values);
-      for (int64_t i = 0; i < count; i++) conversion.values[begin + i] = values[i];
+      for (int64_t i = 0; i < count; i += 16)
+        store_from_float(conversion.values, DType::float32, begin + i, count - i,
+                         decode_vector<kFormat, kSigned>(codes + state_bytes(kFormat, i), set1(conversion.scale[block]), count - i));
       return;
     }
     i32x16 absmax = set1(0);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of one tensor: gradient, rule and rounding of the parameter in one pass over memory, 16 elements at a time in registers. The new moments
-// wait in L1 until the block's largest is known, then become codes: p, g and the codes are read once and written once.
+// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 16 elements at a time in registers. The new moments wait in
+// L1 until the block's largest is known, then become codes: p, g and the codes are read once and written once.
 #pragma once
 
 #include <utility>
 
 #include "core/random.hpp"
+#include "core/scratch.hpp"
 #include "cpu/optim/moment.hpp"
 #include "cpu/panel.hpp"
 #include "ops/optim.hpp"
@@ -15,13 +16,14 @@ namespace {
 
 // What all blocks of a tensor share.
 struct Common {
-  f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled; l2: weight_decay if not
-  bool scaled, negated, decays, adds_l2, stochastic;
+  f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
+  bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
 
   LOWBIT_INLINE Common(const OptimArgs& args, const OptimTensor& tensor)
-      : grad_factor(set1(1.0f / args.grad_scale)), keep(set1(static_cast<float>(1 - args.hyper.lr * args.hyper.weight_decay))),
+      : grad_factor(set1(1.0f / args.grad_scale)),
+        keep(set1(static_cast<float>(args.hyper.decoupled ? 1 - args.hyper.lr * args.hyper.weight_decay : 1.0))),
         l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(args.grad_scale != 1.0f), negated(args.hyper.maximize),
-        decays(args.hyper.weight_decay != 0 && args.hyper.decoupled), adds_l2(args.hyper.weight_decay != 0 && !args.hyper.decoupled),
+        adds_l2(args.hyper.weight_decay != 0 && !args.hyper.decoupled), special(scaled || negated || adds_l2),
         stochastic(args.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
 
@@ -33,64 +35,113 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
   return float_of(select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
 }
 
-// Where the moments of a block are read and written as vectors: in place if they are floats, else decoded in L1.
-template <StateFormat kFormat>
-struct MomentMemory {
-  static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
-  void* values[kMaxMoments];
-  i32x16 absmax[kMaxMoments];
-};
-
-template <StateFormat kFormat, class Rule>
-LOWBIT_INLINE void step_vector(const OptimTensor& tensor, const Common& common, const Rule& rule, MomentMemory<kFormat>& memory, int64_t begin,
-                               int64_t i, int64_t count, int32_t key) {
-  f32x16 g = load_as_float(tensor.grad, tensor.grad_dtype, begin + i, count);
-  f32x16 p = load_as_float(tensor.param, tensor.param_dtype, begin + i, count);
-  if (common.scaled) {
-    g = mul(g, common.grad_factor);
-    store_from_float(tensor.grad, tensor.grad_dtype, begin + i, count, g);
-  }
-  if (common.negated) g = sub(set1(0.0f), g);
-  if (common.adds_l2) g = fma(p, common.l2, g);
-  if (common.decays) p = mul(p, common.keep);
-  constexpr DType kDType = MomentMemory<kFormat>::kDType;
-  const int64_t there = has_codes(kFormat) ? 16 : count;  // scratch is padded
-  f32x16 moment[Rule::kMoments + 1];
-  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = load_as_float(memory.values[k], kDType, i, there); });
-  p = rule.update(p, g, moment);
-  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-    store_from_float(memory.values[k], kDType, i, there, moment[k]);
-    if constexpr (has_codes(kFormat)) memory.absmax[k] = max(memory.absmax[k], bits_of(abs(moment[k])));
-  });
-  if (common.stochastic) p = round_stochastically(p, i, key);
-  store_from_float(tensor.param, tensor.param_dtype, begin + i, count, p);
+LOWBIT_INLINE int32_t block_key(const OptimTensor& tensor, int64_t block) {
+  return static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
+                                         {static_cast<uint32_t>(tensor.seed), static_cast<uint32_t>(tensor.seed >> 32)})[0]);
 }
 
+// The moments of a block: as stored, and if they are codes the new values in L1 and the bits of the largest.
 template <StateFormat kFormat, class Rule>
-void step_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, int64_t block) {
-  constexpr bool kCoded = has_codes(kFormat);
-  constexpr int64_t kStride = kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
-  alignas(64) float decoded[kCoded ? Rule::kMoments * kStride + 1 : 1];
-  const int64_t begin = block * args.block_size, left = tensor.numel - begin, count = left < args.block_size ? left : args.block_size;
-  int32_t key = 0;
-  if (common.stochastic)
-    key = static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
-                                          {static_cast<uint32_t>(tensor.seed), static_cast<uint32_t>(tensor.seed >> 32)})[0]);
-  MomentMemory<kFormat> memory;
-  unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-    uint8_t* stored = static_cast<uint8_t*>(tensor.moment[k]) + state_bytes(kFormat, begin);
-    memory.values[k] = kCoded ? static_cast<void*>(decoded + k * kStride) : stored;
-    memory.absmax[k] = set1(0);
-    if constexpr (kCoded) decode_block<kFormat, Rule::kSigned[k]>(stored, tensor.scale[k][block], count, decoded + k * kStride);
-  });
-  const int64_t whole = count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) step_vector<kFormat>(tensor, common, rule, memory, begin, i, 16, key);
-  if (whole < count) step_vector<kFormat>(tensor, common, rule, memory, begin, whole, count - whole, key);
-  if constexpr (kCoded)
+struct BlockOfMoments {
+  static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
+  static constexpr int64_t kStride = kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
+
+  int64_t begin, count;
+  uint8_t* stored[kMaxMoments];
+  float* scale[kMaxMoments];
+  float* values;
+  i32x16 absmax[kMaxMoments];
+
+  LOWBIT_INLINE void start(const OptimTensor& tensor, int64_t block, int64_t block_size, float* scratch) {
+    begin = block * block_size;
+    count = tensor.numel - begin < block_size ? tensor.numel - begin : block_size;
+    values = scratch;
     unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      encode_block<kFormat, Rule::kSigned[k]>(decoded + k * kStride, memory.absmax[k], count,
-                                              static_cast<uint8_t*>(tensor.moment[k]) + state_bytes(kFormat, begin), tensor.scale[k] + block);
+      stored[k] = static_cast<uint8_t*>(tensor.moment[k]) + state_bytes(kFormat, begin);
+      scale[k] = has_codes(kFormat) ? tensor.scale[k] + block : nullptr;
     });
+  }
+  template <int k>
+  LOWBIT_INLINE f32x16 read(int64_t i, int64_t lanes, f32x16 old_scale) const {
+    if constexpr (has_codes(kFormat)) return decode_vector<kFormat, Rule::kSigned[k]>(stored[k] + state_bytes(kFormat, i), old_scale, lanes);
+    else return load_as_float(stored[k], kDType, i, lanes);
+  }
+  template <int k>
+  LOWBIT_INLINE void put(int64_t i, int64_t lanes, f32x16 value) {
+    if constexpr (has_codes(kFormat)) store(values + k * kStride + i, value);
+    else store_from_float(stored[k], kDType, i, lanes, value);
+  }
+  LOWBIT_INLINE void encode() const {
+    if constexpr (has_codes(kFormat))
+      unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+        encode_block<kFormat, Rule::kSigned[k]>(values + k * kStride, absmax[k], count, stored[k], scale[k]);
+      });
+  }
+};
+
+// DType::other: known at run time only.
+constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
+
+template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
+void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
+  constexpr int kMoments = Rule::kMoments;
+  constexpr int64_t kPrefetchBytes = 4096;
+  const DType param_dtype = known(kParam, tensor.param_dtype), grad_dtype = known(kGrad, tensor.grad_dtype);
+  char* const params = static_cast<char*>(tensor.param) + moments.begin * static_cast<int64_t>(size_of(param_dtype));
+  char* const grads = static_cast<char*>(tensor.grad) + moments.begin * static_cast<int64_t>(size_of(grad_dtype));
+  const int32_t key = common.stochastic ? block_key(tensor, moments.begin / args.block_size) : 0;
+  f32x16 old_scale[kMoments + 1];
+  i32x16 absmax[kMoments + 1];
+  unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
+    old_scale[k] = set1(has_codes(kFormat) ? *moments.scale[k] : 1.0f);
+    absmax[k] = set1(0);
+  });
+  auto update = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
+    f32x16 g = load_as_float(grads, grad_dtype, i, lanes), p = load_as_float(params, param_dtype, i, lanes);
+    if (common.special) {
+      g = mul(g, common.grad_factor);
+      if (common.scaled) store_from_float(grads, grad_dtype, i, lanes, g);
+      if (common.negated) g = sub(set1(0.0f), g);
+      if (common.adds_l2) g = fma(p, common.l2, g);
+    }
+    p = mul(p, common.keep);
+    f32x16 moment[kMoments + 1];
+    unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = moments.template read<k>(i, lanes, old_scale[k]); });
+    p = rule.update(p, g, moment);
+    unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
+      moments.template put<k>(i, lanes, moment[k]);
+      if constexpr (has_codes(kFormat)) absmax[k] = max(absmax[k], bits_of(abs(moment[k])));
+    });
+    if (common.stochastic) p = round_stochastically(p, i, key);
+    store_from_float(params, param_dtype, i, lanes, p);
+  };
+  const int64_t whole = moments.count / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) {
+    __builtin_prefetch(params + i * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
+    __builtin_prefetch(grads + i * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
+    update(i, 16);
+  }
+  if (whole < moments.count) update(whole, moments.count - whole);
+  unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = absmax[k]; });
+}
+
+// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its scale comes out of a chain of 80 cycles (last square root,
+// division, reduction, reciprocal) that would stand still before 300 cycles of encoding.
+template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
+void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
+  using Block = BlockOfMoments<kFormat, Rule>;
+  constexpr int64_t kFloats = has_codes(kFormat) ? Rule::kMoments * Block::kStride : 0;
+  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::activations, 2 * kFloats * sizeof(float))) : nullptr;
+  const Rule rule(args.hyper, tensor.step);
+  const Common common(args, tensor);
+  Block blocks[2];
+  for (int64_t block = first; block < end; block++) {
+    const int64_t turn = block & 1;
+    blocks[turn].start(tensor, block, args.block_size, values + turn * kFloats);
+    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, blocks[turn]);
+    if (block > first) blocks[1 - turn].encode();
+  }
+  blocks[(end - 1) & 1].encode();
 }
 
 }  // namespace

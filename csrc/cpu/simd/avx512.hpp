@@ -93,10 +93,11 @@ LOWBIT_INLINE void store_nibbles(uint8_t* p, __m128i codes) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
 }
 LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { return {_mm512_cvtepu8_epi32(nibbles(p))}; }
-LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, _mm512_cvtepi32_epi8(a.v)); }
+LOWBIT_INLINE __m128i to_u8(i32x16 a) { return _mm512_cvtusepi32_epi8(_mm512_max_epi32(a.v, _mm512_setzero_si512())); }
+LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, to_u8(a)); }
 LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 LOWBIT_INLINE float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 

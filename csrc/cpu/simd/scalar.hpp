@@ -80,10 +80,11 @@ LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 6
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
 // 4-bit codes, two to a byte, the first in the high nibble.
 LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = i % 2 ? p[i / 2] & 15 : p[i / 2] >> 4; return r; }
-LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { for (int i = 0; i < 8; i++) p[i] = static_cast<uint8_t>(a.lane[2 * i] << 4 | a.lane[2 * i + 1]); }
+LOWBIT_INLINE uint8_t to_u8(int32_t a) { return static_cast<uint8_t>(a < 0 ? 0 : a > 255 ? 255 : a); }  // u8 and u4 stores saturate below, u8 also above
+LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { for (int i = 0; i < 8; i++) p[i] = static_cast<uint8_t>(to_u8(a.lane[2 * i]) << 4 | to_u8(a.lane[2 * i + 1])); }
 LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i]); }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = to_u8(a.lane[i]); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
 LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 

@@ -6,7 +6,6 @@ A quantized moment is stored as codes and one float32 scale per block of consecu
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 
@@ -32,7 +31,6 @@ def dynamic_map(signed: bool, decades: int) -> Tensor:
     return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64)
 
 
-@functools.cache
 def code_map(format: str, signed: bool) -> Tensor:
     """Decoded value of every code of a quantized state format, float64, before the scale."""
     if format == "dynamic8":
