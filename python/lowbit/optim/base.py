@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit._C import STATE_FORMATS
 from lowbit.ops.optim import StepLists, optim_step
 from lowbit.optim import loading, sharding
 from lowbit.optim.state_format import BITS, allocate, has_codes, nibble_bytes, scale_count
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_BLOCK, _MAX_BLOCK = 32, 4096
+_LARGEST_SEED = 2**63 - 1
 _WITHOUT_EFFECT = {
     "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None, "capturable": False,
 }  # fmt: skip
@@ -55,8 +57,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
             if value != _WITHOUT_EFFECT[name]:
                 warnings.warn(f"{type(self).__name__}: {name}={value!r} has no effect here", stacklevel=3)
-        if not isinstance(min_8bit_size, int) or min_8bit_size < 0:
-            raise ValueError(f"Invalid min_8bit_size value: {min_8bit_size}")
         defaults = {
             **defaults,
             "maximize": maximize,
@@ -64,7 +64,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             "block_size": block_size,
             "min_8bit_size": min_8bit_size,
             "bf16_stochastic_round": bf16_stochastic_round,
-            "rounding_seed": torch.initial_seed() & 0x7FFF_FFFF_FFFF_FFFF if bf16_stochastic_round else None,
+            "rounding_seed": torch.initial_seed() & _LARGEST_SEED if bf16_stochastic_round else None,
         }
         self._check_group(defaults)
         self._plans: dict[int, _Plan] = {}
@@ -90,6 +90,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for index, beta in enumerate(group.get("betas", ())):
             if not 0.0 <= beta < 1.0:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
+            raise ValueError(f"Invalid min_8bit_size value: {group['min_8bit_size']}")
+        if group["state_format"] not in STATE_FORMATS:
+            raise ValueError(f"Invalid state_format value: {group['state_format']!r}, must be one of {', '.join(STATE_FORMATS)}")
         block_size = group["block_size"]
         if not isinstance(block_size, int) or not _MIN_BLOCK <= block_size <= _MAX_BLOCK or block_size & (block_size - 1):
             raise ValueError(f"Invalid block_size value: {block_size}, must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
@@ -119,14 +123,14 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if param.dtype not in _PARAM_DTYPES:
             raise ValueError(f"{name}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
 
-    def _format_of(self, group: dict[str, Any], local: Tensor) -> str:
-        """Return the format of one parameter's moments: small ones stay float32."""
+    def _format_of(self, group: dict[str, Any], param: Tensor) -> str:
+        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so that ranks agree."""
         state_format = group["state_format"]
-        return "float32" if has_codes(state_format) and local.numel() < group["min_8bit_size"] else state_format
+        return "float32" if has_codes(state_format) and param.numel() < group["min_8bit_size"] else state_format
 
     def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         local, state = sharding.local(param), self.state[param]
-        state_format = self._format_of(group, local)
+        state_format = self._format_of(group, param)
         state["step"] = torch.zeros(())
         for name in self._moments(group):
             values, scale = allocate(local, state_format, group["block_size"])
@@ -158,12 +162,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            for state_format, lists in self._plan(index, group).items():
+        plans = [self._plan(index, group) for index, group in enumerate(self.param_groups)]  # all checks before any change
+        for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True)):
+            for state_format, lists in plan.items():
                 optim_step(
                     self.RULE, state_format, group["block_size"], lists, group["lr"],
                     {**self._hyper(group), "weight_decay": group["weight_decay"], "maximize": group["maximize"]},
-                    grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None), seed=group["rounding_seed"],
+                    grad_scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None), seed=_seed(group, index, state_format),
                 )  # fmt: skip
         return loss
 
@@ -217,7 +222,7 @@ class _Plan:
         if not all(name in state for name in ("step", *self.moments)):
             state = self.optimizer._init_state(group, param)
         local = sharding.local(param).detach()
-        state_format = self.optimizer._format_of(group, local)
+        state_format = self.optimizer._format_of(group, param)
         if state_format not in self.by_format:
             self.by_format[state_format] = StepLists(states=[[] for _ in self.moments])
             self.members[state_format] = []
@@ -263,6 +268,12 @@ def _local_grad(grad: Tensor, local: Tensor) -> Tensor:
         raise RuntimeError("lowbit.optim does not support sparse gradients")
     grad = sharding.local(grad)
     return grad if grad.stride() == local.stride() else torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+
+
+def _seed(group: dict[str, Any], index: int, state_format: str) -> int | None:
+    """Return the seed of stochastic rounding of one call: no two calls of a step share one."""
+    seed = group["rounding_seed"]
+    return None if seed is None else (seed + len(STATE_FORMATS) * index + STATE_FORMATS[state_format]) & _LARGEST_SEED
 
 
 def _format_of_bits(optim_bits: int) -> str:

@@ -84,7 +84,7 @@ def _convert(
 ) -> dict[str, Any]:
     """Return the state of one parameter in the format that it has in this optimizer."""
     local, block_size = sharding.local(param).detach(), group["block_size"]
-    wanted = optimizer._format_of(group, local)
+    wanted = optimizer._format_of(group, param)
     found = {}
     for position, (name, is_signed) in enumerate(optimizer._moments({**saved, **{"amsgrad": saved.get("amsgrad", False)}}).items(), 1):
         moment = _read(entry, name, position, local, saved, f"{type(optimizer).__name__}.load_state_dict: {what}")
