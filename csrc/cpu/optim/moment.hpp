@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block of one moment between its codes and float32: its scale is its largest value, so the whole block is known before a code is written.
+// Moments between codes and float32. The scale of a block is its largest value, so the whole block is known before a code is written.
 #pragma once
 
 #include "cpu/simd/math.hpp"
@@ -43,27 +43,28 @@ LOWBIT_INLINE f32x16 decode_vector(const uint8_t* codes, f32x16 scale, int64_t c
   return load(lanes);
 }
 
-// absmax: bits of the largest |value|; as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the scale nan and
-// reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros.
+// Sets the scale from the bits of the largest |value|: as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the
+// scale nan and reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros. Returns 1 / absmax,
+// or 0 for these two, whose codes are written here.
 template <StateFormat kFormat, bool kSigned>
-void encode_block(const float* values, i32x16 absmax_bits, int64_t count, uint8_t* codes, float* scale) {
+LOWBIT_INLINE float set_scale(i32x16 absmax_bits, int64_t count, uint8_t* codes, float* scale) {
   using Codes = StateCodes<kFormat, kSigned>;
   const float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits))), unit = absmax / Codes::kAbsmaxOverScale;
-  const bool finite = absmax < __builtin_inff(), representable = finite && unit >= 0x1p-126f;
-  *scale = representable ? unit : finite ? 0.0f : __builtin_nanf("");
-  if (!representable) {
-    alignas(64) uint8_t zeros[16];
-    store_state_codes<kFormat>(zeros, 16, Codes::encode(set1(0.0f)));
-    for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = zeros[0];
-    return;
+  const bool finite = absmax < __builtin_inff();
+  if (finite && unit >= 0x1p-126f) [[likely]] {
+    *scale = unit;
+    return 1.0f / absmax;
   }
-  const f32x16 inverse = set1(1.0f / absmax);
-  auto encode = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-    store_state_codes<kFormat>(codes + state_bytes(kFormat, i), lanes, Codes::encode(mul(load(values + i), inverse)));
-  };
-  const int64_t whole = count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) encode(i, 16);
-  if (whole < count) encode(whole, count - whole);
+  *scale = finite ? 0.0f : __builtin_nanf("");
+  alignas(64) uint8_t zeros[16];
+  store_state_codes<kFormat>(zeros, 16, Codes::encode(set1(0.0f)));
+  for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = zeros[0];
+  return 0.0f;
+}
+
+template <StateFormat kFormat, bool kSigned>
+LOWBIT_INLINE void encode_vector(f32x16 value, f32x16 inverse, int64_t count, uint8_t* codes) {
+  store_state_codes<kFormat>(codes, count, StateCodes<kFormat, kSigned>::encode(mul(value, inverse)));
 }
 
 }  // namespace

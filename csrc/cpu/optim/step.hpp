@@ -51,6 +51,7 @@ struct BlockOfMoments {
   float* scale[kMaxMoments];
   float* values;
   i32x16 absmax[kMaxMoments];
+  float inverse[kMaxMoments];
 
   LOWBIT_INLINE void start(const OptimTensor& tensor, int64_t block, int64_t block_size, float* scratch) {
     begin = block * block_size;
@@ -71,11 +72,25 @@ struct BlockOfMoments {
     if constexpr (has_codes(kFormat)) store(values + k * kStride + i, value);
     else store_from_float(stored[k], kDType, i, lanes, value);
   }
-  LOWBIT_INLINE void encode() const {
-    if constexpr (has_codes(kFormat))
-      unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-        encode_block<kFormat, Rule::kSigned[k]>(values + k * kStride, absmax[k], count, stored[k], scale[k]);
-      });
+  // Sets the scales. False if a moment's codes are written already: a block without a number, or of zeros.
+  LOWBIT_INLINE bool start_encoding() {
+    bool all = true;
+    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+      inverse[k] = set_scale<kFormat, Rule::kSigned[k]>(absmax[k], count, stored[k], scale[k]);
+      all &= inverse[k] != 0.0f;
+    });
+    return all;
+  }
+  LOWBIT_INLINE void encode(int64_t i, int64_t lanes) const {
+    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+      encode_vector<kFormat, Rule::kSigned[k]>(load(values + k * kStride + i), set1(inverse[k]), lanes, stored[k] + state_bytes(kFormat, i));
+    });
+  }
+  void encode_from(int64_t first) const {
+    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
+      for (int64_t i = first; i < count && inverse[k] != 0.0f; i += 16)
+        encode_vector<kFormat, Rule::kSigned[k]>(load(values + k * kStride + i), set1(inverse[k]), count - i, stored[k] + state_bytes(kFormat, i));
+    });
   }
 };
 
@@ -83,7 +98,8 @@ struct BlockOfMoments {
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
 
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
+void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments,
+                  BlockOfMoments<kFormat, Rule>* previous) {
   constexpr int kMoments = Rule::kMoments;
   constexpr int64_t kPrefetchBytes = 4096;
   const DType param_dtype = known(kParam, tensor.param_dtype), grad_dtype = known(kGrad, tensor.grad_dtype);
@@ -116,17 +132,23 @@ void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common
     store_from_float(params, param_dtype, i, lanes, p);
   };
   const int64_t whole = moments.count / 16 * 16;
+  bool interleaved = false;
+  if constexpr (has_codes(kFormat)) interleaved = previous && previous->start_encoding();
   for (int64_t i = 0; i < whole; i += 16) {
     __builtin_prefetch(params + i * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
     __builtin_prefetch(grads + i * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
     update(i, 16);
+    if constexpr (has_codes(kFormat))
+      if (interleaved) previous->encode(i, 16);
   }
   if (whole < moments.count) update(whole, moments.count - whole);
   unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = absmax[k]; });
+  if constexpr (has_codes(kFormat))
+    if (previous) previous->encode_from(interleaved ? whole : 0);
 }
 
-// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its scale comes out of a chain of 80 cycles (last square root,
-// division, reduction, reciprocal) that would stand still before 300 cycles of encoding.
+// Blocks [first, end) of a tensor. A block is encoded while the next one is updated: codes cost no division, and updating waits for the divider most of the
+// time (15 of 24 cycles for 16 elements on Zen 5).
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;
@@ -138,10 +160,13 @@ void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first
   for (int64_t block = first; block < end; block++) {
     const int64_t turn = block & 1;
     blocks[turn].start(tensor, block, args.block_size, values + turn * kFloats);
-    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, blocks[turn]);
-    if (block > first) blocks[1 - turn].encode();
+    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, blocks[turn], block > first ? &blocks[1 - turn] : nullptr);
   }
-  blocks[(end - 1) & 1].encode();
+  if constexpr (has_codes(kFormat)) {
+    Block& last = blocks[(end - 1) & 1];
+    last.start_encoding();
+    last.encode_from(0);
+  }
 }
 
 }  // namespace
