@@ -385,7 +385,7 @@ def bad_calls() -> list[tuple[str, type[Exception], str]]:
         ("grads[0] = torch.zeros(100).to_sparse()", TypeError, r"grads.* must be a dense CPU tensor"),
         ("params[0] = torch.zeros(100, device='meta')", (TypeError, ValueError), r"params"),
         ("rest['block_size'] = 100", ValueError, r"block_size must be a power of two .*, got 100"),
-        ("rest['rule'] = 17", ValueError, r"rule must be 0\.\.2, got 17"),
+        ("rest['rule'] = 17", ValueError, r"rule must be 0\.\.\d, got 17"),
         ("rest['state_format'] = -1", ValueError, r"state_format must be 0\.\.4, got -1"),
         ("rest['grad_scale'] = torch.zeros(2)", TypeError, r"grad_scale must be one float32"),
         ("rest['found_inf'] = torch.tensor(0)", TypeError, r"found_inf must be one float32, got int64"),
