@@ -32,9 +32,10 @@ def test_readme_has_the_two_commands_of_ci() -> None:
     assert len(readme.splitlines()) <= 120
 
 
-def test_every_row_is_in_the_page_of_its_op() -> None:
-    page = (ROOT / "docs" / "ops" / "linear.md").read_text()
-    for row in lowbit.kernels("linear"):
+@pytest.mark.parametrize("op", ["linear", "optim"])
+def test_every_row_is_in_the_page_of_its_op(op: str) -> None:
+    page = (ROOT / "docs" / "ops" / f"{op}.md").read_text()
+    for row in lowbit.kernels(op):
         name = str(row["name"]).removesuffix(f"_{row['isa']}")
         assert f"`{name}_<isa>`" in page and f"`{row['isa']}`" in page, row["name"]
 

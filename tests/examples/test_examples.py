@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -26,7 +27,9 @@ def run(script: Path, *arguments: str, timeout: int = 600) -> str:
 
 
 def test_every_example_is_run_by_this_file() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == ["01_quantize_a_model.py", "02_quantize_a_llama.py"]
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == [
+        "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py",
+    ]  # fmt: skip
     assert [path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")] == ["quantize.ipynb"]
 
 
@@ -55,6 +58,21 @@ def test_quantize_a_llama_compares_each_format_with_bf16() -> None:
     megabytes = {name: float(line.split()[5]) for name, line in rows.items()}
     assert megabytes["w4a8"] < 0.32 * megabytes["bf16"] < megabytes["int8"] < 0.55 * megabytes["bf16"] < 0.3 * megabytes["fp32"]
     assert "linear_" in rows["w4a8"] and "decode 2.5x, prefill 4.2x, size -56 %, memory -41 %" in text
+
+
+def test_training_with_8_and_4_bit_states_follows_torch(tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    text = run(EXAMPLES / "03_train_with_8bit_adam.py", "--steps", "24", "--layers", "1", "--plot", str(picture))
+    rows = {match[1].strip(): match for match in re.finditer(r"^(torch AdamW|AdamW8bit|AdamW4bit) (.*)$", text, re.MULTILINE)}
+    assert list(rows) == ["torch AdamW", "AdamW8bit", "AdamW4bit"], text
+    values = {name: [float(x) for x in re.findall(r"-?\d+\.\d+", match[2])] for name, match in rows.items()}
+    first, last, held_out = ({name: numbers[i] for name, numbers in values.items()} for i in (0, 3, 4))
+    state = {name: numbers[6] for name, numbers in values.items()}
+    assert all(last[name] < first[name] < 6 for name in rows)  # 5.5 nats is to know nothing
+    assert all(abs(held_out[name] / held_out["torch AdamW"] - 1) < 0.05 for name in rows)
+    assert state["AdamW4bit"] < 0.2 * state["torch AdamW"] and state["AdamW8bit"] < 0.35 * state["torch AdamW"]
+    if importlib.util.find_spec("matplotlib"):
+        assert picture.stat().st_size > 1000
 
 
 def test_the_notebook_runs_and_renders_tables_and_a_picture() -> None:
