@@ -70,6 +70,44 @@ LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {
 
 LOWBIT_INLINE i32x16 set1(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
 LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE f32x16 sqrt(f32x16 a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+
+LOWBIT_INLINE i32x16 bits_of(f32x16 a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+LOWBIT_INLINE f32x16 float_of(i32x16 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 min(i32x16 a, i32x16 b) { return {_mm256_min_epi32(a.lo, b.lo), _mm256_min_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 max(i32x16 a, i32x16 b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 bit_and(i32x16 a, i32x16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm256_slli_epi32(a.lo, count), _mm256_slli_epi32(a.hi, count)}; }
+template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm256_srli_epi32(a.lo, count), _mm256_srli_epi32(a.hi, count)}; }
+LOWBIT_INLINE i32x16 two_to_the(i32x16 a) {
+  const __m256i one = _mm256_set1_epi32(1);
+  return {_mm256_sllv_epi32(one, a.lo), _mm256_sllv_epi32(one, a.hi)};
+}
+LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm256_cvttps_epi32(a.lo), _mm256_cvttps_epi32(a.hi)}; }
+LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)), _mm256_castps_si256(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ))};
+}
+LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) {
+  return {_mm256_blendv_epi8(b.lo, a.lo, mask.lo), _mm256_blendv_epi8(b.hi, a.hi, mask.hi)};
+}
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
+  const __m256 t = _mm256_load_ps(table);
+  return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
+}
+LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+LOWBIT_INLINE int32_t largest(i32x16 a) {
+  const __m256i s = _mm256_max_epi32(a.lo, a.hi);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));

@@ -55,6 +55,28 @@ LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {
 
 LOWBIT_INLINE i32x16 set1(int32_t a) { return {_mm512_set1_epi32(a)}; }
 LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+LOWBIT_INLINE f32x16 sqrt(f32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
+
+LOWBIT_INLINE i32x16 bits_of(f32x16 a) { return {_mm512_castps_si512(a.v)}; }
+LOWBIT_INLINE f32x16 float_of(i32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
+LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 min(i32x16 a, i32x16 b) { return {_mm512_min_epi32(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 max(i32x16 a, i32x16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 bit_and(i32x16 a, i32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, count)}; }
+template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, count)}; }
+LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { return {_mm512_sllv_epi32(_mm512_set1_epi32(1), a.v)}; }
+LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
+LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ))}; }
+LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_mask_mov_epi32(b.v, _mm512_movepi32_mask(mask.v), a.v)}; }
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
+  return {_mm512_permutexvar_ps(index.v, _mm512_broadcast_f32x8(_mm256_load_ps(table)))};  // both halves alike, so bit 3 of the index does not matter
+}
+LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }

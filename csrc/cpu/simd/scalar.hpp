@@ -47,6 +47,31 @@ LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {  // exponen
 
 LOWBIT_INLINE i32x16 set1(int32_t a) { i32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
 LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] += b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[i]); return a; }
+
+// Bits: what the codes of an optimizer's state and the random numbers are made of. A mask is -1 or 0 in every lane.
+LOWBIT_INLINE i32x16 bits_of(f32x16 a) { i32x16 r; std::memcpy(&r, &a, 64); return r; }
+LOWBIT_INLINE f32x16 float_of(i32x16 a) { f32x16 r; std::memcpy(&r, &a, 64); return r; }
+LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) * static_cast<uint32_t>(b.lane[i])); return a; }
+LOWBIT_INLINE i32x16 min(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 max(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 bit_and(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] &= b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] |= b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] ^= b.lane[i]; return a; }
+template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count); return a; }
+template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count); return a; }  // zeros come in
+LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { LOWBIT_LANES a.lane[i] = 1 << a.lane[i]; return a; }  // a in 0..30
+LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does not fit, as cvttps2dq
+  i32x16 r;
+  LOWBIT_LANES r.lane[i] = a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(a.lane[i]) : INT32_MIN;
+  return r;
+}
+LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
+LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 64-byte aligned
+LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
+LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i]); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
