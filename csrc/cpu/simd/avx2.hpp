@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
+#include "cpu/simd/transpose.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -121,6 +122,12 @@ LOWBIT_INLINE int32_t sum(i32x16 a) {
   __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
   q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+LOWBIT_INLINE float sum(f32x16 a) {
+  const __m256 s = _mm256_add_ps(a.lo, a.hi);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
 LOWBIT_INLINE float largest(f32x16 a) {
   const __m256 s = _mm256_max_ps(a.lo, a.hi);

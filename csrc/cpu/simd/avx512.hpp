@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
+#include "cpu/simd/transpose.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -80,6 +81,12 @@ LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+LOWBIT_INLINE float sum(f32x16 a) {
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 LOWBIT_INLINE float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }

@@ -75,6 +75,14 @@ LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m 
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i]); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
+LOWBIT_INLINE float sum(f32x16 a) {  // halves, then halves of these: the same order, and so the same bits, everywhere
+  for (int count = 8; count; count /= 2)
+    for (int i = 0; i < count; i++) a.lane[i] += a.lane[i + count];
+  return a.lane[0];
+}
+LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+}
 LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 
 // One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times 2^shift(at).

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// to[j][i] = from[i][j] for 16 x 16 floats, in blocks of 8 x 8 of AVX: two unpacks and a permute per vector.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  __m256 half[8], quarter[8];  // rows i and i + 4 share a register, so that no lane has to cross later
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const float* row = from + i % 4 * from_stride + i / 4 * 4;
+    half[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * from_stride), 1);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    quarter[i] = _mm256_unpacklo_ps(half[i], half[i + 1]);
+    quarter[i + 1] = _mm256_unpackhi_ps(half[i], half[i + 1]);
+    quarter[i + 2] = _mm256_unpacklo_ps(half[i + 2], half[i + 3]);
+    quarter[i + 3] = _mm256_unpackhi_ps(half[i + 2], half[i + 3]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_shuffle_ps(quarter[i], quarter[i + 2], 0x44));
+    _mm256_storeu_ps(to + (i + 1) * to_stride, _mm256_shuffle_ps(quarter[i], quarter[i + 2], 0xee));
+    _mm256_storeu_ps(to + (i + 2) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0x44));
+    _mm256_storeu_ps(to + (i + 3) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0xee));
+  }
+}
+
+LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 16; j += 8) transpose_8x8(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
