@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reverse mode over a score program: the gradients are further values of the same graph, so that they are folded, hoisted and run like any other.
+// The gradient of a value has the rate of the value: contributions of a higher rate are summed over the tile first, and what follows (the
+// derivative of a table look-up per diagonal, of a slope per head) is then done once per row, column, diagonal or head.
+#include <optional>
+#include <utility>
+
+#include "ops/score_graph.hpp"
+
+namespace lowbit {
+namespace {
+
+using namespace score;
+
+// What the derivatives in rules/score_ops.hpp are written with: a value of the graph, or a number not yet in it.
+class Expression {
+ public:
+  Expression(double number) : number_(number) {}
+  Expression(ScoreGraph& graph, int node) : graph_(&graph), node_(node) {}
+
+  ScoreGraph* graph() const { return graph_; }
+  int in(ScoreGraph& graph) const { return graph_ ? node_ : graph.constant(number_); }
+
+ private:
+  ScoreGraph* graph_ = nullptr;
+  int node_ = -1;
+  double number_ = 0;
+};
+
+template <class Op, class... E>
+Expression call(Expression first, E... rest) {
+  ScoreGraph* graph = first.graph();
+  ((graph = graph ? graph : Expression(rest).graph()), ...);
+  if (!graph) __builtin_unreachable();  // a derivative of numbers alone is a number
+  return {*graph, graph->emit<Op>({first.in(*graph), Expression(rest).in(*graph)...})};
+}
+Expression operator+(Expression a, Expression b) { return call<Add>(a, b); }
+Expression operator-(Expression a, Expression b) { return call<Sub>(a, b); }
+Expression operator*(Expression a, Expression b) { return call<Mul>(a, b); }
+Expression operator/(Expression a, Expression b) { return call<Div>(a, b); }
+Expression operator-(Expression a) { return call<Neg>(a); }
+Expression operator<(Expression a, Expression b) { return call<Less>(a, b); }
+Expression equal(Expression a, Expression b) { return call<Equal>(a, b); }
+Expression where(Expression c, Expression a, Expression b) { return call<Where>(c, a, b); }
+
+using Partials = std::array<std::optional<Expression>, 3>;  // per operand; none: no gradient flows there
+
+template <class Op>
+Partials partials(ScoreGraph& graph, int node) {
+  const auto at = [&](int operand) { return Expression(graph, graph.nodes[node].operands[operand]); };
+  const Expression y(graph, node);
+  if constexpr (requires { Op::derivative(y, y); }) {
+    return {Op::derivative(at(0), y)};
+  } else if constexpr (requires { Op::derivative(y, y, y); }) {
+    const auto d = Op::derivative(at(0), at(1), y);
+    return {d[0], d[1]};
+  } else if constexpr (requires { Op::derivative(y, y, y, y); }) {
+    const auto d = Op::derivative(at(0), at(1), at(2), y);
+    return {std::nullopt, d[0], d[1]};
+  }
+  return {};
+}
+
+template <class... Ops>
+constexpr auto all_partials(OpList<Ops...>) {
+  return std::array<Partials (*)(ScoreGraph&, int), sizeof...(Ops)>{partials<Ops>...};
+}
+constexpr auto kPartials = all_partials(ScoreOps{});
+
+}  // namespace
+
+int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
+  const int last = output, seed = graph.leaf(number_of<Gradient>());
+  std::vector<int> gradient(last + 1, -1);
+  gradient[output] = seed;
+  int of_score = -1;
+  for (int node = last; node >= 0; node--) {
+    if (gradient[node] < 0 || graph.nodes[node].type != 'f') continue;
+    const ScoreNode here = graph.nodes[node];  // emit() moves the nodes
+    const int sum = here.rate == Rate::constant ? -1 : graph.sum(gradient[node], here.rate);
+    if (here.op == number_of<Score>()) of_score = sum;
+    if (here.op == number_of<score::Gather>() && scatters)
+      scatters->push_back(graph.scatter_add(here.immediate, sum, {here.operands.data(), static_cast<std::size_t>(here.operand_count)}));
+    if (sum < 0 || here.operand_count == 0 || here.op == number_of<score::Gather>()) continue;
+    const Partials d = kPartials[here.op](graph, node);
+    for (int i = 0; i < 3; i++) {
+      const int operand = here.operands[i];
+      if (!d[i] || graph.is_constant(operand)) continue;
+      const int share = graph.emit<Mul>({sum, d[i]->in(graph)});
+      gradient[operand] = gradient[operand] < 0 ? share : graph.emit<Add>({gradient[operand], share});
+    }
+  }
+  return of_score >= 0 ? of_score : graph.constant(0.0);
+}
+
+}  // namespace lowbit

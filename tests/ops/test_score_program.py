@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score programs: every op against torch, forward and backward, on every row; indices, rates, random programs; bad code is refused."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit import _C, testing
+from lowbit.attention.program import TYPES, ProgramBuilder, Value
+
+B, H, Q0, K0 = 1, 2, 37, 20
+EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+NAMES = {opcode: name for name, (opcode, _) in _C.SCORE_OPS.items()}
+INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add"}
+LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const", "gather"}
+TORCH: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "minimum": torch.minimum,
+    "remainder": torch.remainder, "fmod": torch.fmod, "floor_divide": lambda a, b: torch.floor_divide(a.detach(), b.detach()), "pow": torch.pow, "neg": torch.neg, "sign": torch.sign,
+    "abs": torch.abs, "floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "round": torch.round, "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt, "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log, "log2": torch.log2, "log1p": torch.log1p,
+    "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "atan": torch.atan, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "erf": torch.erf,
+    "to_bfloat16": lambda x: x + (x.detach().bfloat16().double() - x.detach()), "to_float16": lambda x: x + (x.detach().half().double() - x.detach()),
+    "add_int": torch.add, "sub_int": torch.sub, "mul_int": torch.mul, "floor_divide_int": torch.floor_divide, "remainder_int": torch.remainder,
+    "trunc_divide_int": lambda a, b: torch.div(a, b, rounding_mode="trunc"), "fmod_int": torch.fmod, "maximum_int": torch.maximum,
+    "minimum_int": torch.minimum, "neg_int": torch.neg, "abs_int": torch.abs, "sign_int": torch.sign, "and_int": torch.bitwise_and,
+    "or_int": torch.bitwise_or, "xor_int": torch.bitwise_xor, "not_int": torch.bitwise_not, "shift_left": torch.bitwise_left_shift,
+    "shift_right": torch.bitwise_right_shift, "lt": torch.lt, "le": torch.le, "eq": torch.eq, "ne": torch.ne, "lt_int": torch.lt,
+    "le_int": torch.le, "eq_int": torch.eq, "ne_int": torch.ne, "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor,
+    "not": torch.logical_not, "where": torch.where, "where_int": torch.where, "where_bool": torch.where,
+    "int_to_float": lambda x: x.double(), "bool_to_float": lambda x: x.double(), "bool_to_int": lambda x: x.int(),
+    "float_to_int": lambda x: x.int(), "float_to_bool": lambda x: x != 0, "int_to_bool": lambda x: x != 0,
+}  # fmt: skip
+
+
+def interpret(code: list[int], captured: list[Tensor], scores: Tensor, q0: int = Q0, k0: int = K0) -> Tensor:
+    """The meaning of a program: torch in float64 and int32, one element of ``scores`` per (q, k)."""
+    rows, cols = scores.shape
+    leaves = {
+        "score": scores,
+        "b": torch.tensor(B, dtype=torch.int32),
+        "h": torch.tensor(H, dtype=torch.int32),
+        "q": torch.arange(q0, q0 + rows, dtype=torch.int32)[:, None],
+        "k": torch.arange(k0, k0 + cols, dtype=torch.int32)[None, :],
+    }
+    count = code[1]
+    output, at, values = code[2 + 2 * count], 3 + 2 * count, []
+    while at < len(code):
+        name = NAMES[code[at]]
+        if name in leaves:
+            value, used = leaves[name], 0
+        elif name == "float_const":
+            value, used = torch.tensor(struct.unpack("<d", struct.pack("<q", code[at + 1]))[0], dtype=torch.float64), 1
+        elif name in ("int_const", "bool_const"):
+            value, used = torch.tensor(code[at + 1], dtype=torch.int32 if name == "int_const" else torch.bool), 1
+        elif name == "gather":
+            tensor = captured[code[at + 1]]
+            indices = tuple(values[i].long() for i in code[at + 2 : at + 2 + tensor.ndim])
+            value, used = tensor[indices], 1 + tensor.ndim
+            value = value.double() if value.is_floating_point() else value
+        else:
+            used = len(_C.SCORE_OPS[name][1].partition(">")[0])
+            value = TORCH[name](*(values[i] for i in code[at + 1 : at + 1 + used]))
+        values.append(value)
+        at += 1 + used
+    return values[output].expand(rows, cols)
+
+
+def run(code: list[int], captured: list[Tensor], scores: Tensor, q0: int = Q0, k0: int = K0) -> Tensor:
+    result = scores.detach().clone()
+    _C.score_program_eval(code, [tensor.detach() for tensor in captured], B, H, q0, k0, result)
+    return result
+
+
+def run_backward(
+    code: list[int], captured: list[Tensor], scores: Tensor, gradient: Tensor, q0: int = Q0, k0: int = K0
+) -> tuple[Tensor, list[Tensor | None]]:
+    result = gradient.clone()
+    sums = [torch.zeros(t.shape, dtype=scores.dtype) if t.requires_grad else None for t in captured]
+    _C.score_program_backward(code, [t.detach() for t in captured], B, H, q0, k0, scores.detach(), result, sums)
+    return result, sums
+
+
+def close(actual: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
+    """Equal within ``tolerance`` of the value and of its neighbourhood; inf and nan where the reference has them."""
+    wanted = wanted.double()
+    same = (actual.double() == wanted) | (actual.isnan() & wanted.isnan())
+    allowed = tolerance * (1 + wanted.abs())
+    bad = ~same & ~((actual.double() - wanted).abs() <= allowed)
+    assert not bad.any(), f"{what}: {actual[bad][:4].tolist()}, wanted {wanted[bad][:4].tolist()}"
+
+
+def check(
+    code: list[int], captured: list[Tensor], scores: Tensor, *, tolerance: float, backward: bool = True, q0: int = Q0, k0: int = K0
+) -> None:
+    """Forward, and the gradients of the scores and of captured tensors that require them, against `interpret` and autograd."""
+    inputs = scores.double().requires_grad_()
+    leaves = [t.detach().double().requires_grad_() if t.requires_grad else t.detach() for t in captured]
+    wanted = interpret(code, leaves, inputs, q0, k0)
+    close(run(code, captured, scores, q0, k0), wanted.detach(), tolerance, "forward")
+    if not backward:
+        return
+    gradient = torch.randn(scores.shape, dtype=scores.dtype)
+    needed = [inputs, *(t for t in leaves if t.requires_grad)]
+    if wanted.requires_grad:
+        found = torch.autograd.grad(wanted, needed, gradient.double(), allow_unused=True)
+    else:
+        found = (None,) * len(needed)
+    exact = [torch.zeros_like(t) if g is None else g for t, g in zip(needed, found, strict=True)]
+    of_scores, sums = run_backward(code, captured, scores, gradient, q0, k0)
+    close(of_scores, exact[0], 8 * tolerance, "gradient of the scores")
+    for got, want in zip((s for s in sums if s is not None), exact[1:], strict=True):
+        close(got, want, 8 * tolerance * math.sqrt(scores.numel()), "gradient of a captured tensor")
+
+
+@pytest.fixture(params=testing.rows("score_program"), ids=lambda row: str(row["name"]))
+def row(request: pytest.FixtureRequest) -> str:
+    """Every row of the op, forced; what ran is checked."""
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    name = str(request.param["name"])
+    previous = _C.force_kernel(name)
+    yield name
+    _C.force_kernel(previous)
+    assert _C.last_kernel("score_program") == name
+
+
+def test_every_op_has_a_test() -> None:
+    assert set(TORCH) | INTERNAL | LEAVES == set(_C.SCORE_OPS)
+
+
+POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p", "pow"}
+NEVER_ZERO = {"remainder", "fmod", "floor_divide", "floor_divide_int", "remainder_int", "trunc_divide_int", "fmod_int"}
+
+
+def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value], list[Tensor]]:
+    """Operands of an op: the score, then captured [rows, cols] tensors of values where the op has something to say."""
+    types = _C.SCORE_OPS[name][1].partition(">")[0]
+    program, values, captured = ProgramBuilder(), [], []
+    q, k = program.op("q"), program.op("k")
+    for place, letter in enumerate(types):
+        if letter == "f" and place == 0:
+            values.append(program.op("score"))
+            continue
+        type = next(t for t in TYPES if t[0] == letter)
+        values.append(program.gather(program.captured(type, 2), q, k))
+        if letter == "f":
+            data = torch.randn(Q0 + 19, K0 + 33, dtype=dtype) * 2
+            data.requires_grad_()
+        elif letter == "b":
+            data = torch.rand(Q0 + 19, K0 + 33) < 0.5
+        elif name.startswith("shift"):  # of int32, which wraps
+            data = torch.randint(*((0, 31) if place else (-5000, 5000)), (Q0 + 19, K0 + 33), dtype=torch.int32)
+        else:
+            data = torch.randint(-50, 50, (Q0 + 19, K0 + 33), dtype=torch.int64)
+            if name in NEVER_ZERO and place == 1:
+                data[data == 0] = 7
+        captured.append(data)
+    return program, values, captured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", sorted(TORCH))
+def test_op_is_that_of_torch(row: str, name: str, dtype: torch.dtype) -> None:
+    program, values, captured = operands(name, dtype)
+    result = program.op(name, *values)
+    scores = torch.randn(19, 33, dtype=dtype) * 3
+    if name in POSITIVE:
+        scores = scores.abs() + 0.1
+    if result.type == "bool" and "score" not in name:  # a mask: the score or -inf, and as a number
+        masked = run(program.finish(result), captured, scores)
+        wanted = interpret(program.finish(result), captured, scores.double())
+        assert torch.equal(masked, torch.where(wanted, scores, -math.inf))
+    code = program.finish(program.convert(result, "float"))
+    # Values that round to 16 bits from float32 or float64 alike; two units in the last place elsewhere, and what one of the argument makes of it.
+    slope = {"tan": 400, "pow": 200, "exp2": 30, "exp": 30, "expm1": 30, "remainder": 20, "fmod": 20}.get(name, 4)
+    check(code, captured, scores, tolerance=slope * EPSILON[dtype])
+
+
+@pytest.mark.parametrize("name", sorted(n for n in TORCH if _C.SCORE_OPS[n][1] in ("f>f", "ff>f") and n not in ("pow", "remainder", "fmod", "floor_divide")))
+def test_op_takes_infinities_and_nan_as_torch_does(row: str, name: str) -> None:
+    program = ProgramBuilder()
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, 3e38, -3e38, 88.9, -104.5])
+    operands = [program.op("score")]
+    if _C.SCORE_OPS[name][1] == "ff>f":
+        operands.append(program.gather(program.captured("float", 1), program.op("q")))
+    code = program.finish(program.op(name, *operands))
+    scores = special.expand(len(special), -1).clone()
+    got = run(code, [special][: len(operands) - 1], scores, q0=0)
+    wanted = TORCH[name](scores, special[:, None]) if len(operands) == 2 else TORCH[name](scores.double()).float()
+    if name.startswith("to_"):
+        wanted = scores.to(getattr(torch, name.removeprefix("to_"))).float()
+    if name in ("sin", "cos", "tan"):  # of 3e38: any library's own reduction
+        got[:, 8:10] = wanted[:, 8:10] = 0
+    if name == "sign":
+        got[:, 6] = wanted[:, 6] = 0
+    assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isinf(), wanted.isinf())
+    close(got, wanted, 4 * EPSILON[torch.float32], name)
+
+
+# Programs of users: each leans on another rate, recogniser or form of index.
+
+
+def alibi(p: ProgramBuilder) -> Value:
+    slope = p.op("exp2", p.op("mul", p.constant(-0.8), p.convert(p.op("add", p.op("h"), p.constant(1)), "float")))
+    distance = p.convert(p.op("sub", p.op("k"), p.op("q")), "float")
+    return p.op("add", p.op("score"), p.op("mul", slope, distance))
+
+
+def softcap(p: ProgramBuilder) -> Value:
+    return p.op("mul", p.op("tanh", p.op("div", p.op("score"), p.constant(5.0))), p.constant(5.0))
+
+
+def relative_table(p: ProgramBuilder) -> Value:
+    table = p.captured("float", 1)
+    return p.op("add", p.op("score"), p.gather(table, p.op("add", p.op("sub", p.op("q"), p.op("k")), p.constant(40))))
+
+
+def clipped_table(p: ProgramBuilder) -> Value:
+    table, distance = p.captured("float", 2), p.op("sub", p.op("q"), p.op("k"))
+    clipped = p.op("minimum", p.op("maximum", distance, p.constant(-9)), p.constant(9))
+    return p.op("add", p.op("score"), p.gather(table, p.op("h"), p.op("add", clipped, p.constant(9))))
+
+
+def full_bias(p: ProgramBuilder) -> Value:
+    return p.op("add", p.op("score"), p.gather(p.captured("float", 4), p.op("b"), p.op("h"), p.op("q"), p.op("k")))
+
+
+def transposed_bias(p: ProgramBuilder) -> Value:
+    return p.op("mul", p.op("score"), p.gather(p.captured("float", 2), p.op("k"), p.op("q")))
+
+
+def head_scale_and_scalar(p: ProgramBuilder) -> Value:
+    a, t = p.captured("float", 1), p.captured("float", 0)
+    return p.op("add", p.op("mul", p.op("score"), p.gather(a, p.op("h"))), p.op("sin", p.gather(t)))
+
+
+def row_and_column_bias(p: ProgramBuilder) -> Value:
+    row, column = p.captured("float", 1), p.captured("float", 1)
+    both = p.op("mul", p.op("tanh", p.gather(row, p.op("q"))), p.op("exp", p.gather(column, p.op("k"))))
+    return p.op("add", p.op("score"), both)
+
+
+def same_tensor_twice(p: ProgramBuilder) -> Value:
+    bias = p.captured("float", 1)
+    total = p.op("add", p.gather(bias, p.op("q")), p.op("mul", p.gather(bias, p.op("k")), p.op("score")))
+    return p.op("add", p.op("score"), total)
+
+
+def shuffled(p: ProgramBuilder) -> Value:
+    table, order = p.captured("float", 1), p.captured("int", 1)
+    return p.op("mul", p.op("score"), p.gather(table, p.gather(order, p.op("xor", p.op("q"), p.op("k")))))
+
+
+def squared_where(p: ProgramBuilder) -> Value:
+    s, far = p.op("score"), p.op("lt", p.constant(4), p.op("abs", p.op("sub", p.op("q"), p.op("k"))))
+    return p.op("where", far, p.op("mul", s, s), p.op("maximum", s, p.op("mul", s, p.constant(0.1))))
+
+
+def constant(p: ProgramBuilder) -> Value:
+    return p.constant(0.25)
+
+
+def per_row(p: ProgramBuilder) -> Value:
+    return p.gather(p.captured("float", 1), p.op("q"))
+
+
+def reused_output(p: ProgramBuilder) -> Value:
+    t = p.op("tanh", p.op("add", p.op("score"), p.gather(p.captured("float", 2), p.op("q"), p.op("k"))))
+    return p.op("add", t, p.op("mul", p.gather(p.captured("float", 1), p.op("h")), t))
+
+
+FLOATS: dict[Callable[[ProgramBuilder], Value], list[tuple[int, ...]]] = {
+    alibi: [], softcap: [], relative_table: [(130,)], clipped_table: [(4, 19)], full_bias: [(2, 4, 120, 120)], transposed_bias: [(120, 120)],
+    head_scale_and_scalar: [(4,), ()], row_and_column_bias: [(120,), (120,)], same_tensor_twice: [(120,)], shuffled: [(120,), (128,)],
+    squared_where: [], constant: [], per_row: [(120,)], reused_output: [(120, 120), (4,)],
+}  # fmt: skip
+
+
+def tensors(build: Callable[[ProgramBuilder], Value], dtype: torch.dtype) -> list[Tensor]:
+    if build is shuffled:
+        return [torch.randn(120, dtype=dtype).requires_grad_(), torch.randint(-120, 120, (128,))]
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in FLOATS[build]]
+
+
+def code_of(build: Callable[[ProgramBuilder], Value]) -> list[int]:
+    program = ProgramBuilder()
+    return program.finish(build(program))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (64, 64), (5, 100), (33, 16)], ids=str)
+@pytest.mark.parametrize("build", FLOATS, ids=lambda build: build.__name__)
+def test_program_forward_and_backward(row: str, build: Callable[[ProgramBuilder], Value], shape: tuple[int, int], dtype: torch.dtype) -> None:
+    q0, k0 = (37, 20) if shape[1] < 100 else (20, 0)
+    scores = torch.randn(shape, dtype=dtype)
+    check(code_of(build), tensors(build, dtype), scores, tolerance=16 * EPSILON[dtype], q0=q0, k0=k0)
+
+
+@pytest.mark.parametrize("build", FLOATS, ids=lambda build: build.__name__)
+def test_tile_wider_than_a_strip(build: Callable[[ProgramBuilder], Value]) -> None:
+    captured = [t if t.ndim < 2 else t.detach()[..., :1, :1].expand(t.shape).clone().requires_grad_() for t in tensors(build, torch.float64)]
+    captured = [torch.randn(tuple(700 if n == 120 else n for n in t.shape), dtype=t.dtype).requires_grad_() if t.requires_grad else t for t in captured]
+    if build is shuffled:
+        captured[1] = torch.randint(-120, 120, (1024,))
+    if build is relative_table:
+        captured[0] = torch.randn(900, dtype=torch.float64, requires_grad=True)
+    check(code_of(build), captured, torch.randn(9, 601, dtype=torch.float64), tolerance=16 * EPSILON[torch.float64], q0=3, k0=0)
