@@ -116,7 +116,7 @@ Args:
     grad_out, grad_lse: gradients of the results; ``grad_lse`` may be None.
     grad_q, grad_k, grad_v: shapes and dtypes of q, k, v, written.
     score_captured_grads: per captured tensor None or a contiguous tensor of its shape, written; an empty list for none.
-    grad_mask: float32 (float64) ``[B, Hq, L, S]`` with stride 0 where the mask is broadcast, written, or None.
+    grad_mask: float32 (float64) ``[B, Hq, L, S]`` with stride 0 where the mask is broadcast, added to, or None.
     grad_sink: ``[Hq]``, written, or None.)");
 }
 

@@ -55,7 +55,7 @@ struct AttentionBackwardArgs {
   TensorView grad_out;                        // [B, Hq, L, Ev], as out, last dimension dense
   TensorView grad_lse;                        // real [B, Hq, L] or empty
   TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
-  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; written; or empty
+  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; added to; or empty
   TensorView grad_sink;                       // real [Hq], written, or empty
   std::span<const TensorView> captured_gradients;  // per tensor that score_mod captured: contiguous, of its shape, written; or not given
 };

@@ -33,12 +33,6 @@ struct ForwardTile {
   }
 };
 
-template <class T>
-void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores) {
-  if (args.mask) add_mask(args.mask, at, scores);
-  cut_columns(args, at, scores);
-}
-
 // Divides by the sums, and writes out, lse, max_scores.
 template <class T>
 void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const ForwardTile<T>& tile) {

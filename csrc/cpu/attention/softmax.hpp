@@ -100,6 +100,12 @@ void cut_columns(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T
     for (int64_t c = visible_columns(args, at, r); c < padded; c++) scores.row(r)[c] = kMinusInfinity<T>;
 }
 
+template <class T>
+void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores) {
+  if (args.mask) add_mask(args.mask, at, scores);
+  cut_columns(args, at, scores);
+}
+
 // Running softmax of the rows of a tile of queries: of what was seen so far, the largest score and sum exp(s - max).
 template <class T>
 struct RowSums {

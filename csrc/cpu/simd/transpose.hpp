@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// to[j][i] = from[i][j] for 16 x 16 floats, in blocks of 8 x 8 of AVX: two unpacks and a permute per vector.
+// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of 8) and of 4 x 4; sums of lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -32,6 +32,17 @@ LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* 
     _mm256_storeu_ps(to + (i + 2) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0x44));
     _mm256_storeu_ps(to + (i + 3) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0xee));
   }
+}
+
+LOWBIT_INLINE __m128 sums_of_eights(__m256 a, __m256 b, __m256 c, __m256 d) {  // of the eight lanes of each
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)), cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
+  __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + 4), c = _mm_loadu_ps(from + 8), d = _mm_loadu_ps(from + 12);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b), _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
 }
 
 LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {

@@ -76,7 +76,7 @@ def _backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, d
                    score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
     grads = [tensor.new_empty(tensor.shape) for tensor in (q, k, v)]
     if mask_needs:
-        grads.append(lse.new_empty(mask.shape))
+        grads.append(lse.new_zeros(mask.shape))  # the kernel adds to it
     if sink_needs:
         grads.append(sink.new_empty(sink.shape))
     grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(score_captured, score_captured_needs, strict=False) if needed]
