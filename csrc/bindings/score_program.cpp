@@ -7,6 +7,7 @@
 
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
+#include "ops/block_classes.hpp"
 
 namespace lowbit {
 namespace {
@@ -41,6 +42,15 @@ void backward_into(const Code& code, const py::list& captured, int64_t b, int64_
   const py::gil_scoped_release nogil;
   const ScoreCall call("score_program_backward", "code", code, tensors.views);
   score_program_backward(call, b, h, q0, k0, *scores_argument, *gradient_argument, gradients.views);
+}
+
+int64_t block_classes_into(const Code& code, const py::list& captured, int64_t batch, int64_t heads, int64_t q_length, int64_t kv_length, int64_t q_block,
+                           int64_t kv_block, py::handle classes) {
+  const CapturedArguments tensors(captured, "block_classes: captured");
+  const TensorArgument classes_argument = output(classes, "block_classes: classes");
+  const py::gil_scoped_release nogil;
+  const ScoreCall call("block_classes", "mask_mod", code, tensors.views);
+  return block_classes(call, {batch, heads, q_length, kv_length, q_block, kv_block}, *classes_argument);
 }
 
 py::dict explain_program(const Code& code) {
@@ -81,6 +91,11 @@ Raises:
         R"(Differentiate a score program over one tile: ``gradient``, of the modified scores, becomes that of the raw ``scores``.
 
 ``captured_gradients`` has per captured tensor None, or a contiguous tensor of its shape and the dtype of ``scores`` that its gradient is added to.)");
+  m.def("block_classes", block_classes_into, arg("code"), arg("captured"), arg("B"), arg("H"), arg("q_len"), arg("kv_len"), arg("q_block"),
+        arg("kv_block"), arg("classes"),
+        R"(Write which blocks of a mask are empty (0), partial (1) or full (2) into ``classes``, uint8 ``[B, H, q blocks, kv blocks]``.
+
+A block that reaches over the end of q or k is never full. Returns how many blocks interval arithmetic left to be evaluated.)");
   m.def("score_program_explain", explain_program, arg("code"), "Return the steps that a program runs as, forward and backward, and whether it is a mask.");
 }
 

@@ -313,3 +313,85 @@ def test_tile_wider_than_a_strip(build: Callable[[ProgramBuilder], Value]) -> No
     if build is relative_table:
         captured[0] = torch.randn(900, dtype=torch.float64, requires_grad=True)
     check(code_of(build), captured, torch.randn(9, 601, dtype=torch.float64), tolerance=16 * EPSILON[torch.float64], q0=3, k0=0)
+
+
+# Masks and their blocks.
+
+
+def causal(p: ProgramBuilder) -> Value:
+    return p.op("le", p.op("k"), p.op("q"))
+
+
+def window(p: ProgramBuilder) -> Value:
+    return p.op("and", causal(p), p.op("le", p.op("sub", p.op("q"), p.op("k")), p.constant(70)))
+
+
+def prefix(p: ProgramBuilder) -> Value:
+    return p.op("or", causal(p), p.op("lt", p.op("k"), p.constant(50)))
+
+
+def document(p: ProgramBuilder) -> Value:
+    ids = p.captured("int", 1)
+    return p.op("and", p.op("eq", p.gather(ids, p.op("q")), p.gather(ids, p.op("k"))), causal(p))
+
+
+def dilated(p: ProgramBuilder) -> Value:
+    distance = p.op("abs", p.op("sub", p.op("q"), p.op("k")))
+    return p.op("and", p.op("le", distance, p.constant(90)), p.op("eq", p.op("remainder", distance, p.constant(3)), p.constant(0)))
+
+
+def block_diagonal(p: ProgramBuilder) -> Value:
+    return p.op("eq", p.op("floor_divide", p.op("q"), p.constant(48)), p.op("floor_divide", p.op("k"), p.constant(48)))
+
+
+def dense(p: ProgramBuilder) -> Value:
+    return p.gather(p.captured("bool", 4), p.op("b"), p.op("h"), p.op("q"), p.op("k"))
+
+
+def per_head(p: ProgramBuilder) -> Value:
+    limit = p.op("mul", p.op("add", p.op("h"), p.constant(1)), p.constant(40))
+    return p.op("lt", p.convert(p.op("sub", p.op("k"), p.op("q")), "float"), p.convert(limit, "float"))
+
+
+def everything(p: ProgramBuilder) -> Value:
+    return p.constant(True)
+
+
+def nothing(p: ProgramBuilder) -> Value:
+    return p.op("lt", p.op("q"), p.constant(0))
+
+
+MASKS = (causal, window, prefix, document, dilated, block_diagonal, dense, per_head, everything, nothing)
+
+
+@pytest.mark.parametrize("q_block, kv_block", [(128, 128), (32, 64), (16, 300), (1, 1), (400, 400)])
+@pytest.mark.parametrize("lengths", [(256, 256), (100, 300), (257, 129), (1, 1), (7, 0)], ids=str)
+@pytest.mark.parametrize("build", MASKS, ids=lambda build: build.__name__)
+def test_block_classes_are_those_of_the_dense_mask(
+    build: Callable[[ProgramBuilder], Value], lengths: tuple[int, int], q_block: int, kv_block: int
+) -> None:
+    (q_len, kv_len), code = lengths, code_of(build)
+    captured = [(torch.arange(300) // 37 * (1 - 2 * (torch.arange(300) > 200).long()))] if build is document else []
+    if build is dense:
+        captured = [(torch.rand(1, 1, -(-q_len // 16), -(-kv_len // 16)) < 0.4).repeat_interleave(16, 2).repeat_interleave(16, 3).expand(2, 3, -1, -1)]
+    q_blocks, kv_blocks = -(-q_len // q_block), -(-kv_len // kv_block)
+    classes = torch.full((2, 3, q_blocks, kv_blocks), 9, dtype=torch.uint8)
+    _C.block_classes(code, captured, 2, 3, q_len, kv_len, q_block, kv_block, classes)
+    for b in range(2):
+        for h in range(3):
+            whole = torch.zeros(q_blocks * q_block, kv_blocks * kv_block)
+            if q_len and kv_len:
+                scores = torch.zeros(q_len, kv_len)
+                _C.score_program_eval(code, captured, b, h, 0, 0, scores)
+                whole[:q_len, :kv_len] = (scores == 0).float()
+            counts = whole.view(q_blocks, q_block, kv_blocks, kv_block).sum((1, 3))
+            wanted = (counts > 0).int() + (counts == q_block * kv_block).int()
+            assert torch.equal(classes[b, h].int(), wanted)
+
+
+@pytest.mark.parametrize("build, most", [(causal, 64), (window, 128), (document, 64 + 2 * 8), (everything, 0), (nothing, 0)])
+def test_intervals_decide_most_blocks(build: Callable[[ProgramBuilder], Value], most: int) -> None:
+    ids = torch.arange(8192) * 8 // 8192
+    classes = torch.zeros(1, 1, 64, 64, dtype=torch.uint8)
+    captured = [ids] if build is document else []
+    assert _C.block_classes(code_of(build), captured, 1, 1, 8192, 8192, 128, 128, classes) <= most
