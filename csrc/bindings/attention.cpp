@@ -75,8 +75,8 @@ void backward_into(py::handle q, py::handle k, py::handle v, py::handle out, py:
                                   .seed = seed, .score_mod = call.score_mod(), .mask_mod = call.mask_mod()},
                       .grad_out = *grad_out_argument, .grad_lse = *grad_lse_argument, .grad_q = *grad_q_argument,
                       .grad_k = *grad_k_argument, .grad_v = *grad_v_argument, .grad_mask = *grad_mask_argument,
-                      .grad_sink = *grad_sink_argument, .captured_gradients = captured_grads.views},
-                     call.lists);
+                      .grad_sink = *grad_sink_argument},
+                     call.lists, captured_grads.views);
 }
 
 }  // namespace

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
+#include "ops/score_gradient.hpp"
 #include "ops/score_program.hpp"
 
 namespace lowbit {
@@ -132,6 +134,22 @@ void check_faults(const AttentionForwardArgs& args) {
     if (call) call->check_fault();
 }
 
+void check_captured_gradients(std::string_view op, const ScoreCall* call, std::span<const TensorView> gradients) {
+  const int64_t count = call ? call->captured_count() : 0;
+  check(static_cast<int64_t>(gradients.size()) == count, value, op, ": score_captured_grads must have one entry for each of ", count,
+        " captured tensors, got ", gradients.size());
+  for (int64_t i = 0; i < count; i++) {
+    if (!gradients[i]) continue;
+    const TensorView& tensor = call->captured()[i];
+    check(is_activation(tensor.dtype) || tensor.dtype == DType::float64, type, op, ": a captured tensor with a gradient must be floating, got ",
+          name_of(tensor.dtype));
+    check_dtype(op, "score_captured_grads", gradients[i], tensor.dtype);
+    check(gradients[i].rank == tensor.rank && std::equal(tensor.shape.begin(), tensor.shape.begin() + tensor.rank, gradients[i].shape.begin()), value,
+          op, ": score_captured_grads must have shape ", lowbit::shape_text(tensor), ", got ", lowbit::shape_text(gradients[i]));
+    check(gradients[i].is_contiguous(), value, op, ": score_captured_grads must be contiguous");
+  }
+}
+
 // Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that owns its elements.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
@@ -148,7 +166,7 @@ void attention_forward(AttentionForwardArgs args, const BlockLists& lists) {
   check_faults(args);
 }
 
-void attention_backward(AttentionBackwardArgs args, const BlockLists& lists) {
+void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std::span<const TensorView> captured_gradients) {
   constexpr std::string_view op = "attention_backward";
   AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
@@ -168,8 +186,17 @@ void attention_backward(AttentionBackwardArgs args, const BlockLists& lists) {
     check_shape(op, "grad_mask", args.grad_mask, {batch, heads, length, forward.kv_length()});
   }
   const std::vector<BlockClass> classes = block_classes(op, forward, lists);
+  std::optional<ScoreGradientPlan> plan;
+  if (std::any_of(captured_gradients.begin(), captured_gradients.end(), [](const TensorView& view) { return static_cast<bool>(view); })) {
+    check_captured_gradients(op, forward.score_mod, captured_gradients);
+    const Tiling tiles(length, forward.blocks.q_block, kBackwardQTile);
+    plan.emplace(*forward.score_mod, ScoreGradientShape{batch, heads, tiles.count},
+                 std::vector<TensorView>(captured_gradients.begin(), captured_gradients.end()), real);
+    args.captured = &*plan;
+  }
   run(args);
   check_faults(forward);
+  if (plan) plan->finish();
 }
 
 }  // namespace lowbit

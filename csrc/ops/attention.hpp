@@ -13,6 +13,7 @@
 namespace lowbit {
 
 class ScoreCall;            // ops/score_program.hpp: a program with its captured tensors
+struct ScoreGradientPlan;   // ops/score_gradient.hpp: their gradients
 
 // What to visit, per block of q_block queries and kv_block keys. Without classes every block is full.
 enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
@@ -25,6 +26,21 @@ struct BlockClasses {
     return classes + b * batch_stride + h * head_stride + q_block_index * columns;
   }
 };
+
+// A dimension is cut into tiles that never cross a block of the block mask, so that a tile is empty, partial or full.
+struct Tiling {
+  int64_t length, block, tile, per_block, count;
+  LOWBIT_INLINE Tiling(int64_t length, int64_t block_size, int64_t tile_size)
+      : length(length), block(block_size ? block_size : length > 1 ? length : 1), tile(tile_size < block ? tile_size : block),
+        per_block((block + tile - 1) / tile), count(length / block * per_block + (length % block + tile - 1) / tile) {}
+  LOWBIT_INLINE int64_t block_of(int64_t i) const { return i / per_block; }
+  LOWBIT_INLINE int64_t begin(int64_t i) const { return block_of(i) * block + i % per_block * tile; }
+  LOWBIT_INLINE int size(int64_t i) const {
+    const int64_t block_end = (block_of(i) + 1) * block, rest = (length < block_end ? length : block_end) - begin(i);
+    return static_cast<int>(tile < rest ? tile : rest);
+  }
+};
+constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
 
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {
@@ -57,7 +73,7 @@ struct AttentionBackwardArgs {
   TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
   TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; added to; or empty
   TensorView grad_sink;                       // real [Hq], written, or empty
-  std::span<const TensorView> captured_gradients;  // per tensor that score_mod captured: contiguous, of its shape, written; or not given
+  const ScoreGradientPlan* captured = nullptr;  // gradients of the tensors that score_mod captured, or null
 };
 
 // torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
@@ -68,6 +84,7 @@ struct BlockLists {
 };
 
 LOWBIT_API void attention_forward(AttentionForwardArgs args, const BlockLists& lists);
-LOWBIT_API void attention_backward(AttentionBackwardArgs args, const BlockLists& lists);
+// captured_gradients: per tensor that score_mod captured contiguous, of its shape and dtype, written, or not given; none at all: empty.
+LOWBIT_API void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std::span<const TensorView> captured_gradients);
 
 }  // namespace lowbit

@@ -1,20 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/kernel.hpp"
 
+#include <array>
 #include <cstdlib>
+#include <utility>
 
+#include "ops/attention.hpp"
 #include "ops/linear.hpp"
 #include "ops/quantize.hpp"
+#include "ops/score_program.hpp"
 
 namespace lowbit {
 namespace {
 
+template <class Args, class Body>
+void for_each_row_of(Body&& body) {
+  for (const Backend* backend : backends())
+    for (const auto& row : OpOf<Args>::rows(*backend)) body(OpOf<Args>::name, *backend, row.name);
+}
+
 template <class Body>
 void for_each_row(Body&& body) {  // body(op, backend, row name)
-  for (const Backend* backend : backends()) {
-    for (const auto& row : backend->linear) body(OpOf<LinearArgs>::name, *backend, row.name);
-    for (const auto& row : backend->quantize) body(OpOf<QuantizeArgs>::name, *backend, row.name);
-  }
+  for_each_row_of<LinearArgs>(body);
+  for_each_row_of<QuantizeArgs>(body);
+  for_each_row_of<AttentionForwardArgs>(body);
+  for_each_row_of<AttentionBackwardArgs>(body);
+  for_each_row_of<ScoreProgramArgs>(body);
 }
 
 bool names_a_row(std::string_view name) {
@@ -40,7 +51,18 @@ const std::string& process_wide() {
 }
 
 thread_local std::string forced_here;
-thread_local std::string_view last_linear, last_quantize;
+
+// What ran last, by op: a handful of ops, looked up in order.
+struct LastRun {
+  std::string_view op, name;
+};
+thread_local std::array<LastRun, 16> last_runs;
+
+LastRun& last_run(std::string_view op) {
+  for (LastRun& run : last_runs)
+    if (run.op.empty() || run.op == op) return run;
+  return last_runs.back();
+}
 
 }  // namespace
 
@@ -57,7 +79,14 @@ std::vector<RowInfo> rows_of(std::string_view op) {
     const std::string reason = unavailable_reason(backend);
     rows.push_back({std::string(name), std::string(backend.name), reason.empty(), reason});
   });
-  check(!rows.empty(), ErrorKind::value, "kernels: op must be linear or quantize, got '", op, "'");
+  if (rows.empty()) {
+    std::string ops;
+    std::string_view previous;
+    for_each_row([&](std::string_view row_op, const Backend&, std::string_view) {
+      if (row_op != std::exchange(previous, row_op)) ops += concat(ops.empty() ? "" : ", ", row_op);
+    });
+    throw Error(ErrorKind::value, concat("kernels: op must be one of ", ops, ", got '", op, "'"));
+  }
   return rows;
 }
 
@@ -72,8 +101,8 @@ std::string_view forced_kernel(std::string_view op) {
   return name.size() > op.size() && name.compare(0, op.size(), op) == 0 ? std::string_view(name) : std::string_view();
 }
 
-std::string_view last_kernel(std::string_view op) { return op == OpOf<LinearArgs>::name ? last_linear : last_quantize; }
+std::string_view last_kernel(std::string_view op) { return last_run(op).op == op ? last_run(op).name : std::string_view(); }
 
-void note_ran(std::string_view op, std::string_view name) { (op == OpOf<LinearArgs>::name ? last_linear : last_quantize) = name; }
+void note_ran(std::string_view op, std::string_view name) { last_run(op) = {op, name}; }
 
 }  // namespace lowbit

@@ -17,6 +17,9 @@ namespace lowbit {
 
 struct LinearArgs;
 struct QuantizeArgs;
+struct ScoreProgramArgs;
+struct AttentionForwardArgs;
+struct AttentionBackwardArgs;
 
 template <class Args>
 struct Kernel {
@@ -30,6 +33,9 @@ struct Backend {
   Isa isa;
   std::span<const Kernel<LinearArgs>> linear;
   std::span<const Kernel<QuantizeArgs>> quantize;
+  std::span<const Kernel<ScoreProgramArgs>> score_program;
+  std::span<const Kernel<AttentionForwardArgs>> attention_forward;
+  std::span<const Kernel<AttentionBackwardArgs>> attention_backward;
 };
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
@@ -43,6 +49,18 @@ template <> struct OpOf<LinearArgs> {
 template <> struct OpOf<QuantizeArgs> {
   static constexpr std::string_view name = "quantize";
   static auto rows(const Backend& backend) { return backend.quantize; }
+};
+template <> struct OpOf<ScoreProgramArgs> {
+  static constexpr std::string_view name = "score_program";
+  static auto rows(const Backend& backend) { return backend.score_program; }
+};
+template <> struct OpOf<AttentionForwardArgs> {
+  static constexpr std::string_view name = "attention_forward";
+  static auto rows(const Backend& backend) { return backend.attention_forward; }
+};
+template <> struct OpOf<AttentionBackwardArgs> {
+  static constexpr std::string_view name = "attention_backward";
+  static auto rows(const Backend& backend) { return backend.attention_backward; }
 };
 
 struct RowInfo {

@@ -9,11 +9,12 @@
 
 #include "core/scratch.hpp"
 #include "cpu/attention/visit.hpp"
+#include "ops/score_gradient.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kBackwardQTile = 64, kBackwardKvTile = 128;
+constexpr int64_t kBackwardKvTile = 128;
 
 template <class T>
 struct BackwardTile {
@@ -23,8 +24,15 @@ struct BackwardTile {
   Matrix<T> grad_q;                               // of one tile of queries
   Matrix<T> grad_k, grad_v;                       // of kv_rows keys: one tile, or a whole head
   T *base, *delta, *factor, *scales;
+  Matrix<T> raw;                                  // scores before score_mod
+  Programs<T> programs;
+  ScoreMachine<T> reverse;                        // of score_mod
+  const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
+  bool adds_grad_mask = false;
 
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t kv_rows, Arena& arena) {
+  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t kv_rows, const ScorePlan ScoreProgram::*reverse_plan, Arena& arena)
+      : programs(args, q_tile, kBackwardKvTile, arena), reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
+    if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
     const int64_t e = args.q.size(3), ev = args.v.size(3);
     q = arena.matrix<T>(q_tile, e), grad_out = arena.matrix<T>(q_tile, ev), grad_q = arena.matrix<T>(q_tile, e);
     keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
@@ -39,6 +47,12 @@ struct BackwardTile {
 template <class T>
 void clear_rows(Matrix<T> m, int64_t rows) {
   for (int64_t i = 0; i < rows * m.stride; i += 16) store(m.data + i, set1(T{0}));
+}
+
+template <class T>
+void copy_rows(Matrix<T> from, Matrix<T> to, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c += 16) store(to.row(r) + c, load(from.row(r) + c));
 }
 
 template <class T>
@@ -72,7 +86,7 @@ void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
 
 // A tile of queries: q and grad_out widened, lse in units of log2, D.
 template <class T>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, const BackwardTile<T>& tile) {
+void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
   widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
@@ -85,7 +99,7 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const 
 }
 
 template <class T>
-void load_keys(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
   transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
@@ -101,11 +115,12 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 
 // tile.p and tile.ds from the queries and keys that are loaded.
 template <class T>
-void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t padded = round_up(at.cols, 16);
   multiply(rows_of(tile.q), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), Sum::fresh);
-  modify_scores(forward, at, tile.p);
+  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, padded);
+  modify_scores(forward, at, tile.programs, tile.p);
   multiply(rows_of(tile.grad_out), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), Sum::fresh);
   const auto log2e = set1(static_cast<T>(kLog2e));
   for (int64_t r = 0; r < at.rows; r++) {
@@ -126,29 +141,31 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, con
       }
     }
   }
+  if (tile.adds_grad_mask) add_grad_mask(args.grad_mask, at, tile.ds);
+  if (tile.reverse.call) run_machine(tile.reverse, score_tile(at, tile.raw), tile.ds.data, tile.ds.stride, tile.captured);
 }
 
 template <class T>
-void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile, Matrix<T> grad_k, Matrix<T> grad_v) {
+void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile, Matrix<T> grad_k, Matrix<T> grad_v) {
   multiply(columns_of(tile.p), tile.grad_out, grad_v, at.cols, args.v.size(3), at.rows, Sum::onto);
   multiply(columns_of(tile.ds), tile.q, grad_k, at.cols, args.q.size(3), at.rows, Sum::onto);
 }
 
 template <class T>
-void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const int64_t e = args.q.size(3);
   widen_rows(HeadView(args.k, at.b, at.h / args.group()), at.k0, at.cols, e, T{1}, tile.keys);
   multiply(rows_of(tile.ds), tile.keys, tile.grad_q, at.rows, e, at.cols, Sum::onto);
 }
 
 template <class T>
-void store_grad_queries(const AttentionBackwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void store_grad_queries(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   fill(tile.scales, at.rows, static_cast<T>(args.forward.scale));
   narrow_rows(tile.grad_q, tile.scales, at.rows, args.forward.q.size(3), HeadView(args.grad_q, at.b, at.h), at.q0);
 }
 
 template <class T>
-void store_grad_keys(const AttentionBackwardArgs& args, int64_t b, int64_t kv_head, int64_t first, int64_t rows, const BackwardTile<T>& tile) {
+void store_grad_keys(const AttentionBackwardArgs& args, int64_t b, int64_t kv_head, int64_t first, int64_t rows, BackwardTile<T>& tile) {
   fill(tile.scales, rows, T{1});
   narrow_rows(tile.grad_k, tile.scales, rows, args.forward.q.size(3), HeadView(args.grad_k, b, kv_head), first);
   narrow_rows(tile.grad_v, tile.scales, rows, args.forward.v.size(3), HeadView(args.grad_v, b, kv_head), first);
@@ -156,7 +173,7 @@ void store_grad_keys(const AttentionBackwardArgs& args, int64_t b, int64_t kv_he
 
 // All of one kv head: tiles of queries outside, keys inside.
 template <class T>
-void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, const BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
+void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
   const AttentionForwardArgs& forward = args.forward;
   clear_rows(tile.grad_k, tilings.kv.length), clear_rows(tile.grad_v, tilings.kv.length);
   for (int64_t h = kv_head * forward.group(); h < (kv_head + 1) * forward.group(); h++)
@@ -178,7 +195,7 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_k and grad_v of one tile of keys.
 template <class T>
-void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, const BackwardTile<T>& tile, int64_t b, int64_t kv_head,
+void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
                    int64_t j) {
   const AttentionForwardArgs& forward = args.forward;
   TilePlace at{b, kv_head * forward.group(), 0, tilings.kv.begin(j), 0, tilings.kv.size(j), false};
@@ -196,7 +213,7 @@ void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
 template <class T>
-void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, const BackwardTile<T>& tile, int64_t b, int64_t h,
+void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t h,
                       int64_t i) {
   TilePlace at{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, false};
   load_queries(args, at, delta, tile);
@@ -205,7 +222,6 @@ void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings,
     if (!tilings.visit(args.forward, b, h, i, j, at)) continue;
     load_keys(args.forward, at, tile);
     score_gradients(args, at, tile);
-    if (args.grad_mask) add_grad_mask(args.grad_mask, at, tile.ds);
     add_grad_queries(args.forward, at, tile);
   }
   store_grad_queries(args, at, tile);
@@ -249,12 +265,26 @@ void add_grad_sink(const AttentionBackwardArgs& args, const T* delta) {
 }
 
 template <class T, class F>
-void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int threads, int64_t q_tile, int64_t kv_rows, F&& f) {
-  parallel_for(tasks, threads, [&](int64_t task) {
+void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t kv_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
+  parallel_for(tasks, num_threads(), [&](int64_t task) {
     Arena arena;
-    BackwardTile<T>(args, q_tile, kv_rows, arena);
+    BackwardTile<T>(args, q_tile, kv_rows, reverse, arena);
     arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
-    f(task, BackwardTile<T>(args, q_tile, kv_rows, arena));
+    BackwardTile<T> tile(args, q_tile, kv_rows, reverse, arena);
+    f(task, tile);
+  });
+}
+
+// A pass over tiles of queries for the gradients of captured tensors, in the slices of their plan.
+template <class T>
+void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta) {
+  const ScoreGradientPlan& plan = *args.captured;
+  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, 1, &ScoreProgram::backward, [&](int64_t slice, BackwardTile<T>& tile) {
+    tile.captured = plan.targets(slice);
+    for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
+      const ScoreGradientItem item = plan.item(slice, n);
+      backward_queries(args, tilings, delta, tile, item.b, item.head, item.q);
+    }
   });
 }
 
@@ -268,21 +298,26 @@ void attention_backward(const AttentionBackwardArgs& args) {
   parallel_for(heads, threads, [&](int64_t head) { row_deltas(args, head, delta + head * forward.q_length()); });
   if (args.grad_sink) add_grad_sink(args, delta);
   // Busy share of the threads if each takes whole heads, against five products where the two passes need seven.
-  const int64_t rounds = ceil_div(kv_heads, threads);
-  if (!args.grad_mask && kv_heads * 7 >= rounds * threads * 5) {
-    run_backward_tasks<T>(forward, kv_heads, threads, tilings.q.tile, tilings.kv.length, [&](int64_t task, const BackwardTile<T>& tile) {
+  const bool enough_heads = kv_heads * 7 >= ceil_div(kv_heads, threads) * threads * 5;
+  if (enough_heads && !args.grad_mask && !args.captured) {
+    run_backward_tasks<T>(forward, kv_heads, tilings.q.tile, tilings.kv.length, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
       backward_head(args, tilings, delta, tile, task / forward.kv_heads(), task % forward.kv_heads());
     });
     return;
   }
-  run_backward_tasks<T>(forward, kv_heads * tilings.kv.count, threads, tilings.q.tile, tilings.kv.tile, [&](int64_t task, const BackwardTile<T>& tile) {
-    const int64_t head = task / tilings.kv.count;
-    backward_keys(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), task % tilings.kv.count);
-  });
+  run_backward_tasks<T>(forward, kv_heads * tilings.kv.count, tilings.q.tile, tilings.kv.tile, &ScoreProgram::backward_only,
+                        [&](int64_t task, BackwardTile<T>& tile) {
+                          const int64_t head = task / tilings.kv.count;
+                          backward_keys(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), task % tilings.kv.count);
+                        });
+  if (args.captured) backward_captured(args, tilings, delta);
+  if (args.captured && !args.grad_mask) return;
   const QueryTasks tasks(args, tilings.q.count);
-  run_backward_tasks<T>(forward, tasks.b_tasks * tasks.h_tasks * tasks.i_tasks, threads, tilings.q.tile, 1, [&](int64_t task, const BackwardTile<T>& tile) {
-    tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, delta, tile, b, h, i); });
-  });
+  run_backward_tasks<T>(forward, tasks.b_tasks * tasks.h_tasks * tasks.i_tasks, tilings.q.tile, 1, &ScoreProgram::backward_only,
+                        [&](int64_t task, BackwardTile<T>& tile) {
+                          tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
+                          tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, delta, tile, b, h, i); });
+                        });
 }
 
 }  // namespace

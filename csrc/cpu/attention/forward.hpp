@@ -23,8 +23,9 @@ struct ForwardTile {
   Matrix<T> q, keys, values, scores, out, buffer;
   RowSums<T> sums;
   T* factor;
+  Programs<T> programs;
 
-  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) {
+  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) : programs(args, q_tile, kKvTile, arena) {
     const int64_t e = args.q.size(3), ev = args.v.size(3);
     q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile), values = arena.matrix<T>(kKvTile, ev);
     scores = arena.matrix<T>(q_tile, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
@@ -56,7 +57,7 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
 }
 
 template <class T>
-void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, const ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
+void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
   const int64_t e = args.q.size(3), ev = args.v.size(3), padded_ev = round_up(ev, 16);
   const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
   TilePlace at{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, false};
@@ -70,7 +71,7 @@ void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, cons
     transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer);
     widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
     multiply(rows_of(tile.q), tile.keys, tile.scores, at.rows, at.cols, e, Sum::fresh);
-    modify_scores(args, at, tile.scores);
+    modify_scores(args, at, tile.programs, tile.scores);
     const bool grew = softmax_rows(tile.scores, at.rows, round_up(at.cols, 16), tile.sums);
     if (grew) scale_rows(tile.out, at.rows, padded_ev, tile.sums.factor);
     if (args.dropout_p > 0) drop_probabilities(args, at, tile.scores, tile.factor);
@@ -88,7 +89,7 @@ void attention_forward(const AttentionForwardArgs& args) {
     Arena arena;
     ForwardTile<T>(args, tilings.q.tile, arena);
     arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
-    const ForwardTile<T> tile(args, tilings.q.tile, arena);
+    ForwardTile<T> tile(args, tilings.q.tile, arena);
     const int64_t head = task / tilings.q.count, i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
     forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);
   });

@@ -4,6 +4,7 @@
 
 #include "core/random.hpp"
 #include "cpu/attention/tile.hpp"
+#include "cpu/score_program/vm.hpp"
 #include "ops/attention.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -100,8 +101,37 @@ void cut_columns(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T
     for (int64_t c = visible_columns(args, at, r); c < padded; c++) scores.row(r)[c] = kMinusInfinity<T>;
 }
 
+// The machine that runs one plan of a program for one thread; without a call there is nothing to run.
 template <class T>
-void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores) {
+ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, Arena& arena) {
+  ScoreMachine<T> machine;
+  if (!call || (call->program().*plan).empty()) return machine;
+  machine.call = call, machine.plan = &(call->program().*plan);
+  machine.max_rows = static_cast<int>(rows), machine.max_cols = static_cast<int>(cols);
+  void* memory = arena.array<char>(static_cast<int64_t>(machine_bytes(*machine.plan, machine.max_rows, machine.max_cols, sizeof(T))));
+  if (arena.base) start_machine(machine, memory);
+  return machine;
+}
+
+template <class T>
+LOWBIT_INLINE ScoreTile<T> score_tile(const TilePlace& at, Matrix<T> scores) {
+  return {at.b, at.h, at.q0, at.k0, at.rows, at.cols, scores.data, scores.stride};
+}
+
+// The programs of a call.
+template <class T>
+struct Programs {
+  ScoreMachine<T> score, mask;
+  LOWBIT_INLINE Programs(const AttentionForwardArgs& args, int64_t rows, int64_t cols, Arena& arena)
+      : score(machine_for<T>(args.score_mod, &ScoreProgram::forward, rows, cols, arena)),
+        mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
+};
+
+// Raw scores -> what the softmax is taken of.
+template <class T>
+void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
+  if (programs.score.call) run_machine(programs.score, score_tile(at, scores), nullptr, 0, nullptr);
+  if (programs.mask.call && at.partial) run_machine(programs.mask, score_tile(at, scores), nullptr, 0, nullptr);
   if (args.mask) add_mask(args.mask, at, scores);
   cut_columns(args, at, scores);
 }
