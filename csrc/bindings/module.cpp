@@ -7,5 +7,8 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_errors();
   lowbit::register_linear(m);
   lowbit::register_quantize(m);
+  lowbit::register_score_program(m);
+  lowbit::register_attention(m);
+  lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "ops/attention.hpp"
+#include "ops/decode.hpp"
 #include "ops/linear.hpp"
 #include "ops/quantize.hpp"
 #include "ops/score_program.hpp"
@@ -25,6 +26,9 @@ void for_each_row(Body&& body) {  // body(op, backend, row name)
   for_each_row_of<QuantizeArgs>(body);
   for_each_row_of<AttentionForwardArgs>(body);
   for_each_row_of<AttentionBackwardArgs>(body);
+  for_each_row_of<DecodeArgs>(body);
+  for_each_row_of<KvQuantizeArgs>(body);
+  for_each_row_of<KvDequantizeArgs>(body);
   for_each_row_of<ScoreProgramArgs>(body);
 }
 

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of up to 256 consecutive tokens of one kv head, read once and in order. What is read after them is prefetched with them.
+#pragma once
+
+#include "cpu/attention/softmax.hpp"
+#include "ops/decode.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kSplit = 256;      // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
+constexpr int64_t kTokenTile = 16;   // tokens whose rows stay in L1 while all queries meet them
+constexpr int64_t kPrefetch = 4096;  // bytes ahead, as in linear
+
+// What one task does: the queries l0..l0 + l_count of the heads of one kv head, against the keys first..first + count. Its rows are [head of the
+// group][query].
+struct SplitPlace {
+  int64_t b, kv_head, l0, l_count, first, count;
+};
+
+// The queries of these rows, prepared once per call, rotated if the keys are: float32 times the scale, or int16 codes with a step (times the scale).
+struct QueryRows {
+  const float** floats;
+  const int16_t** codes;
+  const float** steps;
+};
+
+// Scratch of one task.
+struct SplitMemory {
+  Matrix<float> scores, out;
+  RowSums<float> sums;
+  QueryRows q;
+  float* scales;     // of the codes of the split
+  int16_t* weights;  // [groups][rows][kSplit]: probabilities times scales
+  float* steps;      // [groups][rows] of these
+  float* weighted;   // [kSplit]
+  void* program;     // of the score programs
+};
+
+struct TokenRows {
+  const char* data;
+  int64_t stride, bytes, count;  // bytes between rows and of a row; rows
+  const char* next = nullptr;    // read after the last row
+  int64_t next_stride = 0;
+
+  LOWBIT_INLINE TokenRows(const TensorView& tensor, int64_t b, int64_t h, int64_t first, int64_t count) : count(count) {
+    const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
+    stride = tensor.stride[2] * size, bytes = tensor.size(3) * size;
+    data = tensor.as<const char>() + (b * tensor.stride[0] + h * tensor.stride[1]) * size + first * stride;
+  }
+  LOWBIT_INLINE void followed_by(const TokenRows& other) { next = other.data, next_stride = other.stride; }
+
+  template <class E>
+  LOWBIT_INLINE const E* row(int64_t t) const { return reinterpret_cast<const E*>(data + smaller(t, count - 1) * stride); }
+
+  LOWBIT_INLINE void prefetch(int64_t first, int64_t tokens) const {
+    const int64_t ahead = larger(kTokenTile, kPrefetch / bytes);
+    for (int64_t t = first + ahead; t < first + ahead + tokens; t++) {
+      if (t >= count && !next) return;
+      const char* row = t < count ? data + t * stride : next + (t - count) * next_stride;
+      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
+    }
+  }
+};
+
+// The rows of a tile of queries go in fours; two or one are left over. f(integral_constant rows, first row).
+template <class F>
+LOWBIT_INLINE void for_row_tiles(int64_t rows, F&& f) {
+  int64_t r = 0;
+  for (; r + 2 < rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  if (r + 2 == rows) f(std::integral_constant<int, 2>{}, r);
+  else if (r + 1 == rows) f(std::integral_constant<int, 1>{}, r);
+}
+constexpr int64_t kRowTile = 4;  // arrays of rows are rounded up to it
+
+// scores[r][t] for all rows and tokens. dot(integral_constant rows, r, t, to): four sums, of all rows with t, t + 1, ... : to[token][row].
+template <class Dot>
+LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, Matrix<float> scores, Dot&& dot) {
+  for (int64_t t0 = 0; t0 < keys.count; t0 += kTokenTile) {
+    keys.prefetch(t0, kTokenTile);
+    for_row_tiles(rows, [&](auto kRows, int64_t r) {
+      for (int64_t t = t0; t < smaller(keys.count, t0 + kTokenTile); t += 4) {
+        alignas(64) float sums[16];
+        unroll<kRows>([&](auto step) { dot(kRows, r, t + step * (4 / kRows), sums + 4 * step); });
+        float* to = scores.row(r) + t;
+        if constexpr (kRows == 4) transpose_4x4(sums, to, scores.stride);
+        else
+          for (int i = 0; i < 4 * kRows; i++) to[i % kRows * scores.stride + i / kRows] = sums[i];
+      }
+    });
+  }
+}
+
+// Calls add(integral_constant rows, r, t, tokens) for tiles of rows and of tokens.
+template <class Add>
+LOWBIT_INLINE void visit_values(const TokenRows& values, int64_t rows, Add&& add) {
+  for (int64_t t = 0; t < values.count; t += kTokenTile) {
+    values.prefetch(t, kTokenTile);
+    for_row_tiles(rows, [&](auto kRows, int64_t r) { add(kRows, r, t, smaller(kTokenTile, values.count - t)); });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
