@@ -26,6 +26,7 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
+    from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -61,6 +62,7 @@ _HOME = {
     "int8_dynamic_activation_int4_weight": "lowbit.formats",
     "float_weight": "lowbit.formats",
     "linear": "lowbit.ops.linear",
+    "scaled_dot_product_attention": "lowbit.attention.sdpa",
     "kernels": "lowbit.diagnostics.kernels",
     "force_kernel": "lowbit.diagnostics.kernels",
     "explain": "lowbit.diagnostics.explain",
@@ -87,6 +89,7 @@ __all__ = [
     "kernels",
     "linear",
     "quantize_",
+    "scaled_dot_product_attention",
 ]
 
 _register()

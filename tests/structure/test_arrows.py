@@ -28,11 +28,13 @@ PYTHON_ARROWS = {
     "ops": {"ops", "_C", "reference"},
     "formats": {"formats", "ops", "_C", "reference"},
     "quant": {"quant", "formats", "ops", "_C", "reference"},
+    "attention": {"attention", "ops", "_C"},
+    "integrations": {"integrations", "attention", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "devices", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
-    "__init__.py": {"ops", "formats", "quant", "diagnostics", "_C"},
+    "__init__.py": {"ops", "formats", "quant", "attention", "diagnostics", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

@@ -42,7 +42,8 @@ def attention(
     """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and its largest score.
 
     Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the result and the
-    log-sum-exp. The largest score is not differentiable. No second derivative.
+    log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True) materializes the scores, and is
+    not there with programs, a block mask or dropout.
 
     Args:
         q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a multiple of Hkv.
@@ -100,7 +101,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, mask, seed, sink, *inputs[_FIXED:], *mask_captured, *blocks)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask, seed, sink, *rest = ctx.saved_tensors
         scale, causal, dropout_p, score_mod, mask_mod, block_size = ctx.numbers
@@ -110,6 +110,13 @@ class _Attention(torch.autograd.Function):
         captured_needs = list(needs[_FIXED:])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
+        if torch.is_grad_enabled():  # create_graph=True
+            if score_mod or mask_mod or blocks or dropout_p > 0:
+                raise NotImplementedError("attention: no second derivative with score_mod, mask_mod, a block mask or dropout")
+            grad_q, grad_k, grad_v, grad_mask, grad_sink = _twice_differentiable(
+                (q, k, v, mask, sink), needs, scale, causal, (grad_out, grad_lse)
+            )
+            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink
         grads = _backward_op(
             q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, captured_needs,
             mask_mod, mask_captured, blocks, block_size, sink, needs[_MASK], needs[_SINK],
@@ -119,3 +126,37 @@ class _Attention(torch.autograd.Function):
         grad_sink = next(others) if needs[_SINK] else None
         captured = (next(others) if needed else None for needed in captured_needs)
         return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, *captured
+
+
+def _twice_differentiable(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    needs: Sequence[bool],
+    scale: float,
+    causal: bool,
+    grads: tuple[Tensor, Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of q, k, v, mask and sink as torch's own graph, from the whole matrix of scores."""
+    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)  # one tensor may come as q, k and v: a gradient for each
+    q, k, v, mask, sink = inputs
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.to(real).repeat_interleave(group, 1) for x in (k, v))
+    scores = q.to(real) @ wide_k.transpose(-1, -2) * scale
+    visible = None
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        visible = mask
+    elif mask is not None:
+        scores = scores + mask.to(real)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    columns = scores if sink is None else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = (columns == -torch.inf).all(-1)
+    lse = columns.masked_fill(empty[..., None], 0.0).logsumexp(-1)  # a row that sees nothing must not make nan
+    p = (scores - lse[..., None]).exp().masked_fill(empty[..., None], 0.0)
+    outputs = [(p @ wide_v).to(q.dtype), lse.masked_fill(empty, -torch.inf)]
+    wanted = [x for x, needed in zip(inputs, (*needs[:3], needs[_MASK], needs[_SINK]), strict=True) if needed and x is not None]
+    given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    found = iter(torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], create_graph=True, allow_unused=True))
+    return [next(found) if any(x is y for y in wanted) else None for x in inputs]
