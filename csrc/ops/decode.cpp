@@ -32,7 +32,7 @@ void check_rank_4(std::string_view op, std::string_view name, const TensorView& 
 
 void check_codes(std::string_view op, std::string_view name, const TensorView& codes, const TensorView& scale, KvFormat format, int64_t batch,
                  int64_t heads, int64_t length, int64_t columns) {
-  check(columns >= 1 && columns <= 4096, value, op, ": head dimensions of codes must be 1..4096, got ", columns);  // sums of a row fit int32
+  check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ", columns);  // 512 * 127 * 32767 < 2^31
   check_rows(op, name, codes, {batch, heads, length, kv_row_bytes(format, columns)});
   check(scale.dtype == DType::float32 || scale.dtype == DType::float16, type, op, ": ", name, "_scale must be float32 or float16, got ",
         name_of(scale.dtype));

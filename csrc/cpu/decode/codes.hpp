@@ -29,64 +29,81 @@ LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
   return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at]) : scale.as<const float>()[at];
 }
 
-// Scales of the tokens of a split as float32, [token][group] or [group][token]; zeros up to the next multiple of 16 tokens.
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, bool by_group, float* to) {
-  const int64_t groups = scale.size(3), base = at.b * scale.stride[0] + at.kv_head * scale.stride[1] + at.first * scale.stride[2];
-  const int64_t token_step = by_group ? 1 : groups, group_step = by_group ? kSplit : 1;
-  for (int64_t t = 0; t < round_up(at.count, 16); t++)
-    for (int64_t g = 0; g < groups; g++) to[t * token_step + g * group_step] = t < at.count ? scale_at(scale, base + t * scale.stride[2] + g) : 0.0f;
+// Scales of the tokens of a split as float32 [token][group], zeros up to the next multiple of 16 of them.
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, float* to) {
+  const int64_t groups = scale.size(3), step = scale.stride[2], count = at.count * groups;
+  const int64_t base = at.b * scale.stride[0] + at.kv_head * scale.stride[1] + at.first * step;
+  for (int64_t i = count; i < round_up(count, 16 * groups); i++) to[i] = 0.0f;
+  if (step != groups) {
+    for (int64_t t = 0; t < at.count; t++)
+      for (int64_t g = 0; g < groups; g++) to[t * groups + g] = scale_at(scale, base + t * step + g);
+    return;
+  }
+  int64_t i = 0;
+  if (scale.dtype == DType::float32)
+    for (; i + 16 <= count; i += 16) store(to + i, load(scale.as<const float>() + base + i));
+  else
+    for (; i + 16 <= count; i += 16) store(to + i, load_f16(scale.as<const uint16_t>() + base + i));
+  for (; i < count; i++) to[i] = scale_at(scale, base + i);
 }
 
-template <KvFormat kFormat, int kRows>
-LOWBIT_INLINE void dot_codes(const int16_t* const* q, const TokenRows& keys, int64_t t, int64_t padded, const float* scales, float* to) {
+template <KvFormat kFormat, int kRows, int kColumns>
+LOWBIT_INLINE void dot_codes(const int16_t* const* q, const char* key, int64_t stride, int64_t padded, const float* scales, float* to) {
   constexpr int kTokens = 4 / kRows;
-  const uint8_t* k[kTokens];
-  unroll<kTokens>([&](auto j) { k[j] = keys.row<uint8_t>(t + j); });
-  f32x16 total[4];
+  if constexpr (kColumns != 0) padded = kColumns;
+  const int16_t* x[kRows];
+  unroll<kRows>([&](auto r) { x[r] = q[r]; });
+  const int64_t groups = padded / kKvGroup;
   if constexpr (kFormat == KvFormat::int8) {
     i32x16 acc[4];
     unroll<4>([&](auto i) { acc[i] = set1(int32_t{0}); });
-    for (int64_t c = 0; c < padded; c += 32) {
-      i16x32 key[kTokens];
-      unroll<kTokens>([&](auto j) { key[j] = widen_i8(reinterpret_cast<const int8_t*>(k[j]) + c); });
+    auto step = [&](int64_t c) {
+      i16x32 w[kTokens];
+      unroll<kTokens>([&](auto j) { w[j] = widen_i8(reinterpret_cast<const int8_t*>(key + j * stride) + c); });
       unroll<kRows>([&](auto r) {
-        const i16x32 x = load_i16(q[r] + c);
-        unroll<kTokens>([&](auto j) { acc[j * kRows + r] = add_pairs(acc[j * kRows + r], key[j], x); });
+        const i16x32 v = load_i16(x[r] + c);
+        unroll<kTokens>([&](auto j) { acc[j * kRows + r] = add_pairs(acc[j * kRows + r], w[j], v); });
       });
-    }
-    unroll<4>([&](auto i) { total[i] = to_float(acc[i]); });
+    };
+    if constexpr (kColumns != 0) unroll<kColumns / 32>([&](auto i) { step(32 * i); });
+    else for (int64_t c = 0; c < padded; c += 32) step(c);
+    store_sums(to, acc[0], acc[1], acc[2], acc[3]);
   } else {
-    unroll<4>([&](auto i) { total[i] = set1(0.0f); });
-    for (int64_t c = 0; c < padded; c += 32) {
-      i16x32 key[kTokens];
+    f32x16 acc[4];
+    unroll<4>([&](auto i) { acc[i] = set1(0.0f); });
+    auto step = [&](int64_t g) {
+      i16x32 w[kTokens];
       f32x16 scale[kTokens];
       unroll<kTokens>([&](auto j) {
-        key[j] = widen_i4(k[j] + c / 2);
-        scale[j] = set1(scales[(t + j) * (padded / 32) + c / 32]);
+        w[j] = widen_i4(reinterpret_cast<const uint8_t*>(key + j * stride) + g * kKvGroup / 2);
+        scale[j] = set1(scales[j * groups + g]);
       });
       unroll<kRows>([&](auto r) {
-        const i16x32 x = load_i16(q[r] + c);
-        unroll<kTokens>([&](auto j) {
-          total[j * kRows + r] = fma(to_float(add_pairs(set1(int32_t{0}), key[j], x)), scale[j], total[j * kRows + r]);
-        });
+        const i16x32 v = load_i16(x[r] + g * kKvGroup);
+        unroll<kTokens>([&](auto j) { acc[j * kRows + r] = fma(to_float(add_pairs(set1(int32_t{0}), w[j], v)), scale[j], acc[j * kRows + r]); });
       });
-    }
+    };
+    if constexpr (kColumns != 0) unroll<kColumns / 32>([&](auto i) { step(i); });
+    else for (int64_t g = 0; g < groups; g++) step(g);
+    store_sums(to, acc[0], acc[1], acc[2], acc[3]);
   }
-  store_sums(to, total[0], total[1], total[2], total[3]);
 }
 
 LOWBIT_INLINE i32x16 load_i32(const float* p) { return bits_of(load(p)); }
 LOWBIT_INLINE void store_i32(float* p, i32x16 a) { store(p, float_of(a)); }
 
-// 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit.
+// 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit. zip(row, next row): pairs of codes.
 template <int kRows, class Zip>
-LOWBIT_INLINE void add_code_columns(const int16_t* p, int64_t t0, int64_t tokens, float* out, int64_t out_stride, Zip&& zip) {
+LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens, float* out, int64_t out_stride, Zip&& zip) {
   i32x16 acc[kRows];
   unroll<kRows>([&](auto r) { acc[r] = load_i32(out + r * out_stride); });
-  for (int64_t t = t0; t < t0 + tokens; t += 2) {
-    const i16x32 codes = zip(t);
+  auto step = [&](int64_t t, int64_t next) {
+    const i16x32 codes = zip(row, row + next);
     unroll<kRows>([&](auto r) { acc[r] = add_pairs(acc[r], codes, load_pair(p + r * kSplit + t)); });
-  }
+  };
+  int64_t t = 0;
+  for (; t + 2 <= tokens; t += 2, row += 2 * stride) step(t, stride);
+  if (t < tokens) step(t, 0);  // the probability of the token behind the last is 0
   unroll<kRows>([&](auto r) { store_i32(out + r * out_stride, acc[r]); });
 }
 
@@ -98,9 +115,11 @@ struct CodeKv {
   static void scores(const DecodeArgs& args, const TokenRows& keys, const QueryRows& q, int64_t rows, Matrix<float> scores, SplitMemory& memory,
                      const SplitPlace& at) {
     const int64_t padded = kv_padded(args.q.size(3));
-    load_scales(args.k_scale, at, false, memory.scales);
-    score_tokens(keys, rows, scores, [&](auto kRows, int64_t r, int64_t t, float* to) {
-      dot_codes<kFormat, kRows>(q.codes + r, keys, t, padded, memory.scales, to);
+    load_scales(args.k_scale, at, memory.scales);
+    with_columns(padded, [&](auto kColumns) {
+      score_tokens(keys, rows, scores, [&](auto kRows, int64_t r, int64_t t, const char* key, int64_t stride, float* to) {
+        dot_codes<kFormat, kRows, kColumns>(q.codes + r, key, stride, padded, memory.scales + t * (padded / kKvGroup), to);
+      });
     });
     for (int64_t r = 0; r < rows; r++) {
       const f32x16 step = set1(*q.steps[r]);
@@ -117,19 +136,27 @@ struct CodeKv {
                      const SplitPlace& at) {
     const int64_t padded = kv_padded(args.out.size(3)), groups = args.v_scale.size(3), group_columns = padded / groups, tokens = round_up(at.count, 16);
     const int64_t stored_rows = round_up(rows, kRowTile);
-    load_scales(args.v_scale, at, true, memory.scales);
-    for (int64_t g = 0; g < groups; g++)
+    load_scales(args.v_scale, at, memory.scales);
+    for (int64_t g = 0; g < groups; g++) {
+      const float* scales = memory.scales;
+      if (groups > 1) {
+        scales = memory.group_scales;
+        for (int64_t t = 0; t < tokens; t++) memory.group_scales[t] = memory.scales[t * groups + g];
+      }
       for (int64_t r = 0; r < rows; r++) {
-        for (int64_t t = 0; t < tokens; t += 16) store(memory.weighted + t, mul(load(p.row(r) + t), load(memory.scales + g * kSplit + t)));
+        for (int64_t t = 0; t < tokens; t += 16) store(memory.weighted + t, mul(load(p.row(r) + t), load(scales + t)));
         memory.steps[g * stored_rows + r] = to_int16(memory.weighted, tokens, memory.weights + (g * stored_rows + r) * kSplit);
       }
-    visit_values(values, rows, [&](auto kRows, int64_t r, int64_t t0, int64_t count) {
+    }
+    visit_values(values, rows, [&](auto kRows, int64_t r, int64_t t, int64_t count) {
       for (int64_t c = 0; c < padded; c += 16) {
-        const int16_t* weights = memory.weights + (c / group_columns * stored_rows + r) * kSplit;
-        auto add = [&](auto&& zip) { add_code_columns<kRows>(weights, t0, count, out.row(r) + c, out.stride, zip); };
-        if constexpr (kInt8) add([&](int64_t t) { return zip_i8(values.row<int8_t>(t) + c, values.row<int8_t>(t + 1) + c); });
-        else if (c % 32) add([&](int64_t t) { return zip_i4<true>(values.row<uint8_t>(t) + c / 32 * 16, values.row<uint8_t>(t + 1) + c / 32 * 16); });
-        else add([&](int64_t t) { return zip_i4<false>(values.row<uint8_t>(t) + c / 32 * 16, values.row<uint8_t>(t + 1) + c / 32 * 16); });
+        const int16_t* weights = memory.weights + (c / group_columns * stored_rows + r) * kSplit + t;
+        auto add = [&](const char* row, auto&& zip) { add_code_columns<kRows>(weights, row, values.stride, count, out.row(r) + c, out.stride, zip); };
+        const char* row = values.row(t) + (kInt8 ? c : c / 32 * 16);
+        auto bytes = [](const char* a) { return reinterpret_cast<const uint8_t*>(a); };
+        if constexpr (kInt8) add(row, [](const char* a, const char* b) { return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b)); });
+        else if (c % 32) add(row, [&](const char* a, const char* b) { return zip_i4<true>(bytes(a), bytes(b)); });
+        else add(row, [&](const char* a, const char* b) { return zip_i4<false>(bytes(a), bytes(b)); });
       }
     });
     for (int64_t r = 0; r < rows; r++)

@@ -16,37 +16,45 @@ LOWBIT_INLINE f32x16 load_columns(const E* row, int64_t c, int64_t columns) {
   return load16(last);
 }
 
-// to[token][row] = q[row] . k[token], four sums. Rows of q are padded with zeros.
-template <class E, int kRows>
-LOWBIT_INLINE void dot_floats(const float* const* q, const TokenRows& keys, int64_t t, int64_t columns, float* to) {
+// to[token][row] = q[row] . k[token], four sums. Rows of q are padded with zeros. kColumns 0: not known to the compiler.
+template <class E, int kRows, int kColumns>
+LOWBIT_INLINE void dot_floats(const float* const* q, const char* key, int64_t stride, int64_t columns, float* to) {
   constexpr int kTokens = 4 / kRows;
+  if constexpr (kColumns != 0) columns = kColumns;
   f32x16 acc[4];
+  const float* x[kRows];
   const E* k[kTokens];
   unroll<4>([&](auto i) { acc[i] = set1(0.0f); });
-  unroll<kTokens>([&](auto j) { k[j] = keys.row<E>(t + j); });
+  unroll<kRows>([&](auto r) { x[r] = q[r]; });
+  unroll<kTokens>([&](auto j) { k[j] = reinterpret_cast<const E*>(key + j * stride); });
   auto step = [&](int64_t c, auto&& load_key) {
-    f32x16 key[kTokens];
-    unroll<kTokens>([&](auto j) { key[j] = load_key(k[j]); });
+    f32x16 w[kTokens];
+    unroll<kTokens>([&](auto j) { w[j] = load_key(k[j]); });
     unroll<kRows>([&](auto r) {
-      const f32x16 x = load(q[r] + c);
-      unroll<kTokens>([&](auto j) { acc[j * kRows + r] = fma(x, key[j], acc[j * kRows + r]); });
+      const f32x16 v = load(x[r] + c);
+      unroll<kTokens>([&](auto j) { acc[j * kRows + r] = fma(v, w[j], acc[j * kRows + r]); });
     });
   };
-  int64_t c = 0;
-  for (; c + 16 <= columns; c += 16) step(c, [&](const E* row) { return load16(row + c); });
-  if (c < columns) step(c, [&](const E* row) { return load_columns(row, c, columns); });
+  if constexpr (kColumns != 0) {
+    unroll<kColumns / 16>([&](auto i) { step(16 * i, [&](const E* row) { return load16(row + 16 * i); }); });
+  } else {
+    int64_t c = 0;
+    for (; c + 16 <= columns; c += 16) step(c, [&](const E* row) { return load16(row + c); });
+    if (c < columns) step(c, [&](const E* row) { return load_columns(row, c, columns); });
+  }
   store_sums(to, acc[0], acc[1], acc[2], acc[3]);
 }
 
 // out[row][c] += sum over tokens of p[row][token] * v[token][c].
-template <class E, int kRows, int kVectors>
+template <class E, int kRows, int kVectors, bool kWhole>
 LOWBIT_INLINE void add_float_columns(Matrix<float> p, const TokenRows& values, int64_t t0, int64_t tokens, int64_t c, int64_t columns, Matrix<float> out) {
   f32x16 acc[kRows][kVectors];
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto i) { acc[r][i] = load(out.row(r) + c + 16 * i); }); });
-  for (int64_t t = t0; t < t0 + tokens; t++) {
-    const E* row = values.row<E>(t);
+  const char* at = values.row(t0);
+  for (int64_t t = t0; t < t0 + tokens; t++, at += values.stride) {
+    const E* row = reinterpret_cast<const E*>(at);
     f32x16 value[kVectors];
-    unroll<kVectors>([&](auto i) { value[i] = load_columns(row, c + 16 * i, columns); });
+    unroll<kVectors>([&](auto i) { value[i] = kWhole ? load16(row + c + 16 * i) : load_columns(row, c + 16 * i, columns); });
     unroll<kRows>([&](auto r) {
       const f32x16 x = set1(p.row(r)[t]);
       unroll<kVectors>([&](auto i) { acc[r][i] = fma(x, value[i], acc[r][i]); });
@@ -55,14 +63,17 @@ LOWBIT_INLINE void add_float_columns(Matrix<float> p, const TokenRows& values, i
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto i) { store(out.row(r) + c + 16 * i, acc[r][i]); }); });
 }
 
-// What a call keeps of its queries: float32 rows times the scale.
 template <class E>
 struct FloatKv {
   static constexpr bool kCodes = false;
 
   static void scores(const DecodeArgs& args, const TokenRows& keys, const QueryRows& q, int64_t rows, Matrix<float> scores, SplitMemory&, const SplitPlace&) {
     const int64_t columns = args.q.size(3);
-    score_tokens(keys, rows, scores, [&](auto kRows, int64_t r, int64_t t, float* to) { dot_floats<E, kRows>(q.floats + r, keys, t, columns, to); });
+    with_columns(columns, [&](auto kColumns) {
+      score_tokens(keys, rows, scores, [&](auto kRows, int64_t r, int64_t, const char* key, int64_t stride, float* to) {
+        dot_floats<E, kRows, kColumns>(q.floats + r, key, stride, columns, to);
+      });
+    });
   }
 
   static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, Matrix<float> p, Matrix<float> out, SplitMemory&, const SplitPlace&) {
@@ -70,9 +81,9 @@ struct FloatKv {
     visit_values(values, rows, [&](auto kRows, int64_t r, int64_t t, int64_t tokens) {
       const Matrix<float> from{p.row(r), p.stride}, to{out.row(r), out.stride};
       int64_t c = 0;
-      for (; c + 16 * kFloatPanels <= round_up(columns, 16); c += 16 * kFloatPanels)
-        add_float_columns<E, kRows, kFloatPanels>(from, values, t, tokens, c, columns, to);
-      for (; c < columns; c += 16) add_float_columns<E, kRows, 1>(from, values, t, tokens, c, columns, to);
+      for (; c + 16 * kFloatPanels <= columns; c += 16 * kFloatPanels)
+        add_float_columns<E, kRows, kFloatPanels, true>(from, values, t, tokens, c, columns, to);
+      for (; c < columns; c += 16) add_float_columns<E, kRows, 1, false>(from, values, t, tokens, c, columns, to);
     });
   }
 };

@@ -118,6 +118,7 @@ struct TaskMemory : SplitMemory {
     const bool codes = args.format() != KvFormat::floating;
     scales = arena.array<float>(codes ? groups * kSplit : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
     steps = arena.array<float>(groups * rows), weighted = arena.array<float>(kSplit);
+    group_scales = arena.array<float>(kSplit);
     program = arena.array<char>(larger(program_bytes(args.score_mod, plan), program_bytes(args.mask_mod, plan)));
   }
   static int64_t program_bytes(const ScoreCall* call, const DecodePlan& plan) {

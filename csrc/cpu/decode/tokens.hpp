@@ -9,7 +9,7 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kSplit = 256;      // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
-constexpr int64_t kTokenTile = 16;   // tokens whose rows stay in L1 while all queries meet them
+constexpr int64_t kTokenTile = 32;   // tokens whose rows stay in L1 while all queries meet them
 constexpr int64_t kPrefetch = 4096;  // bytes ahead, as in linear
 
 // What one task does: the queries l0..l0 + l_count of the heads of one kv head, against the keys first..first + count. Its rows are [head of the
@@ -33,7 +33,7 @@ struct SplitMemory {
   float* scales;     // of the codes of the split
   int16_t* weights;  // [groups][rows][kSplit]: probabilities times scales
   float* steps;      // [groups][rows] of these
-  float* weighted;   // [kSplit]
+  float *weighted, *group_scales;  // [kSplit]
   void* program;     // of the score programs
 };
 
@@ -50,8 +50,7 @@ struct TokenRows {
   }
   LOWBIT_INLINE void followed_by(const TokenRows& other) { next = other.data, next_stride = other.stride; }
 
-  template <class E>
-  LOWBIT_INLINE const E* row(int64_t t) const { return reinterpret_cast<const E*>(data + smaller(t, count - 1) * stride); }
+  LOWBIT_INLINE const char* row(int64_t t) const { return data + t * stride; }
 
   LOWBIT_INLINE void prefetch(int64_t first, int64_t tokens) const {
     const int64_t ahead = larger(kTokenTile, kPrefetch / bytes);
@@ -73,19 +72,37 @@ LOWBIT_INLINE void for_row_tiles(int64_t rows, F&& f) {
 }
 constexpr int64_t kRowTile = 4;  // arrays of rows are rounded up to it
 
-// scores[r][t] for all rows and tokens. dot(integral_constant rows, r, t, to): four sums, of all rows with t, t + 1, ... : to[token][row].
+// f(integral_constant columns) for the usual head dimensions, whose loops are then unrolled, else with 0.
+template <class F>
+LOWBIT_INLINE void with_columns(int64_t columns, F&& f) {
+  if (columns == 64) f(std::integral_constant<int, 64>{});
+  else if (columns == 128) f(std::integral_constant<int, 128>{});
+  else f(std::integral_constant<int, 0>{});
+}
+
+// scores[r][t] for all rows and tokens. dot(integral_constant rows, r, t, key, stride, to): four sums, of all rows with the tokens t, t + 1, ... whose
+// keys are `stride` bytes apart: to[token][row].
 template <class Dot>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, Matrix<float> scores, Dot&& dot) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += kTokenTile) {
     keys.prefetch(t0, kTokenTile);
     for_row_tiles(rows, [&](auto kRows, int64_t r) {
-      for (int64_t t = t0; t < smaller(keys.count, t0 + kTokenTile); t += 4) {
-        alignas(64) float sums[16];
-        unroll<kRows>([&](auto step) { dot(kRows, r, t + step * (4 / kRows), sums + 4 * step); });
+      alignas(64) float sums[16];
+      const int64_t end = smaller(keys.count, t0 + kTokenTile);
+      int64_t t = t0;
+      for (; t + 4 <= end; t += 4) {
+        unroll<kRows>([&](auto step) {
+          constexpr int kFirst = step * (4 / kRows);
+          dot(kRows, r, t + kFirst, keys.row(t + kFirst), keys.stride, sums + 4 * step);
+        });
         float* to = scores.row(r) + t;
         if constexpr (kRows == 4) transpose_4x4(sums, to, scores.stride);
         else
           for (int i = 0; i < 4 * kRows; i++) to[i % kRows * scores.stride + i / kRows] = sums[i];
+      }
+      for (; t < end; t++) {  // at most three
+        dot(kRows, r, t, keys.row(t), 0, sums);
+        for (int i = 0; i < kRows; i++) scores.row(r + i)[t] = sums[i];
       }
     });
   }

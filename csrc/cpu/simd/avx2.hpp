@@ -165,6 +165,9 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
 LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
   _mm_storeu_ps(to, sums_of_eights(_mm256_add_ps(a.lo, a.hi), _mm256_add_ps(b.lo, b.hi), _mm256_add_ps(c.lo, c.hi), _mm256_add_ps(d.lo, d.hi)));
 }
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  _mm_storeu_ps(to, sums_of_eights(_mm256_add_epi32(a.lo, a.hi), _mm256_add_epi32(b.lo, b.hi), _mm256_add_epi32(c.lo, c.hi), _mm256_add_epi32(d.lo, d.hi)));
+}
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }
 template <int at>

@@ -120,6 +120,11 @@ LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d)
   _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
 }
 
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  auto eights = [](i32x16 x) { return _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1)); };
+  _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
+}
+
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 c) {

@@ -122,6 +122,10 @@ LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d)
     to[r] = ((q[0] + q[2]) + (q[1] + q[3])) + ((q[4] + q[6]) + (q[5] + q[7]));
   }
 }
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  const i32x16* all[] = {&a, &b, &c, &d};
+  for (int r = 0; r < 4; r++) to[r] = static_cast<float>(sum(*all[r]));
+}
 LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
   for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) to[j * to_stride + i] = from[i * 4 + j];
 }
