@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "ops/decode.hpp"
 #include "ops/score_gradient.hpp"
 #include "ops/score_program.hpp"
 
@@ -162,7 +163,7 @@ void attention_forward(AttentionForwardArgs args, const BlockLists& lists) {
   check_forward(op, args);
   const std::vector<BlockClass> classes = block_classes(op, args, lists);
   if (args.out.numel() == 0) return;
-  run(args);
+  is_decode(args) ? decode_attention(args) : run(args);
   check_faults(args);
 }
 

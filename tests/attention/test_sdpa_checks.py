@@ -43,7 +43,7 @@ def test_bad_input_is_refused_by_name(call: Callable[[], object], error: type[Ex
 def test_opcheck() -> None:
     q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
     mask, seed = torch.randn(1, 1, 20, 20), torch.tensor(3)
-    forward = (q, k, v, 0.3, False, mask, 0.1, seed, [], [], [], [], [], [128, 128], None)
+    forward = (q, k, v, 0.3, False, mask, 0.1, seed, [], [], [], [], [], [128, 128], None, True)
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.lowbit.attention_forward.default, forward, test_utils=utils)
     out, lse, _ = torch.ops.lowbit.attention_forward(*forward)

@@ -45,19 +45,9 @@ struct BackwardTile {
 };
 
 template <class T>
-void clear_rows(Matrix<T> m, int64_t rows) {
-  for (int64_t i = 0; i < rows * m.stride; i += 16) store(m.data + i, set1(T{0}));
-}
-
-template <class T>
 void copy_rows(Matrix<T> from, Matrix<T> to, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c += 16) store(to.row(r) + c, load(from.row(r) + c));
-}
-
-template <class T>
-LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
-  for (int64_t i = 0; i < count; i++) to[i] = x;
 }
 
 // D of every row, [B, Hq, L].
@@ -118,14 +108,14 @@ template <class T>
 void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t padded = round_up(at.cols, 16);
-  multiply(rows_of(tile.q), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), Sum::fresh);
+  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), Sum::fresh);
   if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, padded);
   modify_scores(forward, at, tile.programs, tile.p);
-  multiply(rows_of(tile.grad_out), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), Sum::fresh);
+  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), Sum::fresh);
   const auto log2e = set1(static_cast<T>(kLog2e));
   for (int64_t r = 0; r < at.rows; r++) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
-    const auto shift = set1(-tile.base[r]), delta = set1(tile.delta[r]);
+    const auto shift = set1(-tile.base[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
     if (forward.dropout_p > 0) {
       dropout_factors(forward, at, r, tile.factor);
       for (int64_t c = 0; c < padded; c += 16) {
@@ -147,15 +137,15 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Bac
 
 template <class T>
 void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile, Matrix<T> grad_k, Matrix<T> grad_v) {
-  multiply(columns_of(tile.p), tile.grad_out, grad_v, at.cols, args.v.size(3), at.rows, Sum::onto);
-  multiply(columns_of(tile.ds), tile.q, grad_k, at.cols, args.q.size(3), at.rows, Sum::onto);
+  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), grad_v, at.cols, args.v.size(3), at.rows, Sum::onto);
+  multiply(columns_of(tile.ds), tile.q.from(at.skipped), grad_k, at.cols, args.q.size(3), at.rows, Sum::onto);
 }
 
 template <class T>
 void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const int64_t e = args.q.size(3);
   widen_rows(HeadView(args.k, at.b, at.h / args.group()), at.k0, at.cols, e, T{1}, tile.keys);
-  multiply(rows_of(tile.ds), tile.keys, tile.grad_q, at.rows, e, at.cols, Sum::onto);
+  multiply(rows_of(tile.ds), tile.keys, tile.grad_q.from(at.skipped), at.rows, e, at.cols, Sum::onto);
 }
 
 template <class T>
@@ -178,17 +168,18 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
   clear_rows(tile.grad_k, tilings.kv.length), clear_rows(tile.grad_v, tilings.kv.length);
   for (int64_t h = kv_head * forward.group(); h < (kv_head + 1) * forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
-      TilePlace at{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, false};
-      load_queries(args, at, delta, tile);
-      clear_rows(tile.grad_q, at.rows);
+      const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+      load_queries(args, all, delta, tile);
+      clear_rows(tile.grad_q, all.rows);
+      TilePlace at;
       for (int64_t j = 0; j < tilings.kv.count; j++) {
         if (!tilings.visit(forward, b, h, i, j, at)) continue;
         load_keys(forward, at, tile);
         score_gradients(args, at, tile);
         add_grad_queries(forward, at, tile);
-        add_grad_keys(forward, at, tile, {tile.grad_k.row(at.k0), tile.grad_k.stride}, {tile.grad_v.row(at.k0), tile.grad_v.stride});
+        add_grad_keys(forward, at, tile, tile.grad_k.from(at.k0), tile.grad_v.from(at.k0));
       }
-      store_grad_queries(args, at, tile);
+      store_grad_queries(args, all, tile);
     }
   store_grad_keys(args, b, kv_head, 0, tilings.kv.length, tile);
 }
@@ -198,13 +189,13 @@ template <class T>
 void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
                    int64_t j) {
   const AttentionForwardArgs& forward = args.forward;
-  TilePlace at{b, kv_head * forward.group(), 0, tilings.kv.begin(j), 0, tilings.kv.size(j), false};
+  TilePlace at{b, kv_head * forward.group(), 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
   load_keys(forward, at, tile);
   clear_rows(tile.grad_k, at.cols), clear_rows(tile.grad_v, at.cols);
   for (int64_t h = kv_head * forward.group(); h < (kv_head + 1) * forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       if (!tilings.visit(forward, b, h, i, j, at)) continue;
-      load_queries(args, at, delta, tile);
+      load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, delta, tile);
       score_gradients(args, at, tile);
       add_grad_keys(forward, at, tile, tile.grad_k, tile.grad_v);
     }
@@ -215,16 +206,17 @@ void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, co
 template <class T>
 void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t h,
                       int64_t i) {
-  TilePlace at{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, false};
-  load_queries(args, at, delta, tile);
-  clear_rows(tile.grad_q, at.rows);
+  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  load_queries(args, all, delta, tile);
+  clear_rows(tile.grad_q, all.rows);
+  TilePlace at;
   for (int64_t j = 0; j < tilings.kv.count; j++) {
     if (!tilings.visit(args.forward, b, h, i, j, at)) continue;
     load_keys(args.forward, at, tile);
     score_gradients(args, at, tile);
     add_grad_queries(args.forward, at, tile);
   }
-  store_grad_queries(args, at, tile);
+  store_grad_queries(args, all, tile);
 }
 
 // Tiles of queries that add to the same elements of grad_mask belong to one task, which takes them in order.

@@ -8,12 +8,13 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Keys, values, scores, queries and sums of a 128 x 128 tile take 256 KiB of float32 at E = 128.
-constexpr int64_t kQTile = 128, kKvTile = 128;
+constexpr int64_t kKvTile = 128;
 
-// Rows of the tile of queries: fewer where there would be too few tasks to share out. A row's result does not depend on its tile.
+// Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on that, 252 half of it), but their
+// q, scores and sums should stay in half of L2, and there must be tasks to share out. A row's result does not depend on its tile.
 LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
-  int64_t tile = kQTile;
+  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)) + row_stride(kKvTile));
+  int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
   while (tile > 16 && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
   return tile;
 }
@@ -60,24 +61,24 @@ template <class T>
 void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
   const int64_t e = args.q.size(3), ev = args.v.size(3), padded_ev = round_up(ev, 16);
   const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
-  TilePlace at{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, false};
-  widen_rows(HeadView(args.q, b, h), at.q0, at.rows, e, static_cast<T>(args.scale), tile.q);
-  for (int64_t r = 0; r < at.rows; r++) {
-    tile.sums.max[r] = kMinusInfinity<T>, tile.sums.sum[r] = 0;
-    for (int64_t c = 0; c < padded_ev; c += 16) store(tile.out.row(r) + c, set1(T{0}));
-  }
+  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  widen_rows(HeadView(args.q, b, h), all.q0, all.rows, e, static_cast<T>(args.scale), tile.q);
+  fill(tile.sums.max, all.rows, kMinusInfinity<T>), fill(tile.sums.sum, all.rows, T{0});
+  clear_rows(tile.out, all.rows);
+  TilePlace at;
   for (int64_t j = 0; j < tilings.kv.count; j++) {
     if (!tilings.visit(args, b, h, i, j, at)) continue;
     transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer);
     widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
-    multiply(rows_of(tile.q), tile.keys, tile.scores, at.rows, at.cols, e, Sum::fresh);
+    multiply(rows_of(tile.q.from(at.skipped)), tile.keys, tile.scores, at.rows, at.cols, e, Sum::fresh);
     modify_scores(args, at, tile.programs, tile.scores);
-    const bool grew = softmax_rows(tile.scores, at.rows, round_up(at.cols, 16), tile.sums);
-    if (grew) scale_rows(tile.out, at.rows, padded_ev, tile.sums.factor);
+    const RowSums<T> sums = tile.sums.from(at.skipped);
+    const Matrix<T> out = tile.out.from(at.skipped);
+    if (softmax_rows(tile.scores, at.rows, round_up(at.cols, 16), sums)) scale_rows(out, at.rows, padded_ev, sums.factor);
     if (args.dropout_p > 0) drop_probabilities(args, at, tile.scores, tile.factor);
-    multiply(rows_of(tile.scores), tile.values, tile.out, at.rows, ev, at.cols, Sum::onto);
+    multiply(rows_of(tile.scores), tile.values, out, at.rows, ev, at.cols, Sum::onto);
   }
-  finish_rows(args, at, tile);
+  finish_rows(args, all, tile);
 }
 
 template <class T>

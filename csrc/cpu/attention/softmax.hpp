@@ -44,6 +44,7 @@ LOWBIT_INLINE T exp2_one(T x) {
 struct TilePlace {
   int64_t b, h, q0, k0;
   int rows, cols;
+  int skipped;   // rows of the tile of queries before q0
   bool partial;  // mask_mod has to be asked
 };
 
@@ -140,6 +141,7 @@ void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Progra
 template <class T>
 struct RowSums {
   T *max, *sum, *factor;  // factor: what earlier sums are multiplied by
+  LOWBIT_INLINE RowSums from(int64_t r) const { return {max + r, sum + r, factor + r}; }
 };
 
 // scores -> exp(scores - max), and factor for what was summed before. True if some row's maximum grew.

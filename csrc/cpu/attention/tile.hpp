@@ -42,7 +42,18 @@ struct Matrix {
   T* data = nullptr;
   int64_t stride = 0;  // of a row, a multiple of 16
   LOWBIT_INLINE T* row(int64_t r) const { return data + r * stride; }
+  LOWBIT_INLINE Matrix from(int64_t r) const { return {row(r), stride}; }
 };
+
+template <class T>
+void clear_rows(Matrix<T> m, int64_t rows) {
+  for (int64_t i = 0; i < rows * m.stride; i += 16) store(m.data + i, set1(T{0}));
+}
+
+template <class T>
+LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
+  for (int64_t i = 0; i < count; i++) to[i] = x;
+}
 
 // Hands out aligned parts of one piece of memory; with base null it only counts.
 struct Arena {

@@ -13,10 +13,15 @@ struct Tilings {
       : q(args.q_length(), args.blocks.classes ? args.blocks.q_block : 0, q_tile),
         kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
 
-  // False if nothing of the tile is visible.
+  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns be seen by none: they are cut off.
   LOWBIT_INLINE bool visit(const AttentionForwardArgs& args, int64_t b, int64_t h, int64_t i, int64_t j, TilePlace& at) const {
-    at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), args.mask_mod != nullptr};
-    if (args.causal && at.k0 >= at.q0 + at.rows) return false;
+    at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};
+    if (args.causal) {
+      if (at.k0 >= at.q0 + at.rows) return false;
+      at.cols = static_cast<int>(smaller(at.cols, at.q0 + at.rows - at.k0));
+      at.skipped = static_cast<int>(larger(0, at.k0 - at.q0));
+      at.q0 += at.skipped, at.rows -= at.skipped;
+    }
     if (!args.blocks.classes) return true;
     const BlockClass block = args.blocks.row(b, h, q.block_of(i))[kv.block_of(j)];
     at.partial = block == BlockClass::partial;

@@ -19,7 +19,8 @@ register()
 _forward_op = torch.ops.lowbit.attention_forward.default
 _backward_op = torch.ops.lowbit.attention_backward.default
 
-_MASK, _SINK, _FIXED = 5, 14, 15  # positions among the arguments of the op: mask, sink; score_captured follow at the end of the Function's
+# Positions among the arguments of the op; the Function takes score_captured behind all others.
+_MASK, _SINK, _FIXED = 5, 14, 16
 
 
 def attention(
@@ -38,6 +39,7 @@ def attention(
     blocks: Sequence[Tensor] = (),
     block_size: tuple[int, int] = (128, 128),
     sink: Tensor | None = None,
+    want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and its largest score.
 
@@ -56,9 +58,11 @@ def attention(
         blocks: kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices of a BlockMask.
         block_size: queries and keys of a block.
         sink: ``[Hq]``, a logit without a value.
+        want_max_scores: fill the third result.
 
     Returns:
-        (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64 inputs).
+        (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64 inputs;
+        without ``want_max_scores`` the third is empty).
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
@@ -73,11 +77,12 @@ def attention(
     ):
         return _Attention.apply(
             q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks,
-            block_size_list, sink, *score_captured,
+            block_size_list, sink, want_max_scores, *score_captured,
         )  # fmt: skip
     return _forward_op(
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size_list, sink
-    )
+        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size_list, sink,
+        want_max_scores,
+    )  # fmt: skip
 
 
 class _Attention(torch.autograd.Function):
@@ -90,7 +95,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, captured, mask_mod, mask_captured, blocks, block_size, sink = inputs[
+        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, captured, mask_mod, mask_captured, blocks, block_size, sink, _ = inputs[
             :_FIXED
         ]
         out, lse, max_scores = output
@@ -116,7 +121,7 @@ class _Attention(torch.autograd.Function):
             grad_q, grad_k, grad_v, grad_mask, grad_sink = _twice_differentiable(
                 (q, k, v, mask, sink), needs, scale, causal, (grad_out, grad_lse)
             )
-            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink
+            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None
         grads = _backward_op(
             q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, captured_needs,
             mask_mod, mask_captured, blocks, block_size, sink, needs[_MASK], needs[_SINK],
@@ -125,7 +130,7 @@ class _Attention(torch.autograd.Function):
         grad_mask = next(others).to(mask.dtype) if needs[_MASK] else None
         grad_sink = next(others) if needs[_SINK] else None
         captured = (next(others) if needed else None for needed in captured_needs)
-        return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, *captured
+        return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, *captured
 
 
 def _twice_differentiable(

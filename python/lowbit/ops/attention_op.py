@@ -16,7 +16,8 @@ _CALL = "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed"
 _PROGRAMS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink"
 SCHEMAS = {
     "attention_forward": (
-        f"(Tensor q, Tensor k, Tensor v, {_CALL}, int[] score_mod, Tensor[] score_captured, {_PROGRAMS}) -> (Tensor, Tensor, Tensor)"
+        f"(Tensor q, Tensor k, Tensor v, {_CALL}, int[] score_mod, Tensor[] score_captured, {_PROGRAMS}, bool want_max_scores=False) "
+        "-> (Tensor, Tensor, Tensor)"
     ),
     "attention_backward": (
         f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, {_CALL}, int[] score_mod, "
@@ -37,20 +38,21 @@ def register(library: torch.library.Library) -> None:
 
 
 def _forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
-             sink):  # fmt: skip
-    out, lse, max_scores = _forward_fake(q, k, v)
+             sink, want_max_scores=False):  # fmt: skip
+    out, lse, max_scores = _forward_fake(q, k, v, want_max_scores=want_max_scores)
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     _C.attention_forward(
-        *map(_dense, (q, k, v)), out, lse, max_scores, scale, causal, mask, dropout_p, _number(seed), score_mod, score_captured, mask_mod,
+        *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod, score_captured, mask_mod,
         mask_captured, _block_lists(blocks), tuple(block_size), sink,
     )  # fmt: skip
     return out, lse, max_scores
 
 
-def _forward_fake(q, k, v, *rest):
+def _forward_fake(q, k, v, *rest, want_max_scores=False):
+    want_max_scores = rest[12] if len(rest) > 12 else want_max_scores
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
-    return q.new_empty((*shape, v.shape[3])), lse, torch.empty_like(lse)
+    return q.new_empty((*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
 
 
 def _backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
