@@ -63,21 +63,28 @@ class Planner {
       for (int j = 0; uses_[i] && j < nodes_[i].operand_count; j++) uses_[nodes_[i].operands[j]]++;
   }
 
-  // a * b + c of scores in one step: half of the loads and stores.
+  // What several steps over the scores do in one: half of the loads and stores.
   void fuse() {
     count_uses();
     for (ScoreNode& node : nodes_) {
-      if (node.op != number_of<Add>() || node.rate != Rate::tile) continue;
+      if (node.rate != Rate::tile) continue;
       for (int i = 0; i < 2; i++) {
-        const ScoreNode& product = nodes_[node.operands[i]];
-        if (product.op != number_of<Mul>() || product.rate != Rate::tile || uses_[node.operands[i]] != 1) continue;
         const int term = node.operands[1 - i];
-        node = {.op = number_of<MultiplyAdd>(), .type = 'f', .rate = Rate::tile, .operand_count = 3,
-                .operands = {product.operands[0], product.operands[1], term}};
-        break;
+        const ScoreNode* inner = only_use_of(node.operands[i]);
+        if (!inner) continue;
+        if (node.op == number_of<Add>() && inner->op == number_of<Mul>()) {  // a * b + c
+          node = fused(number_of<MultiplyAdd>(), inner->operands[0], inner->operands[1], term);
+        } else if (node.op == number_of<Mul>() && inner->op == number_of<Tanh>()) {  // c * tanh(a * b): a soft cap
+          const ScoreNode* scaled = only_use_of(inner->operands[0]);
+          if (scaled && scaled->op == number_of<Mul>()) node = fused(number_of<ScaledTanh>(), scaled->operands[0], scaled->operands[1], term);
+        }
       }
     }
     count_uses();
+  }
+  const ScoreNode* only_use_of(int node) const { return nodes_[node].rate == Rate::tile && uses_[node] == 1 ? &nodes_[node] : nullptr; }
+  static ScoreNode fused(int op, int a, int b, int c) {
+    return {.op = op, .type = 'f', .rate = Rate::tile, .operand_count = 3, .operands = {a, b, c}};
   }
 
   void find_stages() {
@@ -116,10 +123,8 @@ class Planner {
     }
   }
 
-  int32_t along(const ScoreNode& node, int index) const {
-    const Affine form = forms_[index];
-    if (!form.valid || form.k < -INT32_MAX || form.k > INT32_MAX) return ScoreStep::kNotLinear;
-    return static_cast<int32_t>(node.rate == Rate::row ? form.q : form.k);
+  static int32_t growth(const Affine& form, int64_t coefficient) {
+    return form.valid && coefficient >= -INT32_MAX && coefficient <= INT32_MAX ? static_cast<int32_t>(coefficient) : ScoreStep::kNotLinear;
   }
 
   ScoreStep step(int number) const {
@@ -131,7 +136,11 @@ class Planner {
     for (int j = 0; j < node.operand_count; j++) {
       step.operands[j] = places_[node.operands[j]];
       if (node.op == number_of<Gather>() || node.op == number_of<ScatterAdd>())
-        if (j >= first_index) step.along[j] = along(node, node.operands[j]);
+        if (j >= first_index) {
+          const Affine& form = forms_[node.operands[j]];
+          step.along[j] = growth(form, node.rate == Rate::row ? form.q : form.k);
+          step.down[j] = growth(form, form.q);
+        }
     }
     return step;
   }

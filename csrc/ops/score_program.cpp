@@ -65,7 +65,7 @@ class Parser {
   void instruction() {
     check(count() < kMaxInstructions, value, "score program: has more than ", kMaxInstructions, " instructions");
     const int64_t op = next("opcode");
-    const bool known = op >= 0 && op < op_count() && !(op >= number_of<Gradient>() && op <= number_of<MultiplyAdd>());
+    const bool known = op >= 0 && op < op_count() && !(op >= number_of<Gradient>() && op <= number_of<ScaledTanh>());
     check(known, value, "score program: value ", count(), " has the unknown opcode ", op);
     values_.push_back(value_of(static_cast<int>(op)));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it into vectors (exp, tanh), the C
-// library elsewhere. Float errors are within 2 units in the last place; double is the C library's.
+// library elsewhere. Float errors: exp and exp2 1.2 units in the last place, tanh 4.5 (just below 1, elsewhere 2); double is the C library's.
 #pragma once
 
 #include <bit>
@@ -49,13 +49,13 @@ LOWBIT_INLINE float times_power_of_two(float p, int32_t n) {
   return p * std::bit_cast<float>((half + 127) << 23) * std::bit_cast<float>((n - half + 127) << 23);
 }
 
-// e^r for |r| <= ln2 / 2, relative error 2e-8
+// e^r for |r| <= ln2 / 2, fitted with relative error 3e-9
 LOWBIT_INLINE float exp_of_small(float r) {
-  float p = 1.0f / 720;
-  p = fma_of(p, r, 8.3336577e-3f);
-  p = fma_of(p, r, 4.1666519e-2f);
-  p = fma_of(p, r, 1.6666665e-1f);
-  p = fma_of(p, r, 0.5f);
+  float p = 1.3814608e-3f;
+  p = fma_of(p, r, 8.368711e-3f);
+  p = fma_of(p, r, 4.166839e-2f);
+  p = fma_of(p, r, 1.6666521e-1f);
+  p = fma_of(p, r, 4.9999994e-1f);
   p = fma_of(p, r, 1.0f);
   return fma_of(p, r, 1.0f);
 }
@@ -75,17 +75,26 @@ LOWBIT_INLINE float exp2_of(float x) {
   return times_power_of_two(exp_of_small((x - n) * 0.693147181f), static_cast<int32_t>(n));
 }
 
-// 1 - 2 / (e^2|x| + 1); below 0.6, where that cancels, an odd polynomial.
+// x P(x^2) / Q(x^2), fitted with relative error 2e-8 up to 9.02, where the result rounds to 1: a third of the time of 1 - 2 / (e^2x + 1).
+// Of positive floats the bits are ordered as the values are, and a minimum of ints is one instruction where one that keeps nan is five.
+LOWBIT_INLINE float smaller_magnitude(int32_t magnitude, float limit) {
+  const int32_t bits = std::bit_cast<int32_t>(limit);
+  return std::bit_cast<float>(magnitude < bits ? magnitude : bits);
+}
 LOWBIT_INLINE float tanh_of(float x) {
-  const float a = x < 0 ? -x : x, e = exp_of(2.0f * a), s = x * x;
-  const float far = 1.0f - 2.0f / (e + 1.0f);
-  float p = -5.70498872745e-3f;
-  p = fma_of(p, s, 2.06390887954e-2f);
-  p = fma_of(p, s, -5.37397155531e-2f);
-  p = fma_of(p, s, 1.33314422036e-1f);
-  p = fma_of(p, s, -3.33332819422e-1f);
-  const float near = fma_of(p * s, x, x);
-  return a < 0.625f ? near : (x < 0 ? -far : far);
+  const int32_t bits = std::bit_cast<int32_t>(x), magnitude = bits & INT32_MAX;
+  const float a = smaller_magnitude(magnitude, 9.02f), s = a * a;
+  float p = 1.3319903e-8f, q = 7.762402e-7f;
+  p = fma_of(p, s, 2.0584224e-5f);
+  q = fma_of(q, s, 3.2831726e-4f);
+  p = fma_of(p, s, 3.494086e-3f);
+  q = fma_of(q, s, 2.5871275e-2f);
+  p = fma_of(p, s, 1.3379763e-1f);
+  q = fma_of(q, s, 4.6713078e-1f);
+  p = fma_of(p, s, 1.0f);
+  q = fma_of(q, s, 1.0f);
+  const float y = smaller_magnitude(std::bit_cast<int32_t>(a * p / q), 1.0f);
+  return x != x ? x : std::bit_cast<float>(std::bit_cast<int32_t>(y) | (bits & INT32_MIN));
 }
 
 template <class Float>

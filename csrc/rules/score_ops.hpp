@@ -66,6 +66,10 @@ struct MultiplyAdd {
   LOWBIT_OP("multiply_add", "fff>f");
   template <class T> LOWBIT_INLINE static T value(T a, T b, T c) { return fma_of(a, b, c); }
 };
+struct ScaledTanh {
+  LOWBIT_OP("scaled_tanh", "fff>f");
+  template <class T> LOWBIT_INLINE static T value(T a, T b, T c) { return tanh_of(a * b) * c; }
+};
 
 // Float
 struct Add { LOWBIT_OP("add", "ff>f"); LOWBIT_VALUE2(a + b) LOWBIT_DERIVATIVE2(1.0, 1.0)
@@ -226,7 +230,7 @@ struct OpList {
 // The number of an op is its place in this list. A saved program (torch.export) holds numbers: add at the end only.
 using ScoreOps = OpList<
     score::Score, score::B, score::H, score::Q, score::K, score::FloatConst, score::IntConst, score::BoolConst, score::Gather,
-    score::Gradient, score::KMinusQ, score::ScatterAdd, score::Sum, score::Copy, score::MultiplyAdd,
+    score::Gradient, score::KMinusQ, score::ScatterAdd, score::Sum, score::Copy, score::MultiplyAdd, score::ScaledTanh,
     score::Add, score::Sub, score::Mul, score::Div, score::Maximum, score::Minimum, score::Remainder, score::Fmod, score::FloorDivide, score::Pow,
     score::Neg, score::Sign, score::Abs, score::Floor, score::Ceil, score::Trunc, score::Round, score::Sqrt, score::Rsqrt, score::Exp, score::Exp2,
     score::Expm1, score::Log, score::Log2, score::Log1p, score::Sin, score::Cos, score::Tan, score::Atan, score::Tanh, score::Sigmoid, score::Erf,

@@ -28,6 +28,11 @@ class _Kernel(TypedDict):
     available: bool
     reason: str
 
+class _ScoreProgram(TypedDict):
+    is_mask: bool
+    forward: str
+    backward: str
+
 class _Choice(TypedDict):
     name: str
     chosen: bool
@@ -40,6 +45,7 @@ FORMATS: dict[str, int]
 X_FORMATS: dict[str, int]
 ACTIVATIONS: dict[str, int]
 MAPPINGS: dict[str, int]
+SCORE_OPS: dict[str, tuple[int, str]]
 
 def isa() -> _Isa: ...
 def threads() -> _Threads: ...
@@ -93,3 +99,76 @@ def linear(
     add: _Tensor | None = None,
 ) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
+def score_program_eval(
+    code: list[int], captured: list[_Tensor], b: int, h: int, q0: int, k0: int, scores: _Tensor
+) -> None: ...
+def score_program_backward(
+    code: list[int],
+    captured: list[_Tensor],
+    b: int,
+    h: int,
+    q0: int,
+    k0: int,
+    scores: _Tensor,
+    gradient: _Tensor,
+    captured_gradients: list[_Tensor | None],
+) -> None: ...
+def block_classes(
+    code: list[int],
+    captured: list[_Tensor],
+    B: int,
+    H: int,
+    q_len: int,
+    kv_len: int,
+    q_block: int,
+    kv_block: int,
+    classes: _Tensor,
+) -> int: ...
+def score_program_explain(code: list[int]) -> _ScoreProgram: ...
+def attention_forward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor | None,
+    max_scores: _Tensor | None,
+    scale: float,
+    causal: bool,
+    mask: _Tensor | None,
+    dropout_p: float,
+    seed: int,
+    score_mod: list[int],
+    score_captured: list[_Tensor],
+    mask_mod: list[int],
+    mask_captured: list[_Tensor],
+    blocks: list[_Tensor | None],
+    block_size: tuple[int, int],
+    sink: _Tensor | None,
+) -> None: ...
+def attention_backward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    grad_out: _Tensor,
+    grad_lse: _Tensor | None,
+    grad_q: _Tensor,
+    grad_k: _Tensor,
+    grad_v: _Tensor,
+    scale: float,
+    causal: bool,
+    mask: _Tensor | None,
+    dropout_p: float,
+    seed: int,
+    score_mod: list[int],
+    score_captured: list[_Tensor],
+    score_captured_grads: list[_Tensor | None],
+    mask_mod: list[int],
+    mask_captured: list[_Tensor],
+    blocks: list[_Tensor | None],
+    block_size: tuple[int, int],
+    sink: _Tensor | None,
+    grad_mask: _Tensor | None,
+    grad_sink: _Tensor | None,
+) -> None: ...

@@ -26,6 +26,8 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
+    from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+    from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
@@ -63,12 +65,24 @@ _HOME = {
     "float_weight": "lowbit.formats",
     "linear": "lowbit.ops.linear",
     "scaled_dot_product_attention": "lowbit.attention.sdpa",
+    "flex_attention": "lowbit.attention.flex",
+    "AuxRequest": "lowbit.attention.flex",
+    "AuxOutput": "lowbit.attention.flex",
+    "BlockMask": "lowbit.attention.block_mask",
+    "create_block_mask": "lowbit.attention.block_mask",
+    "create_mask": "lowbit.attention.block_mask",
+    "and_masks": "lowbit.attention.block_mask",
+    "or_masks": "lowbit.attention.block_mask",
+    "noop_mask": "lowbit.attention.block_mask",
     "kernels": "lowbit.diagnostics.kernels",
     "force_kernel": "lowbit.diagnostics.kernels",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
     "FloatWeightConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -78,7 +92,11 @@ __all__ = [
     "QuantLinear",
     "QuantizationReport",
     "__version__",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
     "explain",
+    "flex_attention",
     "float_weight",
     "force_kernel",
     "info",
@@ -88,6 +106,8 @@ __all__ = [
     "int8_weight_only",
     "kernels",
     "linear",
+    "noop_mask",
+    "or_masks",
     "quantize_",
     "scaled_dot_product_attention",
 ]

@@ -19,7 +19,7 @@ from lowbit.attention.program import TYPES, ProgramBuilder, Value
 B, H, Q0, K0 = 1, 2, 37, 20
 EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 NAMES = {opcode: name for name, (opcode, _) in _C.SCORE_OPS.items()}
-INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add"}
+INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add", "scaled_tanh"}
 LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const", "gather"}
 TORCH: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "minimum": torch.minimum,
@@ -395,3 +395,209 @@ def test_intervals_decide_most_blocks(build: Callable[[ProgramBuilder], Value], 
     classes = torch.zeros(1, 1, 64, 64, dtype=torch.uint8)
     captured = [ids] if build is document else []
     assert _C.block_classes(code_of(build), captured, 1, 1, 8192, 8192, 128, 128, classes) <= most
+
+
+# Random programs: any mixture of types and rates. Ops whose result jumps (floor, comparisons of computed floats) would make rounding visible.
+
+UNARY = ("neg", "abs", "tanh", "sin", "cos", "sigmoid", "erf", "atan")
+BINARY = ("add", "sub", "mul", "maximum", "minimum")
+INT_BINARY = ("add", "sub", "mul", "maximum", "minimum", "and_int", "or_int", "xor_int")
+INT_CONSTANT = ("floor_divide", "remainder", "trunc_divide_int", "fmod", "shift_right")
+
+
+@st.composite
+def random_program(draw: st.DrawFn) -> list[int]:
+    """A score program over the captured tensors [40] float, [3, 50] float, [64] int32, [20, 70] bool."""
+    p = ProgramBuilder()
+    line, table = p.captured("float", 1), p.captured("float", 2)
+    order, grid = p.captured("int", 1), p.captured("bool", 2)
+    values: dict[str, list[Value]] = {
+        "float": [p.op("score"), p.constant(0.5)],
+        "int": [p.op(name) for name in ("b", "h", "q", "k")] + [p.constant(draw(st.integers(-7, 7)))],
+        "bool": [p.constant(True), p.op("le", p.op("k"), p.op("q"))],
+    }
+
+    def pick(type: str) -> Value:
+        return draw(st.sampled_from(values[type]))
+
+    def index(size: int) -> Value:  # any int, made to fit: also negative ones
+        return p.op("sub", p.op("remainder", pick("int"), p.constant(2 * size)), p.constant(size))
+
+    makers: dict[str, Callable[[], Value]] = {
+        "unary": lambda: p.op(draw(st.sampled_from(UNARY)), pick("float")),
+        "binary": lambda: p.op(draw(st.sampled_from(BINARY)), pick("float"), pick("float")),
+        "int": lambda: p.op(draw(st.sampled_from(INT_BINARY)), pick("int"), pick("int")),
+        "constant": lambda: p.op(draw(st.sampled_from(INT_CONSTANT)), pick("int"), p.constant(draw(st.integers(1, 9)))),
+        "compare": lambda: p.op(draw(st.sampled_from(("lt", "le", "eq", "ne"))), pick("int"), pick("int")),
+        "logic": lambda: p.op(draw(st.sampled_from(("and", "or", "xor"))), pick("bool"), p.op("not", pick("bool"))),
+        "where": lambda: p.op("where", pick("bool"), pick("float"), pick("float")),
+        "where_int": lambda: p.op("where", pick("bool"), pick("int"), pick("int")),
+        "float": lambda: p.op("sin", p.convert(p.op("remainder", pick("int"), p.constant(100)), "float")),
+        "truth": lambda: p.convert(pick("bool"), "float"),
+        "line": lambda: p.gather(line, index(40)),
+        "table": lambda: p.gather(table, index(3), index(50)),
+        "order": lambda: p.gather(order, index(64)),
+        "grid": lambda: p.gather(grid, index(20), index(70)),
+    }
+    for _ in range(draw(st.integers(1, 14))):
+        value = makers[draw(st.sampled_from(sorted(makers)))]()
+        values[value.type].append(value)
+    return p.finish(p.op("add", p.op("tanh", values["float"][-1]), p.op("mul", pick("float"), p.constant(0.25))))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(code=random_program(), rows=st.integers(1, 20), cols=st.integers(1, 40), q0=st.integers(0, 50), k0=st.integers(0, 50))
+def test_random_program(code: list[int], rows: int, cols: int, q0: int, k0: int) -> None:
+    torch.manual_seed(0)
+    captured = [
+        torch.randn(40, dtype=torch.float64).requires_grad_(),
+        torch.randn(50, 3, dtype=torch.float64).t().requires_grad_(),
+        torch.randint(-99, 99, (64,), dtype=torch.int32),
+        torch.rand(20, 70) < 0.5,
+    ]
+    check(code, captured, torch.randn(rows, cols, dtype=torch.float64), tolerance=1e-11, q0=q0, k0=k0)
+
+
+# Captured tensors: dtypes, strides, indices.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("form", ["dense", "broadcast", "transposed", "flipped"])
+def test_captured_tensor_of_any_dtype_and_strides(row: str, dtype: torch.dtype, form: str) -> None:
+    bias = torch.randn(80, 80).to(dtype)
+    bias = {"dense": bias, "broadcast": bias[:1].expand(80, 80), "transposed": bias.t(), "flipped": bias[::2].repeat_interleave(2, 0)}[form]
+    program = ProgramBuilder()
+    code = program.finish(program.op("add", program.op("score"), program.gather(program.captured("float", 2), program.op("q"), program.op("k"))))
+    for cols in (32, 33):
+        scores = torch.randn(20, cols)
+        assert torch.equal(run(code, [bias], scores), scores + bias[Q0 : Q0 + 20, K0 : K0 + cols].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool], ids=str)
+def test_captured_integers_and_bools(row: str, dtype: torch.dtype) -> None:
+    data = torch.randint(-(2**31), 2**31 - 1, (100,)).to(dtype)
+    program = ProgramBuilder()
+    type = "bool" if dtype == torch.bool else "int"
+    found = program.gather(program.captured(type, 1), program.op("k"))
+    code = program.finish(program.op("add", program.op("score"), program.convert(found, "float")))
+    assert torch.equal(run(code, [data], torch.zeros(3, 50)), data[K0 : K0 + 50].float().expand(3, 50))
+
+
+def gather_of_distance(size: int) -> list[int]:
+    program = ProgramBuilder()
+    index = program.op("sub", program.op("k"), program.op("q"))
+    return program.finish(program.op("add", program.op("score"), program.gather(program.captured("float", 1), index)))
+
+
+def test_negative_indices_count_from_the_end(row: str) -> None:
+    table, scores = torch.randn(30), torch.zeros(10, 15)
+    distance = (K0 + torch.arange(15))[None, :] - (Q0 + torch.arange(10))[:, None]
+    assert distance.min() < 0
+    assert torch.equal(run(gather_of_distance(30), [table], scores), table[distance])
+
+
+@pytest.mark.parametrize("size, q0, k0", [(5, 0, 0), (5, 20, 0), (0, 0, 0), (20, 9, 30)])
+def test_index_out_of_range_is_an_error_that_names_it(row: str, size: int, q0: int, k0: int) -> None:
+    with pytest.raises(IndexError, match=rf"score_program_eval: code reads index -?\d+ of dimension 0 of captured tensor 0, which has size {size}"):
+        run(gather_of_distance(size), [torch.randn(size)], torch.zeros(10, 16), q0, k0)
+    with pytest.raises(IndexError, match="of captured tensor 0"):
+        run_backward(gather_of_distance(size), [torch.randn(size).requires_grad_()], torch.zeros(10, 16), torch.ones(10, 16), q0, k0)
+
+
+def test_index_behind_the_last_column_is_not_read(row: str) -> None:
+    program = ProgramBuilder()
+    ids = program.captured("float", 1)
+    code = program.finish(program.op("add", program.op("score"), program.gather(ids, program.op("k"))))
+    assert torch.equal(run(code, [torch.arange(17.0)], torch.zeros(2, 17), 0, 0), torch.arange(17.0).expand(2, 17))
+
+
+def test_integer_division_by_zero_is_an_error(row: str) -> None:
+    program = ProgramBuilder()
+    quotient = program.op("floor_divide", program.op("q"), program.op("sub", program.op("k"), program.constant(K0 + 3)))
+    code = program.finish(program.op("add", program.op("score"), program.convert(quotient, "float")))
+    run(code, [], torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match="divides an integer by zero"):
+        run(code, [], torch.zeros(2, 4))
+
+
+# What a program is, and what is refused.
+
+
+def test_values_are_computed_at_their_rate() -> None:
+    forward = _C.score_program_explain(code_of(alibi))["forward"].splitlines()
+    assert [line.partition(":")[0] for line in forward] == ["head"] * 5 + ["diagonal"] * 3 + ["tile"]
+    assert forward[-1] == "tile: score = add score, diagonal2"
+    assert "tile: score = scaled_tanh score, 0.2, 5" in _C.score_program_explain(code_of(softcap))["forward"]
+    assert _C.score_program_explain(code_of(causal))["forward"].splitlines()[-1] == "tile: score = where diagonal1, score, -inf"
+
+
+def test_gradient_of_a_table_is_added_once_per_diagonal() -> None:
+    backward = _C.score_program_explain(code_of(relative_table))["backward"].splitlines()
+    assert "scatter_add" in backward[-1] and backward[-1].startswith("diagonal after")
+    assert sum(line.startswith("tile:") for line in backward) == 1  # the sum; the gradient of the score is what it was
+
+
+def test_identity_has_no_steps() -> None:
+    program = ProgramBuilder()
+    explained = _C.score_program_explain(program.finish(program.op("score")))
+    assert explained == {"is_mask": False, "forward": "", "backward": ""}
+
+
+SCORE, ADD, K_LEAF, GATHER = (_C.SCORE_OPS[name][0] for name in ("score", "add", "k", "gather"))
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ([], "ends before its version"),
+        ([2, 0, 0, SCORE], "version must be 1, got 2"),
+        ([1, 0, 0, 999], "value 0 has the unknown opcode 999"),
+        ([1, 0, 0, _C.SCORE_OPS["gradient"][0]], "unknown opcode"),
+        ([1, 0, 1, SCORE, ADD, 0, 1], r"value 1 \(add\) reads value 1, which is not before it"),
+        ([1, 0, 2, SCORE, K_LEAF, ADD, 0, 1], r"value 2 \(add\) takes float, but value 1 is int"),
+        ([1, 0, 0, K_LEAF], "the result must be float .* or bool .*, got int"),
+        ([1, 0, 5, SCORE], "output must be one of its 1 values, got 5"),
+        ([1, 0, 0, SCORE, ADD, 0], "ends before its operands"),
+        ([1, 1, 0, 1, 1, K_LEAF, GATHER, 1, 0], "gathers from captured tensor 1 of 1"),
+        ([1, 1, 0, 9, 0, SCORE], "rank of captured tensor 0 must be 0..8, got 9"),
+        ([1, 1, 7, 1, 0, SCORE], "type of captured tensor 0 must be 0, 1 or 2, got 7"),
+        ([1, 0, 0, _C.SCORE_OPS["int_const"][0], 2**40], "does not hold 1099511627776"),
+        ([1, -1], "cannot have -1 captured tensors"),
+    ],
+)  # fmt: skip
+def test_wrong_code_is_refused_with_its_place(code: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.score_program_explain(code)
+
+
+def test_wrong_tensors_are_refused_with_their_names() -> None:
+    code, scores = gather_of_distance(8), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="code must have 1 captured tensors, got 0"):
+        _C.score_program_eval(code, [], 0, 0, 0, 0, scores)
+    with pytest.raises(TypeError, match="captured tensor 0 of code must be a float tensor, got int64"):
+        _C.score_program_eval(code, [torch.arange(8)], 0, 0, 0, 0, scores)
+    with pytest.raises(ValueError, match=r"captured tensor 0 of code must have 1 dimensions, got shape \[2, 4\]"):
+        _C.score_program_eval(code, [torch.zeros(2, 4)], 0, 0, 0, 0, scores)
+    with pytest.raises(TypeError, match="scores must be float32 or float64, got float16"):
+        _C.score_program_eval(code, [torch.zeros(8)], 0, 0, 0, 0, scores.half())
+    with pytest.raises(ValueError, match=r"captured_gradients\[0\] must be contiguous float32 \[8\], got float32 \[7\]"):
+        _C.score_program_backward(code, [torch.zeros(8)], 0, 0, 0, 0, scores, scores.clone(), [torch.zeros(7)])
+    with pytest.raises(ValueError, match="code must be of a score_mod, got a mask"):
+        _C.score_program_backward(code_of(causal), [], 0, 0, 0, 0, scores, scores.clone(), [])
+    with pytest.raises(ValueError, match="code must be of a mask_mod, got a score_mod"):
+        _C.block_classes(code_of(alibi), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"classes must be contiguous uint8 \[1, 1, 2, 2\], got uint8 \[1, 1, 2, 1\]"):
+        _C.block_classes(code_of(causal), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 1, dtype=torch.uint8))
+    ids = torch.tensor([0, 2**31])
+    with pytest.raises(ValueError, match="captured tensor 0 of mask_mod must hold integers of 32 bits, got 2147483648"):
+        _C.block_classes(code_of(document), [ids], 1, 1, 2, 2, 1, 1, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+
+
+def test_builder_refuses_mixed_types() -> None:
+    program = ProgramBuilder()
+    with pytest.raises(TypeError, match=r"no score op add takes \(float, int\)"):
+        program.op("add", program.op("score"), program.op("k"))
+    with pytest.raises(TypeError, match="2 dimensions needs as many ints"):
+        program.gather(program.captured("float", 2), program.op("k"))
+    with pytest.raises(ValueError, match="type must be one of float, int, bool, got 'half'"):
+        program.captured("half", 1)

@@ -173,21 +173,23 @@ void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, 
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { store(c + r * c_stride + v * 16, acc[r][v]); }); });
 }
 
-// c[r][j] for r < rows, j < columns rounded up to 16. The strip of b under 16 or 32 columns stays in L1 while the rows of a pass by.
+// c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns stay in L1.
 template <class T>
 void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth, Sum sum) {
   const RowTiles tiles(rows, kFloatRows);
-  for (int64_t j = 0; j < columns; j += 16 * kFloatPanels) {
-    const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(columns - j, 16)));
-    for (int64_t tile = 0; tile < tiles.count; tile++) {
-      const int64_t r = tiles.begin(tile);
-      with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
-        with_count<kFloatPanels>(vectors, [&](auto kVectors) {
-          multiply_tile<T, kRows, kVectors>({a.data + r * a.row, a.row, a.step}, b.data + j, b.stride, depth, c.row(r) + j, c.stride, sum);
+  const int64_t block = larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows));
+  for (int64_t first = 0; first < tiles.count; first += block)
+    for (int64_t j = 0; j < columns; j += 16 * kFloatPanels) {
+      const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(columns - j, 16)));
+      for (int64_t tile = first; tile < smaller(tiles.count, first + block); tile++) {
+        const int64_t r = tiles.begin(tile);
+        with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
+          with_count<kFloatPanels>(vectors, [&](auto kVectors) {
+            multiply_tile<T, kRows, kVectors>({a.data + r * a.row, a.row, a.step}, b.data + j, b.stride, depth, c.row(r) + j, c.stride, sum);
+          });
         });
-      });
+      }
     }
-  }
 }
 
 }  // namespace

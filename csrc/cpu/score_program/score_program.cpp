@@ -89,7 +89,7 @@ class Runner {
       case Rate::row: return {base + r0_, 1, !in_tile};
       case Rate::column: return {base + c0_, 0, true};
       case Rate::diagonal: return {base + (in_tile ? tile_.rows - 1 - r0_ + c0_ : 0), -1, true};
-      default: return {base, strip_stride_, true};
+      default: return place.at < kViews && viewed_ >> place.at & 1 ? views_[place.at] : Source<T>{base, strip_stride_, true};
     }
   }
 
@@ -104,6 +104,7 @@ class Runner {
       return;
     }
     if (step.op == number_of<Sum>()) return run_sum(step, in[0], extent);
+    if (step.out.rate == Rate::tile && step.out.at >= 0 && step.out.at < kViews) viewed_ &= ~(1u << step.out.at);
     strip.out = const_cast<T*>(source(step.out).base), strip.out_stride = source(step.out).row_stride;
     switch (step.op) {
       case number_of<B>(): return iota(strip.out, tile_.b, 0, extent.width);
@@ -111,7 +112,7 @@ class Runner {
       case number_of<Q>(): return iota(strip.out, tile_.q0, 1, extent.width);
       case number_of<K>(): return iota(strip.out, tile_.k0, 1, extent.width);
       case number_of<KMinusQ>(): return iota(strip.out, tile_.k0 - tile_.q0 - (tile_.rows - 1), 1, extent.width);
-      case number_of<score::Gather>(): return gather_step(*m_.call, step, in, strip.out, strip.out_stride, extent);
+      case number_of<score::Gather>(): return run_gather(step, in, strip.out, strip.out_stride, extent);
       case number_of<FloorDivideInt>(): case number_of<RemainderInt>(): case number_of<TruncDivideInt>(): case number_of<FmodInt>():
         check_divisor(in[1], extent);
         break;
@@ -120,6 +121,18 @@ class Runner {
     for (int j = 0; j < 3 && j < step.operand_count; j++) strip.in[j] = in[j];
     strip.rows = extent.rows, strip.width = extent.width;
     kStripKernels<T>[step.op].of[vectors](strip);
+  }
+
+  // Where the tensor itself can stand in for the register, it is not copied: a bias then costs what reading it costs.
+  void run_gather(const ScoreStep& step, const Source<T>* indices, T* out, int64_t out_stride, Extent extent) {
+    const TensorView& tensor = m_.call->captured()[step.immediate];
+    const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count, extent, tensor.stride.data());
+    constexpr DType kOwn = sizeof(T) == 4 ? DType::float32 : DType::float64;
+    const bool stands_in = stage_ == Stage::tile && plane.valid && plane.along == 1 && tensor.dtype == kOwn && extent.count == extent.width &&
+                           step.out.at < kViews;
+    if (!stands_in) return gather_step(*m_.call, step, plane, indices, out, out_stride, extent);
+    views_[step.out.at] = {tensor.as<const T>() + plane.start, plane.down, true};
+    viewed_ |= 1u << step.out.at;
   }
 
   static void iota(T* out, int64_t first, int64_t step, int count) {
@@ -157,6 +170,9 @@ class Runner {
   Stage stage_ = Stage::head;
   int r0_ = 0, c0_ = 0;
   int64_t strip_stride_ = 0;
+  static constexpr int kViews = 16;
+  Source<T> views_[kViews];  // tile registers that stand for memory of a captured tensor
+  uint32_t viewed_ = 0;
 };
 
 template <class T>
