@@ -28,6 +28,7 @@ from lowbit.ops.registration import register as _register
 if TYPE_CHECKING:
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
+    from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
@@ -52,6 +53,7 @@ _HOME = {
     "quantize_": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
+    "QuantizedKVCache": "lowbit.attention.kv_cache",
     "Int8WeightOnlyConfig": "lowbit.formats",
     "Int4WeightOnlyConfig": "lowbit.formats",
     "Int8DynamicActivationInt8WeightConfig": "lowbit.formats",
@@ -91,6 +93,7 @@ __all__ = [
     "MappingType",
     "QuantLinear",
     "QuantizationReport",
+    "QuantizedKVCache",
     "__version__",
     "and_masks",
     "create_block_mask",
