@@ -172,3 +172,25 @@ def attention_backward(
     grad_mask: _Tensor | None,
     grad_sink: _Tensor | None,
 ) -> None: ...
+def decode(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    scale: float,
+    k_scale: _Tensor | None = None,
+    v_scale: _Tensor | None = None,
+    rotated: bool = False,
+    causal: bool = False,
+    position: int = 0,
+    window: int = 0,
+    mask: _Tensor | None = None,
+    sink: _Tensor | None = None,
+    lse: _Tensor | None = None,
+    score_mod: list[int] = ...,
+    score_captured: list[_Tensor] = ...,
+    mask_mod: list[int] = ...,
+    mask_captured: list[_Tensor] = ...,
+) -> None: ...
+def kv_quantize(x: _Tensor, codes: _Tensor, scale: _Tensor, rotate: bool = False) -> None: ...
+def kv_dequantize(codes: _Tensor, scale: _Tensor, x: _Tensor, rotated: bool = False) -> None: ...
