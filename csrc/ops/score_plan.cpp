@@ -87,24 +87,18 @@ class Planner {
     return {.op = op, .type = 'f', .rate = Rate::tile, .operand_count = 3, .operands = {a, b, c}};
   }
 
+  // A sum is made where its operand is at hand, and can be read in a stage after that.
   void find_stages() {
     stages_.resize(nodes_.size());
     for (std::size_t i = 0; i < nodes_.size(); i++) {
       const ScoreNode& node = nodes_[i];
       bool after = false;
-      for (int j = 0; j < node.operand_count; j++) after |= is_after(stages_[node.operands[j]]);
-      if (node.op == number_of<Sum>()) {  // is made where its operand is made; whoever reads it comes later
-        stages_[i] = stages_[node.operands[0]];
-        if (stages_[i] == Stage::tile || after) continue;
-        check(false, ErrorKind::runtime, "score program: a sum of a value that needs none");
+      for (int j = 0; j < node.operand_count; j++) {
+        const int operand = node.operands[j];
+        after |= is_after(stages_[operand]) || nodes_[operand].op == number_of<Sum>();
       }
-      stages_[i] = stage_of(node.rate, after || reads_sum(node));
+      stages_[i] = stage_of(node.op == number_of<Sum>() ? nodes_[node.operands[0]].rate : node.rate, after);
     }
-  }
-  bool reads_sum(const ScoreNode& node) const {
-    for (int j = 0; j < node.operand_count; j++)
-      if (nodes_[node.operands[j]].op == number_of<Sum>()) return true;
-    return false;
   }
 
   int fresh(Rate rate) { return plan_.registers[static_cast<int>(rate)]++; }

@@ -70,25 +70,31 @@ constexpr auto kPartials = all_partials(ScoreOps{});
 }  // namespace
 
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
-  const int last = output, seed = graph.leaf(number_of<Gradient>());
-  std::vector<int> gradient(last + 1, -1);
-  gradient[output] = seed;
+  // What has reached a value so far, by rate: a share of each head and a share of each score cannot be added before the latter are summed.
+  std::vector<std::array<int, 6>> shares(output + 1, {-1, -1, -1, -1, -1, -1});
+  const auto add_share = [&](int node, int share) {
+    int& sum = shares[node][static_cast<int>(graph.nodes[share].rate)];
+    sum = sum < 0 ? share : graph.emit<Add>({sum, share});
+  };
+  add_share(output, graph.leaf(number_of<Gradient>()));
   int of_score = -1;
-  for (int node = last; node >= 0; node--) {
-    if (gradient[node] < 0 || graph.nodes[node].type != 'f') continue;
+  for (int node = output; node >= 0; node--) {
     const ScoreNode here = graph.nodes[node];  // emit() moves the nodes
-    const int sum = here.rate == Rate::constant ? -1 : graph.sum(gradient[node], here.rate);
-    if (here.op == number_of<Score>()) of_score = sum;
-    if (here.op == number_of<score::Gather>() && scatters)
-      scatters->push_back(graph.scatter_add(here.immediate, sum, {here.operands.data(), static_cast<std::size_t>(here.operand_count)}));
-    if (sum < 0 || here.operand_count == 0 || here.op == number_of<score::Gather>()) continue;
-    const Partials d = kPartials[here.op](graph, node);
-    for (int i = 0; i < 3; i++) {
-      const int operand = here.operands[i];
-      if (!d[i] || graph.is_constant(operand)) continue;
-      const int share = graph.emit<Mul>({sum, d[i]->in(graph)});
-      gradient[operand] = gradient[operand] < 0 ? share : graph.emit<Add>({gradient[operand], share});
+    if (here.type != 'f' || here.rate == Rate::constant) continue;
+    int gradient = -1;
+    for (int share : shares[node])
+      if (share >= 0) gradient = gradient < 0 ? graph.sum(share, here.rate) : graph.emit<Add>({gradient, graph.sum(share, here.rate)});
+    if (gradient < 0) continue;
+    if (here.op == number_of<Score>()) of_score = gradient;
+    if (here.op == number_of<score::Gather>()) {
+      if (scatters)
+        scatters->push_back(graph.scatter_add(here.immediate, gradient, {here.operands.data(), static_cast<std::size_t>(here.operand_count)}));
+      continue;
     }
+    if (here.operand_count == 0) continue;
+    const Partials d = kPartials[here.op](graph, node);
+    for (int i = 0; i < 3; i++)
+      if (d[i] && !graph.is_constant(here.operands[i])) add_share(here.operands[i], graph.emit<Mul>({gradient, d[i]->in(graph)}));
   }
   return of_score >= 0 ? of_score : graph.constant(0.0);
 }

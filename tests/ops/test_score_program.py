@@ -500,6 +500,8 @@ def test_negative_indices_count_from_the_end(row: str) -> None:
 def test_index_out_of_range_is_an_error_that_names_it(row: str, size: int, q0: int, k0: int) -> None:
     with pytest.raises(IndexError, match=rf"score_program_eval: code reads index -?\d+ of dimension 0 of captured tensor 0, which has size {size}"):
         run(gather_of_distance(size), [torch.randn(size)], torch.zeros(10, 16), q0, k0)
+    if size == 0:
+        return  # there is no gradient to add to
     with pytest.raises(IndexError, match="of captured tensor 0"):
         run_backward(gather_of_distance(size), [torch.randn(size).requires_grad_()], torch.zeros(10, 16), torch.ones(10, 16), q0, k0)
 
