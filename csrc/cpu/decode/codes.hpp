@@ -94,10 +94,11 @@ LOWBIT_INLINE void store_i32(float* p, i32x16 a) { store(p, float_of(a)); }
 
 // 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit. zip(row, next row): pairs of codes.
 template <int kRows, class Zip>
-LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens, float* out, int64_t out_stride, Zip&& zip) {
+LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t ahead, int64_t tokens, float* out, int64_t out_stride, Zip&& zip) {
   i32x16 acc[kRows];
   unroll<kRows>([&](auto r) { acc[r] = load_i32(out + r * out_stride); });
   auto step = [&](int64_t t, int64_t next) {
+    __builtin_prefetch(row + ahead), __builtin_prefetch(row + next + ahead);
     const i16x32 codes = zip(row, row + next);
     unroll<kRows>([&](auto r) { acc[r] = add_pairs(acc[r], codes, load_pair(p + r * kSplit + t)); });
   };
@@ -151,7 +152,7 @@ struct CodeKv {
     visit_values(values, rows, [&](auto kRows, int64_t r, int64_t t, int64_t count) {
       for (int64_t c = 0; c < padded; c += 16) {
         const int16_t* weights = memory.weights + (c / group_columns * stored_rows + r) * kSplit + t;
-        auto add = [&](const char* row, auto&& zip) { add_code_columns<kRows>(weights, row, values.stride, count, out.row(r) + c, out.stride, zip); };
+        auto add = [&](const char* row, auto&& zip) { add_code_columns<kRows>(weights, row, values.stride, values.ahead, count, out.row(r) + c, out.stride, zip); };
         const char* row = values.row(t) + (kInt8 ? c : c / 32 * 16);
         auto bytes = [](const char* a) { return reinterpret_cast<const uint8_t*>(a); };
         if constexpr (kInt8) add(row, [](const char* a, const char* b) { return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b)); });

@@ -54,6 +54,7 @@ LOWBIT_INLINE void add_float_columns(Matrix<float> p, const TokenRows& values, i
   for (int64_t t = t0; t < t0 + tokens; t++, at += values.stride) {
     const E* row = reinterpret_cast<const E*>(at);
     f32x16 value[kVectors];
+    unroll<kVectors>([&](auto i) { __builtin_prefetch(at + values.ahead + (c + 16 * i) * static_cast<int64_t>(sizeof(E))); });
     unroll<kVectors>([&](auto i) { value[i] = kWhole ? load16(row + c + 16 * i) : load_columns(row, c + 16 * i, columns); });
     unroll<kRows>([&](auto r) {
       const f32x16 x = set1(p.row(r)[t]);

@@ -142,7 +142,7 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, S
   if (args.mask)
     for (int64_t g = 0; g < args.group(); g++)
       add_mask(args.mask, TilePlace{.b = at.b, .h = at.kv_head * args.group() + g, .q0 = at.l0, .k0 = at.first, .rows = static_cast<int>(at.l_count),
-                                    .cols = static_cast<int>(at.count), .partial = false},
+                                    .cols = static_cast<int>(at.count), .skipped = 0, .partial = false},
                Matrix<float>{memory.scores.row(g * at.l_count), memory.scores.stride});
   for (int64_t r = 0; r < rows; r++) {
     const VisibleKeys visible(args, at, at.l0 + r % at.l_count);
@@ -158,8 +158,7 @@ template <class Kv>
 void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const SplitPlace& at, SplitMemory& memory) {
   const int64_t rows = args.group() * at.l_count;
   queries.point(args, plan, at, memory.q);
-  TokenRows keys(args.k, at.b, at.kv_head, at.first, at.count), values(args.v, at.b, at.kv_head, at.first, at.count);
-  keys.followed_by(values);
+  const TokenRows keys(args.k, at.b, at.kv_head, at.first, at.count), values(args.v, at.b, at.kv_head, at.first, at.count);
   Kv::scores(args, keys, memory.q, rows, memory.scores, memory, at);
   probabilities(args, at, memory);
   for (int64_t r = 0; r < round_up(rows, kRowTile); r++)
@@ -196,25 +195,31 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : (base + log2(total)) / log2e;
 }
 
+// Splits of a head that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for nothing.
+LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) { return larger(1, smaller(8, splits / (8 * threads))); }
+
 template <class Kv>
 void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const Partials& partials, int64_t first_pair,
                  int64_t pairs, int threads) {
-  const int64_t tasks = pairs * plan.l_blocks * plan.splits, rows = plan.rows_per_kv_head(args), kv_heads = args.kv_heads();
-  parallel_for(tasks, threads, [&](int64_t task) {
-    const int64_t heads = pairs * plan.l_blocks;
-    const int64_t split = plan.heads_first ? task / heads : task % plan.splits, head = plan.heads_first ? task % heads : task / plan.splits;
-    const int64_t pair = head / plan.l_blocks, l0 = head % plan.l_blocks * plan.l_count, first = (plan.first_split + split) * kSplit;
-    const SplitPlace at{.b = (first_pair + pair) / kv_heads, .kv_head = (first_pair + pair) % kv_heads, .l0 = l0,
-                        .l_count = smaller(plan.l_count, args.q_length() - l0), .first = first, .count = smaller(kSplit, args.kv_length() - first)};
+  const int64_t rows = plan.rows_per_kv_head(args), kv_heads = args.kv_heads(), heads = pairs * plan.l_blocks;
+  const int64_t run = splits_per_task(heads * plan.splits, threads), runs = ceil_div(plan.splits, run);
+  parallel_for(heads * runs, threads, [&](int64_t task) {
+    const int64_t head = plan.heads_first ? task % heads : task / runs, first_split = (plan.heads_first ? task / heads : task % runs) * run;
+    const int64_t pair = head / plan.l_blocks, l0 = head % plan.l_blocks * plan.l_count, l_count = smaller(plan.l_count, args.q_length() - l0);
     Arena counted;
     TaskMemory{args, plan, counted};
     Arena arena{static_cast<char*>(scratch(Scratch::tile, counted.bytes))};
     TaskMemory memory(args, plan, arena);
-    decode_split<Kv>(args, plan, queries, at, memory);
-    for (int64_t r = 0; r < args.group() * at.l_count; r++) {
-      const int64_t row = pair * rows + r / at.l_count * args.q_length() + l0 + r % at.l_count, slot = row * plan.splits + split;
-      partials.max[slot] = memory.sums.max[r], partials.sum[slot] = memory.sums.sum[r];
-      for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(r) + c));
+    for (int64_t split = first_split; split < smaller(plan.splits, first_split + run); split++) {
+      const int64_t first = (plan.first_split + split) * kSplit;
+      const SplitPlace at{.b = (first_pair + pair) / kv_heads, .kv_head = (first_pair + pair) % kv_heads, .l0 = l0, .l_count = l_count, .first = first,
+                          .count = smaller(kSplit, args.kv_length() - first)};
+      decode_split<Kv>(args, plan, queries, at, memory);
+      for (int64_t r = 0; r < args.group() * l_count; r++) {
+        const int64_t row = pair * rows + r / l_count * args.q_length() + l0 + r % l_count, slot = row * plan.splits + split;
+        partials.max[slot] = memory.sums.max[r], partials.sum[slot] = memory.sums.sum[r];
+        for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(r) + c));
+      }
     }
   });
   parallel_for(pairs * rows, threads, [&](int64_t row) { combine_row(args, plan, partials, row, first_pair * rows + row); });

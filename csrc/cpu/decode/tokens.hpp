@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of up to 256 consecutive tokens of one kv head, read once and in order. What is read after them is prefetched with them.
+// The rows of up to 256 consecutive tokens of one kv head, read once and in order. Rows that lie 4 KiB further on are prefetched, also past the end
+// of a split: the thread that runs it mostly runs the next one too.
 #pragma once
 
 #include "cpu/attention/softmax.hpp"
@@ -40,25 +41,19 @@ struct SplitMemory {
 struct TokenRows {
   const char* data;
   int64_t stride, bytes, count;  // bytes between rows and of a row; rows
-  const char* next = nullptr;    // read after the last row
-  int64_t next_stride = 0;
+  int64_t ahead;                 // from a row to the one to prefetch, in bytes
 
   LOWBIT_INLINE TokenRows(const TensorView& tensor, int64_t b, int64_t h, int64_t first, int64_t count) : count(count) {
     const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
     stride = tensor.stride[2] * size, bytes = tensor.size(3) * size;
     data = tensor.as<const char>() + (b * tensor.stride[0] + h * tensor.stride[1]) * size + first * stride;
+    ahead = larger(kTokenTile, kPrefetch / bytes) * stride;
   }
-  LOWBIT_INLINE void followed_by(const TokenRows& other) { next = other.data, next_stride = other.stride; }
-
   LOWBIT_INLINE const char* row(int64_t t) const { return data + t * stride; }
 
-  LOWBIT_INLINE void prefetch(int64_t first, int64_t tokens) const {
-    const int64_t ahead = larger(kTokenTile, kPrefetch / bytes);
-    for (int64_t t = first + ahead; t < first + ahead + tokens; t++) {
-      if (t >= count && !next) return;
-      const char* row = t < count ? data + t * stride : next + (t - count) * next_stride;
-      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
-    }
+  LOWBIT_INLINE void prefetch(const char* row, int64_t rows) const {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + r * stride + ahead + line);
   }
 };
 
@@ -85,12 +80,12 @@ LOWBIT_INLINE void with_columns(int64_t columns, F&& f) {
 template <class Dot>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, Matrix<float> scores, Dot&& dot) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += kTokenTile) {
-    keys.prefetch(t0, kTokenTile);
     for_row_tiles(rows, [&](auto kRows, int64_t r) {
       alignas(64) float sums[16];
       const int64_t end = smaller(keys.count, t0 + kTokenTile);
       int64_t t = t0;
       for (; t + 4 <= end; t += 4) {
+        if (r == 0) keys.prefetch(keys.row(t), 4);
         unroll<kRows>([&](auto step) {
           constexpr int kFirst = step * (4 / kRows);
           dot(kRows, r, t + kFirst, keys.row(t + kFirst), keys.stride, sums + 4 * step);
@@ -111,10 +106,8 @@ LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, Matrix<floa
 // Calls add(integral_constant rows, r, t, tokens) for tiles of rows and of tokens.
 template <class Add>
 LOWBIT_INLINE void visit_values(const TokenRows& values, int64_t rows, Add&& add) {
-  for (int64_t t = 0; t < values.count; t += kTokenTile) {
-    values.prefetch(t, kTokenTile);
+  for (int64_t t = 0; t < values.count; t += kTokenTile)
     for_row_tiles(rows, [&](auto kRows, int64_t r) { add(kRows, r, t, smaller(kTokenTile, values.count - t)); });
-  }
 }
 
 }  // namespace
