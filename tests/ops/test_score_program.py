@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from score_programs import EPSILON, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
 from torch import Tensor
 
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.attention.program import TYPES, ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
 
@@ -172,3 +173,11 @@ def test_builder_refuses_mixed_types() -> None:
         program.gather(program.captured("float", 2), program.op("k"))
     with pytest.raises(ValueError, match="type must be one of float, int, bool, got 'half'"):
         program.captured("half", 1)
+
+
+def test_the_page_names_every_op_and_the_row() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ops" / "score_programs.md").read_text()
+    for name in {*OPS, "gather"}:
+        assert f"`{name}`" in page, name
+    for info in testing.rows("score_program"):
+        assert "`score_program_vm_<isa>`" in page and f"`{info['isa']}`" in page, info
