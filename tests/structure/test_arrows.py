@@ -31,7 +31,7 @@ PYTHON_ARROWS = {
     "attention": {"attention", "ops", "_C"},
     "integrations": {"integrations", "attention", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
-    "diagnostics": {"diagnostics", "devices", "ops", "_C"},
+    "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
     "__init__.py": {"ops", "formats", "quant", "attention", "diagnostics", "_C"},

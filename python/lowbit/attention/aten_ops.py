@@ -136,7 +136,8 @@ def _reciprocal(tracer: Any, meta: Tensor, a: Any) -> Any:
 @_row("pow")
 def _pow(tracer: Any, meta: Tensor, a: Any, b: Any) -> Any:
     p, type = tracer.program, kind(meta.dtype)
-    if isinstance(b, int) and 0 <= b <= 8 or b in (2.0, 3.0):
+    number = b if isinstance(b, (int, float)) else None
+    if number in (2.0, 3.0) or isinstance(b, int) and 0 <= b <= 8:
 
         def power(x: Value) -> Value:
             x = p.convert(x, type)
@@ -145,7 +146,7 @@ def _pow(tracer: Any, meta: Tensor, a: Any, b: Any) -> Any:
         return _each(tracer, meta, power, a)
     if type == "int":
         raise UnknownOp("aten.pow of ints")
-    if b == 0.5:
+    if number == 0.5:
         return _each(tracer, meta, _in(p, "float", "sqrt"), a)
     return _each(tracer, meta, _in(p, "float", "pow"), a, b)
 

@@ -19,7 +19,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.nn.attention.flex_attention import BlockMask, _create_empty_block_mask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from lowbit.attention.trace import Subgraph
 
@@ -36,7 +36,7 @@ def compiled_attention(
     for tensor in (query, key, value):  # heads and head dimension decide the kernel, as in torch
         torch._dynamo.mark_static(tensor, -3)
         torch._dynamo.mark_static(tensor, -1)
-    mask = _create_empty_block_mask(query, key) if block_mask is None else block_mask
+    mask = _everything(query) if block_mask is None else block_mask
     options = {_MARK: dropout_p, "OUTPUT_MAX": want_max_scores}
     out, lse, max_scores = flex_op(query, key, value, _identity if score_mod is None else score_mod, mask.as_tuple(), scale, options)
     if sink is not None:  # one more column of the softmax, without a value
@@ -44,6 +44,17 @@ def compiled_attention(
         out = out * torch.sigmoid(lse - logit).to(out.dtype)[..., None]
         lse = torch.logaddexp(lse, logit)
     return out, lse, max_scores
+
+
+def _everything(query: Tensor) -> BlockMask:
+    """torch's "no block mask": one block of 2^30."""
+    one = query.new_ones((1, 1, 1), dtype=torch.int32)
+    return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (1 << 30, 1 << 30), noop_mask)
+
+
+def _block_mask(lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]) -> BlockMask:
+    """A BlockMask without the lists by key, which our backward makes itself."""
+    return BlockMask(lengths, *lists, None, None, None, None, block_size, mask_mod)
 
 
 def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -61,26 +72,18 @@ def _attention(
     """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further arguments."""
     from lowbit.attention.flex import run_mods
 
-    score = Subgraph(score_mod, tuple(score_mod_other_buffers))
-    mask = Subgraph(block_mask[-1], tuple(mask_mod_other_buffers))
-    q_len, kv_len, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = block_mask[:6]
-    rebuilt = BlockMask(
-        seq_lengths=(q_len, kv_len),
-        kv_num_blocks=kv_num_blocks,
-        kv_indices=kv_indices,
-        full_kv_num_blocks=full_kv_num_blocks,
-        full_kv_indices=full_kv_indices,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=tuple(block_mask[-3:-1]),
-        mask_mod=mask,
-    )
+    score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
+    mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
+    rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)
     if key.size(0) != query.size(0):
         key, value = (tensor.expand(query.size(0), -1, -1, -1) for tensor in (key, value))
     dropout_p, wants_max = kernel_options.get(_MARK, 0.0), bool(kernel_options.get("OUTPUT_MAX", False))
     return run_mods(query, key, value, score, rebuilt, scale, dropout_p=dropout_p, want_max_scores=wants_max)
+
+
+def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A captured number that changes from call to call (a symbolic size) as a tensor, so that the program reads it."""
+    return tuple(torch.scalar_tensor(item, dtype=torch.int64) if isinstance(item, torch.SymInt) else item for item in captured)
 
 
 def _register() -> None:

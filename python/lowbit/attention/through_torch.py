@@ -64,7 +64,7 @@ def attention_through_torch(
 
 
 def on_every_score(mod: Callable[..., Any], scores: int) -> Callable[..., Tensor]:
-    """The mod over ``[B, H, Q, KV]`` scores (``scores`` = 1, a score_mod) or places alone (0), by vmap."""
+    """The mod over ``[B, H, Q, KV]`` scores (``scores`` = 1: a score_mod) or places alone (0: a mask_mod), by vmap."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     mapped = mod

@@ -153,7 +153,7 @@ class Tracer:
     def run(self, mod: Callable[..., Any], arguments: Sequence[StandIn]) -> Any:
         if isinstance(mod, Subgraph):
             mod = Subgraph(mod.graph, tuple(self.stand_ins.get(id(item), item) for item in mod.captured))
-        with torch.no_grad(), _Capture(self):
+        with _Capture(self):
             return mod(*arguments)
 
     # -- values
@@ -354,7 +354,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
     A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the 1.2 s as well.
     """
-    sizes = [size if isinstance(size, int) else size.node.require_hint() for size in tensor.shape]
+    sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return torch.ones(sizes, dtype=tensor.dtype, device="cpu" if math.prod(sizes) <= MAX_ELEMENTS else "meta")
 
 
