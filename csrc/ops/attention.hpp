@@ -40,7 +40,7 @@ struct Tiling {
     return static_cast<int>(tile < rest ? tile : rest);
   }
 };
-constexpr int64_t kBackwardQTile = 120;  // queries of a tile in the backward: what gradients of captured tensors are cut by
+constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
 
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {

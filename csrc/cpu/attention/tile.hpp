@@ -162,6 +162,8 @@ void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, 
   unroll<kRows>([&](auto r) {
     unroll<kVectors>([&](auto v) { acc[r][v] = sum == Sum::fresh ? set1(T{0}) : load(c + r * c_stride + v * 16); });
   });
+  if (sum == Sum::onto)  // the next rows of c: with 4096 keys gradients of k and v come from L3, and no stream tells the hardware what is next
+    unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
   for (int64_t i = 0; i < depth; i++, b += b_stride) {
     Vector w[kVectors];
     unroll<kVectors>([&](auto v) { w[v] = load(b + v * 16); });
