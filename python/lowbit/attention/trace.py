@@ -66,8 +66,6 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
     for tensor in captured.tensors:
         if tensor.device.type != "cpu":
             raise RuntimeError(f"{op}: tensors captured by {argument} must be on the CPU, got {tensor.device}")
-        if mask and tensor.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(f"{op}: Captured buffers from mask mod that require grad are not supported.")
     key = None if captured.key is None else (mask, dtype == torch.float64, captured.key)
     program = _programs.get(key) if key is not None else None
     if program is None:
@@ -80,7 +78,10 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
                 _keep(shaped if isinstance(program, UnknownOp) or program.reads_shapes else key, program)
     if isinstance(program, UnknownOp):
         raise program
-    return BoundProgram(program.code, program.steps.run(captured.tensors, program.sources))
+    tensors = program.steps.run(captured.tensors, program.sources)
+    if mask and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(f"{op}: Captured buffers from mask mod that require grad are not supported; use .detach()")
+    return BoundProgram(program.code, tensors)
 
 
 def _keep(key: Any, program: Program | UnknownOp) -> None:

@@ -228,7 +228,9 @@ class Tracer:
         """One op: ``func`` (for shape and dtype of its result, and as a step), meaning the ATen op ``name``."""
         if name == "_local_scalar_dense":
             raise DataDependent
-        if name in ("detach", "alias", "lift_fresh", "clone", "lift_fresh_copy", "contiguous"):
+        if name == "detach":
+            return self._detach(func, args[0])
+        if name in ("alias", "lift_fresh", "clone", "lift_fresh_copy", "contiguous"):
             return args[0]
         stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         if all(isinstance(stand_in.content, Outside) for stand_in in stand_ins):
@@ -241,6 +243,13 @@ class Tracer:
         if name not in INSTRUCTIONS or not isinstance(meta, Tensor):
             raise UnknownOp(f"aten.{name}")
         return INSTRUCTIONS[name](self, meta, *args, **kwargs)
+
+    def _detach(self, func: Callable[..., Any], tensor: StandIn) -> StandIn:
+        if isinstance(tensor.content, Outside):
+            return self.outside((func, (tensor.content,), {}), tensor.meta)
+        if tensor.is_floating_point():
+            raise UnknownOp("aten.detach of what depends on the score")  # programs have nothing that stops a gradient
+        return tensor
 
     def _step(self, func: Any, args: Any, kwargs: Any, stand_ins: list[StandIn]) -> Any:
         self.reads_shapes |= any(stand_in.dim() > 0 for stand_in in stand_ins)
