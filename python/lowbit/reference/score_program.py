@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -67,7 +66,7 @@ def evaluate(
         if name in leaves:
             value, used = leaves[name], 0
         elif name == "float_const":
-            value, used = torch.tensor(struct.unpack("<d", struct.pack("<q", code[at + 1]))[0], dtype=torch.float64), 1
+            value, used = torch.tensor(code[at + 1]).view(torch.float64), 1
         elif name in ("int_const", "bool_const"):
             value, used = torch.tensor(code[at + 1], dtype=torch.int32 if name == "int_const" else torch.bool), 1
         elif name == "gather":
