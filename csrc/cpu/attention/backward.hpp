@@ -258,7 +258,7 @@ void add_grad_sink(const AttentionBackwardArgs& args, const T* delta) {
 
 template <class T, class F>
 void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t kv_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
-  parallel_for(tasks, num_threads(), [&](int64_t task) {
+  parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     Arena arena;
     BackwardTile<T>(args, q_tile, kv_rows, reverse, arena);
     arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
@@ -283,7 +283,7 @@ void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings
 template <class T>
 void attention_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
-  const int threads = num_threads();
+  const int threads = threads_for_attention(forward);
   const Tilings tilings(forward, kBackwardQTile, kBackwardKvTile);
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads();
   T* delta = static_cast<T*>(scratch(Scratch::activations, heads * forward.q_length() * static_cast<int64_t>(sizeof(T))));

@@ -83,7 +83,7 @@ void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, Forw
 
 template <class T>
 void attention_forward(const AttentionForwardArgs& args) {
-  const int threads = num_threads();
+  const int threads = threads_for_attention(args);
   const Tilings tilings(args, choose_q_tile(args, threads), kKvTile);
   const int64_t heads = args.batch() * args.heads();
   parallel_for(heads * tilings.q.count, threads, [&](int64_t task) {

@@ -7,6 +7,13 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// The two products of the forward; below what a parallel region costs the caller works alone.
+LOWBIT_INLINE int threads_for_attention(const AttentionForwardArgs& args) {
+  const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
+                          static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.v.size(3));
+  return products < static_cast<double>(kSerialProducts) ? 1 : num_threads();
+}
+
 struct Tilings {
   Tiling q, kv;
   LOWBIT_INLINE Tilings(const AttentionForwardArgs& args, int64_t q_tile, int64_t kv_tile)
