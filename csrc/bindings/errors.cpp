@@ -9,6 +9,7 @@ PyObject* python_type(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::value: return PyExc_ValueError;
     case ErrorKind::type: return PyExc_TypeError;
+    case ErrorKind::index: return PyExc_IndexError;
     case ErrorKind::not_implemented: return PyExc_NotImplementedError;
     case ErrorKind::runtime: break;
   }

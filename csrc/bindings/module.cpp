@@ -8,5 +8,8 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_linear(m);
   lowbit::register_quantize(m);
   lowbit::register_optim(m);
+  lowbit::register_score_program(m);
+  lowbit::register_attention(m);
+  lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
 }

@@ -52,6 +52,7 @@ DType dtype_of_dlpack(uint8_t code, int bits) {
     case dlpack::kInt << 8 | 8: return DType::int8;
     case dlpack::kInt << 8 | 32: return DType::int32;
     case dlpack::kInt << 8 | 64: return DType::int64;
+    case dlpack::kBool << 8 | 8: return DType::boolean;
     default: return DType::other;
   }
 }
@@ -66,6 +67,7 @@ DType dtype_of_buffer(const Py_buffer& buffer) {
     case 'd': return DType::float64;
     case 'B': return DType::uint8;
     case 'b': return DType::int8;
+    case '?': return DType::boolean;
     case 'i': case 'l': case 'q': return buffer.itemsize == 8 ? DType::int64 : DType::int32;
     default: return DType::other;
   }

@@ -5,6 +5,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <deque>
+#include <vector>
+
 #include "core/tensor_view.hpp"
 
 namespace lowbit {
@@ -30,6 +33,18 @@ class TensorArgument {
 
   TensorView view_;
   Py_buffer buffer_{};
+};
+
+// A list of tensors; `optional` allows None among them.
+class TensorArguments {
+ public:
+  TensorArguments(const py::iterable& objects, const char* what, Access access = Access::read, bool optional = false) {
+    for (const py::handle object : objects) views.push_back(*arguments_.emplace_back(object, what, access, optional));
+  }
+  std::vector<TensorView> views;
+
+ private:
+  std::deque<TensorArgument> arguments_;  // never moved
 };
 
 inline TensorArgument output(py::handle object, const char* what) { return {object, what, Access::write}; }

@@ -9,7 +9,7 @@
 
 namespace lowbit {
 
-enum class DType : int8_t { float32, bfloat16, float16, float64, uint8, int8, int32, int64, other };
+enum class DType : int8_t { float32, bfloat16, float16, float64, uint8, int8, int32, int64, boolean, other };
 
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
@@ -21,7 +21,7 @@ constexpr std::size_t size_of(DType dtype) {
 }
 
 constexpr std::string_view name_of(DType dtype) {
-  constexpr std::string_view names[] = {"float32", "bfloat16", "float16", "float64", "uint8", "int8", "int32", "int64", "other"};
+  constexpr std::string_view names[] = {"float32", "bfloat16", "float16", "float64", "uint8", "int8", "int32", "int64", "bool", "other"};
   return names[static_cast<int>(dtype)];
 }
 

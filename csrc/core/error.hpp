@@ -11,7 +11,7 @@
 
 namespace lowbit {
 
-enum class LOWBIT_API ErrorKind { value, type, not_implemented, runtime };
+enum class LOWBIT_API ErrorKind { value, type, index, not_implemented, runtime };
 
 class LOWBIT_API Error : public std::runtime_error {
  public:

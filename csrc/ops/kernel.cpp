@@ -5,9 +5,12 @@
 #include <cstdlib>
 #include <utility>
 
+#include "ops/attention.hpp"
+#include "ops/decode.hpp"
 #include "ops/linear.hpp"
 #include "ops/optim.hpp"
 #include "ops/quantize.hpp"
+#include "ops/score_program.hpp"
 
 namespace lowbit {
 namespace {
@@ -23,6 +26,12 @@ void for_each_row(Body&& body) {  // body(op, backend, row name)
   for_each_row_of<LinearArgs>(body);
   for_each_row_of<QuantizeArgs>(body);
   for_each_row_of<OptimArgs>(body);
+  for_each_row_of<AttentionForwardArgs>(body);
+  for_each_row_of<AttentionBackwardArgs>(body);
+  for_each_row_of<DecodeArgs>(body);
+  for_each_row_of<KvQuantizeArgs>(body);
+  for_each_row_of<KvDequantizeArgs>(body);
+  for_each_row_of<ScoreProgramArgs>(body);
 }
 
 bool names_a_row(std::string_view name) {

@@ -18,6 +18,12 @@ namespace lowbit {
 struct LinearArgs;
 struct QuantizeArgs;
 struct OptimArgs;
+struct ScoreProgramArgs;
+struct AttentionForwardArgs;
+struct AttentionBackwardArgs;
+struct DecodeArgs;
+struct KvQuantizeArgs;
+struct KvDequantizeArgs;
 
 template <class Args>
 struct Kernel {
@@ -32,6 +38,12 @@ struct Backend {
   std::span<const Kernel<LinearArgs>> linear;
   std::span<const Kernel<QuantizeArgs>> quantize;
   std::span<const Kernel<OptimArgs>> optim;
+  std::span<const Kernel<ScoreProgramArgs>> score_program;
+  std::span<const Kernel<AttentionForwardArgs>> attention_forward;
+  std::span<const Kernel<AttentionBackwardArgs>> attention_backward;
+  std::span<const Kernel<DecodeArgs>> decode;
+  std::span<const Kernel<KvQuantizeArgs>> kv_quantize;
+  std::span<const Kernel<KvDequantizeArgs>> kv_dequantize;
 };
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
@@ -49,6 +61,30 @@ template <> struct OpOf<QuantizeArgs> {
 template <> struct OpOf<OptimArgs> {
   static constexpr std::string_view name = "optim";
   static auto rows(const Backend& backend) { return backend.optim; }
+};
+template <> struct OpOf<ScoreProgramArgs> {
+  static constexpr std::string_view name = "score_program";
+  static auto rows(const Backend& backend) { return backend.score_program; }
+};
+template <> struct OpOf<AttentionForwardArgs> {
+  static constexpr std::string_view name = "attention_forward";
+  static auto rows(const Backend& backend) { return backend.attention_forward; }
+};
+template <> struct OpOf<AttentionBackwardArgs> {
+  static constexpr std::string_view name = "attention_backward";
+  static auto rows(const Backend& backend) { return backend.attention_backward; }
+};
+template <> struct OpOf<DecodeArgs> {
+  static constexpr std::string_view name = "decode";
+  static auto rows(const Backend& backend) { return backend.decode; }
+};
+template <> struct OpOf<KvQuantizeArgs> {
+  static constexpr std::string_view name = "kv_quantize";
+  static auto rows(const Backend& backend) { return backend.kv_quantize; }
+};
+template <> struct OpOf<KvDequantizeArgs> {
+  static constexpr std::string_view name = "kv_dequantize";
+  static auto rows(const Backend& backend) { return backend.kv_dequantize; }
 };
 
 struct RowInfo {

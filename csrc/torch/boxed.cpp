@@ -33,7 +33,7 @@ class PythonException final : public pybind11::builtin_exception {
 
 DType dtype_of(int32_t torch_dtype) {
   const Symbols& torch = loaded_symbols();
-  for (int i = 0; i < 8; i++)
+  for (int i = 0; i < static_cast<int>(DType::other); i++)
     if (torch.dtypes[i] == torch_dtype) return static_cast<DType>(i);
   return DType::other;
 }
@@ -48,6 +48,7 @@ void rethrow_for_torch(const Error& error) {
   switch (error.kind) {
     case ErrorKind::value: throw std::invalid_argument(error.what());
     case ErrorKind::type: throw PythonException("PyExc_TypeError", error.what());
+    case ErrorKind::index: throw PythonException("PyExc_IndexError", error.what());
     case ErrorKind::not_implemented: throw PythonException("PyExc_NotImplementedError", error.what());
     case ErrorKind::runtime: break;
   }

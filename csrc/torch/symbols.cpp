@@ -65,8 +65,8 @@ bool load(Symbols& s, std::string* reason) {
   s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
   constexpr const char* kDTypes[] = {"aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
                                      "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int8",
-                                     "aoti_torch_dtype_int32", "aoti_torch_dtype_int64"};
-  for (int i = 0; i < 8; i++) s.dtypes[i] = loader.constant(kDTypes[i]);
+                                     "aoti_torch_dtype_int32", "aoti_torch_dtype_int64", "aoti_torch_dtype_bool"};
+  for (int i = 0; i < static_cast<int>(DType::other); i++) s.dtypes[i] = loader.constant(kDTypes[i]);
   if (!loader.missing.empty()) *reason = "this torch has no " + loader.missing;
   return loader.missing.empty();
 }

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/dtype.hpp"
+
 namespace lowbit::torch {
 
 using StableIValue = uint64_t;                                  // an argument or result of a boxed kernel
@@ -33,7 +35,7 @@ struct Symbols {
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
   int32_t device_cpu = 0;
-  int32_t dtypes[8] = {};                                       // torch's number of each DType before DType::other
+  int32_t dtypes[static_cast<int>(DType::other)] = {};          // torch's number of each DType before DType::other
 };
 
 // Looks once torch is loaded and remembers; until then every call looks again. Null: `reason` says why.

@@ -29,6 +29,11 @@ class _Kernel(TypedDict):
     available: bool
     reason: str
 
+class _ScoreProgram(TypedDict):
+    is_mask: bool
+    forward: str
+    backward: str
+
 class _Choice(TypedDict):
     name: str
     chosen: bool
@@ -43,6 +48,7 @@ ACTIVATIONS: dict[str, int]
 MAPPINGS: dict[str, int]
 OPTIM_RULES: dict[str, int]
 STATE_FORMATS: dict[str, int]
+SCORE_OPS: dict[str, tuple[int, str]]
 
 def isa() -> _Isa: ...
 def threads() -> _Threads: ...
@@ -116,3 +122,98 @@ def encode_state(
 def decode_state(
     codes: _Tensor, scale: _Tensor, state_format: int, is_signed: bool, block_size: int, values: _Tensor
 ) -> None: ...
+def score_program_eval(
+    code: list[int], captured: list[_Tensor], b: int, h: int, q0: int, k0: int, scores: _Tensor
+) -> None: ...
+def score_program_backward(
+    code: list[int],
+    captured: list[_Tensor],
+    b: int,
+    h: int,
+    q0: int,
+    k0: int,
+    scores: _Tensor,
+    gradient: _Tensor,
+    captured_gradients: list[_Tensor | None],
+) -> None: ...
+def block_classes(
+    code: list[int],
+    captured: list[_Tensor],
+    B: int,
+    H: int,
+    q_len: int,
+    kv_len: int,
+    q_block: int,
+    kv_block: int,
+    classes: _Tensor,
+) -> int: ...
+def score_program_explain(code: list[int]) -> _ScoreProgram: ...
+def attention_forward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor | None,
+    max_scores: _Tensor | None,
+    scale: float,
+    causal: bool,
+    mask: _Tensor | None,
+    dropout_p: float,
+    seed: int,
+    score_mod: list[int],
+    score_captured: list[_Tensor],
+    mask_mod: list[int],
+    mask_captured: list[_Tensor],
+    blocks: list[_Tensor | None],
+    block_size: tuple[int, int],
+    sink: _Tensor | None,
+) -> None: ...
+def attention_backward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    grad_out: _Tensor,
+    grad_lse: _Tensor | None,
+    grad_q: _Tensor,
+    grad_k: _Tensor,
+    grad_v: _Tensor,
+    scale: float,
+    causal: bool,
+    mask: _Tensor | None,
+    dropout_p: float,
+    seed: int,
+    score_mod: list[int],
+    score_captured: list[_Tensor],
+    score_captured_grads: list[_Tensor | None],
+    mask_mod: list[int],
+    mask_captured: list[_Tensor],
+    blocks: list[_Tensor | None],
+    block_size: tuple[int, int],
+    sink: _Tensor | None,
+    grad_mask: _Tensor | None,
+    grad_sink: _Tensor | None,
+) -> None: ...
+def decode(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    scale: float,
+    k_scale: _Tensor | None = None,
+    v_scale: _Tensor | None = None,
+    rotated: bool = False,
+    causal: bool = False,
+    position: int = 0,
+    window: int = 0,
+    mask: _Tensor | None = None,
+    sink: _Tensor | None = None,
+    lse: _Tensor | None = None,
+    score_mod: list[int] = ...,
+    score_captured: list[_Tensor] = ...,
+    mask_mod: list[int] = ...,
+    mask_captured: list[_Tensor] = ...,
+) -> None: ...
+def kv_quantize(x: _Tensor, codes: _Tensor, scale: _Tensor, rotate: bool = False) -> None: ...
+def kv_dequantize(codes: _Tensor, scale: _Tensor, x: _Tensor, rotated: bool = False) -> None: ...

@@ -26,7 +26,11 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
-    from lowbit import optim
+    from lowbit import attention, optim
+    from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+    from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
+    from lowbit.attention.kv_cache import QuantizedKVCache
+    from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -50,6 +54,7 @@ _HOME = {
     "quantize_": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
+    "QuantizedKVCache": "lowbit.attention.kv_cache",
     "Int8WeightOnlyConfig": "lowbit.formats",
     "Int4WeightOnlyConfig": "lowbit.formats",
     "Int8DynamicActivationInt8WeightConfig": "lowbit.formats",
@@ -62,13 +67,26 @@ _HOME = {
     "int8_dynamic_activation_int4_weight": "lowbit.formats",
     "float_weight": "lowbit.formats",
     "linear": "lowbit.ops.linear",
+    "scaled_dot_product_attention": "lowbit.attention.sdpa",
+    "flex_attention": "lowbit.attention.flex",
+    "AuxRequest": "lowbit.attention.flex",
+    "AuxOutput": "lowbit.attention.flex",
+    "BlockMask": "lowbit.attention.block_mask",
+    "create_block_mask": "lowbit.attention.block_mask",
+    "create_mask": "lowbit.attention.block_mask",
+    "and_masks": "lowbit.attention.block_mask",
+    "or_masks": "lowbit.attention.block_mask",
+    "noop_mask": "lowbit.attention.block_mask",
     "kernels": "lowbit.diagnostics.kernels",
     "force_kernel": "lowbit.diagnostics.kernels",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
-_MODULES = {"optim": "lowbit.optim"}
+_MODULES = {"attention": "lowbit.attention", "optim": "lowbit.optim"}
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
     "FloatWeightConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
@@ -77,8 +95,14 @@ __all__ = [
     "MappingType",
     "QuantLinear",
     "QuantizationReport",
+    "QuantizedKVCache",
     "__version__",
+    "and_masks",
+    "attention",
+    "create_block_mask",
+    "create_mask",
     "explain",
+    "flex_attention",
     "float_weight",
     "force_kernel",
     "info",
@@ -88,8 +112,11 @@ __all__ = [
     "int8_weight_only",
     "kernels",
     "linear",
+    "noop_mask",
     "optim",
+    "or_masks",
     "quantize_",
+    "scaled_dot_product_attention",
 ]
 
 _register()

@@ -45,3 +45,17 @@ def test_a_model_without_quantized_layers_says_so() -> None:
 def test_something_else_is_refused() -> None:
     with pytest.raises(TypeError, match="explain: module must be a torch.nn.Module, got Tensor"):
         lowbit.explain(torch.ones(3))
+
+
+def test_a_mod_is_explained_as_its_program_and_blocks() -> None:
+    slopes = torch.rand(4)
+    alibi = lowbit.explain(lambda score, b, h, q, k: score + (k - q) * slopes[h])
+    assert alibi.kind == "score_mod" and alibi.captured == ("float32 [4]",)
+    assert "head: head1 = gather t0 head0" in alibi.forward and "scatter_add t0" in alibi.backward
+    causal = lowbit.explain(lambda b, h, q, k: q >= k, q_len=512)
+    assert causal.blocks == (6, 4, 6) and "6 empty (skipped), 4 partial" in repr(causal)
+    assert lowbit.explain(lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512)).blocks == (6, 4, 6)
+    assert "changes nothing" in repr(lowbit.explain(lambda score, b, h, q, k: score))
+    assert "runs through torch" in repr(lowbit.explain(lambda score, b, h, q, k: torch.lgamma(score)))
+    with pytest.raises(TypeError, match="got a function of 2"):
+        lowbit.explain(lambda q, k: q)

@@ -29,11 +29,13 @@ PYTHON_ARROWS = {
     "formats": {"formats", "ops", "_C", "reference"},
     "quant": {"quant", "formats", "ops", "_C", "reference"},
     "optim": {"optim", "ops", "_C"},
+    "attention": {"attention", "ops", "_C"},
+    "integrations": {"integrations", "attention", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
-    "diagnostics": {"diagnostics", "devices", "ops", "_C"},
+    "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
-    "__init__.py": {"ops", "formats", "quant", "optim", "diagnostics", "_C"},
+    "__init__.py": {"ops", "formats", "quant", "optim", "attention", "diagnostics", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

@@ -48,7 +48,7 @@ def test_stub_and_extension_have_the_same_arguments() -> None:
             assert names == [argument.arg for argument in node.args.args], signature
 
 
-@pytest.mark.parametrize("op", ["linear", "quantize"])
+@pytest.mark.parametrize("op", ["linear", "quantize", "attention_forward", "attention_backward", "score_program", "decode"])
 def test_row_names_follow_op_what_target(op: str) -> None:
     rows = testing.rows(op)
     for row in rows:

@@ -140,15 +140,6 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (int p = 0; p < kPanels; p++) finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
 }
 
-// Calls f(integral_constant<int, count>) for a count of 1..kMax.
-template <int kMax, class F>
-LOWBIT_INLINE void with_count(int count, F&& f) {
-  if constexpr (kMax > 1) {
-    if (count < kMax) return with_count<kMax - 1>(count, f);
-  }
-  f(std::integral_constant<int, kMax>{});
-}
-
 // Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread is free.
 template <Format kFormat>
 void linear_dot(const LinearArgs& args) {

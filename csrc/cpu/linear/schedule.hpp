@@ -33,5 +33,14 @@ struct RowTiles {
   LOWBIT_INLINE int height(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
 };
 
+// Calls f(integral_constant<int, count>) for a count of 1..kMax.
+template <int kMax, class F>
+LOWBIT_INLINE void with_count(int count, F&& f) {
+  if constexpr (kMax > 1) {
+    if (count < kMax) return with_count<kMax - 1>(count, f);
+  }
+  f(std::integral_constant<int, kMax>{});
+}
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

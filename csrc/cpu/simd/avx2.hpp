@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
+#include "cpu/simd/transpose.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -145,11 +146,50 @@ LOWBIT_INLINE int32_t sum(i32x16 a) {
   q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
+LOWBIT_INLINE float sum(f32x16 a) {
+  const __m256 s = _mm256_add_ps(a.lo, a.hi);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 LOWBIT_INLINE float largest(f32x16 a) {
   const __m256 s = _mm256_max_ps(a.lo, a.hi);
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+struct i16x32 { __m256i lo, hi; };
+LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { return {load_ymm(p), load_ymm(p + 16)}; }
+LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
+  const __m256i pair = _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+  return {pair, pair};
+}
+LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8));
+}
+LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_xmm(p)), _mm256_cvtepi8_epi16(load_xmm(p + 16))}; }
+LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(load_xmm(p)), eight = _mm256_set1_epi16(8);
+  return {_mm256_sub_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(15)), eight), _mm256_sub_epi16(_mm256_srli_epi16(bytes, 4), eight)};
+}
+LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) { return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))}; }
+LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
+template <bool high>
+LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
+  const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+  auto codes = [&](const uint8_t* p) { return _mm_sub_epi8(_mm_and_si128(high ? _mm_srli_epi16(load_xmm(p), 4) : load_xmm(p), mask), eight); };
+  return zip_bytes(codes(a), codes(b));
+}
+LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
+}
+LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+  _mm_storeu_ps(to, sums_of_eights(_mm256_add_ps(a.lo, a.hi), _mm256_add_ps(b.lo, b.hi), _mm256_add_ps(c.lo, c.hi), _mm256_add_ps(d.lo, d.hi)));
+}
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  _mm_storeu_ps(to, sums_of_eights(_mm256_add_epi32(a.lo, a.hi), _mm256_add_epi32(b.lo, b.hi), _mm256_add_epi32(c.lo, c.hi), _mm256_add_epi32(d.lo, d.hi)));
 }
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
+#include "cpu/simd/transpose.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -99,7 +100,49 @@ LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+LOWBIT_INLINE float sum(f32x16 a) {
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 LOWBIT_INLINE float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
+
+struct i16x32 { __m512i v; };
+LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+LOWBIT_INLINE i16x32 load_pair(const int16_t* p) { return {_mm512_castps_si512(_mm512_set1_ps(*reinterpret_cast<const float*>(p)))}; }
+LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(a.v)); }
+LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {
+  const __m128i mask = _mm_set1_epi8(15), bytes = load_xmm(p);
+  const __m256i codes = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
+  return {_mm512_cvtepi8_epi16(_mm256_sub_epi8(codes, _mm256_set1_epi8(8)))};
+}
+LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) { return {_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)))}; }
+LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
+template <bool high>
+LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
+  const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+  auto codes = [&](const uint8_t* p) { return _mm_sub_epi8(_mm_and_si128(high ? _mm_srli_epi16(load_xmm(p), 4) : load_xmm(p), mask), eight); };
+  return zip_bytes(codes(a), codes(b));
+}
+LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
+#ifdef LOWBIT_HAS_VNNI
+  return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+#else
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+  auto eights = [](f32x16 x) { return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); };
+  _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
+}
+
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  auto eights = [](i32x16 x) { return _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1)); };
+  _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
+}
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 template <int at>

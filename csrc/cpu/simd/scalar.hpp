@@ -2,6 +2,8 @@
 // The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers give in intrinsics.
 #pragma once
 
+#define LOWBIT_IS_SCALAR 1
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -86,7 +88,58 @@ LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m 
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = to_u8(a.lane[i]); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
+LOWBIT_INLINE float sum(f32x16 a) {  // halves, then halves of these: the same order, and so the same bits, everywhere
+  for (int count = 8; count; count /= 2)
+    for (int i = 0; i < count; i++) a.lane[i] += a.lane[i + count];
+  return a.lane[0];
+}
+LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+}
 LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
+
+// 16 pairs of int16: what the codes of keys and values are multiplied as.
+struct i16x32 { int16_t lane[32]; };
+LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { i16x32 r; std::memcpy(&r, p, 64); return r; }
+LOWBIT_INLINE i16x32 load_pair(const int16_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i % 2]; return r; }
+LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int16_t>(a.lane[i]); }  // values fit
+LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i]; return r; }
+LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {  // 16 bytes: low nibbles, then high nibbles, each - 8
+  i16x32 r;
+  for (int i = 0; i < 32; i++) r.lane[i] = static_cast<int16_t>((i < 16 ? p[i] & 15 : p[i - 16] >> 4) - 8);
+  return r;
+}
+LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) {  // a[0] b[0] a[1] b[1] ...: 16 of each
+  i16x32 r;
+  LOWBIT_LANES r.lane[2 * i] = a[i], r.lane[2 * i + 1] = b[i];
+  return r;
+}
+template <bool high>
+LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {  // the low or high nibbles of 16 bytes of each, - 8
+  i16x32 r;
+  LOWBIT_LANES r.lane[2 * i] = static_cast<int16_t>((high ? a[i] >> 4 : a[i] & 15) - 8), r.lane[2 * i + 1] = static_cast<int16_t>((high ? b[i] >> 4 : b[i] & 15) - 8);
+  return r;
+}
+LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
+  LOWBIT_LANES sum.lane[i] += a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
+  return sum;
+}
+// to[0..3] = the sums of the lanes of a, b, c, d, added in the order that shuffles give: the same bits everywhere.
+LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+  const f32x16* all[] = {&a, &b, &c, &d};
+  for (int r = 0; r < 4; r++) {
+    float q[8];
+    for (int i = 0; i < 8; i++) q[i] = all[r]->lane[i] + all[r]->lane[i + 8];
+    to[r] = ((q[0] + q[2]) + (q[1] + q[3])) + ((q[4] + q[6]) + (q[5] + q[7]));
+  }
+}
+LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  const i32x16* all[] = {&a, &b, &c, &d};
+  for (int r = 0; r < 4; r++) to[r] = static_cast<float>(sum(*all[r]));
+}
+LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
+  for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) to[j * to_stride + i] = from[i * 4 + j];
+}
 
 // One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }

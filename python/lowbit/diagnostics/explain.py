@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row serves each quantized layer of a module, and why the others do not."""
+"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod of flex_attention becomes."""
 
 from __future__ import annotations
 
@@ -47,18 +47,28 @@ class Explanation(list[LayerExplanation]):
         return html_table(self._HEADER, self._cells()) + html_table(("other rows", "why not"), self._reasons())
 
 
-def explain(module: nn.Module, *, m: int = 1, dtype: torch.dtype = torch.float32) -> Explanation:
+def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Say which kernel row serves each ``QuantLinear`` inside a module, and why the others do not.
 
+    A score_mod, a mask_mod or a BlockMask is explained as what it becomes: its program, and its blocks.
+
     Args:
-        module: a ``QuantLinear`` or any module that contains some.
+        module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask.
         m: rows of the activations (tokens).
         dtype: dtype of the activations.
+        options: for a mask_mod ``q_len``, ``kv_len``, ``block_size`` that its blocks are counted for.
+
+    Returns:
+        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text.
 
     Raises:
-        TypeError: ``module`` is not a ``torch.nn.Module``.
+        TypeError: ``module`` is none of these.
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) and (callable(module) or type(module).__name__ == "BlockMask"):
+        from lowbit.attention.explain_mod import explain_mod
+
+        return explain_mod(module, **options)
+    if not isinstance(module, nn.Module) or options:
         raise TypeError(f"explain: module must be a torch.nn.Module, got {type(module).__name__}")
     return Explanation(
         _explain_layer(name or type(layer).__name__, layer, m, dtype)

@@ -13,7 +13,7 @@ import threading
 import torch
 
 from lowbit import _C
-from lowbit.ops import fakes
+from lowbit.ops import attention_op, fakes
 
 SCHEMAS = {
     "linear": (
@@ -45,6 +45,7 @@ def register() -> None:
             torch.library.register_fake(f"lowbit::{name}", getattr(fakes, name), lib=library)
             row["op"] = f"lowbit::{name}"
             _registered.append(row)
+        attention_op.register(library)
 
 
 def registered() -> list[dict[str, str]]:

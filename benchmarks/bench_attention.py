@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention: lowbit, torch and the peers in the same interleaved rounds.
+
+    python benchmarks/bench_attention.py --parts sdpa --quick        # 1 minute
+    python benchmarks/bench_attention.py --out benchmarks/results/attention.json
+    LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_attention.py   # as an AVX2 machine
+
+Each part is a file attention_<part>.py beside this one. Ratios compare calls of the same rounds. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+from harness import Foreign, describe, header, save
+
+PARTS = tuple(sorted(path.stem.removeprefix("attention_") for path in Path(__file__).parent.glob("attention_*.py")))
+
+
+def main() -> None:
+    args = parse_arguments()
+    head = header()
+    print(describe(head))
+    foreign = Foreign()
+    torch.manual_seed(0)
+    results = {part: importlib.import_module(f"attention_{part}").bench(args) for part in args.parts}
+    head["foreign_cpu_share"] = foreign.share()
+    print(f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine")
+    if args.out:
+        save(args.out, head, results)
+        print(f"wrote {args.out}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, help="samples of each candidate (default 8)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, 3 rounds")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    args.dtypes = [getattr(torch, name) for name in args.dtypes.split(",")]
+    args.rounds = args.rounds or (3 if args.quick else 8)
+    torch.set_num_threads(args.threads)
+    return args
+
+
+if __name__ == "__main__":
+    main()

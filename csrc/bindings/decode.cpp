@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/decode.hpp"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings/register.hpp"
+#include "bindings/tensor_caster.hpp"
+#include "ops/score_program.hpp"
+
+namespace lowbit {
+namespace {
+
+using Code = std::vector<int64_t>;
+
+void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, double scale, py::handle k_scale, py::handle v_scale, bool rotated,
+                 bool causal, int64_t position, int64_t window, py::handle mask, py::handle sink, py::handle lse, const Code& score_mod,
+                 const py::list& score_captured, const Code& mask_mod, const py::list& mask_captured) {
+  const TensorArgument q_argument(q, "decode: q"), k_argument(k, "decode: k"), v_argument(v, "decode: v"), out_argument = output(out, "decode: out");
+  const TensorArgument k_scale_argument = optional(k_scale, "decode: k_scale"), v_scale_argument = optional(v_scale, "decode: v_scale");
+  const TensorArgument mask_argument = optional(mask, "decode: mask"), sink_argument = optional(sink, "decode: sink");
+  const TensorArgument lse_argument(lse, "decode: lse", Access::write, true);
+  const TensorArguments score_tensors(score_captured, "score_captured"), mask_tensors(mask_captured, "mask_captured");
+  std::optional<ScoreCall> score_call, mask_call;
+  if (!score_mod.empty()) score_call.emplace("decode", "score_mod", score_mod, score_tensors.views);
+  if (!mask_mod.empty()) mask_call.emplace("decode", "mask_mod", mask_mod, mask_tensors.views);
+  const py::gil_scoped_release nogil;
+  decode({.q = *q_argument, .k = *k_argument, .v = *v_argument, .k_scale = *k_scale_argument, .v_scale = *v_scale_argument, .out = *out_argument,
+          .lse = *lse_argument, .mask = *mask_argument, .sink = *sink_argument, .scale = scale, .causal = causal, .position = position,
+          .window = window, .rotated = rotated, .score_mod = score_call ? &*score_call : nullptr, .mask_mod = mask_call ? &*mask_call : nullptr});
+}
+
+void kv_quantize_into(py::handle x, py::handle codes, py::handle scale, bool rotate) {
+  const TensorArgument x_argument(x, "kv_quantize: x");
+  const TensorArgument codes_argument = output(codes, "kv_quantize: codes"), scale_argument = output(scale, "kv_quantize: scale");
+  const py::gil_scoped_release nogil;
+  kv_quantize({.x = *x_argument, .codes = *codes_argument, .scale = *scale_argument, .rotate = rotate});
+}
+
+void kv_dequantize_into(py::handle codes, py::handle scale, py::handle x, bool rotated) {
+  const TensorArgument codes_argument(codes, "kv_dequantize: codes"), scale_argument(scale, "kv_dequantize: scale");
+  const TensorArgument x_argument = output(x, "kv_dequantize: x");
+  const py::gil_scoped_release nogil;
+  kv_dequantize({.codes = *codes_argument, .scale = *scale_argument, .x = *x_argument, .rotated = rotated});
+}
+
+}  // namespace
+
+void register_decode(py::module_& m) {
+  using py::arg;
+  m.def("decode", decode_into, arg("q"), arg("k"), arg("v"), arg("out"), arg("scale"), arg("k_scale") = py::none(), arg("v_scale") = py::none(),
+        arg("rotated") = false, arg("causal") = false, arg("position") = 0, arg("window") = 0, arg("mask") = py::none(), arg("sink") = py::none(),
+        arg("lse") = py::none(), arg("score_mod") = Code(), arg("score_captured") = py::list(), arg("mask_mod") = Code(),
+        arg("mask_captured") = py::list(),
+        R"(Write the attention of a few queries over a long key-value cache into ``out``.
+
+The cache is read once, in splits of 256 tokens: results are the same for any number of threads and in any batch.
+
+Args:
+    q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.
+    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``kv_quantize``: int8 ``[B, Hkv, S, E rounded up to 32]``, or uint8
+        with two int4 codes a byte. Any strides with a dense last dimension, so token-major caches too.
+    out: ``[B, Hq, L, Ev]``, dtype of ``q``.
+    scale: what ``q k^T`` is multiplied by.
+    k_scale, v_scale: float32 or float16 ``[B, Hkv, S, groups]`` of codes: 1 group for int8, E / 32 rounded up for int4.
+    rotated: the keys were rotated by ``kv_quantize``; the queries are then rotated here.
+    causal: query i stands at ``position + i`` and sees no later key.
+    window: if positive, nor a key that is ``window`` or more before it.
+    mask: bool or floating ``[B, Hq, L, S]`` of any strides, or None.
+    sink: float32 ``[Hq]``: a score without a value, or None.
+    lse: float32 ``[B, Hq, L]``, written, or None.
+    score_mod, score_captured, mask_mod, mask_captured: score programs and their tensors; their q is ``position + i``.
+
+Raises:
+    ValueError, TypeError: an argument does not fit; the text names it.
+    NotImplementedError: no kernel row fits, or not the forced one.)");
+  m.def("kv_quantize", kv_quantize_into, arg("x"), arg("codes"), arg("scale"), arg("rotate") = false,
+        R"(Quantize rows of keys or values into a cache.
+
+Args:
+    x: ``[B, H, L, E]`` float32, bfloat16 or float16.
+    codes: int8 ``[B, H, L, E rounded up to 32]`` or, for int4, uint8 with half as many bytes; written.
+    scale: float32 or float16 ``[B, H, L, groups]``, written: 1 group for int8, E / 32 rounded up for int4.
+    rotate: multiply rows by a normalized Hadamard matrix first.
+
+Raises:
+    ValueError, TypeError: an argument does not fit; the text names it.)");
+  m.def("kv_dequantize", kv_dequantize_into, arg("codes"), arg("scale"), arg("x"), arg("rotated") = false,
+        "Write the rows that ``codes`` and ``scale`` stand for into ``x [B, H, L, E]``, undoing the rotation.");
+}
+
+}  // namespace lowbit

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax.
+#pragma once
+
+#include "core/scratch.hpp"
+#include "cpu/attention/visit.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kKvTile = 128;
+
+// Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on that, 252 half of it), but their
+// q, scores and sums should stay in half of L2, and there must be tasks to share out. A row's result does not depend on its tile.
+LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
+  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)) + row_stride(kKvTile));
+  int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
+  while (tile > 16 && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
+  return tile;
+}
+
+template <class T>
+struct ForwardTile {
+  Matrix<T> q, keys, values, scores, out, buffer;
+  RowSums<T> sums;
+  T* factor;
+  Programs<T> programs;
+
+  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) : programs(args, q_tile, kKvTile, arena) {
+    const int64_t e = args.q.size(3), ev = args.v.size(3);
+    q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile), values = arena.matrix<T>(kKvTile, ev);
+    scores = arena.matrix<T>(q_tile, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
+    sums = {arena.array<T>(q_tile), arena.array<T>(q_tile), arena.array<T>(q_tile)};
+    factor = arena.array<T>(kKvTile);
+  }
+};
+
+// Divides by the sums, and writes out, lse, max_scores.
+template <class T>
+void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const ForwardTile<T>& tile) {
+  const T log2e = static_cast<T>(kLog2e);
+  const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
+  for (int64_t r = 0; r < at.rows; r++) {
+    T top = tile.sums.max[r], sum = tile.sums.sum[r], scale = 1;
+    if (args.max_scores) args.max_scores.template as<T>()[first + r] = top;
+    if (args.sink) {
+      const T sink = args.sink.template as<T>()[at.h], now = sink > top ? sink : top;
+      if (now != kMinusInfinity<T>) {
+        scale = exp2_one((top - now) * log2e);
+        sum = sum * scale + exp2_one((sink - now) * log2e);
+        top = now;
+      }
+    }
+    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : top + log2(sum) / log2e;
+    tile.sums.factor[r] = sum == T{0} ? T{0} : scale / sum;
+  }
+  narrow_rows(tile.out, tile.sums.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+}
+
+template <class T>
+void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
+  const int64_t e = args.q.size(3), ev = args.v.size(3), padded_ev = round_up(ev, 16);
+  const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
+  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  widen_rows(HeadView(args.q, b, h), all.q0, all.rows, e, static_cast<T>(args.scale), tile.q);
+  fill(tile.sums.max, all.rows, kMinusInfinity<T>), fill(tile.sums.sum, all.rows, T{0});
+  clear_rows(tile.out, all.rows);
+  TilePlace at;
+  for (int64_t j = 0; j < tilings.kv.count; j++) {
+    if (!tilings.visit(args, b, h, i, j, at)) continue;
+    transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer);
+    widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
+    multiply(rows_of(tile.q.from(at.skipped)), tile.keys, tile.scores, at.rows, at.cols, e, Sum::fresh);
+    modify_scores(args, at, tile.programs, tile.scores);
+    const RowSums<T> sums = tile.sums.from(at.skipped);
+    const Matrix<T> out = tile.out.from(at.skipped);
+    if (softmax_rows(tile.scores, at.rows, round_up(at.cols, 16), sums)) scale_rows(out, at.rows, padded_ev, sums.factor);
+    if (args.dropout_p > 0) drop_probabilities(args, at, tile.scores, tile.factor);
+    multiply(rows_of(tile.scores), tile.values, out, at.rows, ev, at.cols, Sum::onto);
+  }
+  finish_rows(args, all, tile);
+}
+
+template <class T>
+void attention_forward(const AttentionForwardArgs& args) {
+  const int threads = threads_for_attention(args);
+  const Tilings tilings(args, choose_q_tile(args, threads), kKvTile);
+  const int64_t heads = args.batch() * args.heads();
+  parallel_for(heads * tilings.q.count, threads, [&](int64_t task) {
+    Arena arena;
+    ForwardTile<T>(args, tilings.q.tile, arena);
+    arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
+    ForwardTile<T> tile(args, tilings.q.tile, arena);
+    const int64_t head = task / tilings.q.count, i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
+    forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);
+  });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrices of one tile, in the scratch memory of a thread: row-major, in float32 (or float64) whatever the tensors hold, and the one product that
+// attention is made of: c = a b, where b has its columns in vectors of 16 and an element of a is broadcast.
+#pragma once
+
+#include "core/tensor_view.hpp"
+#include "cpu/linear/schedule.hpp"
+#include "cpu/simd/double.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct bfloat16_bits { uint16_t bits; };
+struct float16_bits { uint16_t bits; };
+
+LOWBIT_INLINE f32x16 load16(const float* p) { return load(p); }
+LOWBIT_INLINE f32x16 load16(const bfloat16_bits* p) { return load_bf16(&p->bits); }
+LOWBIT_INLINE f32x16 load16(const float16_bits* p) { return load_f16(&p->bits); }
+LOWBIT_INLINE f64x16 load16(const double* p) { return load(p); }
+LOWBIT_INLINE void store16(float* p, f32x16 a) { store(p, a); }
+LOWBIT_INLINE void store16(bfloat16_bits* p, f32x16 a) { store_bf16(&p->bits, a); }
+LOWBIT_INLINE void store16(float16_bits* p, f32x16 a) { store_f16(&p->bits, a); }
+LOWBIT_INLINE void store16(double* p, f64x16 a) { store(p, a); }
+
+// Calls f with a null pointer to the element type of a tensor that is computed in T.
+template <class T, class F>
+LOWBIT_INLINE void with_elements(DType dtype, F&& f) {
+  if constexpr (sizeof(T) == 8) {
+    f(static_cast<const double*>(nullptr));
+  } else {
+    if (dtype == DType::float32) f(static_cast<const float*>(nullptr));
+    else if (dtype == DType::bfloat16) f(static_cast<const bfloat16_bits*>(nullptr));
+    else f(static_cast<const float16_bits*>(nullptr));
+  }
+}
+
+// Rows of 16 * odd elements: rows that are read one below the other then fall into different sets of L1.
+LOWBIT_INLINE constexpr int64_t row_stride(int64_t columns) { return (ceil_div(columns, 16) | 1) * 16; }
+
+template <class T>
+struct Matrix {
+  T* data = nullptr;
+  int64_t stride = 0;  // of a row, a multiple of 16
+  LOWBIT_INLINE T* row(int64_t r) const { return data + r * stride; }
+  LOWBIT_INLINE Matrix from(int64_t r) const { return {row(r), stride}; }
+};
+
+template <class T>
+void clear_rows(Matrix<T> m, int64_t rows) {
+  for (int64_t i = 0; i < rows * m.stride; i += 16) store(m.data + i, set1(T{0}));
+}
+
+template <class T>
+LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
+  for (int64_t i = 0; i < count; i++) to[i] = x;
+}
+
+// Hands out aligned parts of one piece of memory; with base null it only counts.
+struct Arena {
+  char* base = nullptr;
+  int64_t bytes = 0;
+  template <class T>
+  LOWBIT_INLINE T* array(int64_t count) {
+    T* at = reinterpret_cast<T*>(base + bytes);
+    bytes = round_up(bytes + count * static_cast<int64_t>(sizeof(T)), 64);
+    return at;
+  }
+  template <class T>
+  LOWBIT_INLINE Matrix<T> matrix(int64_t rows, int64_t columns) {
+    return {array<T>(rows * row_stride(columns)), row_stride(columns)};
+  }
+};
+
+// A head of a tensor [B, H, length, columns] with a dense last dimension.
+struct HeadView {
+  const char* data;
+  DType dtype;
+  int64_t stride;  // of a row, in elements
+  LOWBIT_INLINE HeadView(const TensorView& tensor, int64_t b, int64_t h)
+      : data(tensor.as<const char>() + (b * tensor.stride[0] + h * tensor.stride[1]) * static_cast<int64_t>(size_of(tensor.dtype))),
+        dtype(tensor.dtype), stride(tensor.stride[2]) {}
+};
+
+// One row of up to 16 * n elements, widened; zeros up to the next multiple of 16.
+template <class E, class T>
+LOWBIT_INLINE void widen_row(const E* from, int64_t columns, T factor, T* to) {
+  const int64_t whole = columns / 16 * 16;
+  const auto scale = set1(factor);
+  for (int64_t c = 0; c < whole; c += 16) store(to + c, mul(load16(from + c), scale));
+  if (whole == columns) return;
+  E last[16] = {};
+  for (int64_t c = whole; c < columns; c++) last[c - whole] = from[c];
+  store(to + whole, mul(load16(last), scale));
+}
+
+// to[r][c] = factor * head[first + r][c].
+template <class T>
+void widen_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, T factor, Matrix<T> to) {
+  with_elements<T>(head.dtype, [&](auto* tag) {
+    auto* from = reinterpret_cast<decltype(tag)>(head.data) + first * head.stride;
+    for (int64_t r = 0; r < rows; r++) widen_row(from + r * head.stride, columns, factor, to.row(r));
+  });
+}
+
+// to[c][r] = head[first + r][c]; columns of `to` up to the next multiple of 16 are zero.
+template <class T>
+void transpose_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<T> to, Matrix<T> buffer) {
+  with_elements<T>(head.dtype, [&](auto* tag) {
+    using E = std::remove_cvref_t<decltype(*tag)>;
+    const E* from = reinterpret_cast<const E*>(head.data) + first * head.stride;
+    for (int64_t r = 0; r < rows; r += 16) {
+      const int64_t count = smaller(16, rows - r);
+      const T* block = buffer.data;
+      int64_t stride = buffer.stride;
+      if (std::is_same_v<E, T> && count == 16 && columns % 16 == 0) {
+        block = reinterpret_cast<const T*>(from + r * head.stride), stride = head.stride;
+      } else {
+        for (int64_t i = 0; i < count; i++) widen_row(from + (r + i) * head.stride, columns, T{1}, buffer.row(i));
+        for (int64_t i = count; i < 16; i++)
+          for (int64_t c = 0; c < columns; c++) buffer.row(i)[c] = 0;
+      }
+      for (int64_t c = 0; c < columns; c += 16) transpose_16x16(block + c, stride, to.row(c) + r, to.stride);
+    }
+  });
+}
+
+// Rows of a tile back to a tensor: head[first + r][c] = from[r][c] * factor[r].
+template <class T>
+void narrow_rows(Matrix<T> from, const T* factor, int64_t rows, int64_t columns, const HeadView& head, int64_t first) {
+  with_elements<T>(head.dtype, [&](auto* tag) {
+    using E = std::remove_cvref_t<decltype(*tag)>;
+    for (int64_t r = 0; r < rows; r++) {
+      E* to = reinterpret_cast<E*>(const_cast<char*>(head.data)) + (first + r) * head.stride;
+      const auto scale = set1(factor[r]);
+      const int64_t whole = columns / 16 * 16;
+      for (int64_t c = 0; c < whole; c += 16) store16(to + c, mul(load(from.row(r) + c), scale));
+      if (whole == columns) continue;
+      E last[16];
+      store16(last, mul(load(from.row(r) + whole), scale));
+      for (int64_t c = whole; c < columns; c++) to[c] = last[c - whole];
+    }
+  });
+}
+
+// An operand whose elements are broadcast: element (r, i) at data[r * row + i * step]. step 1: a matrix; row 1: a transposed one.
+template <class T>
+struct Broadcast {
+  const T* data;
+  int64_t row, step;
+};
+template <class T>
+LOWBIT_INLINE Broadcast<T> rows_of(Matrix<T> m) { return {m.data, m.stride, 1}; }
+template <class T>
+LOWBIT_INLINE Broadcast<T> columns_of(Matrix<T> m) { return {m.data, 1, m.stride}; }
+
+enum class Sum { fresh, onto };  // c = a b, or c += a b
+
+template <class T, int kRows, int kVectors>
+void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, T* c, int64_t c_stride, Sum sum) {
+  using Vector = decltype(load(c));
+  Vector acc[kRows][kVectors];
+  unroll<kRows>([&](auto r) {
+    unroll<kVectors>([&](auto v) { acc[r][v] = sum == Sum::fresh ? set1(T{0}) : load(c + r * c_stride + v * 16); });
+  });
+  if (sum == Sum::onto)  // the next rows of c: with 4096 keys gradients of k and v come from L3, and no stream tells the hardware what is next
+    unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
+  for (int64_t i = 0; i < depth; i++, b += b_stride) {
+    Vector w[kVectors];
+    unroll<kVectors>([&](auto v) { w[v] = load(b + v * 16); });
+    unroll<kRows>([&](auto r) {
+      const Vector x = set1(a.data[r * a.row + i * a.step]);
+      unroll<kVectors>([&](auto v) { acc[r][v] = fma(x, w[v], acc[r][v]); });
+    });
+  }
+  unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { store(c + r * c_stride + v * 16, acc[r][v]); }); });
+}
+
+// c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns stay in L1.
+template <class T>
+void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth, Sum sum) {
+  const RowTiles tiles(rows, kFloatRows);
+  const int64_t block = larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows));
+  for (int64_t first = 0; first < tiles.count; first += block)
+    for (int64_t j = 0; j < columns; j += 16 * kFloatPanels) {
+      const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(columns - j, 16)));
+      for (int64_t tile = first; tile < smaller(tiles.count, first + block); tile++) {
+        const int64_t r = tiles.begin(tile);
+        with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
+          with_count<kFloatPanels>(vectors, [&](auto kVectors) {
+            multiply_tile<T, kRows, kVectors>({a.data + r * a.row, a.row, a.step}, b.data + j, b.stride, depth, c.row(r) + j, c.stride, sum);
+          });
+        });
+      }
+    }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tiles a task visits.
+#pragma once
+
+#include "cpu/attention/softmax.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+// The two products of the forward; below what a parallel region costs the caller works alone.
+LOWBIT_INLINE int threads_for_attention(const AttentionForwardArgs& args) {
+  const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
+                          static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.v.size(3));
+  return products < static_cast<double>(kSerialProducts) ? 1 : num_threads();
+}
+
+struct Tilings {
+  Tiling q, kv;
+  LOWBIT_INLINE Tilings(const AttentionForwardArgs& args, int64_t q_tile, int64_t kv_tile)
+      : q(args.q_length(), args.blocks.classes ? args.blocks.q_block : 0, q_tile),
+        kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
+
+  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns be seen by none: they are cut off.
+  LOWBIT_INLINE bool visit(const AttentionForwardArgs& args, int64_t b, int64_t h, int64_t i, int64_t j, TilePlace& at) const {
+    at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};
+    if (args.causal) {
+      if (at.k0 >= at.q0 + at.rows) return false;
+      at.cols = static_cast<int>(smaller(at.cols, at.q0 + at.rows - at.k0));
+      at.skipped = static_cast<int>(larger(0, at.k0 - at.q0));
+      at.q0 += at.skipped, at.rows -= at.skipped;
+    }
+    if (!args.blocks.classes) return true;
+    const BlockClass block = args.blocks.row(b, h, q.block_of(i))[kv.block_of(j)];
+    at.partial = block == BlockClass::partial;
+    return block != BlockClass::empty;
+  }
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs one plan of a score program over tiles of scores: a register machine whose instructions work on a strip of up to 1024 scores at a time, so
+// that finding the instruction (2 ns) costs nothing and all registers stay in L1. One machine per thread, plan and call.
+// The code is in score_program.cpp, once per instruction set; kernels of other ops include this header.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ops/score_program.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+
+inline constexpr int kStripScores = 1024, kStripColumns = 256;
+
+template <class T>
+struct ScoreMachine {
+  const ScoreCall* call = nullptr;
+  const ScorePlan* plan = nullptr;
+  int max_rows = 0, max_cols = 0;
+  T* banks[6] = {};  // registers per rate (Rate), in cells of T; ints and bools have cells of the same size
+
+  // The tile that the registers of low rates were computed for.
+  bool fresh = true;
+  int64_t b = 0, h = 0, q0 = 0, k0 = 0;
+  int rows = 0, cols = 0;
+};
+
+std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell);
+void start_machine(ScoreMachine<float>& machine, void* memory);
+void start_machine(ScoreMachine<double>& machine, void* memory);
+void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured);
+void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured);
+
+namespace {
+
+template <class T>
+class ScoreVm {
+ public:
+  static std::size_t bytes(const ScorePlan& plan, int max_rows, int max_cols) { return machine_bytes(plan, max_rows, max_cols, sizeof(T)); }
+
+  // `memory`: 64-byte aligned, of bytes(); tiles have at most max_rows x max_cols scores.
+  ScoreVm(const ScoreCall& call, const ScorePlan& plan, int max_rows, int max_cols, void* memory)
+      : machine_{.call = &call, .plan = &plan, .max_rows = max_rows, .max_cols = max_cols} {
+    start_machine(machine_, memory);
+  }
+
+  // Plan `forward`: raw scores in, modified scores (a mask: the score or -inf) out, in place.
+  void run(const ScoreTile<T>& tile) {
+    if (!machine_.plan->empty()) run_machine(machine_, tile, nullptr, 0, nullptr);
+  }
+  // Plan `backward` or `backward_only`: raw scores are read; `gradient` (of the modified scores) becomes that of the raw scores, in place;
+  // `captured` has one entry per captured tensor (backward_only: null).
+  void run(const ScoreTile<T>& raw, T* gradient, int64_t stride, const CapturedGradient* captured) {
+    if (!machine_.plan->empty()) run_machine(machine_, raw, gradient, stride, captured);
+  }
+
+ private:
+  ScoreMachine<T> machine_;
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

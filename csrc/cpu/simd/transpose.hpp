@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of 8) and of 4 x 4; sums of lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  __m256 half[8], quarter[8];  // rows i and i + 4 share a register, so that no lane has to cross later
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const float* row = from + i % 4 * from_stride + i / 4 * 4;
+    half[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(row + 4 * from_stride), 1);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    quarter[i] = _mm256_unpacklo_ps(half[i], half[i + 1]);
+    quarter[i + 1] = _mm256_unpackhi_ps(half[i], half[i + 1]);
+    quarter[i + 2] = _mm256_unpacklo_ps(half[i + 2], half[i + 3]);
+    quarter[i + 3] = _mm256_unpackhi_ps(half[i + 2], half[i + 3]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_shuffle_ps(quarter[i], quarter[i + 2], 0x44));
+    _mm256_storeu_ps(to + (i + 1) * to_stride, _mm256_shuffle_ps(quarter[i], quarter[i + 2], 0xee));
+    _mm256_storeu_ps(to + (i + 2) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0x44));
+    _mm256_storeu_ps(to + (i + 3) * to_stride, _mm256_shuffle_ps(quarter[i + 1], quarter[i + 3], 0xee));
+  }
+}
+
+LOWBIT_INLINE __m128 sums_of_eights(__m256 a, __m256 b, __m256 c, __m256 d) {  // of the eight lanes of each
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)), cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+LOWBIT_INLINE __m128 sums_of_eights(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)), cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  const __m256i s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+  return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
+}
+LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
+  __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + 4), c = _mm_loadu_ps(from + 8), d = _mm_loadu_ps(from + 12);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b), _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
+}
+
+LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 16; j += 8) transpose_8x8(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention: softmax of modified scores times values, and its gradients, without ever holding the scores of more than one tile.
+//   s = score_mod(scale * q k^T), -inf where mask_mod, causal or a bool mask say no, + a float mask
+//   p = softmax over k of s (and of the sink, a column without a value);  out = dropout(p) v;  lse = log sum exp s
+// A row that may see nothing has out = 0 and lse = -inf.
+#pragma once
+
+#include <span>
+
+#include "core/tensor_view.hpp"
+#include "ops/kernel.hpp"
+
+namespace lowbit {
+
+class ScoreCall;            // ops/score_program.hpp: a program with its captured tensors
+struct ScoreGradientPlan;   // ops/score_gradient.hpp: their gradients
+
+// What to visit, per block of q_block queries and kv_block keys. Without classes every block is full.
+enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
+struct BlockClasses {
+  const BlockClass* classes = nullptr;  // [B or 1, Hq or 1, q blocks, kv blocks]
+  int64_t batch_stride = 0, head_stride = 0, columns = 0;
+  int64_t q_block = 0, kv_block = 0;
+
+  const BlockClass* row(int64_t b, int64_t h, int64_t q_block_index) const {
+    return classes + b * batch_stride + h * head_stride + q_block_index * columns;
+  }
+};
+
+// A dimension is cut into tiles that never cross a block of the block mask, so that a tile is empty, partial or full.
+struct Tiling {
+  int64_t length, block, tile, per_block, count;
+  LOWBIT_INLINE Tiling(int64_t length, int64_t block_size, int64_t tile_size)
+      : length(length), block(block_size ? block_size : length > 1 ? length : 1), tile(tile_size < block ? tile_size : block),
+        per_block((block + tile - 1) / tile), count(length / block * per_block + (length % block + tile - 1) / tile) {}
+  LOWBIT_INLINE int64_t block_of(int64_t i) const { return i / per_block; }
+  LOWBIT_INLINE int64_t begin(int64_t i) const { return block_of(i) * block + i % per_block * tile; }
+  LOWBIT_INLINE int size(int64_t i) const {
+    const int64_t block_end = (block_of(i) + 1) * block, rest = (length < block_end ? length : block_end) - begin(i);
+    return static_cast<int>(tile < rest ? tile : rest);
+  }
+};
+constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
+
+// float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
+struct AttentionForwardArgs {
+  TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides; Hq a multiple of Hkv
+  TensorView out{};         // [B, Hq, L, Ev], as q
+  TensorView lse{};         // real [B, Hq, L], contiguous; the forward may go without
+  TensorView max_scores{};  // real [B, Hq, L], contiguous, or empty: largest s of each row
+  TensorView mask{};        // bool or floating [B, Hq, L, S] with any strides (0: broadcast), or empty
+  TensorView sink{};        // real [Hq], contiguous, or empty
+  double scale = 1;
+  bool causal = false;    // query i sees keys 0..i
+  double dropout_p = 0;   // in [0, 1)
+  uint64_t seed = 0;      // of Philox4x32-10 with the counter (k / 4, q, b * Hq + h, 0): the same in any tiling, and in the backward
+  const ScoreCall* score_mod = nullptr;
+  const ScoreCall* mask_mod = nullptr;
+  BlockClasses blocks{};
+
+  int64_t batch() const { return q.size(0); }
+  int64_t heads() const { return q.size(1); }
+  int64_t kv_heads() const { return k.size(1); }
+  int64_t q_length() const { return q.size(2); }
+  int64_t kv_length() const { return k.size(2); }
+  int64_t group() const { return heads() / kv_heads(); }
+};
+
+struct AttentionBackwardArgs {
+  AttentionForwardArgs forward;               // with out and lse as the forward left them
+  TensorView grad_out;                        // [B, Hq, L, Ev], as out, last dimension dense
+  TensorView grad_lse;                        // real [B, Hq, L] or empty
+  TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
+  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; added to; or empty
+  TensorView grad_sink;                       // real [Hq], written, or empty
+  const ScoreGradientPlan* captured = nullptr;  // gradients of the tensors that score_mod captured, or null
+};
+
+// torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
+struct BlockLists {
+  TensorView kv_num_blocks, kv_indices;            // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
+  TensorView full_kv_num_blocks, full_kv_indices;  // likewise, or empty
+  int64_t q_block = 0, kv_block = 0;
+};
+
+LOWBIT_API void attention_forward(AttentionForwardArgs args, const BlockLists& lists);
+// captured_gradients: per tensor that score_mod captured contiguous, of its shape and dtype, written, or not given; none at all: empty.
+LOWBIT_API void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std::span<const TensorView> captured_gradients);
+
+}  // namespace lowbit

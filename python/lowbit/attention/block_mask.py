@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""create_block_mask: which blocks of scores a mask empties, keeps whole, or cuts, without the mask of every score.
+
+The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this leaves open are evaluated
+score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two where torch takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
+
+from lowbit import _C
+from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.trace import bind, positional_arguments, warn_unknown
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_torch_create_block_mask = torch_flex.create_block_mask  # before install() may put ours there
+
+
+def create_block_mask(
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Return torch's BlockMask for a mask_mod; same arguments, same result as torch's function of this name.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
+        B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
+        Q_LEN, KV_LEN: lengths.
+        device: of the result; default, and all that is done here, the CPU. Others go to torch.
+        BLOCK_SIZE: queries and keys of a block, or one number for both.
+        separate_full_blocks: False: full blocks are listed as partial ones.
+
+    Raises:
+        AssertionError: ``mask_mod`` does not take four arguments.
+        ValueError: a length or block size is negative or 0.
+        RuntimeError: ``mask_mod`` branches on values, draws random numbers, or writes to what it is given.
+
+    Example:
+        >>> mask = lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
+    """
+    _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
+    device = torch.device("cpu" if device is None else device)
+    rest = _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
+    q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    try:
+        classes = block_classes(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, q_block, kv_block)
+    except UnknownOp as unknown:
+        warn_unknown("create_block_mask", "mask_mod", unknown)
+        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
+    made = from_classes(classes, mask_mod, (Q_LEN, KV_LEN), (q_block, kv_block), separate_full_blocks)
+    if compute_dq_write_order:
+        made.dq_write_order, made.dq_write_order_full = torch_flex._compute_dq_write_order_from_block_mask(made, dq_kv_order=dq_kv_order)
+    return made
+
+
+def block_classes(mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_len: int, q_block: int, kv_block: int) -> Tensor:
+    """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never FULL (as in torch)."""
+    program = bind("create_block_mask", mask_mod, mask=True)
+    classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8)
+    if program.code:
+        _C.block_classes(program.code, program.captured, B, H, q_len, kv_len, q_block, kv_block, classes)
+        return classes
+    classes.fill_(FULL)
+    if q_len % q_block:
+        classes[..., -1, :] = PARTIAL
+    if kv_len % kv_block:
+        classes[..., -1] = PARTIAL
+    return classes
+
+
+def from_classes(
+    classes: Tensor, mask_mod: Callable[..., Any], lengths: tuple[int, int], block_size: tuple[int, int], separate_full_blocks: bool = True
+) -> BlockMask:
+    """Return the BlockMask that lists these blocks."""
+    partial = classes == PARTIAL if separate_full_blocks else classes != EMPTY
+    full = classes == FULL if separate_full_blocks else None
+    kv_num_blocks, kv_indices = _lists(partial)
+    q_num_blocks, q_indices = _lists(partial.transpose(-2, -1))
+    full_kv_num_blocks, full_kv_indices = _lists(full) if full is not None else (None, None)
+    full_q_num_blocks, full_q_indices = _lists(full.transpose(-2, -1)) if full is not None else (None, None)
+    return BlockMask(
+        seq_lengths=lengths,
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+    )
+
+
+def to_classes(mask: BlockMask) -> Tensor:
+    """The classes that a BlockMask lists, the inverse of ``from_classes``."""
+    rows, columns = (-(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    classes = torch.zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8)
+    lists = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
+    for number, indices, value in lists:
+        if number is not None:
+            listed = torch.arange(indices.shape[-1]) < number[..., None]
+            classes.scatter_(-1, torch.where(listed, indices, columns).long(), value)
+    return classes[..., :columns]
+
+
+def _lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row how many, and which columns: the wanted ones first, both parts ascending (torch's order)."""
+    return wanted.sum(-1, dtype=torch.int32), wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def _check(mask_mod: Any, B: Any, H: Any, q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> None:
+    if not callable(mask_mod):
+        raise AssertionError(f"create_block_mask: mask_mod must be callable, got {type(mask_mod).__name__}")
+    count = positional_arguments(mask_mod)
+    if count != 4:
+        raise AssertionError(f"create_block_mask: mask_mod must take (b, h, q_idx, kv_idx), got a function of {count} positional arguments")
+    for name, value in (("B", B), ("H", H), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
+        if value is not None and value < 0:
+            raise ValueError(f"create_block_mask: {name} must be at least 0, got {value}")
+    if any(size < 1 for size in ((block_size,) if isinstance(block_size, int) else block_size)):
+        raise ValueError(f"create_block_mask: BLOCK_SIZE must be at least 1, got {block_size}")
+
+
+__all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention under torch.compile: torch's own higher-order op, with our kernels.
+
+Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they capture into inputs. What
+is registered here then runs wherever that op would: it traces the subgraphs into score programs and calls `lowbit::attention_forward`,
+so that after AOTAutograd nothing of the higher-order op is left. Calls that are not ours (no `_LOWBIT` among the kernel options, unless
+installed) go on to torch's kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._higher_order_ops.flex_attention import flex_attention as flex_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from lowbit.attention.trace import Subgraph
+
+_MARK = "_LOWBIT"  # kernel option: dropout_p of a call of ours
+everything = False
+"""Set by install(): also calls of torch's flex_attention on CPU tensors."""
+
+
+def compiled_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
+    dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`run_mods` as Dynamo traces it."""
+    for tensor in (query, key, value):  # heads and head dimension decide the kernel, as in torch
+        torch._dynamo.mark_static(tensor, -3)
+        torch._dynamo.mark_static(tensor, -1)
+    mask = _everything(query) if block_mask is None else block_mask
+    options = {_MARK: dropout_p, "OUTPUT_MAX": want_max_scores}
+    out, lse, max_scores = flex_op(query, key, value, _identity if score_mod is None else score_mod, mask.as_tuple(), scale, options)
+    if sink is not None:  # one more column of the softmax, without a value
+        logit = sink.to(lse.dtype)[:, None]
+        out = out * torch.sigmoid(lse - logit).to(out.dtype)[..., None]
+        lse = torch.logaddexp(lse, logit)
+    return out, lse, max_scores
+
+
+def _everything(query: Tensor) -> BlockMask:
+    """torch's "no block mask": one block of 2^30."""
+    one = query.new_ones((1, 1, 1), dtype=torch.int32)
+    return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (1 << 30, 1 << 30), noop_mask)
+
+
+def _block_mask(lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]) -> BlockMask:
+    """A BlockMask without the lists by key, which our backward makes itself."""
+    return BlockMask(lengths, *lists, None, None, None, None, block_size, mask_mod)
+
+
+def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _ours(query: Tensor, options: dict[str, Any]) -> bool:
+    return _MARK in options or everything and query.device.type == "cpu"
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
+    kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (), mask_mod_other_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further arguments."""
+    from lowbit.attention.flex import run_mods
+
+    score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
+    mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
+    rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)
+    if key.size(0) != query.size(0):
+        key, value = (tensor.expand(query.size(0), -1, -1, -1) for tensor in (key, value))
+    dropout_p, wants_max = kernel_options.get(_MARK, 0.0), bool(kernel_options.get("OUTPUT_MAX", False))
+    return run_mods(query, key, value, score, rebuilt, scale, dropout_p=dropout_p, want_max_scores=wants_max)
+
+
+def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A captured number that changes from call to call (a symbolic size) as a tensor, so that the program reads it."""
+    return tuple(torch.scalar_tensor(item, dtype=torch.int64) if isinstance(item, torch.SymInt) else item for item in captured)
+
+
+def _register() -> None:
+    """Put our kernel before torch's, for every way in which the op can be reached."""
+    kernels = flex_op.py_kernels
+
+    def key(ours_at: DispatchKey, theirs_at: DispatchKey) -> None:
+        theirs = kernels[theirs_at]
+
+        def run(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (_attention if _ours(query, args[5]) else theirs)(query, *args, **kwargs)
+
+        flex_op.py_impl(ours_at)(run)
+
+    key(DispatchKey.AutogradCPU, DispatchKey.Autograd)
+    key(DispatchKey.CPU, DispatchKey.CompositeExplicitAutograd)
+    for mode in (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode):  # met first in inference mode, which has no autograd key
+        theirs = flex_op.python_key_table.get(mode)
+        if theirs is not None:
+            flex_op.python_key_table[mode] = _mode_kernel(theirs)
+
+
+def _mode_kernel(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def run(mode: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _ours(query, args[5]):
+            return theirs(mode, query, *args, **kwargs)
+        with mode:
+            return _attention(query, *args, **kwargs)
+
+    return run
+
+
+_register()

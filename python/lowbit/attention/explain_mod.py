@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a score_mod, mask_mod or BlockMask becomes: its program, where each step of it runs, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.attention.flex_attention import BlockMask
+
+from lowbit import _C
+from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, block_classes, to_classes
+from lowbit.attention.trace import bind, positional_arguments
+
+_RATES = "once per: head (batch and head), row (query), column (key), diagonal (key - query), tile (every score)"
+
+
+@dataclass(frozen=True, slots=True)
+class ModExplanation:
+    """A mod and what was made of it; prints as text.
+
+    Attributes:
+        kind: "score_mod", "mask_mod" or "block mask".
+        forward, backward: steps of the program, each with its rate; empty if the mod changes nothing.
+        captured: dtype and shape of each tensor that the program reads.
+        through_torch: why there is no program, or empty.
+        blocks: numbers of empty, partial and full blocks, for masks.
+    """
+
+    kind: str
+    name: str
+    forward: str
+    backward: str
+    captured: tuple[str, ...]
+    through_torch: str = ""
+    blocks: tuple[int, int, int] | None = None
+
+    def __repr__(self) -> str:
+        lines = [f"{self.kind} {self.name}"]
+        if self.through_torch:
+            lines.append(f"runs through torch, slowly: {self.through_torch}")
+        elif not self.forward:
+            lines.append("changes nothing: not run")
+        else:
+            lines += [f"  t{number}: {text}" for number, text in enumerate(self.captured)]
+            lines += ["forward", *(f"  {line}" for line in self.forward.splitlines()), f"  ({_RATES})"]
+            if self.kind == "score_mod":
+                lines += ["backward", *(f"  {line}" for line in self.backward.splitlines())]
+        if self.blocks:
+            empty, partial, full = self.blocks
+            lines.append(f"blocks: {empty} empty (skipped), {partial} partial (mask_mod asked), {full} full (mask_mod not asked)")
+        return "\n".join(lines)
+
+
+def explain_mod(
+    mod: Callable[..., Any] | BlockMask, *, q_len: int = 4096, kv_len: int | None = None, block_size: int = 128
+) -> ModExplanation:
+    """Say what a mod becomes: its steps and how often each runs, and for a mask how many blocks are empty, partial and full.
+
+    Args:
+        mod: a score_mod, a mask_mod, or a BlockMask.
+        q_len, kv_len: lengths to count the blocks of a mask_mod for; kv_len defaults to q_len.
+        block_size: of these blocks.
+
+    Raises:
+        TypeError: ``mod`` takes neither 5 nor 4 arguments.
+        RuntimeError: as for flex_attention.
+    """
+    if isinstance(mod, BlockMask):
+        made = _program("block mask", mod.mask_mod, mask=True)
+        return _with_blocks(made, to_classes(mod))
+    count = positional_arguments(mod)
+    if count not in (4, 5):
+        raise TypeError(f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}")
+    made = _program("score_mod" if count == 5 else "mask_mod", mod, mask=count == 4)
+    if count == 5 or made.through_torch:
+        return made
+    return _with_blocks(made, block_classes(mod, 1, 1, q_len, q_len if kv_len is None else kv_len, block_size, block_size))
+
+
+def _with_blocks(made: ModExplanation, classes: Any) -> ModExplanation:
+    counts = tuple(int((classes == value).sum()) for value in (EMPTY, PARTIAL, FULL))
+    return ModExplanation(made.kind, made.name, made.forward, made.backward, made.captured, made.through_torch, counts)
+
+
+def _program(kind: str, mod: Callable[..., Any], *, mask: bool) -> ModExplanation:
+    name = getattr(mod, "__name__", type(mod).__name__)
+    try:
+        bound = bind("explain", mod, mask=mask)
+    except UnknownOp as unknown:
+        return ModExplanation(kind, name, "", "", (), str(unknown))
+    steps = _C.score_program_explain(bound.code) if bound.code else {"forward": "", "backward": ""}
+    captured = tuple(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in bound.captured)
+    return ModExplanation(kind, name, steps["forward"].strip(), steps["backward"].strip(), captured)

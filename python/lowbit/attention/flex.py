@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention on the CPU: any score_mod and BlockMask, forward and backward, in eager mode, without a compiler."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from lowbit.attention import block_mask as blocks_of
+from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.packed import with_documents
+from lowbit.attention.through_torch import attention_through_torch
+from lowbit.attention.trace import BoundProgram, bind, positional_arguments, warn_unknown
+from lowbit.ops.attention import attention
+
+_NAME = "flex_attention"
+_WHOLE = 1 << 30  # torch's block size for "no block mask"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NOTHING = BoundProgram([], [])
+
+
+class _AuxRequest(NamedTuple):
+    """Which further results to return."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class _AuxOutput(NamedTuple):
+    """The further results that were asked for."""
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+AuxRequest = getattr(torch_flex, "AuxRequest", _AuxRequest)  # torch has them since 2.9
+AuxOutput = getattr(torch_flex, "AuxOutput", _AuxOutput)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+    dropout_p: float = 0.0,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
+    """Return softmax(score_mod(scale * query key^T)) value over what ``block_mask`` lets be seen; torch's function of this name.
+
+    Differentiable, once, in query, key, value, sink and the floating tensors that score_mod captures, through the result and lse.
+    A row that sees nothing is 0, its lse -inf. Never holds more than a tile of scores.
+
+    Args:
+        query: ``[B, Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64.
+        key: ``[B or 1, Hkv, S, E]``; a batch of 1 needs a block_mask of batch B.
+        value: ``[B or 1, Hkv, S, Ev]``.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``; h is the query head. It may capture tensors of any dtype.
+        block_mask: torch's BlockMask, as ``create_block_mask`` makes it, for lengths L and S.
+        scale: default 1 / sqrt(E).
+        enable_gqa: Hq may be a multiple of Hkv.
+        return_lse: also return lse (deprecated by torch: use return_aux).
+        kernel_options: torch's options for its GPU kernels; not used.
+        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). Both ``[B, Hq, L]``, float32 (float64 for float64 inputs).
+        dropout_p: probability to drop each attention probability; the seed comes from torch's generator.
+        sink: ``[Hq]``, a logit per head that takes part in the softmax and has no value; lse includes it.
+        cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their own document only.
+
+    Returns:
+        ``[B, Hq, L, Ev]`` in the dtype of query; (out, lse) with return_lse; (out, AuxOutput) with return_aux.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
+        RuntimeError: a mod branches on values, draws random numbers, writes to what it is given, or block_mask is a slice.
+
+    Example:
+        >>> mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, 4096, 4096)
+        >>> out = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h, k - q], mask)
+    """
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux, dropout_p, sink)
+    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+    if cu_seqlens is not None:
+        block_mask = with_documents(cu_seqlens, block_mask, query, key)
+    if key.size(0) != query.size(0):
+        key, value = (tensor.expand(query.size(0), -1, -1, -1) for tensor in (key, value))
+    wants_max = return_aux is not None and return_aux.max_scores
+    if torch.compiler.is_dynamo_compiling():
+        from lowbit.attention.compiled import compiled_attention as run
+    else:
+        run = run_mods
+    out, lse, max_scores = run(query, key, value, score_mod, block_mask, scale, dropout_p, sink, wants_max)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores if wants_max else None)
+    return (out, lse) if return_lse else out
+
+
+def run_mods(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
+    dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
+    whole = block_mask is None or tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE)
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    blocks, block_size = [], (128, 128)
+    if block_mask is not None and not whole:
+        block_size = tuple(block_mask.BLOCK_SIZE)
+        blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
+        if block_mask.full_kv_num_blocks is not None:
+            blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+    argument = "score_mod"
+    try:
+        score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
+        argument = "mask_mod"
+        mask = _NOTHING if mask_mod is None else bind(_NAME, mask_mod, mask=True)
+    except UnknownOp as unknown:
+        warn_unknown(_NAME, argument, unknown)
+        classes = None if not blocks else blocks_of.to_classes(block_mask)
+        return attention_through_torch(query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink)
+    return attention(
+        query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured, mask_mod=mask.code,
+        mask_captured=mask.captured, blocks=blocks, block_size=block_size, sink=sink, want_max_scores=want_max_scores,
+    )  # fmt: skip
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool, return_aux: Any,
+    dropout_p: float, sink: Tensor | None,
+) -> None:  # fmt: skip
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise NotImplementedError(f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens")
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
+        if tensor.dim() != 4:
+            raise NotImplementedError(f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_dtype(tensor)}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{_NAME}: {name} must have the dtype of query, got {_dtype(tensor)} and {_dtype(query)}")
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            f"{_NAME}: Expect query and key/value to have the same embedding dimension but got E={query.size(-1)} and E={key.size(-1)}."
+        )
+    if query.size(-1) == 0 or value.size(-1) == 0:
+        raise ValueError(f"{_NAME}: the embedding dimensions must be at least 1, got E={query.size(-1)} and Ev={value.size(-1)}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"{_NAME}: value must have batch, heads and length of key, got {list(value.shape)} and {list(key.shape)}")
+    _check_heads(query, key, enable_gqa)
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise TypeError(f"{_NAME}: block_mask must be a BlockMask (create_block_mask), got {type(block_mask).__name__}")
+    _check_block_mask(query, key, block_mask)
+    if score_mod is not None:
+        if not callable(score_mod):
+            raise TypeError(f"{_NAME}: score_mod must be callable, got {type(score_mod).__name__}")
+        if not torch.compiler.is_dynamo_compiling() and positional_arguments(score_mod) != 5:
+            raise TypeError(
+                f"{_NAME}: score_mod must take (score, b, h, q_idx, kv_idx), got a function of {positional_arguments(score_mod)} "
+                "positional arguments"
+            )
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            f"{_NAME}: Cannot specify both return_lse and return_aux. return_lse is deprecated, please use return_aux=AuxRequest(lse=True)"
+        )
+    if return_lse:
+        warnings.warn(f"{_NAME}: return_lse is deprecated, please use return_aux=AuxRequest(lse=True)", FutureWarning, stacklevel=3)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{_NAME}: dropout_p must be in [0, 1), got {dropout_p}")
+    if sink is not None and (sink.shape != query.shape[1:2] or not sink.is_floating_point()):
+        raise ValueError(f"{_NAME}: sink must be floating, [{query.size(1)}] (one logit per query head), got {_dtype(sink)} {list(sink.shape)}")
+
+
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    heads, kv_heads = query.size(1), key.size(1)
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(
+            f"{_NAME}: Expect query and key/value to have the same number of heads but got Hq={heads} and Hkv={kv_heads}. "
+            "Try setting enable_gqa=True for GQA."
+        )
+    if enable_gqa and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{_NAME}: Expect number of query heads to be a multiple of kv heads for GQA but got Hq={heads} and Hkv={kv_heads}."
+        )
+
+
+def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> None:
+    if query.size(0) != key.size(0):
+        if mask is None:
+            raise ValueError(
+                f"{_NAME}: Expect query and key/value to have the same batch size, or non-none block_mask, "
+                f"but got block_mask=None, Bq={query.size(0)}, and Bkv={key.size(0)}."
+            )
+        if mask.kv_num_blocks.size(0) != query.size(0) or key.size(0) != 1:
+            raise ValueError(
+                f"{_NAME}: Expect query and key/value to have the same batch size, or block_mask and query to have the same batch size "
+                f"(and key/value 1), but got Bq={query.size(0)}, Bkv={key.size(0)}, B_block_mask={mask.kv_num_blocks.size(0)}."
+            )
+    if mask is None:
+        return
+    if mask.mask_mod is getattr(torch_flex, "_sliced_mask_mod_error", None):
+        raise RuntimeError(f"{_NAME}: Cannot use mask_mod from a sliced BlockMask; set block_mask.mask_mod from the one it was sliced from")
+    if tuple(mask.BLOCK_SIZE) == (_WHOLE, _WHOLE):
+        return
+    if mask.kv_num_blocks.dim() != 3:
+        raise ValueError(f"{_NAME}: block_mask must have a batch and a head dimension, got {list(mask.kv_num_blocks.shape)} block counts")
+    q_len, kv_len = mask.seq_lengths
+    shape = f"block_mask was created for block_mask.shape={tuple(mask.shape)} but got q_len={query.size(2)} and kv_len={key.size(2)}."
+    if query.size(2) > q_len or key.size(2) > kv_len:
+        raise ValueError(f"{_NAME}: {shape} It was created for a smaller length than it is used for: create a new block mask.")
+    if query.size(2) != q_len or key.size(2) != kv_len:
+        raise ValueError(
+            f"{_NAME}: {shape} It was created for a larger length than it is used for: create a new one, or 'adjust' the existing block "
+            "mask by block_mask._adjust(q_len, kv_len), which crops it to the upper left corner (not right for every mask_mod)."
+        )
+    for name, size, number in (("batch", query.size(0), mask.kv_num_blocks.size(0)), ("head", query.size(1), mask.kv_num_blocks.size(1))):
+        if number not in (1, size):
+            raise ValueError(f"{_NAME}: block_mask must have {name} size 1 or {size}, got {number}")
+    if query.device != mask.kv_num_blocks.device:
+        raise RuntimeError(
+            f"{_NAME}: Expect q/k/v and block_mask to be on the same device but got {query.device} and {mask.kv_num_blocks.device}."
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let code that calls torch's attention on CPU tensors run on ours: install() and uninstall()."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from lowbit.attention import block_mask
+from lowbit.attention.flex import flex_attention
+from lowbit.attention.sdpa import scaled_dot_product_attention
+
+_lock = threading.Lock()
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def install() -> None:
+    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` on ours for CPU tensors.
+
+    The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions in modules that
+    have imported them by name. Tensors on other devices, and what ours refuses by dtype or layout, go to torch as before. Also holds for
+    what torch.compile traces from then on. Installing twice is installing once.
+
+    Example:
+        >>> lowbit.attention.install()
+        >>> torch.nn.attention.flex_attention.flex_attention(q, k, v, score_mod).sum().backward()
+    """
+    with _lock:
+        if _replaced:
+            return
+        from lowbit.attention import compiled
+
+        for original, ours in (
+            (torch_flex.flex_attention, _routed(torch_flex.flex_attention, flex_attention, _takes_flex)),
+            (torch_flex.create_block_mask, _routed(torch_flex.create_block_mask, block_mask.create_block_mask, _takes_mask)),
+            (F.scaled_dot_product_attention, _routed(F.scaled_dot_product_attention, scaled_dot_product_attention, _takes_sdpa)),
+        ):
+            for module in list(sys.modules.values()):
+                if (getattr(module, "__name__", None) or "").partition(".")[0] == "lowbit":
+                    continue
+                for name, value in list((getattr(module, "__dict__", None) or {}).items()):
+                    if value is original:
+                        _replaced.append((module, name, original))
+                        setattr(module, name, ours)
+        compiled.everything = True
+
+
+def uninstall() -> None:
+    """Put torch's functions back everywhere."""
+    with _lock:
+        for module, name, original in _replaced:
+            setattr(module, name, original)
+        if _replaced:
+            from lowbit.attention import compiled
+
+            compiled.everything = False
+        _replaced.clear()
+
+
+def installed() -> bool:
+    """Whether torch's attention runs on ours."""
+    return bool(_replaced)
+
+
+def _routed(original: Callable[..., Any], ours: Callable[..., Any], takes: Callable[..., bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def route(*args: Any, **kwargs: Any) -> Any:
+        return (ours if takes(*args, **kwargs) else original)(*args, **kwargs)
+
+    return route
+
+
+def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
+    return isinstance(query, Tensor) and query.device.type == "cpu"
+
+
+def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any) -> bool:
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    return torch.device(device).type == "cpu"
+
+
+def _takes_sdpa(query: Any, *args: Any, **kwargs: Any) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return isinstance(query, Tensor) and query.device.type == "cpu" and not query.is_nested and query.dtype in floats

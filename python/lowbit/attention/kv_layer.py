@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of one attention layer as codes: what a QuantizedKVCache is made of."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.ops.attention import attention
+
+FORMATS = ("int8", "int4")
+_GROUP = 32  # elements of a row are padded to it; int4 has one scale for so many
+_DECODE_ROWS = 64  # queries times heads of a group: up to here codes are multiplied as they are
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class QuantizedKVLayer:
+    """Keys and values of one layer, quantized per token and kv head.
+
+    int8: codes within +-127 and one float32 scale per token and head. int4: one float16 scale per 32 elements, keys rotated by a Hadamard
+    matrix. Storage is ``[B, H, capacity, bytes]`` and doubles when it is full.
+
+    Args:
+        format: ``"int8"`` or ``"int4"``.
+
+    Raises:
+        ValueError: the format is another one.
+    """
+
+    def __init__(self, format: str = "int8") -> None:
+        if format not in FORMATS:
+            raise ValueError(f"QuantizedKVLayer: format must be int8 or int4, got {format!r}")
+        self.format = format
+        self.length = 0
+        self._k: _Rows | None = None
+        self._v: _Rows | None = None
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys are stored rotated (and queries are rotated to meet them)."""
+        return self.format == "int4"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int] | None:
+        """B, kv heads, length, E, Ev; None before the first append."""
+        return None if self._k is None or self._v is None else (*self._k.codes.shape[:2], self.length, self._k.columns, self._v.columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the storage takes, with what is allocated in advance."""
+        return sum(rows.codes.nbytes + rows.scale.nbytes for rows in (self._k, self._v) if rows is not None)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` behind those that are there.
+
+        Raises:
+            ValueError: a shape does not fit the cache.
+            TypeError: the dtype is not float32, bfloat16 or float16.
+        """
+        self._check_append(key, value)
+        key, value = (tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value))
+        batch, heads, length, _ = key.shape
+        if self._k is None or self._v is None:
+            self._k = _Rows.empty(self.format, batch, heads, length, key.shape[-1])
+            self._v = _Rows.empty(self.format, batch, heads, length, value.shape[-1])
+        end = self.length + length
+        if end > self._k.codes.shape[2]:
+            self._k, self._v = self._k.grown(self.length, end), self._v.grown(self.length, end)
+        _C.kv_quantize(key, *self._k.part(self.length, end), rotate=self.rotated)
+        _C.kv_quantize(value, *self._v.part(self.length, end))
+        self.length = end
+
+    def _check_append(self, key: Tensor, value: Tensor) -> None:
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor.dim() != 4:
+                raise ValueError(f"QuantizedKVCache: {name} must have shape [B, H, L, E], got {list(tensor.shape)}")
+            if tensor.device.type != "cpu":
+                raise ValueError(f"QuantizedKVCache: {name} must be on the CPU, got {tensor.device}")
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(f"QuantizedKVCache: {name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if key.shape[:3] != value.shape[:3]:
+            raise ValueError(f"QuantizedKVCache: value must have batch, heads and length of key, got {list(value.shape)} and {list(key.shape)}")
+        if self.shape is not None:
+            batch, heads, _, e, ev = self.shape
+            if (*key.shape[:2], key.shape[-1], value.shape[-1]) != (batch, heads, e, ev):
+                raise ValueError(
+                    f"QuantizedKVCache: key and value must be [{batch}, {heads}, L, {e}] and [{batch}, {heads}, L, {ev}] as those in the cache, "
+                    f"got {list(key.shape)} and {list(value.shape)}"
+                )
+
+    def attend(
+        self,
+        query: Tensor,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int = 0,
+        mask: Tensor | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of ``query [B, Hq, L, E]`` over the cache: ``[B, Hq, L, Ev]``.
+
+        Few queries multiply the codes as they are; many (a prompt) take one kv head at a time back to float.
+
+        Args:
+            query: float32, bfloat16 or float16; the L last tokens of the cache are its own.
+            scale: default 1 / sqrt(E).
+            causal: query i, at position length - L + i, sees no later key.
+            window: if positive, nor a key that is `window` or more before it.
+            mask: bool (True: seen) or floating (added), broadcastable to ``[B, Hq, L, length]``.
+            sink: float32 ``[Hq]``: a score without a value.
+
+        Raises:
+            ValueError: the cache is empty, or a shape does not fit.
+            TypeError: a dtype does not fit.
+        """
+        if self.shape is None or self._k is None or self._v is None:
+            raise ValueError("QuantizedKVCache: attend needs a cache that holds something: append first")
+        batch, heads, length, e, ev = self.shape
+        if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != e or query.shape[1] % heads:
+            raise ValueError(f"QuantizedKVCache: query must be [{batch}, a multiple of {heads}, L, {e}], got {list(query.shape)}")
+        if query.dtype not in _DTYPES:
+            raise TypeError(f"QuantizedKVCache: query must be float32, bfloat16 or float16, got {query.dtype}")
+        query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()
+        scale = 1 / math.sqrt(e) if scale is None else float(scale)
+        q_length, position = query.shape[2], length - query.shape[2]
+        if mask is not None:
+            mask = mask.detach().expand(batch, query.shape[1], q_length, length)
+        if q_length * (query.shape[1] // heads) > _DECODE_ROWS:
+            visible = _visible(q_length, length, position, causal, window)
+            return self._attend_prompt(query, scale, _both(mask, visible), sink)
+        (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
+        out = query.new_empty(*query.shape[:3], ev)
+        _C.decode(query, k, v, out, scale, k_scale, v_scale, self.rotated, causal, position, window, mask, sink)
+        return out
+
+    def _attend_prompt(self, query: Tensor, scale: float, mask: Tensor | None, sink: Tensor | None) -> Tensor:
+        """Attend to one kv head at a time in float: of the whole cache, a head is all that is ever held."""
+        batch, heads, length, e, ev = self.shape or (0,) * 5
+        group = query.shape[1] // heads
+        key, value = query.new_empty(batch, 1, length, e), query.new_empty(batch, 1, length, ev)
+        results = []
+        for head in range(heads):
+            self._read(key, value, slice(head, head + 1))
+            part = slice(head * group, (head + 1) * group)
+            head_mask = None if mask is None else mask[:, part] if mask.shape[1] > 1 else mask
+            head_sink = None if sink is None else sink[part]
+            results.append(attention(query[:, part], key, value, scale=scale, mask=head_mask, sink=head_sink)[0])
+        return torch.cat(results, 1)
+
+    def _read(self, key: Tensor | None, value: Tensor | None, heads: slice) -> None:
+        for rows, into, rotated in ((self._k, key, self.rotated), (self._v, value, False)):
+            if rows is not None and into is not None:
+                codes, scale = rows.part(0, self.length)
+                _C.kv_dequantize(codes[:, heads], scale[:, heads], into, rotated)
+
+    def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the keys that the codes stand for, ``[B, H, length, E]``."""
+        return self._decoded(0, dtype)
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the values that the codes stand for, ``[B, H, length, Ev]``."""
+        return self._decoded(1, dtype)
+
+    def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
+        if self.shape is None:
+            raise ValueError("QuantizedKVCache: the cache is empty")
+        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype)
+        self._read(*((result, None) if which == 0 else (None, result)), slice(None))
+        return result
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens; a negative number says how many to remove.
+
+        Raises:
+            ValueError: the cache holds fewer.
+        """
+        wanted = self.length + length if length < 0 else length
+        if not 0 <= wanted <= self.length:
+            raise ValueError(f"QuantizedKVCache: crop must keep 0 to {self.length} tokens, got {length}")
+        self.length = wanted
+
+    def reorder(self, index: Tensor) -> None:
+        """Make batch entry i a copy of ``index[i]``: beams that survive, in any number and order."""
+        if self._k is not None and self._v is not None:
+            self._k, self._v = self._k.selected(index, self.length), self._v.selected(index, self.length)
+
+    def reset(self) -> None:
+        """Forget everything, shapes too."""
+        self.length, self._k, self._v = 0, None, None
+
+
+class _Rows:
+    """Codes and scales of keys or of values."""
+
+    __slots__ = ("codes", "columns", "scale")
+
+    def __init__(self, codes: Tensor, scale: Tensor, columns: int) -> None:
+        self.codes, self.scale, self.columns = codes, scale, columns
+
+    @staticmethod
+    def empty(format: str, batch: int, heads: int, capacity: int, columns: int) -> _Rows:
+        padded = -(-columns // _GROUP) * _GROUP
+        int4 = format == "int4"
+        codes = torch.empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
+        scale = torch.empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
+        return _Rows(codes, scale, columns)
+
+    def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.codes[:, :, begin:end], self.scale[:, :, begin:end]
+
+    def grown(self, length: int, needed: int) -> _Rows:
+        capacity = max(needed, 2 * self.codes.shape[2], 256)
+        grown = []
+        for old in (self.codes, self.scale):
+            grown.append(old.new_empty(*old.shape[:2], capacity, old.shape[3]))
+            grown[-1][:, :, :length] = old[:, :, :length]
+        return _Rows(grown[0], grown[1], self.columns)
+
+    def selected(self, index: Tensor, length: int) -> _Rows:
+        codes, scale = self.part(0, length)
+        return _Rows(codes.index_select(0, index), scale.index_select(0, index), self.columns)
+
+
+def _visible(q_length: int, length: int, position: int, causal: bool, window: int) -> Tensor | None:
+    if not causal and window <= 0:
+        return None
+    query, key = torch.arange(q_length)[:, None] + position, torch.arange(length)
+    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool)
+    return visible & (key > query - window) if window > 0 else visible
+
+
+def _both(mask: Tensor | None, visible: Tensor | None) -> Tensor | None:
+    """One mask of both; 4-d."""
+    if visible is None or mask is None:
+        return mask if visible is None else visible[None, None]
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)

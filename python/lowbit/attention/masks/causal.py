@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each query sees itself and what comes before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowbit.attention.mod import MaskMod
+
+
+def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+causal = MaskMod(_causal, "causal")

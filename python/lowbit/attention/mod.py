@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions work everywhere too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_SHADES = " ░▒▓█"
+
+
+class MaskMod:
+    """A mask_mod with a name and a picture, joined to others by ``&``, ``|`` and ``~``.
+
+    Args:
+        function: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key.
+        name: shown by repr and above pictures.
+    """
+
+    def __init__(self, function: MaskFunction, name: str) -> None:
+        self.function = function
+        self.__name__ = name
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.function(b, h, q_idx, kv_idx)
+
+    def __and__(self, other: MaskFunction) -> MaskMod:
+        return MaskMod(lambda b, h, q, k: self(b, h, q, k) & other(b, h, q, k), f"({self.__name__} & {_name(other)})")
+
+    def __or__(self, other: MaskFunction) -> MaskMod:
+        return MaskMod(lambda b, h, q, k: self(b, h, q, k) | other(b, h, q, k), f"({self.__name__} | {_name(other)})")
+
+    def __invert__(self) -> MaskMod:
+        return MaskMod(lambda b, h, q, k: ~self(b, h, q, k), f"~{self.__name__}")
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def dense(self, q_len: int, kv_len: int | None = None, *, b: int = 0, h: int = 0) -> Tensor:
+        """Return the mask of one batch entry and head, bool ``[q_len, kv_len]``."""
+        return _dense(lambda q, k: self(torch.tensor(b), torch.tensor(h), q, k), q_len, kv_len)
+
+    def text(self, q_len: int = 16, kv_len: int | None = None, *, b: int = 0, h: int = 0) -> str:
+        """Return a picture in characters: a line per query, a block where it sees the key."""
+        return _text(self.dense(q_len, kv_len, b=b, h=h).double())
+
+    def plot(self, q_len: int = 64, kv_len: int | None = None, *, b: int = 0, h: int = 0, ax: Any = None) -> Any:
+        """Draw the mask with matplotlib and return the axes: queries down, keys across, dark where seen."""
+        return _plot(self.dense(q_len, kv_len, b=b, h=h).double(), self.__name__, ax)
+
+
+class ScoreMod:
+    """A score_mod with a name and a picture.
+
+    Args:
+        function: (score, b, h, q_idx, kv_idx) -> score.
+        name: shown by repr and above pictures.
+    """
+
+    def __init__(self, function: ScoreFunction, name: str) -> None:
+        self.function = function
+        self.__name__ = name
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.function(score, b, h, q_idx, kv_idx)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def dense(self, q_len: int, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> Tensor:
+        """Return what becomes of a score that is ``score`` everywhere, float32 ``[q_len, kv_len]``."""
+        return _dense(lambda q, k: self(torch.tensor(score), torch.tensor(b), torch.tensor(h), q, k), q_len, kv_len)
+
+    def text(self, q_len: int = 16, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> str:
+        """Return a picture in characters: a line per query, darker where the score is higher."""
+        return _text(self.dense(q_len, kv_len, score=score, b=b, h=h))
+
+    def plot(
+        self, q_len: int = 64, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0, ax: Any = None
+    ) -> Any:
+        """Draw the scores with matplotlib and return the axes: queries down, keys across, darker where higher."""
+        return _plot(self.dense(q_len, kv_len, score=score, b=b, h=h), self.__name__, ax)
+
+
+def _name(mod: Callable[..., Tensor]) -> str:
+    return getattr(mod, "__name__", repr(mod))
+
+
+def _dense(function: Callable[[Tensor, Tensor], Tensor], q_len: int, kv_len: int | None) -> Tensor:
+    rows, columns = torch.arange(q_len)[:, None], torch.arange(q_len if kv_len is None else kv_len)[None, :]
+    with torch.no_grad():
+        return function(rows, columns).expand(q_len, columns.shape[1])
+
+
+def _text(values: Tensor) -> str:
+    finite = values[values.isfinite()]
+    low, high = (finite.min(), finite.max()) if finite.numel() else (torch.tensor(0.0), torch.tensor(0.0))
+    depth = ((values - low) / (high - low)).clamp(0, 1) if high > low else torch.full_like(values, float(high > 0))
+    levels = (depth.nan_to_num(0.0) * (len(_SHADES) - 1)).round().long()
+    return "\n".join("".join(_SHADES[level] for level in row).rstrip() for row in levels.tolist())
+
+
+def _plot(values: Tensor, title: str, ax: Any) -> Any:
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        _, ax = plt.subplots(figsize=(3, 3))
+    ax.imshow(values.numpy(), cmap="Blues", interpolation="nearest", aspect="equal")
+    ax.set(title=title, xlabel="key", ylabel="query")
+    return ax

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T5's relative position bias (arXiv 1910.10683): a learned value per head and bucket of distances, wider the farther."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit.attention.mod import ScoreMod
+
+
+def t5_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = True) -> ScoreMod:
+    """Return the mod ``score + table[bucket(k - q), h]``.
+
+    Args:
+        table: ``[buckets, H]``, as transformers' ``relative_attention_bias.weight``; may require grad.
+        max_distance: farther ones share the last bucket.
+        bidirectional: half of the buckets for keys after the query (encoder); else those are all at distance 0 (decoder).
+
+    Raises:
+        ValueError: table not ``[buckets, H]``, or max_distance within the buckets of single distances.
+    """
+    if table.dim() != 2:
+        raise ValueError(f"t5_bias: table must have shape [buckets, H], got {list(table.shape)}")
+    buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = buckets // 2  # the first half of the buckets hold one distance each
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(f"t5_bias: max_distance must be above {exact} for {table.shape[0]} buckets, got max_distance={max_distance}")
+    per_octave = (buckets - exact) / math.log(max_distance / exact)
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        offset = kv_idx - q_idx
+        distance = offset.abs() if bidirectional else (-offset).clamp(min=0)
+        far = exact + (torch.log(distance.clamp(min=1) / exact) * per_octave).to(torch.int32)
+        bucket = torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
+        if bidirectional:
+            bucket = bucket + torch.where(offset > 0, buckets, 0)
+        return score + table[bucket, h]
+
+    return ScoreMod(mod, f"t5_bias({table.shape[0]} buckets)")

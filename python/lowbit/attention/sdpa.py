@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.nn.functional.scaled_dot_product_attention on the CPU: forward and backward in tiles, for every dtype and mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.attention import attention
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NAME = "scaled_dot_product_attention"
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return softmax(scale * query key^T + attn_mask) value, never holding more than a tile of scores.
+
+    Signature and meaning are torch's. Differentiable in query, key, value and a floating attn_mask, once. A row that sees no key
+    is 0. Dropout depends on the seed alone: the same for any number of threads.
+
+    Args:
+        query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H, L, E]`` too.
+        key: ``[..., Hkv, S, E]``, dtype of query; leading dimensions broadcast.
+        value: ``[..., Hkv, S, Ev]``, dtype of query.
+        attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``.
+        dropout_p: probability, in 0..1, to drop each attention probability. Applied whenever it is above 0.
+        is_causal: query i sees keys 0 to i.
+        scale: default 1 / sqrt(E).
+        enable_gqa: heads of key and value may be fewer: Hq must be a multiple of Hkv.
+
+    Returns:
+        ``[..., Hq, L, Ev]`` in the dtype of query, contiguous.
+
+    Raises:
+        ValueError: a shape, a device or an option does not fit.
+        TypeError: a dtype does not fit.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
+        >>> lowbit.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    """
+    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    q, k, v, leading = _to_heads(query, key, value, enable_gqa)
+    mask = None if attn_mask is None else _to_mask(attn_mask, leading, q.shape[:2], query.shape[-2], key.shape[-2])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    out, _, _ = attention(q, k, v, scale=scale, causal=is_causal, mask=mask, dropout_p=dropout_p)
+    return out.reshape(*leading, *out.shape[-2:])
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
+        if tensor.is_nested:
+            raise ValueError(f"{_NAME}: {name} must be a dense tensor, got a nested one")
+        if tensor.dim() < 2:
+            raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got shape {list(tensor.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_name(tensor.dtype)}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {_name(tensor.dtype)} and {_name(query.dtype)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"{_NAME}: key must have the head dimension of query, got {key.shape[-1]} and {query.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"{_NAME}: value must have the length of key, got {value.shape[-2]} and {key.shape[-2]}")
+    if query.shape[-1] == 0 or value.shape[-1] == 0:
+        raise ValueError(f"{_NAME}: head dimensions must be at least 1, got {query.shape[-1]} and {value.shape[-1]}")
+    if enable_gqa and not (query.dim() > 2 and key.dim() > 2 and value.dim() > 2):
+        raise ValueError(f"{_NAME}: enable_gqa needs a dimension of heads, got query of shape {list(query.shape)}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{_NAME}: dropout_p must be between 0 and 1, got {dropout_p}")
+    if attn_mask is None:
+        return
+    if is_causal:
+        raise ValueError(f"{_NAME}: attn_mask must be None when is_causal=True, got a mask of shape {list(attn_mask.shape)}")
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
+
+
+def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """q, k, v as 4-d, and the leading dimensions of the result."""
+    if enable_gqa:
+        q_heads, k_heads, v_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+        if k_heads != v_heads or k_heads == 0 or q_heads % k_heads:
+            raise ValueError(f"{_NAME}: the heads of query must be a multiple of those of key and value, got {q_heads}, {k_heads}, {v_heads}")
+        batch = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        expanded = [tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value)]
+        leading = (*batch, q_heads)
+    else:
+        leading = _broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        kv_heads = key.shape[-3:-2] if key.shape[-3:-2] == value.shape[-3:-2] == (1,) else leading[-1:]  # one head serves all
+        expanded = [query.expand(*leading, *query.shape[-2:])]
+        expanded += [tensor.expand(*leading[:-1], *kv_heads, *tensor.shape[-2:]) for tensor in (key, value)]
+    if len(leading) == 2:
+        return *expanded, leading
+    if len(leading) < 2:
+        expanded = [tensor[(None,) * (4 - tensor.dim())] for tensor in expanded]
+        return *expanded, leading
+    return *(tensor.flatten(0, -4) for tensor in expanded), leading
+
+
+def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        text = ", ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(
+            f"{_NAME}: the leading dimensions of query, key and value must broadcast (heads of key: see enable_gqa), got {text}"
+        ) from None
+
+
+def _to_mask(mask: Tensor, leading: tuple[int, ...], heads: torch.Size, q_len: int, kv_len: int) -> Tensor:
+    """The mask as 4-d with each size 1 or full."""
+    shape = (*leading, q_len, kv_len)
+    padded = mask[(None,) * (len(shape) - mask.dim())] if mask.dim() <= len(shape) else mask
+    if padded.dim() != len(shape) or any(size not in (1, full) for size, full in zip(padded.shape, shape, strict=True)):
+        raise ValueError(f"{_NAME}: attn_mask must broadcast to {list(shape)}, got {list(mask.shape)}")
+    if len(leading) < 2:
+        return padded[(None,) * (2 - len(leading))]
+    if len(leading) > 2:
+        batch = padded.shape[: len(leading) - 1]
+        if any(size != 1 for size in batch):
+            padded = padded.expand(*leading[:-1], *padded.shape[-3:])
+        return padded.flatten(0, -4)
+    return padded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

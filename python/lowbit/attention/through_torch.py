@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with a mod that no score program expresses: evaluated by torch (vmap), 128 queries at a time, forward and backward.
+
+Slow, but right, and its memory grows with the length, not with its square: each block of queries is computed again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_QUERIES = 128
+
+
+def attention_through_torch(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, scale: float,
+    classes: Tensor | None, block_size: tuple[int, int], dropout_p: float, sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (out, lse, largest score), as lowbit.ops.attention.attention does.
+
+    Args:
+        classes: per block whether it is empty, partial or full, see block_mask.py; None: ask mask_mod everywhere.
+    """
+    group = q.shape[1] // k.shape[1]
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    keys, values = (tensor.to(real).repeat_interleave(group, 1) for tensor in (k, v))
+
+    def block(start: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = queries.to(real) @ keys.transpose(-2, -1) * scale
+        place = [torch.arange(size, dtype=torch.int32) for size in q.shape[:2]]
+        place += [torch.arange(start, start + queries.shape[2], dtype=torch.int32), torch.arange(k.shape[2], dtype=torch.int32)]
+        if score_mod is not None:
+            scores = on_every_score(score_mod, 1)(scores, *place).to(real)
+        seen = scores.new_ones((), dtype=torch.bool)
+        if mask_mod is not None:
+            seen = on_every_score(mask_mod, 0)(*place)
+        if classes is not None:
+            rows, columns = place[2].long() // block_size[0], place[3].long() // block_size[1]
+            cells = classes[:, :, rows][..., columns]
+            seen = (cells == 2) | (cells == 1) & seen
+        scores = torch.where(seen, scores, -torch.inf)
+        largest = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        shift = torch.where(largest == -torch.inf, 0.0, largest)
+        weights = torch.exp(scores - shift)
+        total = weights.sum(-1, keepdim=True)
+        if sink is not None:
+            total = total + torch.exp(sink.to(real)[:, None, None] - shift)
+        nothing = total == 0
+        total = torch.where(nothing, 1.0, total)
+        lse = torch.where(nothing, -torch.inf, torch.log(total) + shift)
+        weights = weights / total
+        weights = torch.dropout(weights, dropout_p, train=True) if dropout_p else weights
+        return (weights @ values).to(q.dtype), lse.squeeze(-1), largest.squeeze(-1)
+
+    parts = [
+        checkpoint(block, start, q[:, :, start : start + _QUERIES], use_reentrant=False) for start in range(0, q.shape[2], _QUERIES)
+    ] or [block(0, q)]
+    out, lse, largest = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return out, lse, largest.detach()
+
+
+def on_every_score(mod: Callable[..., Any], scores: int) -> Callable[..., Tensor]:
+    """The mod over ``[B, H, Q, KV]`` scores (``scores`` = 1: a score_mod) or places alone (0: a mask_mod), by vmap."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    mapped = mod
+    for place in (3, 2, 1, 0):
+        mapped = torch.vmap(mapped, in_dims=(0,) * scores + tuple(0 if place == i else None for i in range(4)))
+
+    def run(*arguments: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return mapped(*arguments)
+
+    return run

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The score program of a score_mod or mask_mod, kept: a new closure over other tensors is the same program.
+
+Tracing takes about a millisecond, looking up 10 to 30 microseconds. A program is kept under the code, the constants and the dtypes and
+ranks of the captured tensors (captured.py); under their shapes too if the mod depends on them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.captured import Captured, captured_by
+from lowbit.attention.tracer import DataDependent, MutatedArgument, RandomOp, Steps, Subgraph, Tracer
+
+_KEPT = 512
+_SCORE, _MASK = "score_mod", "mask_mod"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The code, and how the tensors that it reads come from the captured ones. Empty code: the mod changes nothing."""
+
+    code: list[int]
+    steps: Steps
+    sources: list[int]
+    keep: bool
+    reads_shapes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program and its tensors: what an attention op takes."""
+
+    code: list[int]
+    captured: list[Tensor]
+
+
+_programs: dict[Any, Program | UnknownOp | None] = {}
+traces = 0
+"""How many mods have been traced so far; the tests count it."""
+
+
+def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = torch.float32) -> BoundProgram:
+    """Return the program of a mod with the tensors that it captures now.
+
+    Args:
+        op: name of the caller, for errors.
+        mod: ``score_mod(score, b, h, q_idx, kv_idx)`` or, with ``mask``, ``mask_mod(b, h, q_idx, kv_idx)``.
+        dtype: float64 if the scores are.
+
+    Raises:
+        UnknownOp: the mod computes something that a program cannot express; evaluate it through torch.
+        RuntimeError: the mod branches on values, draws random numbers or writes to what it is given.
+    """
+    captured = Captured(mod.tensors) if isinstance(mod, Subgraph) else captured_by(mod)
+    argument = _MASK if mask else _SCORE
+    for tensor in captured.tensors:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"{op}: tensors captured by {argument} must be on the CPU, got {tensor.device}")
+    key = None if captured.key is None else (mask, dtype == torch.float64, captured.key)
+    program = _programs.get(key) if key is not None else None
+    if program is None:
+        shaped = key and (key, tuple(map(tuple, captured.shapes)))
+        program = _programs.get(shaped) if shaped else None
+        if program is None:
+            with _disable_current_modes():  # of torch.compile and torch.export
+                program = _trace(op, argument, mod, captured.tensors, dtype)
+            if isinstance(program, UnknownOp) or program.keep:
+                _keep(shaped if isinstance(program, UnknownOp) or program.reads_shapes else key, program)
+    if isinstance(program, UnknownOp):
+        raise program
+    tensors = program.steps.run(captured.tensors, program.sources)
+    if mask and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(f"{op}: Captured buffers from mask mod that require grad are not supported; use .detach()")
+    return BoundProgram(program.code, tensors)
+
+
+def _keep(key: Any, program: Program | UnknownOp) -> None:
+    if key is None:
+        return
+    if len(_programs) >= _KEPT:
+        _programs.pop(next(iter(_programs)), None)
+    _programs[key] = program
+
+
+def _trace(op: str, argument: str, mod: Callable[..., Any], captured: list[Tensor], dtype: torch.dtype) -> Program | UnknownOp:
+    global traces
+    traces += 1
+    tracer = Tracer(captured)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    arguments = [tracer.argument(name, torch.int32) for name in "bhqk"]
+    if argument == _SCORE:
+        arguments.insert(0, tracer.argument("score", real))
+    random_state = torch.random.default_generator.get_state()
+    try:
+        made = tracer.run(mod, arguments)
+        if not torch.equal(random_state, torch.random.default_generator.get_state()):
+            raise RandomOp
+        return _finish(op, argument, tracer, made)
+    except UnknownOp as unknown:
+        return unknown
+    except DataDependent:
+        raise RuntimeError(
+            f"{op}: {argument} must not use the value of a tensor in Python (`if`, `.item()`), as this is data-dependent control flow; "
+            "use torch.where"
+        ) from None
+    except RandomOp:
+        torch.random.default_generator.set_state(random_state)
+        raise RuntimeError(f"{op}: {argument} must not draw random numbers (vmap's randomness error); for dropout use dropout_p") from None
+    except MutatedArgument as write:
+        from torch._higher_order_ops.utils import UnsupportedAliasMutationException
+
+        raise UnsupportedAliasMutationException(
+            f"{op}: {argument} must not write to its arguments or to captured tensors. Mutations detected in {argument}: aten.{write}"
+        ) from None
+
+
+def _finish(op: str, argument: str, tracer: Tracer, made: Any) -> Program:
+    if not isinstance(made, Tensor):
+        raise ValueError(f"{op}: {argument} must return a tensor, got {type(made).__name__}")
+    if made.dim():
+        raise ValueError(f"{op}: {argument} must return one value per score (a 0-d tensor), got shape {list(made.shape)}")
+    if argument == _MASK and made.dtype != torch.bool:
+        raise ValueError(f"{op}: mask_mod must return a bool tensor, got {str(made.dtype).removeprefix('torch.')}")
+    program = tracer.program
+    value = program.convert(tracer.values(tracer.numbers(made))[0], "float" if argument == _SCORE else "bool")
+    same = value == (program.op("score") if argument == _SCORE else program.constant(True))
+    return Program(
+        code=[] if same else program.finish(value),
+        steps=tracer.steps,
+        sources=[] if same else tracer.sources,
+        keep=not tracer.reads_values,
+        reads_shapes=tracer.reads_shapes,
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_unknown(op: str, argument: str, unknown: UnknownOp) -> None:
+    """Say once per reason that a mod runs through torch."""
+    if str(unknown) not in _warned:
+        _warned.add(str(unknown))
+        warnings.warn(f"{op}: {argument} uses {unknown}, which score programs do not have; it runs through torch, slowly", stacklevel=4)
+
+
+def positional_arguments(mod: Callable[..., Any]) -> int:
+    """How many arguments without a default the mod takes: 5 for a score_mod, 4 for a mask_mod."""
+    if hasattr(mod, "__code__"):
+        return mod.__code__.co_argcount - len(mod.__defaults__ or ()) - inspect.ismethod(mod)
+    return sum(parameter.default is parameter.empty for parameter in inspect.signature(mod).parameters.values())
+
+
+__all__ = ["BoundProgram", "Program", "Subgraph", "bind", "positional_arguments", "warn_unknown"]

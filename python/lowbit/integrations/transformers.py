@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers: ``attn_implementation="lowbit"``, and a quantized cache as ``past_key_values``.
+
+Importing this module registers both names with transformers. The cache works with every attention implementation (another one is given dequantized
+keys and values); with "lowbit" its codes are multiplied as they are.
+
+Example:
+    >>> from lowbit.integrations.transformers import QuantizedCache
+    >>> model.set_attn_implementation("lowbit")
+    >>> model.generate(ids, past_key_values=QuantizedCache("int8"), max_new_tokens=20)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
+
+from lowbit.attention.kv_layer import QuantizedKVLayer
+from lowbit.attention.sdpa import scaled_dot_product_attention
+from lowbit.ops.attention import attention
+
+NAME = "lowbit"
+
+
+class QuantizedCache(Cache):
+    """A transformers cache in int8 or int4: ``past_key_values`` of any decoder with full attention.
+
+    The first prompt is attended to in float, as it is at hand; it is quantized for what comes after.
+
+    Args:
+        format: ``"int8"`` or ``"int4"``, as in `lowbit.QuantizedKVCache`.
+
+    Raises:
+        ValueError: the format is another one.
+    """
+
+    def __init__(self, format: str = "int8") -> None:
+        QuantizedKVLayer(format)  # checks the format
+        self.format = format
+        super().__init__(layer_class_to_replicate=lambda *_, **__: _Layer(format))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.store.nbytes for layer in self.layers)
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers expects of a layer, on a QuantizedKVLayer."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, format: str) -> None:
+        super().__init__()
+        self.store = QuantizedKVLayer(format)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first = self.store.length == 0
+        self.store.append(key_states, value_states)
+        if first:
+            return key_states, value_states
+        return CachedStates(self.store, 0, key_states.dtype), CachedStates(self.store, 1, key_states.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.store.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"QuantizedCache: crop takes the tokens to remove as a negative number, got {tokens_to_remove}")
+        if tokens_to_remove:
+            self.store.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store.shape is not None:
+            self.store.reorder(torch.arange(self.store.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.store.shape is not None:
+            self.store.reorder(torch.arange(self.store.shape[0])[indices])
+
+    def offload(self) -> None:
+        """Nothing to do: the cache lives on the CPU."""
+
+    prefetch = offload
+
+
+class CachedStates(Tensor):
+    """The keys or the values of a quantized layer, as transformers hands them on: any torch operation dequantizes them."""
+
+    store: QuantizedKVLayer
+    which: int
+
+    @staticmethod
+    def __new__(cls, store: QuantizedKVLayer, which: int, dtype: torch.dtype) -> CachedStates:
+        batch, heads, length, e, ev = store.shape or (0,) * 5
+        states = Tensor._make_wrapper_subclass(cls, (batch, heads, length, (e, ev)[which]), dtype=dtype)
+        states.store, states.which = store, which
+        return states
+
+    def dequantize_states(self) -> Tensor:
+        return self.store.values(self.dtype) if self.which else self.store.keys(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map_only(CachedStates, CachedStates.dequantize_states, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def lowbit_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``; returns ``[B, L, Hq, Ev]``.
+
+    Raises:
+        NotImplementedError: the model asks for softcap, a position bias or attention weights.
+    """
+    for option in ("softcap", "position_bias"):
+        if kwargs.get(option) is not None:
+            raise NotImplementedError(f'attn_implementation="lowbit" has no {option}; use "eager"')
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError('attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"')
+    sink = kwargs.get("s_aux")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    if isinstance(key, CachedStates):
+        if dropout:
+            raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
+        out = key.store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink if sink is None else sink.detach().float())
+    else:
+        if causal and key.shape[2] > query.shape[2]:  # an empty static cache: the prompt stands at its beginning
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        if sink is None:
+            out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True)
+        else:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out = attention(query, key, value, scale=scale, causal=causal, mask=attention_mask, dropout_p=dropout, sink=sink.float())[0]
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, lowbit_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops `lowbit::attention_forward` and `lowbit::attention_backward` as torch sees them: schemas, CPU kernels, fake kernels.
+
+Everything about a call is an argument of its own (a score program is a list of integers), so that a graph that holds the op
+holds nothing else. The random numbers of dropout come from `seed`, a tensor: tracing never asks for its value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+
+_CALL = "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed"
+_PROGRAMS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink"
+SCHEMAS = {
+    "attention_forward": (
+        f"(Tensor q, Tensor k, Tensor v, {_CALL}, int[] score_mod, Tensor[] score_captured, {_PROGRAMS}, bool want_max_scores=False) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    "attention_backward": (
+        f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, {_CALL}, int[] score_mod, "
+        f"Tensor[] score_captured, bool[] score_captured_needs, {_PROGRAMS}, bool mask_needs, bool sink_needs) -> Tensor[]"
+    ),
+}
+
+
+def register(library: torch.library.Library) -> None:
+    """Define both ops in ``library``."""
+    for name, kernel, fake in (
+        ("attention_forward", _forward, _forward_fake),
+        ("attention_backward", _backward, _backward_fake),
+    ):
+        library.define(name + SCHEMAS[name])
+        library.impl(name, kernel, "CPU")
+        torch.library.register_fake(f"lowbit::{name}", fake, lib=library)
+
+
+def _forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
+             sink, want_max_scores=False):  # fmt: skip
+    out, lse, max_scores = _forward_fake(q, k, v, want_max_scores=want_max_scores)
+    mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    _C.attention_forward(
+        *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod, score_captured, mask_mod,
+        mask_captured, _block_lists(blocks), tuple(block_size), sink,
+    )  # fmt: skip
+    return out, lse, max_scores
+
+
+def _forward_fake(q, k, v, *rest, want_max_scores=False):
+    want_max_scores = rest[12] if len(rest) > 12 else want_max_scores
+    shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(shape, dtype=real)
+    return q.new_empty((*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
+
+
+def _backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
+              score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
+    grads = _backward_fake(
+        q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, score_captured_needs,
+        mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs,
+    )  # fmt: skip
+    rest = iter(grads[3:])
+    grad_mask, grad_sink = next(rest) if mask_needs else None, next(rest) if sink_needs else None
+    captured_grads = [next(rest) if needed else None for needed in score_captured_needs]
+    shape = (*q.shape[:3], k.shape[2])
+    _C.attention_backward(
+        *map(_dense, (q, k, v, out)), lse, _dense(grad_out), None if grad_lse is None else grad_lse.contiguous(), *grads[:3], scale,
+        causal, None if mask is None else mask.expand(shape), dropout_p, _number(seed), score_mod, score_captured,
+        captured_grads if any(score_captured_needs) else [], mask_mod, mask_captured, _block_lists(blocks), tuple(block_size), sink,
+        None if grad_mask is None else grad_mask.expand(shape), grad_sink,
+    )  # fmt: skip
+    return grads
+
+
+def _backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
+                   score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
+    grads = [tensor.new_empty(tensor.shape) for tensor in (q, k, v)]
+    if mask_needs:
+        grads.append(lse.new_zeros(mask.shape))  # the kernel adds to it
+    if sink_needs:
+        grads.append(sink.new_empty(sink.shape))
+    grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(score_captured, score_captured_needs, strict=False) if needed]
+    return grads
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+def _number(seed: Tensor | None) -> int:
+    return 0 if seed is None else int(seed) & (2**64 - 1)
+
+
+def _block_lists(blocks: list[Tensor]) -> list[Tensor | None]:
+    return [*blocks, None, None] if len(blocks) == 2 else list(blocks)

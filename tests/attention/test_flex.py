@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention against the dense float64 reference: results, gradients (also of captured tensors), lse, largest scores."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit import AuxRequest, create_block_mask, flex_attention
+from lowbit.attention import trace
+from lowbit.reference.attention import attention as reference
+
+H, L, S = 4, 150, 190
+# Results of at most a few units, sums of at most 190 terms: float32 2e-5, 16-bit dtypes their rounding times a small factor.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+def mods() -> dict[str, tuple[Callable[..., Tensor] | None, list[Tensor]]]:
+    """Name: the mod and what it captures with a gradient."""
+    bias = torch.randn(2, H, L, S, requires_grad=True)
+    table = torch.randn(H, L + S, requires_grad=True)
+    slopes = torch.rand(H, requires_grad=True)
+    scale = torch.tensor(0.7, requires_grad=True)
+    rows = torch.randn(2, H, max(L, S), 3, requires_grad=True)
+    ids = torch.randint(0, 4, (S,))
+    types = torch.randn(4, 4, requires_grad=True)
+    return {
+        "none": (None, []),
+        "identity": (lambda s, b, h, q, k: s, []),
+        "relative": (lambda s, b, h, q, k: s + (q - k), []),
+        "alibi": (lambda s, b, h, q, k: s + (k - q) * torch.exp2(-8.0 * (h + 1) / H), []),
+        "head scale": (lambda s, b, h, q, k: s * slopes[h], [slopes]),
+        "scalar": (lambda s, b, h, q, k: s * scale, [scale]),
+        "bias": (lambda s, b, h, q, k: s + bias[b, h, q, k], [bias]),
+        "bias twice": (lambda s, b, h, q, k: s + bias[b, h, q, k] * bias[0, h, q, 3], [bias]),
+        "toeplitz": (lambda s, b, h, q, k: s + table[h, q - k + S - 1], [table]),
+        "softcap": (lambda s, b, h, q, k: 2 * torch.tanh(s / 2), []),
+        "types": (lambda s, b, h, q, k: s + types[ids[q], ids[k]], [types]),
+        "rows": (lambda s, b, h, q, k: s + (rows[b, h, q] * rows[b, h, k]).sum(-1), [rows]),
+        "normalised table": (lambda s, b, h, q, k: s + torch.softmax(types, -1)[ids[q], ids[k]], [types]),
+        "causal by where": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), []),
+        "gelu": (lambda s, b, h, q, k: torch.nn.functional.gelu(s) - torch.log1p((q - k).abs() * slopes[h]), [slopes]),
+    }
+
+
+def mask_mods() -> dict[str, Callable[..., Tensor] | None]:
+    documents = torch.arange(S) // 40
+    padding = torch.tensor([100, 190])
+    return {
+        "none": None,
+        "causal": lambda b, h, q, k: q >= k,
+        "window": lambda b, h, q, k: (q - k).abs() <= 20,
+        "document": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
+        "padding": lambda b, h, q, k: k < padding[b],
+        "heads": lambda b, h, q, k: k % (h + 2) == 0,
+        "nothing": lambda b, h, q, k: (q > 1000) & (k > 1000),
+    }
+
+
+MODS, MASKS = list(mods()), list(mask_mods())
+
+
+def compare(
+    dtype: torch.dtype, mod: Callable[..., Tensor] | None, captured: Sequence[Tensor], mask_mod: Callable[..., Tensor] | None, *,
+    shape: tuple[int, ...] = (2, H, H, L, S, 32, 24), block_size: Any = (32, 48), sink: Tensor | None = None, **options: Any,
+) -> None:  # fmt: skip
+    b, hq, hkv, length, kv_length, e, ev = shape
+    q, k, v = (torch.randn(size, dtype=torch.float64).to(dtype).requires_grad_() for size in ((b, hq, length, e), (b, hkv, kv_length, e), (b, hkv, kv_length, ev)))
+    block_mask = None if mask_mod is None else create_block_mask(mask_mod, b, hq, length, kv_length, BLOCK_SIZE=block_size)
+    out, aux = flex_attention(
+        q, k, v, mod, block_mask, return_aux=AuxRequest(lse=True, max_scores=True), enable_gqa=hq != hkv, sink=sink, **options
+    )
+    wanted, lse, largest = reference(q, k, v, mod, mask_mod, sink=sink)
+    assert out.dtype == dtype and out.shape == wanted.shape and aux.lse.dtype == aux.max_scores.dtype != torch.bfloat16
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    stats = 1e-12 if dtype == torch.float64 else 2e-5  # of the scores of these inputs, however they were rounded before
+    torch.testing.assert_close(aux.lse.double(), lse, atol=stats * 10, rtol=stats)
+    torch.testing.assert_close(aux.max_scores.double(), largest, atol=stats * 10, rtol=stats)
+    assert not aux.max_scores.requires_grad
+    inputs = [q, k, v, *captured] + ([] if sink is None else [sink])
+    weight, lse_weight = torch.randn_like(out), torch.randn_like(aux.lse)
+    seen = lse.detach() > -torch.inf
+    grads = torch.autograd.grad((out, torch.where(seen, aux.lse, 0)), inputs, (weight, lse_weight))
+    wants = torch.autograd.grad((wanted, torch.where(seen, lse, 0)), inputs, (weight.double(), lse_weight.double()))
+    for grad, want in zip(grads, wants, strict=True):
+        magnitude = want.abs().max().item() + 1
+        assert grad.dtype == want.dtype
+        assert (grad.double() - want.double()).abs().max() <= 4 * max(tolerance, TOLERANCE[grad.dtype]) * magnitude
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_score_mods(name: str, forward_row: str) -> None:
+    mod, captured = mods()[name]
+    compare(torch.float32, mod, captured, None)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, forward_row: str) -> None:
+    compare(torch.float32, None, (), mask_mods()[name])
+
+
+@pytest.mark.parametrize(("name", "mask"), [(name, MASKS[i % len(MASKS)]) for i, name in enumerate(MODS * 2)])
+def test_mods_with_masks_backward(name: str, mask: str, backward_row: str) -> None:
+    mod, captured = mods()[name]
+    compare(torch.float32, mod, captured, mask_mods()[mask])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "mask"), list(itertools.product(["none", "bias", "toeplitz", "softcap"], ["none", "document", "nothing"])))
+def test_dtypes(dtype: torch.dtype, name: str, mask: str) -> None:
+    mod, captured = mods()[name]
+    compare(dtype, mod, captured, mask_mods()[mask])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 150, 190, 16, 16), (1, 4, 1, 33, 100, 17, 40), (2, 4, 4, 1, 190, 32, 32), (1, 4, 4, 130, 1, 8, 8)], ids=str)
+@pytest.mark.parametrize("block_size", [(128, 128), (16, 64), (100, 7)], ids=str)
+def test_gqa_lengths_and_block_sizes(shape: tuple[int, ...], block_size: tuple[int, int]) -> None:
+    mod, captured = mods()["toeplitz"]
+    compare(torch.float32, mod, captured, mask_mods()["causal"], shape=shape, block_size=block_size)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "nothing"])
+def test_sink(mask: str) -> None:
+    mod, captured = mods()["head scale"]
+    compare(torch.float32, mod, captured, mask_mods()[mask], sink=torch.randn(H, requires_grad=True))
+
+
+def test_gradcheck() -> None:
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+    bias = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    scale = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    mask = create_block_mask(lambda b, h, q, k: k <= q + 1, None, None, 5, 7, BLOCK_SIZE=2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        out, aux = flex_attention(
+            q, k, v, lambda s, b, h, i, j: torch.tanh(s * scale[h]) + bias[h, i, j], mask, return_aux=AuxRequest(lse=True)
+        )
+        return out, aux.lse
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, bias, scale))
+
+
+def test_result_is_the_same_for_any_number_of_threads() -> None:
+    q, k, v = (torch.randn(1, 2, 300, 32, requires_grad=True) for _ in range(3))
+    bias = torch.randn(600, requires_grad=True)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i - j + 299], mask, dropout_p=0.0)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_batch_of_one_of_keys_serves_all_with_a_block_mask() -> None:
+    q, k, v = torch.randn(3, 2, 40, 16), torch.randn(1, 2, 60, 16), torch.randn(1, 2, 60, 16)
+    mask_mod = lambda b, h, q, k: k < 20 * (b + 1)  # noqa: E731
+    out = flex_attention(q, k, v, block_mask=create_block_mask(mask_mod, 3, None, 40, 60, BLOCK_SIZE=16))
+    torch.testing.assert_close(out.double(), reference(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), None, mask_mod)[0], atol=5e-5, rtol=5e-5)
+
+
+def test_documents_by_where_they_begin() -> None:
+    q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
+    starts = torch.tensor([0, 30, 30, 71, 100], dtype=torch.int32)
+    ids = torch.tensor([0] * 30 + [2] * 41 + [3] * 29)
+    for causal in (False, True):
+        block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, BLOCK_SIZE=16) if causal else None
+        out = flex_attention(q, k, v, block_mask=block_mask, cu_seqlens=starts)
+        wanted = reference(q, k, v, None, lambda b, h, q, k: (ids[q] == ids[k]) & ((q >= k) | (not causal)))[0]  # noqa: B023
+        torch.testing.assert_close(out.double(), wanted, atol=5e-5, rtol=5e-5)
+
+
+def test_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
+    q, k, v = torch.randn(2, 4, 64, 16), torch.randn(2, 4, 200, 16), torch.ones(2, 4, 200, 16)
+    torch.manual_seed(3)
+    out = flex_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(3)
+    assert torch.equal(out, flex_attention(q, k, v, dropout_p=0.5))
+    assert not torch.equal(out, flex_attention(q, k, v, dropout_p=0.5))
+    assert abs(out.mean() - 1) < 0.05 and out.std() > 0.01
+
+
+def test_paged_blocks_in_any_order() -> None:
+    q, k, v = (torch.randn(1, 1, 64, 16) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, BLOCK_SIZE=16)
+    shuffled = lowbit.BlockMask.from_kv_blocks(
+        mask.full_kv_num_blocks, mask.full_kv_indices.clone(), BLOCK_SIZE=16, seq_lengths=(64, 64), mask_mod=lowbit.noop_mask
+    )
+    shuffled.kv_indices[0, 0, 3, :3] = torch.tensor([2, 0, 1], dtype=torch.int32)
+    wanted = reference(q, k, v, None, lambda b, h, q, k: k < q // 16 * 16)[0]
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=shuffled).double(), wanted, atol=5e-5, rtol=5e-5)
+
+
+def test_an_unknown_op_runs_through_torch_with_one_warning() -> None:
+    bias = torch.randn(H, L, S, requires_grad=True)
+    mod = lambda s, b, h, q, k: torch.lgamma(s.abs() + 2) + bias[h, q, k]  # noqa: E731
+    fancy = lambda b, h, q, k: torch.special.bessel_j0((q - k) / 9) > 0  # noqa: E731
+    trace._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for mask in ("none", "document", "nothing"):
+            compare(torch.float32, mod, [bias], mask_mods()[mask])
+        compare(torch.float64, mod, [bias], mask_mods()["causal"], sink=torch.randn(H, requires_grad=True))
+        compare(torch.float32, None, (), fancy)
+    texts = [str(warning.message) for warning in caught]
+    assert sum("score_mod uses aten.lgamma" in text for text in texts) == 1
+    assert sum("mask_mod uses aten.special_bessel_j0" in text for text in texts) == 1

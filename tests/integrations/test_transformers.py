@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small random Llama of transformers: attn_implementation="lowbit" writes the same text as eager attention, with and without a quantized cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from lowbit import _C  # noqa: E402
+from lowbit.integrations.transformers import CachedStates, QuantizedCache  # noqa: E402
+
+
+def llama(dtype: torch.dtype = torch.float32, **changes: int) -> torch.nn.Module:
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return llama()
+
+
+def text(model: torch.nn.Module, implementation: str, ids: Tensor, **options: object) -> Tensor:
+    model.set_attn_implementation(implementation)
+    return model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+
+
+def ids(batch: int = 2, length: int = 19) -> Tensor:
+    return torch.randint(0, 97, (batch, length))
+
+
+def test_greedy_text_is_that_of_eager_attention(model: torch.nn.Module) -> None:
+    prompt = ids()
+    assert torch.equal(text(model, "lowbit", prompt), text(model, "eager", prompt))
+    assert _C.last_kernel("decode").startswith("decode_float32_")
+
+
+def test_left_padding_is_respected(model: torch.nn.Module) -> None:
+    prompt, mask = ids(3, 12), torch.ones(3, 12, dtype=torch.int64)
+    mask[0, :7] = 0
+    assert torch.equal(text(model, "lowbit", prompt, attention_mask=mask), text(model, "eager", prompt, attention_mask=mask))
+
+
+def test_a_static_cache_works(model: torch.nn.Module) -> None:
+    prompt = ids()
+    assert torch.equal(text(model, "lowbit", prompt, cache_implementation="static", disable_compile=True), text(model, "eager", prompt))
+
+
+def test_an_int8_cache_writes_the_same_text(model: torch.nn.Module) -> None:
+    prompt, mask = ids(3, 30), torch.ones(3, 30, dtype=torch.int64)
+    mask[1, :11] = 0
+    wanted = text(model, "eager", prompt, attention_mask=mask)
+    assert torch.equal(text(model, "lowbit", prompt, attention_mask=mask, past_key_values=QuantizedCache("int8")), wanted)
+    assert _C.last_kernel("decode").startswith("decode_int8_")
+
+
+@pytest.mark.parametrize("format,worst", [("int8", 0.04), ("int4", 0.4)])
+def test_logits_after_the_cache_are_close(model: torch.nn.Module, format: str, worst: float) -> None:
+    tokens, cache = ids(2, 60), QuantizedCache(format)
+    model.set_attn_implementation("lowbit")
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        first = model(tokens[:, :20], past_key_values=cache).logits
+        chunk = model(tokens[:, 20:59], past_key_values=cache).logits  # a second prompt chunk: many queries over codes
+        last = model(tokens[:, 59:], past_key_values=cache).logits
+    assert cache.get_seq_length() == 60
+    assert torch.allclose(first, wanted[:, :20], atol=1e-4)  # attended to in float
+    for part, whole in ((chunk, wanted[:, 20:59]), (last, wanted[:, 59:])):
+        assert (part - whole).norm() / whole.norm() < worst
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_cache_works_with_other_attention_too(model: torch.nn.Module, implementation: str) -> None:
+    tokens = ids(2, 40)
+    logits = []
+    for name in ("lowbit", implementation):
+        model.set_attn_implementation(name)
+        cache = QuantizedCache("int8")
+        with torch.no_grad():
+            model(tokens[:, :39], past_key_values=cache)
+            logits.append(model(tokens[:, 39:], past_key_values=cache).logits)
+    assert torch.allclose(logits[0], logits[1], atol=1e-3)
+
+
+def test_beam_search_reorders_the_cache(model: torch.nn.Module) -> None:
+    prompt = ids()
+    ours, dequantized = (text(model, name, prompt, num_beams=3, past_key_values=QuantizedCache("int8")) for name in ("lowbit", "sdpa"))
+    assert torch.equal(ours, dequantized)
+    assert torch.equal(text(model, "lowbit", prompt, num_beams=3), text(model, "eager", prompt, num_beams=3))
+
+
+def test_crop_goes_back(model: torch.nn.Module) -> None:
+    tokens, cache = ids(1, 30), QuantizedCache("int8")
+    model.set_attn_implementation("lowbit")
+    with torch.no_grad():
+        model(tokens[:, :20], past_key_values=cache)
+        wanted = model(tokens[:, 20:21], past_key_values=cache).logits
+        cache.crop(-1)
+        assert cache.get_seq_length() == 20
+        assert torch.equal(model(tokens[:, 20:21], past_key_values=cache).logits, wanted)
+    with pytest.raises(ValueError, match="negative"):
+        cache.layers[0].crop(3)
+
+
+def test_bfloat16_model() -> None:
+    model, tokens, cache = llama(torch.bfloat16), ids(1, 25), QuantizedCache("int8")
+    model.set_attn_implementation("lowbit")
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        model(tokens[:, :24], past_key_values=cache)
+        last = model(tokens[:, 24:], past_key_values=cache).logits
+    assert last.dtype == torch.bfloat16
+    assert (last - wanted[:, 24:]).norm() / wanted[:, 24:].norm() < 0.05
+
+
+def test_training_gives_the_gradients_of_eager_attention(model: torch.nn.Module) -> None:
+    tokens, gradients = ids(1, 21), []
+    for name in ("lowbit", "eager"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    assert torch.allclose(*gradients, atol=1e-5, rtol=1e-3)
+
+
+def test_cached_states_are_dequantized_by_any_operation() -> None:
+    cache = QuantizedCache("int8")
+    k, v = torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32)
+    assert cache.update(k, v, 0)[0] is k  # the first prompt stays float
+    keys, values = cache.update(k, v, 0)
+    assert isinstance(keys, CachedStates) and keys.shape == (1, 2, 10, 32)
+    assert torch.equal(keys + 0, cache.layers[0].store.keys()) and torch.equal(values * 1, cache.layers[0].store.values())
+
+
+def test_what_it_has_not_is_refused_by_name() -> None:
+    from lowbit.integrations.transformers import lowbit_attention
+
+    q = torch.randn(1, 2, 3, 32)
+    for option, text in (({"softcap": 30.0}, "softcap"), ({"output_attentions": True}, "attention weights")):
+        with pytest.raises(NotImplementedError, match=text):
+            lowbit_attention(torch.nn.Module(), q, q, q, None, **option)
+    with pytest.raises(ValueError, match="format must be int8 or int4"):
+        QuantizedCache("fp8")

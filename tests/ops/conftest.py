@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixture: `score_row` walks every row of the op score_program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lowbit import _C, testing
+
+
+@pytest.fixture(params=testing.rows("score_program"), ids=lambda row: str(row["name"]))
+def score_row(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every row of the op, forced; what ran is checked."""
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    name = str(request.param["name"])
+    previous = _C.force_kernel(name)
+    yield name
+    _C.force_kernel(previous)
+    assert _C.last_kernel("score_program") == name

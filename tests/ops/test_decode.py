@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""decode, kv_quantize and kv_dequantize: every row against float64, the same bits on every instruction set, thread count and batch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import _C, testing
+from lowbit.reference import decode as reference
+
+KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
+U = testing.ROUNDOFF["float32"]
+INT16 = 2.0**-16  # a probability or a query as int16: half a step of largest / 32767
+SHAPES = [  # B, Hq, Hkv, L, S, E, Ev: lengths around the split of 256 and the tiles, every group size of the row tiles, odd head dimensions
+    (1, 1, 1, 1, 1, 1, 1),
+    (1, 8, 2, 1, 1000, 64, 64),
+    (2, 3, 3, 1, 257, 128, 128),
+    (1, 4, 1, 5, 513, 40, 59),
+    (2, 6, 3, 3, 100, 80, 96),
+    (1, 32, 8, 16, 300, 64, 64),
+    (1, 71, 1, 2, 255, 64, 17),
+    (3, 2, 2, 1, 256, 128, 64),
+    (1, 5, 1, 1, 33, 100, 31),
+]
+OPTIONS = ("plain", "causal", "window", "bool mask", "float mask", "sink")
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int, int, int, int, int]
+    option: str
+    kind: str
+    q_dtype: str = "float32"
+    token_major: bool = False
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}-{self.option.replace(' ', '_')}-{self.kind}-{self.q_dtype}-{self.token_major:d}"
+
+
+@dataclass
+class Data:
+    call: dict[str, object]  # arguments of _C.decode beside q, out and lse
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    allowed: Tensor
+    allowed_lse: Tensor
+
+
+def cases(kind: str) -> list[Case]:
+    """Each shape with two of the options, in both layouts and all dtypes of q in turn."""
+    result = []
+    for index, (shape, half) in enumerate(itertools.product(SHAPES, (0, 1))):
+        option = OPTIONS[(index * 5 + 3 * half) % len(OPTIONS)]
+        result.append(Case(shape, option, kind, testing.DTYPES[index % 3], index % 2 == 1))
+    return result
+
+
+def quantized(x: Tensor, kind: str, rotate: bool, token_major: bool = False) -> tuple[Tensor, Tensor]:
+    batch, heads, length, columns = x.shape
+    padded = -(-columns // 32) * 32
+    sizes = (padded, 1) if kind == "int8" else (padded // 2, padded // 32)
+    dtypes = (torch.int8, torch.float32) if kind == "int8" else (torch.uint8, torch.float16)
+    stored = []
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        shape = (batch, length, heads, size) if token_major else (batch, heads, length, size)
+        tensor = torch.full(shape, 77, dtype=dtype)
+        stored.append(tensor.transpose(1, 2) if token_major else tensor)
+    _C.kv_quantize(x, *stored, rotate=rotate)
+    return stored[0], stored[1]
+
+
+def make(case: Case) -> Data:
+    batch, q_heads, kv_heads, length, keys, e, ev = case.shape
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q = normal(batch, q_heads, length, e).to(getattr(torch, case.q_dtype))
+    k, v = normal(batch, kv_heads, keys, e), normal(batch, kv_heads, keys, ev)
+    options: dict[str, object] = {}
+    if case.option in ("causal", "window"):
+        options = {"causal": True, "position": keys - length}
+    if case.option == "window":
+        options["window"] = max(1, keys // 3)
+    if case.option == "bool mask":
+        mask = torch.rand(batch, 1, length, keys, generator=generator) > 0.5
+        mask[0, 0, 0] = False  # a row that sees nothing
+        options["mask"] = mask.expand(batch, q_heads, length, keys)
+    if case.option == "float mask":
+        options["mask"] = normal(1, q_heads, 1, keys).expand(batch, q_heads, length, keys)
+    if case.option == "sink":
+        options["sink"] = normal(q_heads)
+    call = dict(options)
+    if case.kind in ("int8", "int4"):
+        rotated = case.kind == "int4"
+        (k, k_scale), (v, v_scale) = quantized(k, case.kind, rotated, case.token_major), quantized(v, case.kind, False, case.token_major)
+        call |= {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale, "rotated": rotated}
+        k, v = reference.decoded(k, k_scale), reference.decoded(v, v_scale)[..., :ev]
+        exact_q = reference.rotate(q) if rotated else reference.pad(q.double())
+    else:
+        dtype = getattr(torch, case.kind)
+        k, v = k.to(dtype), v.to(dtype)
+        if case.token_major:
+            k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (k, v))
+        call |= {"k": k, "v": v}
+        exact_q = q.double()
+    scale = e**-0.5
+    call["scale"] = scale
+    out, lse, p = reference.decode(exact_q, k, v, scale, **options)
+    allowed, allowed_lse = budget(case, exact_q, k, v, scale, p, out, lse, options)
+    return Data(call, q, out, lse, allowed, allowed_lse)
+
+
+def budget(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float, p: Tensor, out: Tensor, lse: Tensor,
+           options: dict[str, object]) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A score is off by (E + 8) roundings of sum |q| |k|, exp by 4 and a probability by twice the error of the worst score of its row; a sum over S
+    tokens by S + 8 roundings. Codes: int16 queries and probabilities, half a step each."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.double().abs().repeat_interleave(group, 1), v.double().abs().repeat_interleave(group, 1)
+    codes = case.kind in ("int8", "int4")
+    magnitude = (q.abs() @ k.transpose(-1, -2)).amax(-1, keepdim=True) * scale
+    score = (case.shape[5] + 40) * U * magnitude
+    if isinstance(options.get("mask"), Tensor) and options["mask"].dtype != torch.bool:
+        score = score + 8 * U * options["mask"].double().abs().amax(-1, keepdim=True)
+    score = score + 8 * U * lse.abs().clamp(max=1e3).nan_to_num()[..., None]
+    if codes:
+        score = score + INT16 * q.abs().amax(-1, keepdim=True) * k.sum(-1).amax(-1)[..., None, None] * scale
+    keys = p.shape[-1]
+    allowed = (2 * score + (keys + 16) * U) * (p @ v)
+    if codes:  # per split the largest weight is one step of 32767; v's scales are part of the weight, so bound it by p times the largest value
+        allowed = allowed + 2 * INT16 * p.amax(-1, keepdim=True) * v.amax(-1, keepdim=True).amax(-2, keepdim=True) * keys
+    rounding = testing.ROUNDOFF[case.q_dtype]
+    return allowed + rounding * (out.abs() + allowed) + 1e-30, (score[..., 0] + (keys + 16) * U + U * lse.abs().nan_to_num())
+
+
+@contextlib.contextmanager
+def forced(row: str | None) -> Iterator[None]:
+    previous = _C.force_kernel(row)
+    try:
+        yield
+    finally:
+        _C.force_kernel(previous)
+
+
+def run(data: Data, row: str | None = None, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    q = data.q if q is None else q
+    out = torch.full((*q.shape[:3], data.out.shape[-1]), 7.0, dtype=q.dtype)
+    lse = torch.full(q.shape[:3], 7.0)
+    call = dict(data.call)
+    with forced(row):
+        _C.decode(q, call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+    if row is not None:
+        assert _C.last_kernel("decode") == row
+    return out, lse
+
+
+def kind_of(row: str) -> str:
+    return row.split("_")[1]
+
+
+ROWS = testing.rows("decode")
+
+
+@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
+def row(request: pytest.FixtureRequest) -> str:
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    return str(request.param["name"])
+
+
+def test_every_row_is_within_budget_of_float64(row: str) -> None:
+    for case in cases(kind_of(row)):
+        data = make(case)
+        out, lse = run(data, row)
+        testing.assert_within(out, data.out, data.allowed, f"{case} by {row}")
+        testing.assert_within(lse, data.lse, data.allowed_lse, f"lse of {case} by {row}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_all_instruction_sets_agree_bit_for_bit(kind: str) -> None:
+    rows = [str(row["name"]) for row in ROWS if row["available"] and kind_of(str(row["name"])) == kind]
+    assert len(rows) > 1
+    for case in cases(kind)[:6]:
+        data = make(case)
+        results = [run(data, row) for row in rows]
+        for name, (out, lse) in zip(rows, results, strict=True):
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{name} differs from {rows[0]} on {case}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_do_not_depend_on_threads_or_batch(kind: str) -> None:
+    data = make(Case((3, 8, 2, 2, 1500, 64, 64), "plain", kind))
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(run(data))
+    finally:
+        torch.set_num_threads(threads)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    alone = {name: value[1:2] if isinstance(value, Tensor) else value for name, value in data.call.items()}
+    out, _ = run(Data(alone, data.q[1:2], data.out, data.lse, data.allowed, data.allowed_lse))
+    assert torch.equal(out, results[0][0][1:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_layouts_give_the_same_bits(kind: str) -> None:
+    case = Case((2, 8, 2, 1, 700, 64, 64), "causal", kind)
+    data = make(case)
+    other = {
+        name: value.transpose(1, 2).contiguous().transpose(1, 2) if isinstance(value, Tensor) and value.dim() == 4 else value
+        for name, value in data.call.items()
+    }
+    assert other["k"].stride(1) < other["k"].stride(2)
+    assert torch.equal(run(data)[0], run(Data(other, data.q, data.out, data.lse, data.allowed, data.allowed_lse))[0])
+
+
+def test_an_empty_cache_gives_zeros() -> None:
+    q, k, v, out, lse = torch.randn(1, 4, 2, 64), torch.empty(1, 2, 0, 64), torch.empty(1, 2, 0, 32), torch.ones(1, 4, 2, 32), torch.ones(1, 4, 2)
+    _C.decode(q, k, v, out, 1.0, lse=lse)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_keys_before_the_window_and_behind_the_query_are_not_read() -> None:
+    k, v = torch.randn(1, 1, 2000, 64), torch.randn(1, 1, 2000, 64)
+    q, out, again = torch.randn(1, 2, 1, 64), torch.empty(1, 2, 1, 64), torch.empty(1, 2, 1, 64)
+    _C.decode(q, k, v, out, 0.1, causal=True, position=1500, window=100)
+    k[:, :, :1280], v[:, :, :1280], k[:, :, 1536:], v[:, :, 1536:] = (torch.nan,) * 4  # whole splits
+    _C.decode(q, k, v, again, 0.1, causal=True, position=1500, window=100)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_cache_hides_no_nan(kind: str, poison: float) -> None:
+    k, v = torch.randn(1, 1, 40, 64), torch.randn(1, 1, 40, 64)
+    q, out = torch.randn(1, 1, 1, 64), torch.empty(1, 1, 1, 64)
+    bad = k.clone()
+    bad[0, 0, 7, 3] = poison
+    for keys, values, query in ((bad, v, q), (k, v, q * poison)):
+        (k_codes, k_scale), (v_codes, v_scale) = quantized(keys, kind, False), quantized(values, kind, False)
+        _C.decode(query, k_codes, v_codes, out, 0.1, k_scale, v_scale)
+        assert out.isnan().all()
+    bad = v.clone()
+    bad[0, 0, 7, 3] = poison
+    (k_codes, k_scale), (v_codes, v_scale) = quantized(k, kind, False), quantized(bad, kind, False)
+    _C.decode(q, k_codes, v_codes, out, 0.1, k_scale, v_scale)
+    assert out[..., :32].isnan().all()
+
+
+@pytest.mark.parametrize("name", [str(row["name"]) for row in testing.rows("kv_quantize") if row["available"]])
+@pytest.mark.parametrize("kind,rotate", [("int8", False), ("int8", True), ("int4", False), ("int4", True)])
+@pytest.mark.parametrize("columns", [1, 31, 64, 80, 96, 128])
+def test_codes_are_the_nearest_ones(name: str, kind: str, rotate: bool, columns: int) -> None:
+    x = torch.randn(2, 3, 5, columns) * torch.logspace(-3, 3, 5)[:, None]
+    x[0, 0, 0] = 0
+    with forced(name):
+        stored, scale = quantized(x, kind, rotate)
+    exact = reference.rotate(x) if rotate else reference.pad(x.double())
+    groups = exact.unflatten(-1, (scale.shape[-1], -1))
+    levels = 127 if kind == "int8" else 8
+    wanted = groups.abs().amax(-1) / levels
+    half = 2.0**-11 if kind == "int4" else 4 * U
+    assert ((scale.double().abs() - wanted).abs() <= half * wanted + 2.0**-25).all()
+    error = (reference.decoded(stored, scale) - exact).abs().unflatten(-1, (scale.shape[-1], -1))
+    # int4: the level opposite to the extreme is missing: half a step more there
+    step = scale.double().abs()[..., None]
+    assert (error <= step * (0.5 if kind == "int8" else 1.0) * (1 + 2.0**-10) + 1e-6 * exact.abs().amax()).all()
+    with forced(name.replace("kv_quantize", "kv_dequantize")):
+        back = torch.empty(x.shape)
+        _C.kv_dequantize(stored, scale, back, rotate)
+        decoded = reference.decoded(stored, scale)
+        wanted_back = reference.rotate(decoded) if rotate else decoded
+        assert (back.double() - wanted_back[..., :columns]).abs().max() <= 32 * U * exact.abs().amax()
+
+
+def test_rotating_spreads_an_outlier_channel() -> None:
+    x = torch.randn(1, 1, 200, 128)
+    x[..., 5] *= 30
+    error = []
+    for rotate in (False, True):
+        stored, scale = quantized(x, "int4", rotate)
+        back = torch.empty(x.shape)
+        _C.kv_dequantize(stored, scale, back, rotate)
+        q = torch.randn(1, 1, 16, 128)
+        error.append(((back - x) @ q[0, 0].T).square().mean().item())
+    assert error[1] < error[0]
+
+
+Q, K, V = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
+CODES, SCALE = torch.zeros(1, 2, 10, 64, dtype=torch.int8), torch.ones(1, 2, 10, 1)
+
+
+@pytest.mark.parametrize(
+    "change,error,text",
+    [
+        ({"q": torch.randn(4, 1, 64)}, ValueError, r"decode: q must have shape \[B, Hq, L, E\], got \[4, 1, 64\]"),
+        ({"q": Q.double()}, TypeError, "decode: q must be float32, bfloat16 or float16, got float64"),
+        ({"q": torch.randn(1, 3, 1, 64), "out": torch.empty(1, 3, 1, 64)}, ValueError, "heads of q must be a multiple of those of k, got 3 and 2"),
+        ({"k": K.double()}, TypeError, "v must have the dtype of k"),
+        ({"k": K.double(), "v": V.double()}, TypeError, "k must be float32, bfloat16, float16, int8 or uint8"),
+        ({"k": K[..., :32]}, ValueError, r"k must have shape \[1, 2, 10, 64\], got \[1, 2, 10, 32\]"),
+        ({"v": V[:, :, :5]}, ValueError, r"v must have shape \[1, 2, 10, 64\]"),
+        ({"k": K.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "k must be dense in its last dimension"),
+        ({"k_scale": SCALE}, ValueError, "float keys and values have no scales and no rotation"),
+        ({"rotated": True}, ValueError, "float keys and values have no scales and no rotation"),
+        ({"k": CODES, "v": CODES}, TypeError, "k_scale must be float32 or float16"),
+        ({"k": CODES, "v": CODES, "k_scale": SCALE, "v_scale": SCALE[:, :1]}, ValueError, r"v_scale must have shape \[1, 2, 10, 1\]"),
+        ({"out": torch.empty(1, 4, 2, 64)}, ValueError, "out must have shape"),
+        ({"out": torch.empty(1, 4, 1, 64).half()}, TypeError, "out must have the dtype of q"),
+        ({"mask": torch.ones(1, 4, 1, 9, dtype=torch.bool)}, ValueError, r"mask must have shape \[1, 4, 1, 10\], got \[1, 4, 1, 9\]"),
+        ({"mask": torch.ones(1, 4, 1, 10, dtype=torch.int32)}, TypeError, "mask must be bool or floating"),
+        ({"sink": torch.ones(2)}, ValueError, r"sink must have shape \[4\]"),
+        ({"window": -1}, ValueError, "window must be positive, or 0 for none, got -1"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"lse": torch.empty(1, 4, 1, dtype=torch.float64)}, TypeError, "lse must be contiguous float32"),
+    ],
+)
+def test_a_bad_argument_is_named(change: dict[str, object], error: type[Exception], text: str) -> None:
+    out = torch.full((1, 4, 1, 64), 7.0)
+    arguments = {"q": Q, "k": K, "v": V, "out": out, "scale": 1.0} | change
+    with pytest.raises(error, match=text):
+        _C.decode(**arguments)
+    assert (out == 7).all()
+
+
+def test_quantizing_checks_its_tensors() -> None:
+    x = torch.randn(1, 2, 10, 64)
+    with pytest.raises(ValueError, match=r"kv_quantize: codes must have shape \[1, 2, 10, 64\], got \[1, 2, 10, 32\]"):
+        _C.kv_quantize(x, CODES[..., :32], SCALE)
+    with pytest.raises(TypeError, match="kv_quantize: x must be float32, bfloat16 or float16"):
+        _C.kv_quantize(x.double(), CODES, SCALE)
+    with pytest.raises(TypeError, match="codes must be int8 or uint8"):
+        _C.kv_quantize(x, CODES.int(), SCALE)
+    with pytest.raises(ValueError, match="head dimensions of codes must be 1..512, got 600"):
+        _C.kv_quantize(torch.randn(1, 1, 1, 600), torch.zeros(1, 1, 1, 608, dtype=torch.int8), torch.zeros(1, 1, 1, 1))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score programs: every op against torch, forward and backward, on every row; what is refused, and how."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from score_programs import EPSILON, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
+from torch import Tensor
+
+from lowbit import _C, testing
+from lowbit.attention.program import TYPES, ProgramBuilder, Value
+from lowbit.reference.score_program import OPS
+
+INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add", "scaled_tanh"}
+LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const", "gather"}
+
+
+def test_every_op_has_a_test() -> None:
+    assert set(OPS) | INTERNAL | LEAVES == set(_C.SCORE_OPS)
+
+
+POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p", "pow"}
+NEVER_ZERO = {"remainder", "fmod", "floor_divide", "floor_divide_int", "remainder_int", "trunc_divide_int", "fmod_int"}
+
+
+def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value], list[Tensor]]:
+    """Operands of an op: the score, then captured [rows, cols] tensors of values where the op has something to say."""
+    types = _C.SCORE_OPS[name][1].partition(">")[0]
+    program, values, captured = ProgramBuilder(), [], []
+    q, k = program.op("q"), program.op("k")
+    for place, letter in enumerate(types):
+        if letter == "f" and place == 0:
+            values.append(program.op("score"))
+            continue
+        type = next(t for t in TYPES if t[0] == letter)
+        values.append(program.gather(program.captured(type, 2), q, k))
+        if letter == "f":
+            data = torch.randn(Q0 + 19, K0 + 33, dtype=dtype) * 2
+            data.requires_grad_()
+        elif letter == "b":
+            data = torch.rand(Q0 + 19, K0 + 33) < 0.5
+        elif name.startswith("shift"):  # of int32, which wraps
+            data = torch.randint(*((0, 31) if place else (-5000, 5000)), (Q0 + 19, K0 + 33), dtype=torch.int32)
+        else:
+            data = torch.randint(-50, 50, (Q0 + 19, K0 + 33), dtype=torch.int64)
+            if name in NEVER_ZERO and place == 1:
+                data[data == 0] = 7
+        captured.append(data)
+    return program, values, captured
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_op_is_that_of_torch(score_row: str, name: str, dtype: torch.dtype) -> None:
+    program, values, captured = operands(name, dtype)
+    result = program.op(name, *values)
+    scores = torch.randn(19, 33, dtype=dtype) * 3
+    if name in POSITIVE:
+        scores = scores.abs() + 0.1
+    if result.type == "bool" and "score" not in name:  # a mask: the score or -inf, and as a number
+        masked = run(program.finish(result), captured, scores)
+        wanted = interpret(program.finish(result), captured, scores.double())
+        assert torch.equal(masked, torch.where(wanted, scores, -math.inf))
+    code = program.finish(program.convert(result, "float"))
+    # Values that round to 16 bits from float32 or float64 alike; two units in the last place elsewhere, and what one of the argument makes of it.
+    slope = {"tan": 400, "pow": 200, "exp2": 30, "exp": 30, "expm1": 30, "remainder": 20, "fmod": 20}.get(name, 4)
+    check(code, captured, scores, tolerance=slope * EPSILON[dtype])
+
+
+@pytest.mark.parametrize("name", sorted(n for n in OPS if _C.SCORE_OPS[n][1] in ("f>f", "ff>f") and n not in ("pow", "remainder", "fmod", "floor_divide")))
+def test_op_takes_infinities_and_nan_as_torch_does(score_row: str, name: str) -> None:
+    program = ProgramBuilder()
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, 3e38, -3e38, 88.9, -104.5])
+    operands = [program.op("score")]
+    if _C.SCORE_OPS[name][1] == "ff>f":
+        operands.append(program.gather(program.captured("float", 1), program.op("q")))
+    code = program.finish(program.op(name, *operands))
+    scores = special.expand(len(special), -1).clone()
+    got = run(code, [special][: len(operands) - 1], scores, q0=0)
+    wanted = OPS[name](scores, special[:, None]) if len(operands) == 2 else OPS[name](scores.double()).float()
+    if name.startswith("to_"):
+        wanted = scores.to(getattr(torch, name.removeprefix("to_"))).float()
+    if name in ("sin", "cos", "tan"):  # of 3e38: any library's own reduction
+        got[:, 8:10] = wanted[:, 8:10] = 0
+    if name == "sign":
+        got[:, 6] = wanted[:, 6] = 0
+    assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isinf(), wanted.isinf())
+    close(got, wanted, 4 * EPSILON[torch.float32], name)
+
+
+# What a program is, and what is refused.
+
+
+def test_values_are_computed_at_their_rate() -> None:
+    forward = _C.score_program_explain(code_of(alibi))["forward"].splitlines()
+    assert [line.partition(":")[0] for line in forward] == ["head"] * 5 + ["diagonal"] * 3 + ["tile"]
+    assert forward[-1] == "tile: score = add score, diagonal2"
+    assert "tile: score = scaled_tanh score, 0.2, 5" in _C.score_program_explain(code_of(softcap))["forward"]
+    assert _C.score_program_explain(code_of(causal))["forward"].splitlines()[-1] == "tile: score = where diagonal1, score, -inf"
+
+
+def test_gradient_of_a_table_is_added_once_per_diagonal() -> None:
+    backward = _C.score_program_explain(code_of(relative_table))["backward"].splitlines()
+    assert "scatter_add" in backward[-1] and backward[-1].startswith("diagonal after")
+    assert sum(line.startswith("tile:") for line in backward) == 1  # the sum; the gradient of the score is what it was
+
+
+def test_identity_has_no_steps() -> None:
+    program = ProgramBuilder()
+    explained = _C.score_program_explain(program.finish(program.op("score")))
+    assert explained == {"is_mask": False, "forward": "", "backward": ""}
+
+
+SCORE, ADD, K_LEAF, GATHER = (_C.SCORE_OPS[name][0] for name in ("score", "add", "k", "gather"))
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ([], "ends before its version"),
+        ([2, 0, 0, SCORE], "version must be 1, got 2"),
+        ([1, 0, 0, 999], "value 0 has the unknown opcode 999"),
+        ([1, 0, 0, _C.SCORE_OPS["gradient"][0]], "unknown opcode"),
+        ([1, 0, 1, SCORE, ADD, 0, 1], r"value 1 \(add\) reads value 1, which is not before it"),
+        ([1, 0, 2, SCORE, K_LEAF, ADD, 0, 1], r"value 2 \(add\) takes float, but value 1 is int"),
+        ([1, 0, 0, K_LEAF], "the result must be float .* or bool .*, got int"),
+        ([1, 0, 5, SCORE], "output must be one of its 1 values, got 5"),
+        ([1, 0, 0, SCORE, ADD, 0], "ends before its operands"),
+        ([1, 1, 0, 1, 1, K_LEAF, GATHER, 1, 0], "gathers from captured tensor 1 of 1"),
+        ([1, 1, 0, 9, 0, SCORE], "rank of captured tensor 0 must be 0..8, got 9"),
+        ([1, 1, 7, 1, 0, SCORE], "type of captured tensor 0 must be 0, 1 or 2, got 7"),
+        ([1, 0, 0, _C.SCORE_OPS["int_const"][0], 2**40], "does not hold 1099511627776"),
+        ([1, -1], "cannot have -1 captured tensors"),
+    ],
+)  # fmt: skip
+def test_wrong_code_is_refused_with_its_place(code: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.score_program_explain(code)
+
+
+def test_wrong_tensors_are_refused_with_their_names() -> None:
+    code, scores = gather_of_distance(8), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="code must have 1 captured tensors, got 0"):
+        _C.score_program_eval(code, [], 0, 0, 0, 0, scores)
+    with pytest.raises(TypeError, match="captured tensor 0 of code must be a float tensor, got int64"):
+        _C.score_program_eval(code, [torch.arange(8)], 0, 0, 0, 0, scores)
+    with pytest.raises(ValueError, match=r"captured tensor 0 of code must have 1 dimensions, got shape \[2, 4\]"):
+        _C.score_program_eval(code, [torch.zeros(2, 4)], 0, 0, 0, 0, scores)
+    with pytest.raises(TypeError, match="scores must be float32 or float64, got float16"):
+        _C.score_program_eval(code, [torch.zeros(8)], 0, 0, 0, 0, scores.half())
+    with pytest.raises(ValueError, match=r"captured_gradients\[0\] must be contiguous float32 \[8\], got float32 \[7\]"):
+        _C.score_program_backward(code, [torch.zeros(8)], 0, 0, 0, 0, scores, scores.clone(), [torch.zeros(7)])
+    with pytest.raises(ValueError, match="code must be of a score_mod, got a mask"):
+        _C.score_program_backward(code_of(causal), [], 0, 0, 0, 0, scores, scores.clone(), [])
+    with pytest.raises(ValueError, match="code must be of a mask_mod, got a score_mod"):
+        _C.block_classes(code_of(alibi), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"classes must be contiguous uint8 \[1, 1, 2, 2\], got uint8 \[1, 1, 2, 1\]"):
+        _C.block_classes(code_of(causal), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 1, dtype=torch.uint8))
+    ids = torch.tensor([0, 2**31])
+    with pytest.raises(ValueError, match="captured tensor 0 of mask_mod must hold integers of 32 bits, got 2147483648"):
+        _C.block_classes(code_of(document), [ids], 1, 1, 2, 2, 1, 1, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+
+
+def test_builder_refuses_mixed_types() -> None:
+    program = ProgramBuilder()
+    with pytest.raises(TypeError, match=r"no score op add takes \(float, int\)"):
+        program.op("add", program.op("score"), program.op("k"))
+    with pytest.raises(TypeError, match="2 dimensions needs as many ints"):
+        program.gather(program.captured("float", 2), program.op("k"))
+    with pytest.raises(ValueError, match="type must be one of float, int, bool, got 'half'"):
+        program.captured("half", 1)
+
+
+def test_the_page_names_every_op_and_the_row() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "ops" / "score_programs.md").read_text()
+    for name in {*OPS, "gather"}:
+        assert f"`{name}`" in page, name
+    for info in testing.rows("score_program"):
+        assert "`score_program_vm_<isa>`" in page and f"`{info['isa']}`" in page, info
