@@ -238,6 +238,28 @@ def test_stochastic_rounding_repeats_with_the_seed_and_differs_between_parameter
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
 
 
+def test_a_group_chooses_its_rounding() -> None:
+    for default in (False, True):
+        params = [nn.Parameter(torch.ones(1 << 13, dtype=torch.bfloat16)) for _ in range(2)]
+        groups = [{"params": params[:1], "bf16_stochastic_round": not default}, {"params": params[1:]}]
+        optimizer = optim.AdamW8bit(groups, lr=1e-4, weight_decay=0, bf16_stochastic_round=default)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert [bool((p != 1).any()) for p in params] == [not default, default]
+
+
+def test_a_replaced_state_is_used() -> None:
+    p = nn.Parameter(torch.randn(64, 128))
+    optimizer = optim.AdamW8bit([p])
+    run(optimizer, [p], 2)
+    old, new = optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg"].clone()
+    kept = old.clone()
+    optimizer.state[p]["exp_avg"] = new
+    run(optimizer, [p], 1, seed=7)
+    assert torch.equal(old, kept) and not torch.equal(new, kept)
+
+
 def test_bitsandbytes_arguments_warn_only_when_they_ask_for_something() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

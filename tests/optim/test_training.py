@@ -45,6 +45,15 @@ def test_grad_scaler_hands_over_scale_and_overflow(case: Case) -> None:
     assert [float(state["step"]) for state in states(optimizer)] == [3.0] * 3
 
 
+def test_a_gradient_in_another_order_is_unscaled_too() -> None:
+    p = nn.Parameter(torch.randn(64, 128))
+    p.grad = torch.full((128, 64), 1024.0).t()
+    optimizer = optim.AdamW8bit([p])
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+    optimizer.step()
+    assert bool((p.grad == 1).all())
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_step_is_the_eager_step(case: Case, fullgraph: bool) -> None:
     torch._dynamo.reset()

@@ -64,7 +64,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             "block_size": block_size,
             "min_8bit_size": min_8bit_size,
             "bf16_stochastic_round": bf16_stochastic_round,
-            "rounding_seed": torch.initial_seed() & _LARGEST_SEED if bf16_stochastic_round else None,
+            "rounding_seed": torch.initial_seed() & _LARGEST_SEED,
         }
         self._check_group(defaults)
         self._plans: dict[int, _Plan] = {}
@@ -134,13 +134,15 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros(())
         for name in self._moments(group):
             values, scale = allocate(local, state_format, group["block_size"])
-            state.update(self._stored(param, name, values, scale, group["block_size"]))
+            state.update(self._stored(param, name, values, scale, state_format, group["block_size"]))
         return state
 
-    def _stored(self, param: Tensor, name: str, values: Tensor, scale: Tensor | None, block_size: int) -> dict[str, Tensor]:
+    def _stored(
+        self, param: Tensor, name: str, values: Tensor, scale: Tensor | None, state_format: str, block_size: int
+    ) -> dict[str, Tensor]:
         """Return one moment of the local shard of ``param`` as entries of its state."""
-        same_shape = values.shape == sharding.local(param).shape
-        stored = {name: sharding.like(param, values) if same_shape else sharding.row_like(param, values, nibble_bytes)}
+        nibbles = state_format == "dynamic4"
+        stored = {name: sharding.row_like(param, values, nibble_bytes) if nibbles else sharding.like(param, values)}
         if scale is not None:
             stored[f"{name}_scale"] = sharding.row_like(param, scale, lambda numel: scale_count(numel, block_size))
         return stored
@@ -211,7 +213,7 @@ class _Plan:
         self.params = params
         self.ids = [id(param) for param in params]
         self.addresses: list[int] = []
-        self.steps: list[Tensor] = []
+        self.kept: list[list[int]] = []  # identities of the state's tensors, per parameter
         self.by_format: dict[str, StepLists] = {}
         self.members: dict[str, list[Tensor]] = {}  # parameters, as the gradients are found on them
         for param in params:
@@ -236,7 +238,7 @@ class _Plan:
             if lists.scales:
                 lists.scales[k].append(sharding.local_scale(state[f"{name}_scale"], local, group["block_size"]))
         self.members[state_format].append(param)
-        self.steps.append(state["step"])
+        self.kept.append([*map(id, state.values())])
         if not torch.compiler.is_compiling():
             self.addresses.append(local.data_ptr())
 
@@ -249,7 +251,7 @@ class _Plan:
         return (
             self.ids == [id(param) for param in params]
             and self.options == self._options(group)
-            and all(state[param].get("step") is step for param, step in zip(params, self.steps, strict=True))
+            and self.kept == [[*map(id, state[param].values())] for param in params]
             and self.addresses == [sharding.local(param).data_ptr() for param in params]
         )
 
@@ -257,23 +259,29 @@ class _Plan:
         """Return the lists with the gradients of now."""
         for state_format, lists in self.by_format.items():
             lists.grads = [
-                _local_grad(param.grad, local) for param, local in zip(self.members[state_format], lists.params, strict=True)
+                _local_grad(param, local) for param, local in zip(self.members[state_format], lists.params, strict=True)
             ]
         return self.by_format
 
 
-def _local_grad(grad: Tensor, local: Tensor) -> Tensor:
-    """Return a gradient in the memory order of its (local) parameter."""
-    if grad.is_sparse:
+def _local_grad(param: Tensor, local: Tensor) -> Tensor:
+    """Return the gradient in the memory order of its (local) parameter; one in another order is replaced, as it may be unscaled in place."""
+    if param.grad.is_sparse:
         raise RuntimeError("lowbit.optim does not support sparse gradients")
-    grad = sharding.local(grad)
-    return grad if grad.stride() == local.stride() else torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+    grad = sharding.local(param.grad)
+    if grad.stride() == local.stride():
+        return grad
+    ordered = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+    if not sharding.is_dtensor(param):
+        param.grad = ordered
+    return ordered
 
 
 def _seed(group: dict[str, Any], index: int, state_format: str) -> int | None:
     """Return the seed of stochastic rounding of one call: no two calls of a step share one."""
-    seed = group["rounding_seed"]
-    return None if seed is None else (seed + len(STATE_FORMATS) * index + STATE_FORMATS[state_format]) & _LARGEST_SEED
+    if not group["bf16_stochastic_round"]:
+        return None
+    return (group["rounding_seed"] + len(STATE_FORMATS) * index + STATE_FORMATS[state_format]) & _LARGEST_SEED
 
 
 def _format_of_bits(optim_bits: int) -> str:

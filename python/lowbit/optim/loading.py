@@ -98,7 +98,7 @@ def _convert(
         else:
             as_float = decode(moment.values, moment.scale, local, moment.state_format, is_signed, moment.block_size)
             values, scale = encode(as_float, wanted, is_signed, block_size)
-        found.update(optimizer._stored(param, name, values, scale, block_size))
+        found.update(optimizer._stored(param, name, values, scale, wanted, block_size))
     return {"step": torch.tensor(float(entry.get("step", 1.0))), **found}
 
 
