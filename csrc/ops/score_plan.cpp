@@ -32,9 +32,10 @@ class Planner {
     roots_.push_back(output);
   }
 
-  ScorePlan plan() {
+  ScorePlan plan(bool fused) {
     if (roots_.size() == 1 && nodes_[output_].op == memory_leaf()) return {};
-    fuse();
+    count_uses();
+    if (fused) fuse();
     find_stages();
     place_registers();
     std::vector<int> order;
@@ -65,7 +66,6 @@ class Planner {
 
   // What several steps over the scores do in one: half of the loads and stores.
   void fuse() {
-    count_uses();
     for (ScoreNode& node : nodes_) {
       if (node.rate != Rate::tile) continue;
       for (int i = 0; i < 2; i++) {
@@ -73,17 +73,17 @@ class Planner {
         const ScoreNode* inner = only_use_of(node.operands[i]);
         if (!inner) continue;
         if (node.op == number_of<Add>() && inner->op == number_of<Mul>()) {  // a * b + c
-          node = fused(number_of<MultiplyAdd>(), inner->operands[0], inner->operands[1], term);
+          node = ternary(number_of<MultiplyAdd>(), inner->operands[0], inner->operands[1], term);
         } else if (node.op == number_of<Mul>() && inner->op == number_of<Tanh>()) {  // c * tanh(a * b): a soft cap
           const ScoreNode* scaled = only_use_of(inner->operands[0]);
-          if (scaled && scaled->op == number_of<Mul>()) node = fused(number_of<ScaledTanh>(), scaled->operands[0], scaled->operands[1], term);
+          if (scaled && scaled->op == number_of<Mul>()) node = ternary(number_of<ScaledTanh>(), scaled->operands[0], scaled->operands[1], term);
         }
       }
     }
     count_uses();
   }
   const ScoreNode* only_use_of(int node) const { return nodes_[node].rate == Rate::tile && uses_[node] == 1 ? &nodes_[node] : nullptr; }
-  static ScoreNode fused(int op, int a, int b, int c) {
+  static ScoreNode ternary(int op, int a, int b, int c) {
     return {.op = op, .type = 'f', .rate = Rate::tile, .operand_count = 3, .operands = {a, b, c}};
   }
 
@@ -191,8 +191,8 @@ class Planner {
 
 }  // namespace
 
-ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters) {
-  return Planner(graph, output, memory, scatters).plan();
+ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters, bool fused) {
+  return Planner(graph, output, memory, scatters).plan(fused);
 }
 
 std::string plan_text(const ScorePlan& plan) {

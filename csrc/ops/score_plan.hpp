@@ -51,8 +51,9 @@ struct ScorePlan {
   bool has(Stage stage) const { return begin[static_cast<int>(stage)] < begin[static_cast<int>(stage) + 1]; }
 };
 
-// Steps that compute `output` into `memory` (and every one of `scatters`); nothing where the output is what the memory holds already.
-ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {});
+// Steps that compute `output` into `memory` (and every one of `scatters`); nothing where the output is what the memory holds already. Not fused:
+// every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
+ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {}, bool fused = true);
 
 // The steps of a plan, a line each.
 std::string plan_text(const ScorePlan& plan);

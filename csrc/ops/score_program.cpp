@@ -102,7 +102,7 @@ class Parser {
     ScoreGraph graph = result.graph;
     if (result.is_mask) {
       const int score = graph.leaf(number_of<Score>()), never = graph.constant(-std::numeric_limits<double>::infinity());
-      result.forward = score_plan(graph, graph.emit<Where>({output, score, never}), kScoreMemory);
+      result.forward = score_plan(graph, graph.emit<Where>({output, score, never}), kScoreMemory, {}, false);
       return result;
     }
     result.forward = score_plan(graph, output, kScoreMemory);

@@ -2,7 +2,11 @@
 // The rows of the ops decode, kv_quantize and kv_dequantize, compiled once per instruction set.
 #include LOWBIT_ISA_HEADER
 
+#ifdef LOWBIT_HAS_VNNI  // VNNI adds integer products only
+#include "cpu/decode/split.hpp"
+#else
 #include "cpu/decode/quantize.hpp"
+#endif
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -20,7 +24,7 @@ std::string_view never_refuses(const Args&) { return ""; }
 constexpr Kernel<DecodeArgs> kRows[] = {
     {"decode_int8" LOWBIT_ISA_SUFFIX, refuses<DType::int8>, decode_call<CodeKv<KvFormat::int8>>},
     {"decode_int4" LOWBIT_ISA_SUFFIX, refuses<DType::uint8>, decode_call<CodeKv<KvFormat::int4>>},
-#ifndef LOWBIT_HAS_VNNI  // VNNI adds integer products only
+#ifndef LOWBIT_HAS_VNNI
     {"decode_float32" LOWBIT_ISA_SUFFIX, refuses<DType::float32>, decode_call<FloatKv<float>>},
     {"decode_bfloat16" LOWBIT_ISA_SUFFIX, refuses<DType::bfloat16>, decode_call<FloatKv<bfloat16_bits>>},
     {"decode_float16" LOWBIT_ISA_SUFFIX, refuses<DType::float16>, decode_call<FloatKv<float16_bits>>},

@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// f(element, vector of 16) for a row, zeros behind its end.
+// 16 elements of a row, zeros behind its end.
 template <class E>
 LOWBIT_INLINE f32x16 load_columns(const E* row, int64_t c, int64_t columns) {
   if (c + 16 <= columns) return load16(row + c);
