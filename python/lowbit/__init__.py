@@ -26,6 +26,7 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
+    from lowbit import attention
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
@@ -96,6 +97,7 @@ __all__ = [
     "QuantizedKVCache",
     "__version__",
     "and_masks",
+    "attention",
     "create_block_mask",
     "create_mask",
     "explain",
@@ -119,6 +121,8 @@ _register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "attention":
+        return importlib.import_module("lowbit.attention")
     if name not in _HOME:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
