@@ -218,3 +218,17 @@ def test_an_unknown_op_runs_through_torch_with_one_warning() -> None:
     texts = [str(warning.message) for warning in caught]
     assert sum("score_mod uses aten.lgamma" in text for text in texts) == 1
     assert sum("mask_mod uses aten.special_bessel_j0" in text for text in texts) == 1
+
+
+def test_memory_grows_with_the_length_not_with_its_square(python: Callable[..., str]) -> None:
+    """16384 x 16384 float32 scores would be 1 GiB; what is needed beside q, k, v and their gradients is under 64 MiB."""
+    code = """
+import resource, torch, lowbit
+q, k, v = (torch.randn(1, 1, 16384, 16, requires_grad=True) for _ in range(3))
+mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 500), None, None, 16384, 16384)
+lowbit.flex_attention(q[:, :, :256], k[:, :, :256], v[:, :, :256]).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+lowbit.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + (j - i) * 0.01, mask).sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    assert int(python(code)) < 64 * 1024

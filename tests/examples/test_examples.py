@@ -28,9 +28,9 @@ def run(script: Path, *arguments: str, timeout: int = 600) -> str:
 
 def test_every_example_is_run_by_this_file() -> None:
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == [
-        "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py",
+        "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py", "04_flex_attention.py",
     ]  # fmt: skip
-    assert [path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")] == ["quantize.ipynb"]
+    assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["flex_attention.ipynb", "quantize.ipynb"]
 
 
 def test_quantize_a_model_prints_a_row_per_format_close_to_float32() -> None:
@@ -76,15 +76,26 @@ def test_training_with_8_and_4_bit_states_follows_torch(tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs_and_renders_tables_and_a_picture() -> None:
+
+
+def test_flex_attention_is_the_naive_formula_and_learns_a_bias() -> None:
+    text = run(EXAMPLES / "04_flex_attention.py", "--length", "256", "--steps", "10")
+    assert len(re.findall(r"% of blocks skipped .* largest difference [\d.]+e-0[5-9]", text)) == 2, text
+    learned = re.search(r"loss (\S+) -> (\S+) in 10 steps   largest difference to naive [\d.]+e-0[5-9]", text)
+    assert learned and float(learned[2]) < 0.5 * float(learned[1]), text
+
+
+@pytest.mark.parametrize(("name", "tables", "pictures"), [("quantize", 3, 1), ("flex_attention", 0, 3)])
+def test_the_notebook_runs_and_renders_tables_and_pictures(name: str, tables: int, pictures: int) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("matplotlib")
-    notebook = nbformat.read(EXAMPLES / "notebooks" / "quantize.ipynb", as_version=4)
+    notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
-    assert kinds.count("text/html") >= 3 and "image/png" in kinds, kinds
+    assert kinds.count("text/html") >= tables and kinds.count("image/png") >= pictures, kinds
     assert not [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C, testing
+from lowbit.attention.program import ProgramBuilder
 from lowbit.reference import decode as reference
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
@@ -346,3 +347,16 @@ def test_quantizing_checks_its_tensors() -> None:
         _C.kv_quantize(x, CODES.int(), SCALE)
     with pytest.raises(ValueError, match="head dimensions of codes must be 1..512, got 600"):
         _C.kv_quantize(torch.randn(1, 1, 1, 600), torch.zeros(1, 1, 1, 608, dtype=torch.int8), torch.zeros(1, 1, 1, 1))
+
+
+def test_score_programs_run_at_the_position_of_the_query() -> None:
+    score, mask = ProgramBuilder(), ProgramBuilder()
+    distance = score.op("sub", score.op("q"), score.op("k"))
+    score_mod = score.finish(score.op("add", score.op("score"), score.convert(distance, "float")))
+    mask_mod = mask.finish(mask.op("le", mask.op("k"), mask.op("q")))
+    q, k, v = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 600, 64), torch.randn(1, 2, 600, 64)
+    out = torch.empty(1, 4, 3, 64)
+    _C.decode(q, k, v, out, 0.125, position=300, score_mod=score_mod, mask_mod=mask_mod)
+    bias = (torch.arange(3)[:, None] + 300 - torch.arange(600)).expand(1, 4, 3, 600).float()
+    wanted, _, _ = reference.decode(q, k, v, 0.125, causal=True, position=300, mask=bias)
+    assert (out - wanted).abs().max() < 1e-4

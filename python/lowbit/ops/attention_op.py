@@ -27,11 +27,13 @@ SCHEMAS = {
 
 
 def register(library: torch.library.Library) -> None:
-    """Define both ops in ``library``."""
+    """Define both ops in ``library``, unless another copy of the package did."""
     for name, kernel, fake in (
         ("attention_forward", _forward, _forward_fake),
         ("attention_backward", _backward, _backward_fake),
     ):
+        if torch._C._dispatch_has_kernel(f"lowbit::{name}"):
+            continue
         library.define(name + SCHEMAS[name])
         library.impl(name, kernel, "CPU")
         torch.library.register_fake(f"lowbit::{name}", fake, lib=library)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops.registration import keep
 
 SCHEMA = (
     "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, "
@@ -84,7 +85,8 @@ def _split(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
     return [tensors[start : start + count] for start in range(0, len(tensors), count)] if count else []
 
 
-_library = torch.library.Library("lowbit", "FRAGMENT")
-_library.define(SCHEMA)
-_library.impl("optim_step_", _op, "CPU")
-torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)
+if not torch._C._dispatch_has_kernel("lowbit::optim_step_"):  # another copy of the package may have been there first
+    _library = keep(torch.library.Library("lowbit", "FRAGMENT"))
+    _library.define(SCHEMA)
+    _library.impl("optim_step_", _op, "CPU")
+    torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)

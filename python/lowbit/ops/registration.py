@@ -25,7 +25,6 @@ SCHEMAS = {
 
 _lock = threading.Lock()
 _registered: list[dict[str, str]] = []
-_libraries: list[torch.library.Library] = []  # a Library that dies takes its registrations with it
 
 
 def register() -> None:
@@ -34,8 +33,7 @@ def register() -> None:
         if _registered:
             return
         rows = {row["op"].removeprefix("lowbit::"): {key: str(value) for key, value in row.items()} for row in _C.register_torch()}
-        library = torch.library.Library("lowbit", "FRAGMENT")
-        _libraries.append(library)
+        library = keep(torch.library.Library("lowbit", "FRAGMENT"))
         for name in SCHEMAS:
             row = rows.get(name, {"op": name, "how": "", "reason": "not offered by _C.register_torch()"})
             if not row["how"]:
@@ -46,6 +44,12 @@ def register() -> None:
             row["op"] = f"lowbit::{name}"
             _registered.append(row)
         attention_op.register(library)
+
+
+def keep(library: torch.library.Library) -> torch.library.Library:
+    """Return ``library``, which now lives as long as `_C`: one that dies takes its registrations with it, also those of a reloaded package."""
+    _C.__dict__.setdefault("_libraries", []).append(library)
+    return library
 
 
 def registered() -> list[dict[str, str]]:
