@@ -75,9 +75,6 @@ def test_training_with_8_and_4_bit_states_follows_torch(tmp_path: Path) -> None:
         assert picture.stat().st_size > 1000
 
 
-def test_the_notebook_runs_and_renders_tables_and_a_picture() -> None:
-
-
 def test_flex_attention_is_the_naive_formula_and_learns_a_bias() -> None:
     text = run(EXAMPLES / "04_flex_attention.py", "--length", "256", "--steps", "10")
     assert len(re.findall(r"% of blocks skipped .* largest difference [\d.]+e-0[5-9]", text)) == 2, text
