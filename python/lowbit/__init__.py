@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast quantized linear layers for PyTorch on the CPU, in eager mode, with no compiler on your machine.
+"""Quantized linear layers, attention and low-memory optimizers for PyTorch on the CPU, in eager mode, with no compiler on your machine.
 
 Example:
     >>> import torch, lowbit
