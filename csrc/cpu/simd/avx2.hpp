@@ -17,14 +17,12 @@ struct i32x16 { __m256i lo, hi; };
 struct u8x64 { __m256i lo, hi; };
 
 LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
 LOWBIT_INLINE f32x16 set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 LOWBIT_INLINE f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 LOWBIT_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
-LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) {
-  const __m256i h = load_ymm(p);
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
-}
+LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load_xmm(p)), _mm256_cvtph_ps(load_xmm(p + 8))}; }
 LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
   const __m256i h = load_ymm(p);
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(h)), 16)),
@@ -160,7 +158,6 @@ LOWBIT_INLINE float largest(f32x16 a) {
 }
 
 struct i16x32 { __m256i lo, hi; };
-LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { return {load_ymm(p), load_ymm(p + 16)}; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
   const __m256i pair = _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
