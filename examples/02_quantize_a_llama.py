@@ -25,6 +25,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lowbit
+import lowbit.integrations.transformers  # registers attn_implementation="lowbit"
 
 FORMATS = {
     "fp32": (torch.float32, None),
@@ -81,6 +82,8 @@ def build(args: argparse.Namespace, name: str) -> LlamaForCausalLM:
         body.embed_tokens.weight = head.weight
     else:
         body.embed_tokens = TiedEmbedding(head)
+        lowbit.fuse_gated_mlps(model)  # silu and the product of the MLP inside the linear calls
+        model.set_attn_implementation("lowbit")
     return model
 
 

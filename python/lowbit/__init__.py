@@ -48,10 +48,11 @@ if TYPE_CHECKING:
         int8_weight_only,
     )
     from lowbit.ops.linear import linear
-    from lowbit.quant import QuantizationReport, QuantLinear, quantize_
+    from lowbit.quant import QuantizationReport, QuantLinear, fuse_gated_mlps, quantize_
 
 _HOME = {
     "quantize_": "lowbit.quant",
+    "fuse_gated_mlps": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
     "QuantizedKVCache": "lowbit.attention.kv_cache",
@@ -105,6 +106,7 @@ __all__ = [
     "flex_attention",
     "float_weight",
     "force_kernel",
+    "fuse_gated_mlps",
     "info",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",

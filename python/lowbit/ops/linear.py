@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, None, grad_bias, None
 
 
-_ACTIVATIONS = (
+activation_functions = (
     lambda y: y,
     functional.relu,
     functional.gelu,
@@ -119,9 +119,9 @@ _ACTIVATIONS = (
 
 
 def _post_ops(y: Tensor, activation: int, mul: Tensor | None, add: Tensor | None) -> Tensor:
-    if not 0 <= activation < len(_ACTIVATIONS):
-        raise ValueError(f"linear: activation must be 0 to {len(_ACTIVATIONS) - 1}, got {activation}")
-    y = _ACTIVATIONS[activation](y)
+    if not 0 <= activation < len(activation_functions):
+        raise ValueError(f"linear: activation must be 0 to {len(activation_functions) - 1}, got {activation}")
+    y = activation_functions[activation](y)
     if mul is not None:
         y = y * mul
     return y if add is None else y + add

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fuse_gated_mlps: which modules it takes, and that they compute the same."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit
+from lowbit.quant.gated_mlp import FusedGatedMLP
+
+
+class GatedMLP(nn.Module):
+    """As in transformers' decoders."""
+
+    def __init__(self, act_fn: nn.Module, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(96, 160, bias=bias)
+        self.up_proj = nn.Linear(96, 160, bias=bias)
+        self.down_proj = nn.Linear(160, 96, bias=bias)
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AnotherFormula(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+CONFIGS = {
+    "int8": lowbit.int8_weight_only(),
+    "int4": lowbit.int4_weight_only(group_size=32),
+    "w8a8": lowbit.int8_dynamic_activation_int8_weight(),
+    "w4a8": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
+}
+ACTIVATIONS = [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Identity()]
+
+
+def quantized(module: nn.Module, config: object = CONFIGS["int8"]) -> nn.Module:
+    model = nn.ModuleDict({"mlp": module}).eval()
+    lowbit.quantize_(model, config)
+    return model
+
+
+@pytest.mark.parametrize("act_fn", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_same_result(act_fn: nn.Module, bias: bool) -> None:
+    model = quantized(GatedMLP(act_fn, bias))
+    x = torch.randn(7, 96)
+    wanted = model["mlp"](x)
+    assert lowbit.fuse_gated_mlps(model) == ["mlp"]
+    torch.testing.assert_close(model["mlp"](x), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_format(config: object, dtype: torch.dtype) -> None:
+    model = quantized(GatedMLP(nn.SiLU()), config)
+    x = torch.randn(2, 5, 96, dtype=dtype)
+    wanted = model["mlp"](x).float()
+    assert lowbit.fuse_gated_mlps(model) == ["mlp"]
+    got = model["mlp"](x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), wanted, rtol=0, atol=2e-2 * wanted.abs().max().item())
+
+
+def test_names_state_and_copies_stay() -> None:
+    model = quantized(GatedMLP(nn.SiLU()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lowbit.fuse_gated_mlps(model)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    x = torch.randn(3, 96)
+    for other in (copy.deepcopy(model), torch.load(_saved(model), weights_only=False)):
+        assert isinstance(other["mlp"], FusedGatedMLP)
+        assert torch.equal(other["mlp"](x), model["mlp"](x))
+    assert lowbit.fuse_gated_mlps(model) == []  # nothing is left to fuse
+
+
+def _saved(model: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def test_input_gradient() -> None:
+    model = quantized(GatedMLP(nn.SiLU()))
+    x = torch.randn(3, 96, requires_grad=True)
+    (wanted,) = torch.autograd.grad(model["mlp"](x).square().sum(), x)
+    lowbit.fuse_gated_mlps(model)
+    (got,) = torch.autograd.grad(model["mlp"](x).square().sum(), x)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_compiles_whole() -> None:
+    model = quantized(GatedMLP(nn.SiLU()))
+    lowbit.fuse_gated_mlps(model)
+    x = torch.randn(3, 96)
+    compiled = torch.compile(model["mlp"], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), model["mlp"](x))
+
+
+def test_others_are_left_alone() -> None:
+    extra = GatedMLP(nn.SiLU())
+    extra.norm = nn.LayerNorm(96)
+    hooked = quantized(GatedMLP(nn.SiLU()))
+    hooked["mlp"].up_proj.register_forward_hook(lambda *_: None)
+    models = {
+        "not quantized": nn.ModuleDict({"mlp": GatedMLP(nn.SiLU())}),
+        "another formula": quantized(AnotherFormula(nn.SiLU())),
+        "another activation": quantized(GatedMLP(nn.Tanh())),
+        "another submodule": quantized(extra),
+        "a hook": hooked,
+        "no mlp": nn.Sequential(nn.Linear(4, 4)),
+    }
+    for what, model in models.items():
+        kinds = [type(module) for module in model.modules()]
+        assert lowbit.fuse_gated_mlps(model) == [], what
+        assert [type(module) for module in model.modules()] == kinds, what
+
+
+def test_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"mlp": GatedMLP(nn.SiLU())})
+    lowbit.quantize_(model, CONFIGS["int8"])
+    with pytest.raises(ValueError, match="mlp must have its weights in memory"):
+        lowbit.fuse_gated_mlps(model)
+
+
+def test_a_real_llama() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    lowbit.quantize_(model, CONFIGS["int8"])
+    ids = torch.randint(0, 97, (1, 12))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        assert lowbit.fuse_gated_mlps(model) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
