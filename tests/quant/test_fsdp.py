@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -57,9 +58,10 @@ def run(rank: int, port: int) -> None:
             assert torch.equal(full, whole[0].weight)
             with torch.no_grad():
                 assert torch.equal(model(x), whole(x))
-        dist.barrier()  # a gloo rank that leaves while the other still talks aborts it, with or without lowbit
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # past torch's own threads, which abort 1 of 10 ranks at exit, without lowbit too
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
