@@ -7,27 +7,26 @@
 
 namespace lowbit::cpu {
 
-#define LOWBIT_CPU_ISA(isa)                                  \
-  namespace isa {                                            \
-  std::span<const Kernel<LinearArgs>> linear_rows();         \
-  std::span<const Kernel<QuantizeArgs>> quantize_rows();     \
-  std::span<const Kernel<OptimArgs>> optim_rows();           \
-  std::span<const Kernel<ScoreProgramArgs>> score_program_rows();           \
-  std::span<const Kernel<AttentionForwardArgs>> attention_forward_rows();   \
-  std::span<const Kernel<AttentionBackwardArgs>> attention_backward_rows(); \
-  std::span<const Kernel<DecodeArgs>> decode_rows();                        \
-  std::span<const Kernel<KvQuantizeArgs>> kv_quantize_rows();               \
-  std::span<const Kernel<KvDequantizeArgs>> kv_dequantize_rows();           \
+#define LOWBIT_OP(op, Args) std::span<const Kernel<Args>> op##_rows();
+#define LOWBIT_CPU_ISA(isa) \
+  namespace isa {           \
+  LOWBIT_OPS(LOWBIT_OP)     \
   }
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
+#undef LOWBIT_OP
 
 std::span<const Backend* const> backends() {
   static const Backend all[] = {
-#define LOWBIT_CPU_ISA(isa) {#isa, Isa::isa, isa::linear_rows(), isa::quantize_rows(), isa::optim_rows(), isa::score_program_rows(), isa::attention_forward_rows(), isa::attention_backward_rows(), \
-                             isa::decode_rows(), isa::kv_quantize_rows(), isa::kv_dequantize_rows()},
+#define LOWBIT_OP(op, Args) op##_rows(),
+#define LOWBIT_CPU_ISA(isa)                               \
+  [] {                                                    \
+    using namespace isa;                                  \
+    return Backend{#isa, Isa::isa, LOWBIT_OPS(LOWBIT_OP)}; \
+  }(),
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
+#undef LOWBIT_OP
   };
   static const auto pointers = [] {
     std::array<const Backend*, std::size(all)> list{};

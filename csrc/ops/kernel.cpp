@@ -23,15 +23,9 @@ void for_each_row_of(Body&& body) {
 
 template <class Body>
 void for_each_row(Body&& body) {  // body(op, backend, row name)
-  for_each_row_of<LinearArgs>(body);
-  for_each_row_of<QuantizeArgs>(body);
-  for_each_row_of<OptimArgs>(body);
-  for_each_row_of<AttentionForwardArgs>(body);
-  for_each_row_of<AttentionBackwardArgs>(body);
-  for_each_row_of<DecodeArgs>(body);
-  for_each_row_of<KvQuantizeArgs>(body);
-  for_each_row_of<KvDequantizeArgs>(body);
-  for_each_row_of<ScoreProgramArgs>(body);
+#define LOWBIT_OP(op, Args) for_each_row_of<Args>(body);
+  LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 }
 
 bool names_a_row(std::string_view name) {

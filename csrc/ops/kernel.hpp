@@ -15,15 +15,21 @@
 
 namespace lowbit {
 
-struct LinearArgs;
-struct QuantizeArgs;
-struct OptimArgs;
-struct ScoreProgramArgs;
-struct AttentionForwardArgs;
-struct AttentionBackwardArgs;
-struct DecodeArgs;
-struct KvQuantizeArgs;
-struct KvDequantizeArgs;
+// Every op that has rows, with the struct of its arguments; a backend has one function <op>_rows() for each.
+#define LOWBIT_OPS(X) \
+  X(linear, LinearArgs) \
+  X(quantize, QuantizeArgs) \
+  X(optim, OptimArgs) \
+  X(score_program, ScoreProgramArgs) \
+  X(attention_forward, AttentionForwardArgs) \
+  X(attention_backward, AttentionBackwardArgs) \
+  X(decode, DecodeArgs) \
+  X(kv_quantize, KvQuantizeArgs) \
+  X(kv_dequantize, KvDequantizeArgs)
+
+#define LOWBIT_OP(op, Args) struct Args;
+LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 
 template <class Args>
 struct Kernel {
@@ -35,57 +41,22 @@ struct Kernel {
 struct Backend {
   std::string_view name;
   Isa isa;
-  std::span<const Kernel<LinearArgs>> linear;
-  std::span<const Kernel<QuantizeArgs>> quantize;
-  std::span<const Kernel<OptimArgs>> optim;
-  std::span<const Kernel<ScoreProgramArgs>> score_program;
-  std::span<const Kernel<AttentionForwardArgs>> attention_forward;
-  std::span<const Kernel<AttentionBackwardArgs>> attention_backward;
-  std::span<const Kernel<DecodeArgs>> decode;
-  std::span<const Kernel<KvQuantizeArgs>> kv_quantize;
-  std::span<const Kernel<KvDequantizeArgs>> kv_dequantize;
+#define LOWBIT_OP(op, Args) std::span<const Kernel<Args>> op;
+  LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 };
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
 
 // Which span of a backend serves the op with these arguments.
 template <class Args> struct OpOf;
-template <> struct OpOf<LinearArgs> {
-  static constexpr std::string_view name = "linear";
-  static auto rows(const Backend& backend) { return backend.linear; }
-};
-template <> struct OpOf<QuantizeArgs> {
-  static constexpr std::string_view name = "quantize";
-  static auto rows(const Backend& backend) { return backend.quantize; }
-};
-template <> struct OpOf<OptimArgs> {
-  static constexpr std::string_view name = "optim";
-  static auto rows(const Backend& backend) { return backend.optim; }
-};
-template <> struct OpOf<ScoreProgramArgs> {
-  static constexpr std::string_view name = "score_program";
-  static auto rows(const Backend& backend) { return backend.score_program; }
-};
-template <> struct OpOf<AttentionForwardArgs> {
-  static constexpr std::string_view name = "attention_forward";
-  static auto rows(const Backend& backend) { return backend.attention_forward; }
-};
-template <> struct OpOf<AttentionBackwardArgs> {
-  static constexpr std::string_view name = "attention_backward";
-  static auto rows(const Backend& backend) { return backend.attention_backward; }
-};
-template <> struct OpOf<DecodeArgs> {
-  static constexpr std::string_view name = "decode";
-  static auto rows(const Backend& backend) { return backend.decode; }
-};
-template <> struct OpOf<KvQuantizeArgs> {
-  static constexpr std::string_view name = "kv_quantize";
-  static auto rows(const Backend& backend) { return backend.kv_quantize; }
-};
-template <> struct OpOf<KvDequantizeArgs> {
-  static constexpr std::string_view name = "kv_dequantize";
-  static auto rows(const Backend& backend) { return backend.kv_dequantize; }
-};
+#define LOWBIT_OP(op, Args)                                         \
+  template <> struct OpOf<Args> {                                   \
+    static constexpr std::string_view name = #op;                   \
+    static auto rows(const Backend& backend) { return backend.op; } \
+  };
+LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 
 struct RowInfo {
   std::string name, isa;
