@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax.
+// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax. From the last key to the
+// first: scores are often largest near the diagonal (ALiBi), and where those come last the base of the softmax is raised with every tile.
 #pragma once
 
 #include "core/scratch.hpp"
@@ -69,19 +70,20 @@ void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, Forw
   start_softmax(tile.softmax, all.rows);
   TilePlace at;
   const auto next = [&](const HeadView& head, int64_t j, int64_t columns) {
-    return j + 1 < tilings.kv.count ? Upcoming(head, tilings.kv.begin(j + 1), tilings.kv.size(j + 1), columns) : Upcoming();
+    return j > 0 ? upcoming_rows(head, tilings.kv.begin(j - 1), tilings.kv.size(j - 1), columns) : Upcoming();
   };
-  for (int64_t j = 0; j < tilings.kv.count; j++) {
+  for (int64_t j = tilings.kv.count - 1; j >= 0; j--) {
     if (!tilings.visit(args, b, h, i, j, at) || !find_visible(args, at, tile.programs, tile.visible)) continue;
     transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer);
     widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
     const RunningSoftmax<T> softmax = tile.softmax.from(at.skipped);
     const Span* spans = tile.visible.spans;
-    multiply(rows_of(tile.q.from(at.skipped)), tile.keys, tile.scores, at.rows, at.cols, e, {.columns = spans, .upcoming = next(keys, j, e)});
+    multiply(rows_of(tile.q.from(at.skipped)), tile.keys, tile.scores, at.rows, at.cols, e,
+             {.columns = spans, .upcoming = {next(keys, j, e), modifying_rows(args, at, tile.programs, tile.scores)}});
     modify_visible(args, at, tile.programs, tile.visible, tile.scores);
     softmax_rows(tile.scores, at.rows, tile.visible, softmax);
     if (args.dropout_p > 0) drop_probabilities(args, at, tile.scores, tile.factor);
-    multiply(rows_of(tile.scores), tile.values, softmax.out, at.rows, ev, at.cols, {.sum = Sum::onto, .depth = spans, .upcoming = next(values, j, ev)});
+    multiply(rows_of(tile.scores), tile.values, softmax.out, at.rows, ev, at.cols, {.sum = Sum::onto, .depth = spans, .upcoming = {next(values, j, ev)}});
   }
   finish_rows(args, all, tile);
 }

@@ -86,6 +86,16 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
     }
 }
 
+// The rows of a captured bias, or of a mask, that modify_visible will read.
+template <class T>
+Upcoming modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
+  if (programs.score.call) return {prepare_machine(programs.score, score_tile(at, scores))};
+  if (!args.mask || args.mask.stride[3] != 1) return {};
+  const int64_t size = static_cast<int64_t>(size_of(args.mask.dtype)), row = args.mask.stride[2] * size;
+  const char* head = args.mask.as<const char>() + (at.b * args.mask.stride[0] + at.h * args.mask.stride[1] + at.k0) * size;
+  return {{head + at.q0 * row, row ? at.rows : 1, at.cols * size, row}};
+}
+
 // Raw scores -> what the softmax is taken of, where it is visible.
 template <class T>
 void modify_visible(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, const Visible<T>& visible, Matrix<T> scores) {
