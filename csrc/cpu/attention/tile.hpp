@@ -181,18 +181,23 @@ struct Span {
   int begin, end;
 };
 
-// Rows of memory that are wanted next: a product fetches them into L2 as it goes, some with every tile. Without that packing keys and values waited
-// for L3 two thirds of its time, 3 % of the forward at E = 64; and a bias [H, L, S] cost 20 % instead of TODO.
+// Rows of memory that are wanted next: products fetch them into L2 as they go, `each` with every tile. Without that packing keys and values waited
+// for L3 two thirds of its time, 3 % of the forward at E = 64, and a bias [H, L, S] cost twice as much.
 struct Upcoming {
   MemoryRows rows{};
-  LOWBIT_INLINE void fetch(int64_t count) {
-    for (; count > 0 && rows.count > 0; count--, rows.count--, rows.at += rows.stride)
+  int64_t each = 0;
+  LOWBIT_INLINE void fetch() {
+    for (int64_t left = each; left > 0 && rows.count > 0; left--, rows.count--, rows.at += rows.stride)
       for (int64_t i = 0; i < rows.bytes; i += 64) __builtin_prefetch(rows.at + i, 0, 2);
   }
 };
-LOWBIT_INLINE Upcoming upcoming_rows(const HeadView& head, int64_t first, int64_t count, int64_t columns) {
+// To be fetched by the time that a product of this size is through.
+LOWBIT_INLINE Upcoming fetched_by(MemoryRows rows, int64_t product_rows, int64_t product_columns) {
+  return {rows, ceil_div(rows.count, larger(1, ceil_div(product_rows, kFloatRows) * ceil_div(product_columns, 16 * kFloatPanels)))};
+}
+LOWBIT_INLINE MemoryRows head_rows(const HeadView& head, int64_t first, int64_t count, int64_t columns) {
   const int64_t size = static_cast<int64_t>(size_of(head.dtype));
-  return {{head.data + first * head.stride * size, count, columns * size, head.stride * size}};
+  return {head.data + first * head.stride * size, count, columns * size, head.stride * size};
 }
 
 // What a product may be told besides its operands.
@@ -200,17 +205,15 @@ struct Product {
   Sum sum = Sum::fresh;
   // Rows that see only a part of the columns: per tile of kFloatRows rows (RowTiles) the columns to compute, or the depth to add up.
   const Span *columns = nullptr, *depth = nullptr;
-  Upcoming upcoming[2]{};
+  Upcoming *next = nullptr, *soon = nullptr;
 };
 
 // c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns stay in L1.
 template <class T>
-[[gnu::noinline]] void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth, Product product) {
+[[gnu::noinline]] void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth, const Product& product) {
   const RowTiles tiles(rows, kFloatRows);
   constexpr int64_t kMostTiles = 16;
   const int64_t block = smaller(kMostTiles, larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows)));
-  const int64_t calls = tiles.count * ceil_div(columns, 16 * kFloatPanels);
-  const int64_t fetched[] = {ceil_div(product.upcoming[0].rows.count, calls), ceil_div(product.upcoming[1].rows.count, calls)};
   for (int64_t first = 0; first < tiles.count; first += block) {
     const int64_t last = smaller(tiles.count, first + block);
     int64_t begin[kMostTiles + 1];  // a division each: once, not for every strip
@@ -223,7 +226,8 @@ template <class T>
         const Span along = product.depth ? product.depth[tile] : Span{0, static_cast<int>(depth)};
         const Broadcast<T> rows_of_a{a.data + r * a.row + along.begin * a.step, a.row, a.step};
         const int64_t length = smaller(along.end, depth) - along.begin;
-        for (int i = 0; i < 2; i++) product.upcoming[i].fetch(fetched[i]);
+        if (product.next) product.next->fetch();
+        if (product.soon) product.soon->fetch();
         with_count<kFloatRows>(static_cast<int>(begin[tile - first + 1] - r), [&](auto kRows) {
           with_count<kFloatPanels>(vectors, [&](auto kVectors) {
             multiply_tile<T, kRows, kVectors>(rows_of_a, b.row(along.begin) + j, b.stride, length, c.row(r) + j, c.stride, product.sum);

@@ -50,15 +50,29 @@ Span seen_span(Matrix<T> mask, int64_t first, int64_t last, Span span) {
   return span;
 }
 
-// Finds the spans of a tile; false if nothing is visible.
+// Rows of a tile of queries that are taken through both products before the next: their scores stay in L1.
+struct RowBlock {
+  TilePlace tile, at;  // at: of the block alone
+  LOWBIT_INLINE RowBlock(const TilePlace& tile, int first, int most) : tile(tile), at(tile) {
+    at.q0 += first, at.skipped += first, at.rows = static_cast<int>(smaller(most, tile.rows - first));
+  }
+};
+
 template <class T>
-bool find_visible(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Visible<T>& visible) {
+LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, Matrix<T> scores) {
+  run_machine_rows(machine, score_tile(block.tile, scores), static_cast<int>(block.at.q0 - block.tile.q0), block.at.rows);
+}
+
+// Finds the spans of a block; false if nothing is visible.
+template <class T>
+bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
+  const TilePlace& at = block.at;
   visible.all = {0, static_cast<int>(round_up(at.cols, 16))}, visible.spans = nullptr;
   visible.masked = at.partial && programs.mask.call;
   if (!visible.masked && visible_columns(args, at, 0) == at.cols) return true;
   if (visible.masked) {
     for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r), visible.all.end, T{0});
-    run_machine(programs.mask, score_tile(at, visible.mask), nullptr, 0, nullptr);
+    run_program(programs.mask, block, visible.mask);
     for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
   }
   visible.spans = visible.memory;
@@ -86,22 +100,23 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
     }
 }
 
-// The rows of a captured bias, or of a mask, that modify_visible will read.
+// The rows of a captured bias, or of a mask, that modify_visible will read for this tile.
 template <class T>
-Upcoming modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
-  if (programs.score.call) return {prepare_machine(programs.score, score_tile(at, scores))};
+MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
+  if (programs.score.call) return prepare_machine(programs.score, score_tile(at, scores));
   if (!args.mask || args.mask.stride[3] != 1) return {};
   const int64_t size = static_cast<int64_t>(size_of(args.mask.dtype)), row = args.mask.stride[2] * size;
   const char* head = args.mask.as<const char>() + (at.b * args.mask.stride[0] + at.h * args.mask.stride[1] + at.k0) * size;
-  return {{head + at.q0 * row, row ? at.rows : 1, at.cols * size, row}};
+  return {head + at.q0 * row, row ? at.rows : 1, at.cols * size, row};
 }
 
 // Raw scores -> what the softmax is taken of, where it is visible.
 template <class T>
-void modify_visible(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, const Visible<T>& visible, Matrix<T> scores) {
+void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, const Visible<T>& visible, Matrix<T> scores) {
+  const TilePlace& at = block.at;
   if (programs.score.call) {
     clear_hidden(visible, at.rows, scores);
-    run_machine(programs.score, score_tile(at, scores), nullptr, 0, nullptr);
+    run_program(programs.score, block, scores);
   }
   if (visible.masked)
     visible.for_each_row(at.rows, [&](int64_t r, Span span) {

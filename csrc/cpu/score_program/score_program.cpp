@@ -38,11 +38,17 @@ class Runner {
   void run() {
     prepare();
     clear_sums();
-    if (m_.plan->has(Stage::tile)) run_strips();
+    if (m_.plan->has(Stage::tile)) run_strips(0, tile_.rows);
     if (m_.plan->has(Stage::row_after)) run_line(Stage::row_after, tile_.rows);
     if (m_.plan->has(Stage::column_after)) run_line(Stage::column_after, tile_.cols);
     if (m_.plan->has(Stage::diagonal_after)) run_line(Stage::diagonal_after, tile_.rows + tile_.cols - 1);
     if (m_.plan->has(Stage::head_after)) run_line(Stage::head_after, 1);
+  }
+
+  void run_rows(int first, int count) {
+    prepare();
+    scores_row_ = first;
+    run_strips(first, first + count);
   }
 
   // The stages before the tile, of which a run after this finds nothing left to do.
@@ -84,15 +90,15 @@ class Runner {
     run_steps({.rows = 1, .count = count, .width = static_cast<int>(round_up(count, 16))});
   }
 
-  void run_strips() {
+  void run_strips(int first, int last) {
     stage_ = Stage::tile;
     const int columns = static_cast<int>(round_up(tile_.cols, 16));
     const int chunk = columns < kStripColumns ? columns : kStripColumns, strip_rows = kStripScores / chunk;
     for (c0_ = 0; c0_ < tile_.cols; c0_ += chunk) {
       const int count = tile_.cols - c0_ < chunk ? tile_.cols - c0_ : chunk;
       strip_stride_ = round_up(count, 16);
-      for (r0_ = 0; r0_ < tile_.rows; r0_ += strip_rows)
-        run_steps({.rows = tile_.rows - r0_ < strip_rows ? tile_.rows - r0_ : strip_rows, .count = count, .width = static_cast<int>(strip_stride_)});
+      for (r0_ = first; r0_ < last; r0_ += strip_rows)
+        run_steps({.rows = last - r0_ < strip_rows ? last - r0_ : strip_rows, .count = count, .width = static_cast<int>(strip_stride_)});
     }
   }
 
@@ -105,7 +111,7 @@ class Runner {
   T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)]; }
 
   Source<T> source(ScoreOperand place) const {
-    if (place.at == kScoreMemory) return {tile_.scores + r0_ * tile_.stride + c0_, tile_.stride, true};
+    if (place.at == kScoreMemory) return {tile_.scores + (r0_ - scores_row_) * tile_.stride + c0_, tile_.stride, true};
     if (place.at == kGradientMemory) return {gradient_ + r0_ * gradient_stride_ + c0_, gradient_stride_, true};
     if (place.rate == Rate::constant) return {m_.banks[0] + place.at, 0, false};
     T* const base = bank(place);
@@ -194,7 +200,7 @@ class Runner {
   const CapturedGradient* captured_;
   BankSizes sizes_;
   Stage stage_ = Stage::head;
-  int r0_ = 0, c0_ = 0;
+  int r0_ = 0, c0_ = 0, scores_row_ = 0;
   int64_t strip_stride_ = 0;
   static constexpr int kViews = 16;
   Source<T> views_[kViews];  // tile registers that stand for memory of a captured tensor
@@ -256,6 +262,12 @@ MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double
   Runner<double> runner(machine, tile, nullptr, 0, nullptr);
   runner.prepare();
   return runner.rows_of_gather();
+}
+void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count) {
+  Runner<float>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
+}
+void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count) {
+  Runner<double>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
 }
 void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured) {
   Runner<float>(machine, tile, gradient, stride, captured).run();

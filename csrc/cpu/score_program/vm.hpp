@@ -39,6 +39,9 @@ void start_machine(ScoreMachine<double>& machine, void* memory);
 // of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
 MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile);
 MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile);
+// Runs a forward plan over `count` rows of the tile from row `first`; tile.scores are those of row `first`.
+void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count);
+void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count);
 void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured);
 void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured);
 
