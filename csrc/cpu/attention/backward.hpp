@@ -108,10 +108,10 @@ template <class T>
 void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t padded = round_up(at.cols, 16);
-  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), Sum::fresh);
+  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {});
   if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, padded);
   modify_scores(forward, at, tile.programs, tile.p);
-  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), Sum::fresh);
+  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), {});
   const auto log2e = set1(static_cast<T>(kLog2e));
   for (int64_t r = 0; r < at.rows; r++) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
@@ -137,15 +137,15 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Bac
 
 template <class T>
 void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile, Matrix<T> grad_k, Matrix<T> grad_v) {
-  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), grad_v, at.cols, args.v.size(3), at.rows, Sum::onto);
-  multiply(columns_of(tile.ds), tile.q.from(at.skipped), grad_k, at.cols, args.q.size(3), at.rows, Sum::onto);
+  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), grad_v, at.cols, args.v.size(3), at.rows, {.sum = Sum::onto});
+  multiply(columns_of(tile.ds), tile.q.from(at.skipped), grad_k, at.cols, args.q.size(3), at.rows, {.sum = Sum::onto});
 }
 
 template <class T>
 void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const int64_t e = args.q.size(3);
   widen_rows(HeadView(args.k, at.b, at.h / args.group()), at.k0, at.cols, e, T{1}, tile.keys);
-  multiply(rows_of(tile.ds), tile.keys, tile.grad_q.from(at.skipped), at.rows, e, at.cols, Sum::onto);
+  multiply(rows_of(tile.ds), tile.keys, tile.grad_q.from(at.skipped), at.rows, e, at.cols, {.sum = Sum::onto});
 }
 
 template <class T>

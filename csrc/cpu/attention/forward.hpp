@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax.
+// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax. From the last key to the
+// first: scores are often largest near the diagonal (ALiBi), and where those come last the base of the softmax is raised with every tile.
 #pragma once
 
 #include "core/scratch.hpp"
+#include "cpu/attention/running_softmax.hpp"
 #include "cpu/attention/visit.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kKvTile = 128;
+constexpr int kBlockRows = 48;  // 48 x 128 scores are 27 KiB
 
 // Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on that, 252 half of it), but their
-// q, scores and sums should stay in half of L2, and there must be tasks to share out. A row's result does not depend on its tile.
+// q and out should stay in half of L2, and there must be tasks to share out. A row's result does not depend on its tile.
 LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
-  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)) + row_stride(kKvTile));
+  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)));
   int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
   while (tile > 16 && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
   return tile;
@@ -22,16 +25,18 @@ LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int thread
 template <class T>
 struct ForwardTile {
   Matrix<T> q, keys, values, scores, out, buffer;
-  RowSums<T> sums;
-  T* factor;
+  RunningSoftmax<T> softmax;
+  Visible<T> visible;
+  T* factor;  // of a row: dropout; of all rows: 1 / sum
   Programs<T> programs;
 
   LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) : programs(args, q_tile, kKvTile, arena) {
     const int64_t e = args.q.size(3), ev = args.v.size(3);
     q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile), values = arena.matrix<T>(kKvTile, ev);
-    scores = arena.matrix<T>(q_tile, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
-    sums = {arena.array<T>(q_tile), arena.array<T>(q_tile), arena.array<T>(q_tile)};
-    factor = arena.array<T>(kKvTile);
+    scores = arena.matrix<T>(kBlockRows, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
+    softmax = {arena.array<T>(q_tile), arena.array<T>(q_tile), arena.array<T>(16 * q_tile), out, round_up(ev, 16), static_cast<bool>(args.max_scores)};
+    visible = visible_memory<T>(args, kBlockRows, kKvTile, arena);
+    factor = arena.array<T>(larger(q_tile, kKvTile));
   }
 };
 
@@ -41,43 +46,59 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
   const T log2e = static_cast<T>(kLog2e);
   const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
-    T top = tile.sums.max[r], sum = tile.sums.sum[r], scale = 1;
-    if (args.max_scores) args.max_scores.template as<T>()[first + r] = top;
+    T top = tile.softmax.base[r], total = sum(load(tile.softmax.sums + 16 * r)), scale = 1;
+    if (args.max_scores) args.max_scores.template as<T>()[first + r] = tile.softmax.largest[r];
     if (args.sink) {
       const T sink = args.sink.template as<T>()[at.h], now = sink > top ? sink : top;
       if (now != kMinusInfinity<T>) {
         scale = exp2_one((top - now) * log2e);
-        sum = sum * scale + exp2_one((sink - now) * log2e);
+        total = total * scale + exp2_one((sink - now) * log2e);
         top = now;
       }
     }
-    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : top + log2(sum) / log2e;
-    tile.sums.factor[r] = sum == T{0} ? T{0} : scale / sum;
+    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : top + log2(total) / log2e;
+    tile.factor[r] = total == T{0} ? T{0} : scale / total;
   }
-  narrow_rows(tile.out, tile.sums.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+  narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+}
+
+// One tile of keys, for a tile of queries.
+template <class T>
+void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values, ForwardTile<T>& tile) {
+  const int64_t e = args.q.size(3), ev = args.v.size(3);
+  const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
+  Upcoming soon_keys = fetched_by(next_keys, at.rows, at.cols), soon_values = fetched_by(next_values, at.rows, ev);
+  Upcoming modifying = fetched_by(modifying_rows(args, at, tile.programs, tile.scores), ceil_div(at.rows, 2), at.cols);  // twice as fast as it is used
+  bool packed = false;
+  for (int first = 0; first < at.rows; first += kBlockRows) {
+    const RowBlock block(at, first, kBlockRows);
+    if (!find_visible(args, block, tile.programs, tile.visible)) continue;
+    if (!packed) transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer), widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
+    packed = true;
+    const int64_t rows = block.at.rows;
+    const RunningSoftmax<T> softmax = tile.softmax.from(block.at.skipped);
+    const Span* spans = tile.visible.spans;
+    multiply(rows_of(tile.q.from(block.at.skipped)), tile.keys, tile.scores, rows, at.cols, e, {.columns = spans, .next = &modifying, .soon = &soon_keys});
+    modify_visible(args, block, tile.programs, tile.visible, tile.scores);
+    softmax_rows(tile.scores, rows, tile.visible, softmax);
+    if (args.dropout_p > 0) drop_probabilities(args, block.at, tile.scores, tile.factor);
+    multiply(rows_of(tile.scores), tile.values, softmax.out, rows, ev, at.cols, {.sum = Sum::onto, .depth = spans, .soon = &soon_values});
+  }
 }
 
 template <class T>
 void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
-  const int64_t e = args.q.size(3), ev = args.v.size(3), padded_ev = round_up(ev, 16);
   const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-  widen_rows(HeadView(args.q, b, h), all.q0, all.rows, e, static_cast<T>(args.scale), tile.q);
-  fill(tile.sums.max, all.rows, kMinusInfinity<T>), fill(tile.sums.sum, all.rows, T{0});
-  clear_rows(tile.out, all.rows);
+  widen_rows(HeadView(args.q, b, h), all.q0, all.rows, args.q.size(3), static_cast<T>(args.scale), tile.q);
+  start_softmax(tile.softmax, all.rows);
   TilePlace at;
-  for (int64_t j = 0; j < tilings.kv.count; j++) {
-    if (!tilings.visit(args, b, h, i, j, at)) continue;
-    transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer);
-    widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
-    multiply(rows_of(tile.q.from(at.skipped)), tile.keys, tile.scores, at.rows, at.cols, e, Sum::fresh);
-    modify_scores(args, at, tile.programs, tile.scores);
-    const RowSums<T> sums = tile.sums.from(at.skipped);
-    const Matrix<T> out = tile.out.from(at.skipped);
-    if (softmax_rows(tile.scores, at.rows, round_up(at.cols, 16), sums)) scale_rows(out, at.rows, padded_ev, sums.factor);
-    if (args.dropout_p > 0) drop_probabilities(args, at, tile.scores, tile.factor);
-    multiply(rows_of(tile.scores), tile.values, out, at.rows, ev, at.cols, Sum::onto);
-  }
+  const auto next_rows = [&](const HeadView& head, int64_t j, int64_t columns) {
+    return j > 0 ? head_rows(head, tilings.kv.begin(j - 1), tilings.kv.size(j - 1), columns) : MemoryRows();
+  };
+  for (int64_t j = tilings.kv.count - 1; j >= 0; j--)
+    if (tilings.visit(args, b, h, i, j, at))
+      forward_tile(args, at, next_rows(keys, j, args.k.size(3)), next_rows(values, j, args.v.size(3)), tile);
   finish_rows(args, all, tile);
 }
 

@@ -102,6 +102,15 @@ void cut_columns(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T
     for (int64_t c = visible_columns(args, at, r); c < padded; c++) scores.row(r)[c] = kMinusInfinity<T>;
 }
 
+// Scores of which mask (0 or -inf) says no: -inf.
+LOWBIT_INLINE f32x16 hidden(f32x16 mask, f32x16 s) {
+  return float_of(select(at_least(mask, set1(0.0f)), bits_of(s), bits_of(set1(kMinusInfinity<float>))));
+}
+LOWBIT_INLINE f64x16 hidden(f64x16 mask, f64x16 s) {
+  for (int i = 0; i < 16; i++) s.lane[i] = mask.lane[i] >= 0 ? s.lane[i] : kMinusInfinity<double>;
+  return s;
+}
+
 // The machine that runs one plan of a program for one thread; without a call there is nothing to run.
 template <class T>
 ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, Arena& arena) {

@@ -22,48 +22,51 @@ LOWBIT_INLINE void note_fault(const ScoreCall& call, int64_t tensor, int dim, in
 }
 
 // Where elements of one row lie in a tensor: start + c * step (+ offsets[c]).
+template <class Offset>
 struct Addresses {
   bool valid = true;
   int64_t start = 0, step = 0;
-  const int64_t* offsets = nullptr;
+  const Offset* offsets = nullptr;
 };
 constexpr int kOffsets = 256;  // elements that are looked up at once
+
+// All offsets of a tensor fit into 32 bits, of which a vector holds twice as many and AVX2 has a product: 3 of 8 ns per 16 elements.
+LOWBIT_INLINE bool has_narrow_offsets(const TensorView& tensor, const int64_t* stride) {
+  int64_t extent = 0;
+  for (int d = 0; d < tensor.rank; d++) {
+    if (tensor.shape[d] >= INT32_MAX / 2) return false;
+    extent += tensor.shape[d] * (stride[d] < 0 ? -stride[d] : stride[d]);
+  }
+  return extent < INT32_MAX;
+}
 
 // Index i of a dimension of `size` counts from the end if negative, as in torch.
 LOWBIT_INLINE int64_t from_start(int64_t i, int64_t size) { return i < 0 ? i + size : i; }
 
-// Wide: in 64 bits, for which AVX2 has no product.
-template <class Wide, class Int>
-int64_t add_index(const Int* index, int count, Wide size, Wide stride, int64_t* offsets) {
-  Wide outside = 0;
+// offsets = (kAdd: +=) index * stride. True if an index is outside.
+template <bool kAdd, class Int, class Offset>
+bool set_offsets(const Int* index, int count, Offset size, Offset stride, Offset* offsets) {
+  Offset outside = 0;
   for (int c = 0; c < count; c++) {
-    const Wide i = static_cast<Wide>(index[c]), wrapped = i < 0 ? i + size : i;
-    outside |= static_cast<Wide>(wrapped < 0) | static_cast<Wide>(wrapped >= size);
-    offsets[c] += static_cast<Wide>(static_cast<std::make_unsigned_t<Wide>>(wrapped) * static_cast<std::make_unsigned_t<Wide>>(stride));
+    const Offset i = static_cast<Offset>(index[c]), wrapped = i < 0 ? i + size : i;
+    outside |= static_cast<Offset>(wrapped < 0) | static_cast<Offset>(wrapped >= size);
+    const Offset product = static_cast<Offset>(static_cast<std::make_unsigned_t<Offset>>(wrapped) * static_cast<std::make_unsigned_t<Offset>>(stride));
+    offsets[c] = kAdd ? offsets[c] + product : product;
   }
-  return outside;
-}
-template <class Int>
-void add_scattered_index(const Int* index, int count, int64_t size, int64_t stride, int64_t* offsets, int64_t* bad) {
-  const bool narrow = size < INT32_MAX / 2 && size * (stride < 0 ? -stride : stride) < INT32_MAX;
-  const int64_t outside = narrow ? add_index<int32_t>(index, count, static_cast<int32_t>(size), static_cast<int32_t>(stride), offsets)
-                                 : add_index<int64_t>(index, count, size, stride, offsets);
-  if (!outside) return;
-  for (int c = 0; c < count && *bad == INT64_MIN; c++)
-    if (static_cast<uint64_t>(from_start(index[c], size)) >= static_cast<uint64_t>(size)) *bad = index[c];
+  return outside != 0;
 }
 
 // `indices` of `count` elements of row r, from column c, into a tensor of this shape and these strides; `along` as in ScoreStep, `offsets` of
 // kOffsets. A fault makes them invalid.
-template <class T>
-Addresses find_addresses(const ScoreCall& call, int64_t number, const Source<T>* indices, const int32_t* along, int dims, int64_t r, int c, int count,
-                         const int64_t* stride, int64_t* offsets) {
+template <class T, class Offset>
+Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const Source<T>* indices, const int32_t* along, int dims, int64_t r, int c,
+                                 int count, const int64_t* stride, Offset* offsets) {
   using Int = IntBeside<T>;
   const TensorView& tensor = call.captured()[number];
-  Addresses to;
+  Addresses<Offset> to;
   const auto fault = [&](int dim, int64_t index) {
     note_fault(call, number, dim, index);
-    return Addresses{.valid = false};
+    return Addresses<Offset>{.valid = false};
   };
   for (int d = 0; d < dims; d++) {
     const Int* index = indices[d].template row<Int>(r) + (indices[d].vector ? c : 0);
@@ -76,11 +79,12 @@ Addresses find_addresses(const ScoreCall& call, int64_t number, const Source<T>*
       to.start += from_start(first, size) * stride[d], to.step += growth * stride[d];
       continue;
     }
-    if (!to.offsets) std::memset(offsets, 0, sizeof(int64_t) * count);
+    const Offset narrow_size = static_cast<Offset>(size), narrow_stride = static_cast<Offset>(stride[d]);
+    const bool outside = to.offsets ? set_offsets<true>(index, count, narrow_size, narrow_stride, offsets)
+                                    : set_offsets<false>(index, count, narrow_size, narrow_stride, offsets);
     to.offsets = offsets;
-    int64_t bad = INT64_MIN;
-    add_scattered_index(index, count, size, stride[d], offsets, &bad);
-    if (bad != INT64_MIN) return fault(d, bad);
+    for (int i = 0; outside && i < count; i++)
+      if (static_cast<uint64_t>(from_start(index[i], size)) >= static_cast<uint64_t>(size)) return fault(d, index[i]);
   }
   return to;
 }
@@ -90,7 +94,8 @@ struct Plane {
   bool valid = true;
   int64_t start = 0, down = 0, along = 0;
 
-  LOWBIT_INLINE Addresses row(int64_t r) const { return {.start = start + r * down, .step = along}; }
+  template <class Offset>
+  LOWBIT_INLINE Addresses<Offset> row(int64_t r) const { return {.start = start + r * down, .step = along}; }
 };
 
 // Not valid if an index is not linear, changes its sign or leaves its dimension: then find_addresses looks closer.
@@ -118,8 +123,8 @@ LOWBIT_INLINE float decoded(Float16 a) { return float_from_float16(a.bits); }
 struct Boolean { uint8_t byte; };
 LOWBIT_INLINE int decoded(Boolean a) { return a.byte != 0; }
 
-template <class Element, class Out>
-void load_elements(const void* data, const Addresses& at, int from, int count, Out* out) {
+template <class Element, class Offset, class Out>
+void load_elements(const void* data, const Addresses<Offset>& at, int from, int count, Out* out) {
   const Element* base = static_cast<const Element*>(data) + at.start;
   if (at.offsets && at.step == 0)
     for (int c = from; c < count; c++) out[c] = static_cast<Out>(decoded(base[at.offsets[c]]));
@@ -134,15 +139,16 @@ void load_elements(const void* data, const Addresses& at, int from, int count, O
 }
 
 // Whole vectors of float16 by the instruction, which the compiler does not find.
-LOWBIT_INLINE int load_float16_vectors(const void* data, const Addresses& at, int count, float* out) {
+template <class Offset>
+LOWBIT_INLINE int load_float16_vectors(const void* data, const Addresses<Offset>& at, int count, float* out) {
   int c = 0;
   if (!at.offsets && at.step == 1)
     for (; c + 16 <= count; c += 16) store(out + c, load_f16(static_cast<const uint16_t*>(data) + at.start + c));
   return c;
 }
 
-template <class T>
-void load_captured(const TensorView& tensor, const Addresses& at, int count, T* out) {
+template <class T, class Offset>
+void load_captured(const TensorView& tensor, const Addresses<Offset>& at, int count, T* out) {
   IntBeside<T>* const out_int = reinterpret_cast<IntBeside<T>*>(out);
   switch (tensor.dtype) {
     case DType::float32: return load_elements<float>(tensor.data, at, 0, count, out);
@@ -159,29 +165,37 @@ void load_captured(const TensorView& tensor, const Addresses& at, int count, T* 
   }
 }
 
-template <class T>
-void gather_step(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out, int64_t out_stride,
+template <class Offset, class T>
+void gather_rows(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out, int64_t out_stride,
                  Extent extent) {
   const TensorView& tensor = call.captured()[step.immediate];
   for (int64_t r = 0; r < extent.rows; r++) {
     T* const to = out + r * out_stride;
     std::memset(to + extent.count, 0, sizeof(T) * (extent.width - extent.count));
     if (plane.valid) {
-      load_captured(tensor, plane.row(r), extent.count, to);
+      load_captured(tensor, plane.row<Offset>(r), extent.count, to);
       continue;
     }
-    int64_t offsets[kOffsets];
+    Offset offsets[kOffsets];
     for (int c = 0; c < extent.count; c += kOffsets) {
       const int count = extent.count - c < kOffsets ? extent.count - c : kOffsets;
-      const Addresses at = find_addresses(call, step.immediate, indices, step.along.data(), step.operand_count, r, c, count, tensor.stride.data(), offsets);
+      const auto at = find_addresses(call, step.immediate, indices, step.along.data(), step.operand_count, r, c, count, tensor.stride.data(), offsets);
       if (at.valid) load_captured(tensor, at, count, to + c);
       else std::memset(to + c, 0, sizeof(T) * count);
     }
   }
 }
 
-template <class Sum, class T>
-void add_elements(void* data, const Addresses& at, int count, const T* value) {
+template <class T>
+void gather_step(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out, int64_t out_stride,
+                 Extent extent) {
+  const TensorView& tensor = call.captured()[step.immediate];
+  if (has_narrow_offsets(tensor, tensor.stride.data())) gather_rows<int32_t>(call, step, plane, indices, out, out_stride, extent);
+  else gather_rows<int64_t>(call, step, plane, indices, out, out_stride, extent);
+}
+
+template <class Sum, class Offset, class T>
+void add_elements(void* data, const Addresses<Offset>& at, int count, const T* value) {
   Sum* base = static_cast<Sum*>(data) + at.start;
   if (!at.offsets && at.step == 1)
     for (int c = 0; c < count; c++) base[c] += static_cast<Sum>(value[c]);
@@ -202,7 +216,7 @@ void scatter_step(const ScoreCall& call, const ScoreStep& step, const Source<T>&
   for (int64_t r = 0; r < extent.rows; r++)
     for (int c = 0; c < extent.count; c += kOffsets) {
       const int count = extent.count - c < kOffsets ? extent.count - c : kOffsets;
-      Addresses at = plane.row(r);
+      Addresses<int64_t> at = plane.row<int64_t>(r);
       at.start += c * at.step;
       if (!plane.valid) at = find_addresses(call, step.immediate, indices, along, dims, r, c, count, stride, offsets);
       if (!at.valid) continue;

@@ -36,6 +36,23 @@ class Runner {
         sizes_(bank_sizes(machine.max_rows, machine.max_cols)) {}
 
   void run() {
+    prepare();
+    clear_sums();
+    if (m_.plan->has(Stage::tile)) run_strips(0, tile_.rows);
+    if (m_.plan->has(Stage::row_after)) run_line(Stage::row_after, tile_.rows);
+    if (m_.plan->has(Stage::column_after)) run_line(Stage::column_after, tile_.cols);
+    if (m_.plan->has(Stage::diagonal_after)) run_line(Stage::diagonal_after, tile_.rows + tile_.cols - 1);
+    if (m_.plan->has(Stage::head_after)) run_line(Stage::head_after, 1);
+  }
+
+  void run_rows(int first, int count) {
+    prepare();
+    scores_row_ = first;
+    run_strips(first, first + count);
+  }
+
+  // The stages before the tile, of which a run after this finds nothing left to do.
+  void prepare() {
     const bool head = m_.fresh || m_.b != tile_.b || m_.h != tile_.h;
     const bool rows = head || m_.q0 != tile_.q0 || m_.rows != tile_.rows, cols = head || m_.k0 != tile_.k0 || m_.cols != tile_.cols;
     m_.fresh = false, m_.b = tile_.b, m_.h = tile_.h, m_.q0 = tile_.q0, m_.k0 = tile_.k0, m_.rows = tile_.rows, m_.cols = tile_.cols;
@@ -43,12 +60,27 @@ class Runner {
     if (m_.plan->has(Stage::row) && rows) run_line(Stage::row, tile_.rows);
     if (m_.plan->has(Stage::column) && cols) run_line(Stage::column, tile_.cols);
     if (m_.plan->has(Stage::diagonal) && (rows || cols)) run_line(Stage::diagonal, tile_.rows + tile_.cols - 1);
-    clear_sums();
-    if (m_.plan->has(Stage::tile)) run_strips();
-    if (m_.plan->has(Stage::row_after)) run_line(Stage::row_after, tile_.rows);
-    if (m_.plan->has(Stage::column_after)) run_line(Stage::column_after, tile_.cols);
-    if (m_.plan->has(Stage::diagonal_after)) run_line(Stage::diagonal_after, tile_.rows + tile_.cols - 1);
-    if (m_.plan->has(Stage::head_after)) run_line(Stage::head_after, 1);
+  }
+
+  // Of the first gather whose indices are known before the tile and grow with q and k.
+  MemoryRows rows_of_gather() {
+    stage_ = Stage::tile, r0_ = c0_ = 0;
+    const int tile_stage = static_cast<int>(Stage::tile);
+    for (int at = m_.plan->begin[tile_stage]; at < m_.plan->begin[tile_stage + 1]; at++) {
+      const ScoreStep& step = m_.plan->steps[at];
+      if (step.op != number_of<score::Gather>()) continue;
+      Source<T> indices[kMaxOperands];
+      bool known = true;
+      for (int j = 0; j < step.operand_count; j++) known &= step.operands[j].rate != Rate::tile, indices[j] = source(step.operands[j]);
+      if (!known) continue;
+      const TensorView& tensor = m_.call->captured()[step.immediate];
+      const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count,
+                                     {.rows = tile_.rows, .count = tile_.cols, .width = tile_.cols}, tensor.stride.data());
+      if (!plane.valid || plane.along != 1 || plane.down == 0) continue;
+      const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
+      return {tensor.as<const char>() + plane.start * size, tile_.rows, tile_.cols * size, plane.down * size};
+    }
+    return {};
   }
 
  private:
@@ -58,15 +90,15 @@ class Runner {
     run_steps({.rows = 1, .count = count, .width = static_cast<int>(round_up(count, 16))});
   }
 
-  void run_strips() {
+  void run_strips(int first, int last) {
     stage_ = Stage::tile;
     const int columns = static_cast<int>(round_up(tile_.cols, 16));
     const int chunk = columns < kStripColumns ? columns : kStripColumns, strip_rows = kStripScores / chunk;
     for (c0_ = 0; c0_ < tile_.cols; c0_ += chunk) {
       const int count = tile_.cols - c0_ < chunk ? tile_.cols - c0_ : chunk;
       strip_stride_ = round_up(count, 16);
-      for (r0_ = 0; r0_ < tile_.rows; r0_ += strip_rows)
-        run_steps({.rows = tile_.rows - r0_ < strip_rows ? tile_.rows - r0_ : strip_rows, .count = count, .width = static_cast<int>(strip_stride_)});
+      for (r0_ = first; r0_ < last; r0_ += strip_rows)
+        run_steps({.rows = last - r0_ < strip_rows ? last - r0_ : strip_rows, .count = count, .width = static_cast<int>(strip_stride_)});
     }
   }
 
@@ -79,7 +111,7 @@ class Runner {
   T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)]; }
 
   Source<T> source(ScoreOperand place) const {
-    if (place.at == kScoreMemory) return {tile_.scores + r0_ * tile_.stride + c0_, tile_.stride, true};
+    if (place.at == kScoreMemory) return {tile_.scores + (r0_ - scores_row_) * tile_.stride + c0_, tile_.stride, true};
     if (place.at == kGradientMemory) return {gradient_ + r0_ * gradient_stride_ + c0_, gradient_stride_, true};
     if (place.rate == Rate::constant) return {m_.banks[0] + place.at, 0, false};
     T* const base = bank(place);
@@ -168,7 +200,7 @@ class Runner {
   const CapturedGradient* captured_;
   BankSizes sizes_;
   Stage stage_ = Stage::head;
-  int r0_ = 0, c0_ = 0;
+  int r0_ = 0, c0_ = 0, scores_row_ = 0;
   int64_t strip_stride_ = 0;
   static constexpr int kViews = 16;
   Source<T> views_[kViews];  // tile registers that stand for memory of a captured tensor
@@ -221,6 +253,22 @@ std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std
 }
 void start_machine(ScoreMachine<float>& machine, void* memory) { start(machine, memory); }
 void start_machine(ScoreMachine<double>& machine, void* memory) { start(machine, memory); }
+MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile) {
+  Runner<float> runner(machine, tile, nullptr, 0, nullptr);
+  runner.prepare();
+  return runner.rows_of_gather();
+}
+MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile) {
+  Runner<double> runner(machine, tile, nullptr, 0, nullptr);
+  runner.prepare();
+  return runner.rows_of_gather();
+}
+void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count) {
+  Runner<float>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
+}
+void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count) {
+  Runner<double>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
+}
 void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured) {
   Runner<float>(machine, tile, gradient, stride, captured).run();
 }

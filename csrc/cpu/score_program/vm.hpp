@@ -26,9 +26,22 @@ struct ScoreMachine {
   int rows = 0, cols = 0;
 };
 
+// Rows of memory: of `bytes` bytes each, `stride` bytes apart.
+struct MemoryRows {
+  const char* at = nullptr;
+  int64_t count = 0, bytes = 0, stride = 0;
+};
+
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell);
 void start_machine(ScoreMachine<float>& machine, void* memory);
 void start_machine(ScoreMachine<double>& machine, void* memory);
+// Computes what the tile has per row, column and diagonal. Returns the rows of a captured tensor that a run will read in place or convert, one per row
+// of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
+MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile);
+MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile);
+// Runs a forward plan over `count` rows of the tile from row `first`; tile.scores are those of row `first`.
+void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count);
+void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count);
 void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured);
 void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured);
 

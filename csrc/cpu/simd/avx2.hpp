@@ -90,6 +90,10 @@ LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm256_cvttps_epi32(a.lo), _mm
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)), _mm256_castps_si256(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ))};
 }
+LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) {
+  const __m256 above = _mm256_or_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_NLE_UQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_NLE_UQ));
+  return _mm256_movemask_ps(above) == 0;
+}
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) {
   return {_mm256_blendv_epi8(b.lo, a.lo, mask.lo), _mm256_blendv_epi8(b.hi, a.hi, mask.hi)};
 }

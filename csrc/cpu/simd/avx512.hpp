@@ -72,6 +72,7 @@ template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm512
 LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { return {_mm512_sllv_epi32(_mm512_set1_epi32(1), a.v)}; }
 LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ))}; }
+LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) == 0; }
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_mask_mov_epi32(b.v, _mm512_movepi32_mask(mask.v), a.v)}; }
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   return {_mm512_permutexvar_ps(index.v, _mm512_broadcast_f32x8(_mm256_load_ps(table)))};  // both halves alike, so bit 3 of the index does not matter

@@ -70,6 +70,7 @@ LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does
   return r;
 }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
+LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { bool all = true; LOWBIT_LANES all &= a.lane[i] <= b.lane[i]; return all; }  // false if a lane is nan
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 64-byte aligned
 LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) { i32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softmax over the keys that a tile of queries passes, tile after tile: of what was seen so far, per row
+//   sum = sum over k of exp(s - base),  out = sum over k of exp(s - base) v
+// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: what is smaller than exp(kSlack) costs
+// no accuracy in a float, and out need not be multiplied again each time a row meets a slightly larger score (a fifth of the rows of 2048 keys
+// did, which with its mispredicted branches was a quarter of the softmax).
+#pragma once
+
+#include "cpu/attention/visible.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr double kSlack = 5.5;  // e^5.5 = 245
+
+template <class T>
+struct RunningSoftmax {
+  T *base, *largest;  // per row; largest: of all scores, kept only where max_scores are wanted
+  T* sums;            // 16 partial sums per row
+  Matrix<T> out;
+  int64_t columns;    // of out
+  bool keeps_largest;
+
+  LOWBIT_INLINE RunningSoftmax from(int64_t r) const { return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest}; }
+};
+
+template <class T>
+void start_softmax(const RunningSoftmax<T>& softmax, int64_t rows) {
+  fill(softmax.base, rows, kMinusInfinity<T>), fill(softmax.largest, rows, kMinusInfinity<T>), fill(softmax.sums, 16 * rows, T{0});
+  clear_rows(softmax.out, rows);
+}
+
+// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and what was summed is put in relation to it.
+template <class T>
+[[gnu::noinline]] void raise_base(const RunningSoftmax<T>& softmax, int64_t r, T highest) {
+  const T before = softmax.base[r];
+  softmax.base[r] = highest;
+  if (before == kMinusInfinity<T>) return;
+  const auto factor = exp2(set1((before - highest) * static_cast<T>(kLog2e)));
+  store(softmax.sums + 16 * r, mul(load(softmax.sums + 16 * r), factor));
+  T* out = softmax.out.row(r);
+  for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
+}
+
+// scores -> exp(scores - base), columns `span` of one row.
+template <class T>
+LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* row, Span span) {
+  auto top = load(row + span.begin);
+  for (int64_t c = span.begin + 16; c < span.end; c += 16) top = max(load(row + c), top);
+  if (softmax.keeps_largest) {
+    const T highest = largest(top), before = softmax.largest[r];
+    softmax.largest[r] = highest > before || highest != highest ? highest : before;
+  }
+  if (!all_at_most(top, set1(softmax.base[r] + static_cast<T>(kSlack)))) raise_base(softmax, r, largest(top));
+  const T base = softmax.base[r] == kMinusInfinity<T> ? T{0} : softmax.base[r];
+  const auto scale = set1(static_cast<T>(kLog2e)), shift = set1(-base * static_cast<T>(kLog2e));
+  auto total = load(softmax.sums + 16 * r);
+  for (int64_t c = span.begin; c < span.end; c += 16) {
+    const auto p = exp2(fma(load(row + c), scale, shift));
+    store(row + c, p);
+    total = add(total, p);
+  }
+  store(softmax.sums + 16 * r, total);
+}
+
+template <class T>
+[[gnu::noinline]] void softmax_rows(Matrix<T> scores, int64_t rows, const Visible<T>& visible, const RunningSoftmax<T>& softmax) {
+  visible.for_each_row(rows, [&](int64_t r, Span span) { softmax_row(softmax, r, scores.row(r), span); });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which columns of a tile the rows may see. Where causality or mask_mod cut a tile, every tile of rows of the products gets a span of columns, and
+// only that is multiplied, modified and summed: of a causal tile of 128 x 128 5/9, of the two that end a sliding window likewise.
+#pragma once
+
+#include "cpu/attention/softmax.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+template <class T>
+struct Visible {
+  Span all{};             // all columns, rounded up to 16
+  Span* spans = nullptr;  // per tile of rows, where they differ: memory for them is at `memory`
+  Span* memory = nullptr;
+  Matrix<T> mask;         // 0 or -inf, where mask_mod was asked
+  bool masked = false;
+
+  // f(row, span) for rows that see something.
+  template <class F>
+  LOWBIT_INLINE void for_each_row(int64_t rows, F&& f) const {
+    const RowTiles tiles(rows, kFloatRows);
+    for (int64_t t = 0; t < tiles.count; t++) {
+      const Span span = spans ? spans[t] : all;
+      if (span.begin >= span.end) continue;
+      for (int64_t r = tiles.begin(t); r < tiles.begin(t + 1); r++) f(r, span);
+    }
+  }
+};
+
+template <class T>
+LOWBIT_INLINE Visible<T> visible_memory(const AttentionForwardArgs& args, int64_t rows, int64_t cols, Arena& arena) {
+  Visible<T> visible;
+  visible.memory = arena.array<Span>(RowTiles(rows, kFloatRows).count);
+  if (args.mask_mod) visible.mask = arena.matrix<T>(rows, cols);
+  return visible;
+}
+
+// The part of a span that some row of mask sees, in vectors of 16.
+template <class T>
+Span seen_span(Matrix<T> mask, int64_t first, int64_t last, Span span) {
+  const auto lowest = set1(std::numeric_limits<T>::lowest());
+  const auto hidden = [&](int64_t c) {
+    auto most = load(mask.row(first) + c);
+    for (int64_t r = first + 1; r < last; r++) most = max(most, load(mask.row(r) + c));
+    return all_at_most(most, lowest);
+  };
+  while (span.begin < span.end && hidden(span.begin)) span.begin += 16;
+  while (span.begin < span.end && hidden(span.end - 16)) span.end -= 16;
+  return span;
+}
+
+// Rows of a tile of queries that are taken through both products before the next: their scores stay in L1.
+struct RowBlock {
+  TilePlace tile, at;  // at: of the block alone
+  LOWBIT_INLINE RowBlock(const TilePlace& tile, int first, int most) : tile(tile), at(tile) {
+    at.q0 += first, at.skipped += first, at.rows = static_cast<int>(smaller(most, tile.rows - first));
+  }
+};
+
+template <class T>
+LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, Matrix<T> scores) {
+  run_machine_rows(machine, score_tile(block.tile, scores), static_cast<int>(block.at.q0 - block.tile.q0), block.at.rows);
+}
+
+// Finds the spans of a block; false if nothing is visible.
+template <class T>
+bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
+  const TilePlace& at = block.at;
+  visible.all = {0, static_cast<int>(round_up(at.cols, 16))}, visible.spans = nullptr;
+  visible.masked = at.partial && programs.mask.call;
+  if (!visible.masked && visible_columns(args, at, 0) == at.cols) return true;
+  if (visible.masked) {
+    for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r), visible.all.end, T{0});
+    run_program(programs.mask, block, visible.mask);
+    for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
+  }
+  visible.spans = visible.memory;
+  const RowTiles tiles(at.rows, kFloatRows);
+  bool any = false;
+  for (int64_t t = 0; t < tiles.count; t++) {
+    const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
+    Span span{0, static_cast<int>(round_up(visible_columns(args, at, last - 1), 16))};
+    if (visible.masked) span = seen_span(visible.mask, first, last, span);
+    visible.spans[t] = span;
+    any |= span.begin < span.end;
+  }
+  return any;
+}
+
+// What score_mod reads but nobody multiplied: zeros.
+template <class T>
+void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
+  if (!visible.spans) return;
+  const RowTiles tiles(rows, kFloatRows);
+  for (int64_t t = 0; t < tiles.count; t++)
+    for (int64_t r = tiles.begin(t); r < tiles.begin(t + 1); r++) {
+      fill(scores.row(r), visible.spans[t].begin, T{0});
+      fill(scores.row(r) + visible.spans[t].end, visible.all.end - visible.spans[t].end, T{0});
+    }
+}
+
+// The rows of a captured bias, or of a mask, that modify_visible will read for this tile.
+template <class T>
+MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
+  if (programs.score.call) return prepare_machine(programs.score, score_tile(at, scores));
+  if (!args.mask || args.mask.stride[3] != 1) return {};
+  const int64_t size = static_cast<int64_t>(size_of(args.mask.dtype)), row = args.mask.stride[2] * size;
+  const char* head = args.mask.as<const char>() + (at.b * args.mask.stride[0] + at.h * args.mask.stride[1] + at.k0) * size;
+  return {head + at.q0 * row, row ? at.rows : 1, at.cols * size, row};
+}
+
+// Raw scores -> what the softmax is taken of, where it is visible.
+template <class T>
+void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, const Visible<T>& visible, Matrix<T> scores) {
+  const TilePlace& at = block.at;
+  if (programs.score.call) {
+    clear_hidden(visible, at.rows, scores);
+    run_program(programs.score, block, scores);
+  }
+  if (visible.masked)
+    visible.for_each_row(at.rows, [&](int64_t r, Span span) {
+      const T* mask = visible.mask.row(r);
+      T* row = scores.row(r);
+      for (int64_t c = span.begin; c < span.end; c += 16) store(row + c, hidden(load(mask + c), load(row + c)));
+    });
+  if (args.mask) add_mask(args.mask, at, scores);
+  if (visible_columns(args, at, 0) == visible.all.end) return;
+  visible.for_each_row(at.rows, [&](int64_t r, Span span) {
+    const int64_t from = visible_columns(args, at, r);
+    if (from < span.end) fill(scores.row(r) + from, span.end - from, kMinusInfinity<T>);
+  });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward where rows of one tile see different columns, and where the largest score moves: on every row, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit
+from lowbit import _C, testing
+from lowbit.attention.program import ProgramBuilder
+from lowbit.ops.attention import attention
+
+FORWARD = [row for row in testing.rows("attention_forward") if "float64" not in str(row["name"])]
+
+
+@pytest.fixture(params=FORWARD, ids=[str(row["name"]) for row in FORWARD])
+def row(request: pytest.FixtureRequest) -> str:
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    return str(request.param["name"])
+
+
+def softmax_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    lse = scores.logsumexp(-1)
+    return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp() @ v, lse
+
+
+def table_mask() -> list[int]:
+    """table[q, k]"""
+    p = ProgramBuilder()
+    return p.finish(p.gather(p.captured("bool", 2), p.op("q"), p.op("k")))
+
+
+def masks(length: int, kv_length: int) -> dict[str, Tensor]:
+    q, k = torch.arange(length)[:, None], torch.arange(kv_length)
+    return {
+        "single keys": k == (q * 37) % kv_length,
+        "sparse": torch.rand(length, kv_length) < 0.02,
+        "islands": (k // 16 + q // 7) % 3 == 0,
+        "every fifth row": (q % 5 == 0) & (k >= 0),
+        "two ends": ((k < 3) | (k >= kv_length - 2)) & (q >= 0),
+        "window": (k <= q) & (k > q - 40),
+        "nothing": torch.zeros(length, kv_length, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("name", list(masks(1, 1)))
+@pytest.mark.parametrize("sizes", [(1, 1), (131, 257), (300, 150)], ids=str)
+def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tuple[int, int]) -> None:
+    keep = masks(*sizes)[name]
+    q, k, v = (torch.randn(1, 2, n, 24) for n in (sizes[0], sizes[1], sizes[1]))
+    bias = torch.randn(2, *sizes)
+    p = ProgramBuilder()
+    biased = p.finish(p.op("add", p.op("score"), p.gather(p.captured("float", 3), p.op("h"), p.op("q"), p.op("k"))))
+    for causal in (False, True):
+        with lowbit.force_kernel(row):
+            out, lse, _ = attention(
+                q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
+            )
+        assert _C.last_kernel("attention_forward") == row
+        seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
+        scores = q.double() @ k.double().mT * 0.2 + bias.double()
+        wanted, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf), v.double())
+        assert torch.equal(lse == -math.inf, (wanted_lse == -math.inf))
+        assert (out.double() - wanted).abs().max() < 1e-5
+        some = seen.any(-1)
+        assert not some.any() or (lse.double() - wanted_lse)[..., some].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("step", [0.001, 0.03, 0.05, 1.0, 50.0])
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_the_largest_score_may_move_slowly_or_fast_and_is_reported(row: str, step: float, sign: int) -> None:
+    q, k, v = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 1000, 16), torch.randn(1, 1, 1000, 20)
+    slope = torch.tensor([sign * step])
+    p = ProgramBuilder()
+    slopes = p.gather(p.captured("float", 1), p.op("h"))
+    code = p.finish(p.op("add", p.op("score"), p.op("mul", p.convert(p.op("k"), "float"), slopes)))
+    sink = torch.tensor([sign * step * 500])
+    with lowbit.force_kernel(row):
+        out, lse, largest = attention(q, k, v, scale=0.25, score_mod=code, score_captured=[slope], sink=sink, want_max_scores=True)
+        plain, plain_lse, none = attention(q, k, v, scale=0.25, score_mod=code, score_captured=[slope], sink=sink)
+    assert torch.equal(out, plain) and torch.equal(lse, plain_lse)
+    scores = q.double() @ k.double().mT * 0.25 + torch.arange(1000) * slope.double()
+    columns = torch.cat([scores, sink.double().expand(1, 1, 70, 1)], -1)
+    wanted_lse = columns.logsumexp(-1)
+    wanted = (scores - wanted_lse[..., None]).exp() @ v.double()
+    magnitude = max(1.0, scores.abs().max().item())
+    assert (lse.double() - wanted_lse).abs().max() < 2e-7 * magnitude + 1e-5
+    assert (largest.double() - scores.amax(-1)).abs().max() < 2e-7 * magnitude + 1e-5
+    assert (out.double() - wanted).abs().max() < (2e-7 * magnitude + 1e-5) * 4
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf], ids=str)
+def test_a_row_that_is_not_a_number_leaves_the_others_alone(row: str, what: float) -> None:
+    q, k, v = torch.randn(1, 1, 100, 16), torch.randn(1, 1, 400, 16), torch.randn(1, 1, 400, 16)
+    with lowbit.force_kernel(row):
+        clean, *_ = attention(q, k, v, scale=0.25)
+        q[0, 0, 41, 3] = what
+        out, *_ = attention(q, k, v, scale=0.25)
+    assert out[0, 0, 41].isnan().all()
+    others = torch.arange(100) != 41
+    assert torch.equal(out[0, 0, others], clean[0, 0, others])
+
+
+def test_the_rows_around_a_row_do_not_change_its_bits(row: str) -> None:
+    """Tiles, blocks of rows and spans depend on how many rows there are; what a row sums and in which order does not."""
+    length = 290
+    q, k, v = (torch.randn(1, 1, length, 32) for _ in range(3))
+    keep = torch.rand(length, length) < 0.05
+    with lowbit.force_kernel(row):
+        whole, *_ = attention(q, k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep])
+        for first, last in ((0, 29), (17, 18 + 47), (100, 290)):
+            part, *_ = attention(q[:, :, first:last], k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep[first:last].contiguous()])
+            assert torch.equal(part, whole[:, :, first:last])
