@@ -30,6 +30,7 @@ SHAPES = [  # B, Hq, Hkv, L, S, E, Ev: lengths around the split of 256 and the t
     (1, 71, 1, 2, 255, 64, 17),
     (3, 2, 2, 1, 256, 128, 64),
     (1, 5, 1, 1, 33, 100, 31),
+    (2, 20, 5, 4, 1289, 64, 48),  # token-major: tasks of four kv heads and of one; a last token alone
 ]
 OPTIONS = ("plain", "causal", "window", "bool mask", "float mask", "sink")
 
@@ -226,6 +227,23 @@ def test_both_layouts_give_the_same_bits(kind: str) -> None:
     }
     assert other["k"].stride(1) < other["k"].stride(2)
     assert torch.equal(run(data)[0], run(Data(other, data.q, data.out, data.lse, data.allowed, data.allowed_lse))[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 2, 7, 16])
+def test_keys_and_values_may_be_parts_of_one_tensor(kind: str, length: int) -> None:
+    """Heads that are not next to each other in memory: [B, S, H, k and v]. And every number of queries finds its own rows."""
+    data = make(Case((2, 12, 3, length, 515, 64, 64), "causal", kind))
+    k, v = data.call["k"], data.call["v"]
+    assert isinstance(k, Tensor) and isinstance(v, Tensor)
+    both = torch.cat([k, v], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    parts = {"k": both[..., : k.shape[-1]], "v": both[..., k.shape[-1] :]}
+    assert parts["k"].stride(1) == 2 * k.shape[-1]
+    other = Data(data.call | parts, data.q, data.out, data.lse, data.allowed, data.allowed_lse)
+    assert torch.equal(run(data)[0], run(other)[0])
+    for at in range(length):
+        alone = Data(data.call | {"position": 515 - length + at}, data.q[:, :, at : at + 1], data.out, data.lse, data.allowed, data.allowed_lse)
+        assert torch.equal(run(alone)[0], run(data)[0][:, :, at : at + 1])
 
 
 def test_an_empty_cache_gives_zeros() -> None:

@@ -30,9 +30,9 @@ LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
 }
 
 // Scales of the tokens of a split as float32 [token][group], zeros up to the next multiple of 16 of them.
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, float* to) {
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, float* to) {
   const int64_t groups = scale.size(3), step = scale.stride[2], count = at.count * groups;
-  const int64_t base = at.b * scale.stride[0] + at.kv_head * scale.stride[1] + at.first * step;
+  const int64_t base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step;
   for (int64_t i = count; i < round_up(count, 16 * groups); i++) to[i] = 0.0f;
   if (step != groups) {
     for (int64_t t = 0; t < at.count; t++)
@@ -47,97 +47,102 @@ LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, fl
   for (; i < count; i++) to[i] = scale_at(scale, base + i);
 }
 
+template <class Acc>
+LOWBIT_INLINE Acc zero() {
+  if constexpr (std::is_same_v<Acc, f32x16>) return set1(0.0f);
+  else return set1(int32_t{0});
+}
+
+template <KvFormat kFormat>
+LOWBIT_INLINE TwiceCodes twice(const char* p) {
+  if constexpr (kFormat == KvFormat::int4) return twice_i4(reinterpret_cast<const uint8_t*>(p));
+  else return {twice_i8(reinterpret_cast<const int8_t*>(p)), twice_i8(reinterpret_cast<const int8_t*>(p) + 16)};
+}
+
+// to[row][token] = q[row] . code[token], for two tokens with four rows, or four with two. q: [16 columns][pair of rows][32 lanes]. int4: each 32 codes
+// times their scale; scales: [token][group].
 template <KvFormat kFormat, int kRows, int kColumns>
-LOWBIT_INLINE void dot_codes(const int16_t* const* q, const char* key, int64_t stride, int64_t padded, const float* scales, float* to) {
-  constexpr int kTokens = 4 / kRows;
+LOWBIT_INLINE void score_codes(const int16_t* q, const char* key, int64_t stride, int64_t padded, const float* scales, float* to, int64_t to_stride) {
+  constexpr int kPairs = kRows / 2, kTokens = 8 / kRows;
+  constexpr int64_t kGroupBytes = kFormat == KvFormat::int8 ? kKvGroup : kKvGroup / 2;
   if constexpr (kColumns != 0) padded = kColumns;
-  const int16_t* x[kRows];
-  unroll<kRows>([&](auto r) { x[r] = q[r]; });
-  const int64_t groups = padded / kKvGroup;
-  if constexpr (kFormat == KvFormat::int8) {
-    i32x16 acc[4];
-    unroll<4>([&](auto i) { acc[i] = set1(int32_t{0}); });
-    auto step = [&](int64_t c) {
-      i16x32 w[kTokens];
-      unroll<kTokens>([&](auto j) { w[j] = widen_i8(reinterpret_cast<const int8_t*>(key + j * stride) + c); });
-      unroll<kRows>([&](auto r) {
-        const i16x32 v = load_i16(x[r] + c);
-        unroll<kTokens>([&](auto j) { acc[j * kRows + r] = add_pairs(acc[j * kRows + r], w[j], v); });
-      });
-    };
-    if constexpr (kColumns != 0) unroll<kColumns / 32>([&](auto i) { step(32 * i); });
-    else for (int64_t c = 0; c < padded; c += 32) step(c);
-    store_sums(to, acc[0], acc[1], acc[2], acc[3]);
-  } else {
-    f32x16 acc[4];
-    unroll<4>([&](auto i) { acc[i] = set1(0.0f); });
-    auto step = [&](int64_t g) {
-      i16x32 w[kTokens];
-      f32x16 scale[kTokens];
+  const int64_t groups = padded / kKvGroup, scale_stride = stride ? groups : 0;
+  using Acc = std::conditional_t<kFormat == KvFormat::int8, i32x16, f32x16>;
+  Acc acc[kPairs * kTokens];
+  unroll<4>([&](auto i) { acc[i] = zero<Acc>(); });
+  auto step = [&](int64_t g) __attribute__((always_inline)) {  // a group of 32 columns
+    const int16_t* x = q + g * kKvGroup * 2 * kPairs;
+    TwiceCodes w[kTokens];
+    unroll<kTokens>([&](auto j) { w[j] = twice<kFormat>(key + j * stride + g * kGroupBytes); });
+    unroll<kPairs>([&](auto p) {
+      const i16x32 low = in_register(load_i16(x + 32 * p)), high = in_register(load_i16(x + 32 * (kPairs + p)));
       unroll<kTokens>([&](auto j) {
-        w[j] = widen_i4(reinterpret_cast<const uint8_t*>(key + j * stride) + g * kKvGroup / 2);
-        scale[j] = set1(scales[j * groups + g]);
+        Acc& sum = acc[p * kTokens + j];
+        if constexpr (kFormat == KvFormat::int8) sum = add_pairs(add_pairs(sum, w[j].low, low), w[j].high, high);
+        else sum = fma(to_float(add_pairs(add_pairs(zero<i32x16>(), w[j].low, low), w[j].high, high)), set1(scales[j * scale_stride + g]), sum);
       });
-      unroll<kRows>([&](auto r) {
-        const i16x32 v = load_i16(x[r] + g * kKvGroup);
-        unroll<kTokens>([&](auto j) { acc[j * kRows + r] = fma(to_float(add_pairs(set1(int32_t{0}), w[j], v)), scale[j], acc[j * kRows + r]); });
-      });
-    };
-    if constexpr (kColumns != 0) unroll<kColumns / 32>([&](auto i) { step(i); });
-    else for (int64_t g = 0; g < groups; g++) step(g);
-    store_sums(to, acc[0], acc[1], acc[2], acc[3]);
-  }
+    });
+  };
+  if constexpr (kColumns != 0) unroll<kColumns / kKvGroup>([&](auto i) { step(i); });
+  else for (int64_t g = 0; g < groups; g++) step(g);
+  store_scores<kRows>(to, to_stride, half_sums(acc[0], acc[1], acc[2], acc[3]));
 }
 
 LOWBIT_INLINE i32x16 load_i32(const float* p) { return bits_of(load(p)); }
 LOWBIT_INLINE void store_i32(float* p, i32x16 a) { store(p, float_of(a)); }
 
 // 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit. zip(row, next row): pairs of codes.
-template <int kRows, class Zip>
-LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t ahead, int64_t tokens, float* out, int64_t out_stride, Zip&& zip) {
+// kLines are prefetched per four tokens.
+template <int kRows, int kLines, class Zip>
+LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens, Matrix<float> out, LinesAhead& lines, Zip&& zip) {
+  LinesAhead ahead = lines;  // in registers
   i32x16 acc[kRows];
-  unroll<kRows>([&](auto r) { acc[r] = load_i32(out + r * out_stride); });
-  auto step = [&](int64_t t, int64_t next) {
-    __builtin_prefetch(row + ahead), __builtin_prefetch(row + next + ahead);
-    const i16x32 codes = zip(row, row + next);
+  unroll<kRows>([&](auto r) { acc[r] = load_i32(out.row(r)); });
+  auto step = [&](int64_t t, const char* from, int64_t next) __attribute__((always_inline)) {
+    const i16x32 codes = zip(from, from + next);
     unroll<kRows>([&](auto r) { acc[r] = add_pairs(acc[r], codes, load_pair(p + r * kSplit + t)); });
   };
   int64_t t = 0;
-  for (; t + 2 <= tokens; t += 2, row += 2 * stride) step(t, stride);
-  if (t < tokens) step(t, 0);  // the probability of the token behind the last is 0
-  unroll<kRows>([&](auto r) { store_i32(out + r * out_stride, acc[r]); });
+  for (; t + 4 <= tokens; t += 4, row += 4 * stride) {
+    ahead.fetch(kLines);
+    step(t, row, stride), step(t + 2, row + 2 * stride, stride);
+  }
+  for (; t + 2 <= tokens; t += 2, row += 2 * stride) step(t, row, stride);
+  if (t < tokens) step(t, row, 0);  // the probability of the token behind the last is 0
+  unroll<kRows>([&](auto r) { store_i32(out.row(r), acc[r]); });
+  lines = ahead;
 }
 
 template <KvFormat kFormat>
 struct CodeKv {
   static constexpr bool kCodes = true;
   static constexpr bool kInt8 = kFormat == KvFormat::int8;
+  using Element = int8_t;
 
-  static void scores(const DecodeArgs& args, const TokenRows& keys, const QueryRows& q, int64_t rows, Matrix<float> scores, SplitMemory& memory,
-                     const SplitPlace& at) {
-    const int64_t padded = kv_padded(args.q.size(3));
-    load_scales(args.k_scale, at, memory.scales);
+  static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+    const int64_t padded = q.columns, groups = padded / kKvGroup, head_scales = kSplit * args.k_scale.size(3);
+    const float* scales = memory.scales;
+    for (int64_t h = 0; h < at.heads; h++) load_scales(args.k_scale, at, h, memory.scales + h * head_scales);
     with_columns(padded, [&](auto kColumns) {
-      score_tokens(keys, rows, scores, [&](auto kRows, int64_t r, int64_t t, const char* key, int64_t stride, float* to) {
-        dot_codes<kFormat, kRows, kColumns>(q.codes + r, key, stride, padded, memory.scales + t * (padded / kKvGroup), to);
+      score_tokens(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r, int64_t t, const char* key, int64_t stride, float* to, int64_t to_stride) __attribute__((always_inline)) {
+        score_codes<kFormat, kRows, kColumns>(q.codes + (h * q.head_rows + r) * padded, key, stride, padded, scales + h * head_scales + t * groups, to, to_stride);
       });
     });
-    for (int64_t r = 0; r < rows; r++) {
-      const f32x16 step = set1(*q.steps[r]);
-      float* row = scores.row(r);
-      for (int64_t t = 0; t < at.count; t += 16) {
-        const f32x16 s = mul(load(row + t), step);
-        store(row + t, kInt8 ? mul(s, load(memory.scales + t)) : s);
+    for (int64_t h = 0; h < at.heads; h++)
+      for (int64_t r = 0; r < rows; r++) {
+        const f32x16 step = set1(q.steps[h * q.head_rows + r]);
+        float* row = memory.scores.row(h * memory.head_rows + r);
+        for (int64_t t = 0; t < at.count; t += 16) {
+          const f32x16 s = mul(load(row + t), step);
+          store(row + t, kInt8 ? mul(s, load(memory.scales + h * head_scales + t)) : s);
+        }
       }
-    }
   }
 
-  // p[r][t] * v_scale[t] as int16, per group of columns that shares a scale; then integers; then times the step of (group, row).
-  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, Matrix<float> p, Matrix<float> out, SplitMemory& memory,
-                     const SplitPlace& at) {
-    const int64_t padded = kv_padded(args.out.size(3)), groups = args.v_scale.size(3), group_columns = padded / groups, tokens = round_up(at.count, 16);
-    const int64_t stored_rows = round_up(rows, kRowTile);
-    load_scales(args.v_scale, at, memory.scales);
+  // p[r][t] * v_scale[t] of kv head h as int16, per group of columns that shares a scale.
+  LOWBIT_INLINE static void weigh(const DecodeArgs& args, int64_t h, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+    const int64_t groups = args.v_scale.size(3), tokens = round_up(at.count, 16);
+    load_scales(args.v_scale, at, h, memory.scales);
     for (int64_t g = 0; g < groups; g++) {
       const float* scales = memory.scales;
       if (groups > 1) {
@@ -145,24 +150,38 @@ struct CodeKv {
         for (int64_t t = 0; t < tokens; t++) memory.group_scales[t] = memory.scales[t * groups + g];
       }
       for (int64_t r = 0; r < rows; r++) {
-        for (int64_t t = 0; t < tokens; t += 16) store(memory.weighted + t, mul(load(p.row(r) + t), load(scales + t)));
-        memory.steps[g * stored_rows + r] = to_int16(memory.weighted, tokens, memory.weights + (g * stored_rows + r) * kSplit);
+        const float* p = memory.scores.row(h * memory.head_rows + r);
+        const int64_t slot = (h * groups + g) * memory.head_rows + r;
+        for (int64_t t = 0; t < tokens; t += 16) store(memory.weighted + t, mul(load(p + t), load(scales + t)));
+        memory.steps[slot] = to_int16(memory.weighted, tokens, memory.weights + slot * kSplit);
       }
     }
-    visit_values(values, rows, [&](auto kRows, int64_t r, int64_t t, int64_t count) {
+  }
+
+  // Sums of weights times codes as integers, then times the step of (group, row).
+  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+    const int64_t padded = kv_padded(args.out.size(3)), groups = args.v_scale.size(3), group_columns = padded / groups;
+    for (int64_t h = 0; h < at.heads; h++) weigh(args, h, rows, memory, at);
+    visit_values(values, rows, [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t count, LinesAhead& ahead) __attribute__((always_inline)) {
       for (int64_t c = 0; c < padded; c += 16) {
-        const int16_t* weights = memory.weights + (c / group_columns * stored_rows + r) * kSplit + t;
-        auto add = [&](const char* row, auto&& zip) { add_code_columns<kRows>(weights, row, values.stride, values.ahead, count, out.row(r) + c, out.stride, zip); };
-        const char* row = values.row(t) + (kInt8 ? c : c / 32 * 16);
+        const int16_t* weights = memory.weights + ((h * groups + c / group_columns) * memory.head_rows + r) * kSplit + t;
+        const Matrix<float> out{memory.out.row(h * memory.head_rows + r) + c, memory.out.stride};
+        const char* row = values.row(h, t) + (kInt8 ? c : c / 32 * 16);
+        auto add = [&](auto kLines, auto&& zip) __attribute__((always_inline)) { add_code_columns<kRows, kLines>(weights, row, values.stride, count, out, ahead, zip); };
         auto bytes = [](const char* a) { return reinterpret_cast<const uint8_t*>(a); };
-        if constexpr (kInt8) add(row, [](const char* a, const char* b) { return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b)); });
-        else if (c % 32) add(row, [&](const char* a, const char* b) { return zip_i4<true>(bytes(a), bytes(b)); });
-        else add(row, [&](const char* a, const char* b) { return zip_i4<false>(bytes(a), bytes(b)); });
+        constexpr std::integral_constant<int, 0> kNone;
+        constexpr std::integral_constant<int, 1> kOne;  // 4 tokens of 16 bytes
+        if constexpr (kInt8) add(kOne, [](const char* a, const char* b) { return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b)); });
+        else if (c % 32) add(kNone, [&](const char* a, const char* b) { return zip_i4<true>(bytes(a), bytes(b)); });
+        else add(kOne, [&](const char* a, const char* b) { return zip_i4<false>(bytes(a), bytes(b)); });
       }
     });
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < padded; c += 16)
-        store(out.row(r) + c, mul(to_float(load_i32(out.row(r) + c)), set1(memory.steps[c / group_columns * stored_rows + r])));
+    for (int64_t h = 0; h < at.heads; h++)
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < padded; c += 16) {
+          float* to = memory.out.row(h * memory.head_rows + r) + c;
+          store(to, mul(to_float(load_i32(to)), set1(memory.steps[(h * groups + c / group_columns) * memory.head_rows + r])));
+        }
   }
 };
 

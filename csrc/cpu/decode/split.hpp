@@ -11,17 +11,18 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kTaskRows = 64;               // queries times heads of a group that meet a split together
-constexpr int64_t kPartialBytes = 16ll << 20;  // of the partial results of one pass over some of the heads
+constexpr int64_t kTaskRows = 64;               // queries times heads that meet a split together
+constexpr int64_t kTasksPerThread = 4;          // at least, before heads that lie next to each other are taken apart
+constexpr int64_t kPartialBytes = 16ll << 20;   // of the partial results of one pass over some of the heads
 
 struct DecodePlan {
   int64_t first_split, splits;  // that some query can see
   int64_t l_count, l_blocks;    // queries of a task
   int64_t task_rows;            // their rows, rounded up to kRowTile
   int64_t padded_e, padded_ev;
-  bool heads_first;             // heads are next to each other in memory, tokens are not
+  int64_t heads;                // kv heads of a task: more than one where they are next to each other in memory and tokens are not
 
-  explicit DecodePlan(const DecodeArgs& args) {
+  DecodePlan(const DecodeArgs& args, int threads) {
     const int64_t length = args.q_length(), kv_length = args.kv_length();
     const int64_t end = args.causal ? smaller(kv_length, larger(0, args.position + length)) : kv_length;
     const int64_t begin = args.window > 0 ? smaller(end, larger(0, args.position - args.window + 1)) : 0;
@@ -30,8 +31,17 @@ struct DecodePlan {
     l_count = larger(1, smaller(length, kTaskRows / args.group())), l_blocks = ceil_div(length, l_count);
     task_rows = round_up(l_count * args.group(), kRowTile);
     padded_e = kv_padded(args.q.size(3)), padded_ev = kv_padded(args.out.size(3));
-    heads_first = args.k.stride[1] < args.k.stride[2];
+    heads = 1;
+    if (interleaved(args.k) && interleaved(args.v)) heads = larger(1, smaller(args.kv_heads(), kTaskRows / task_rows));
+    while (heads > 1 && args.batch() * bundles_per_batch(args) * l_blocks * splits < kTasksPerThread * threads) heads = ceil_div(heads, 2);
   }
+  int64_t bundles_per_batch(const DecodeArgs& args) const { return ceil_div(args.kv_heads(), heads); }  // a bundle: the kv heads of a task
+  SplitPlace place_of(const DecodeArgs& args, int64_t bundle, int64_t l_block) const {
+    const int64_t kv_head = bundle % bundles_per_batch(args) * heads, l0 = l_block * l_count;
+    return {.b = bundle / bundles_per_batch(args), .kv_head = kv_head, .heads = smaller(heads, args.kv_heads() - kv_head), .l0 = l0,
+            .l_count = smaller(l_count, args.q_length() - l0), .first = 0, .count = 0};
+  }
+  static bool interleaved(const TensorView& x) { return x.stride[1] == x.size(3) && x.stride[1] < x.stride[2]; }
   LOWBIT_INLINE int64_t rows_per_kv_head(const DecodeArgs& args) const { return args.group() * args.q_length(); }
 };
 
@@ -59,41 +69,60 @@ LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {  // by the Hadamard
   for (int64_t i = 0; i < kv_padded(columns); i++) row[i] *= norm;
 }
 
+// Float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are: for every task its rows (the last one again up to a
+// multiple of kRowTile), those that meet keys together beside each other, half a vector each: [columns of half a vector][pair][half].
 template <class Kv>
 struct PreparedQueries {
-  float* floats;   // [B * Hq * L][padded_e]
+  float* floats;   // [B][Hkv][l_blocks][task_rows][padded_e]; of codes only scratch for one row
   int16_t* codes;  // the same
-  float* steps;    // [B * Hq * L]
+  float* steps;    // [B][Hkv][l_blocks][task_rows]
+  int16_t* row_codes;  // scratch for one row
 
   PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
-    const int64_t rows = args.batch() * args.heads() * args.q_length();
-    floats = arena.array<float>(rows * plan.padded_e), codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
-    steps = arena.array<float>(Kv::kCodes ? rows : 0);
+    const int64_t rows = args.batch() * args.kv_heads() * plan.l_blocks * plan.task_rows;
+    floats = arena.array<float>((Kv::kCodes ? 0 : rows * plan.padded_e) + plan.padded_e), codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
+    steps = arena.array<float>(Kv::kCodes ? rows : 0), row_codes = arena.array<int16_t>(plan.padded_e);
   }
   void fill(const DecodeArgs& args, const DecodePlan& plan) const {
-    const int64_t columns = args.q.size(3), length = args.q_length();
-    const float scale = static_cast<float>(args.scale);
-    for (int64_t head = 0; head < args.batch() * args.heads(); head++) {
-      const HeadView view(args.q, head / args.heads(), head % args.heads());
-      const Matrix<float> to{floats + head * length * plan.padded_e, plan.padded_e};
-      for (int64_t i = 0; i < length * plan.padded_e; i++) to.data[i] = 0.0f;
-      widen_rows(view, 0, length, columns, Kv::kCodes ? 1.0f : scale, to);
-      if constexpr (Kv::kCodes)
-        for (int64_t l = 0; l < length; l++) {
-          if (args.rotated) rotate_row(to.row(l), columns);
-          const int64_t row = head * length + l;
-          steps[row] = to_int16(to.row(l), plan.padded_e, codes + row * plan.padded_e) * scale;
+    const int64_t tasks = args.batch() * args.kv_heads() * plan.l_blocks;
+    float* row = floats + (Kv::kCodes ? 0 : tasks * plan.task_rows * plan.padded_e);
+    for (int64_t task = 0; task < tasks; task++) {
+      const int64_t pair = task / plan.l_blocks, l0 = task % plan.l_blocks * plan.l_count, l_count = smaller(plan.l_count, args.q_length() - l0);
+      const int64_t rows = args.group() * l_count;
+      for_row_tiles(rows, [&](auto kRows, int64_t first) {
+        for (int64_t i = 0; i < paired(kRows); i++) {
+          const int64_t r = smaller(first + i, rows - 1), at = task * plan.task_rows + first + i;
+          const int64_t b = pair / args.kv_heads(), h = pair % args.kv_heads() * args.group() + r / l_count;
+          prepare_row(args, b, h, l0 + r % l_count, at, row);
+          constexpr int64_t kPairs = paired(kRows) / 2;
+          if constexpr (Kv::kCodes) pair_up<16, kPairs>(row_codes, i, plan.padded_e, codes + (at - i) * plan.padded_e);
+          else pair_up<8, kPairs>(row, i, plan.padded_e, floats + (at - i) * plan.padded_e);
         }
+      });
     }
   }
-  // Rows past the last of a task are its last again.
-  LOWBIT_INLINE void point(const DecodeArgs& args, const DecodePlan& plan, const SplitPlace& at, QueryRows q) const {
-    const int64_t rows = args.group() * at.l_count;
-    for (int64_t r = 0; r < plan.task_rows; r++) {
-      const int64_t i = smaller(r, rows - 1), head = at.b * args.heads() + at.kv_head * args.group() + i / at.l_count;
-      const int64_t row = head * args.q_length() + at.l0 + i % at.l_count;
-      q.floats[r] = floats + row * plan.padded_e;
-      if constexpr (Kv::kCodes) q.codes[r] = codes + row * plan.padded_e, q.steps[r] = steps + row;
+  LOWBIT_INLINE QueryRows of(const DecodeArgs& args, const DecodePlan& plan, const SplitPlace& at) const {
+    const int64_t row = ((at.b * args.kv_heads() + at.kv_head) * plan.l_blocks + at.l0 / plan.l_count) * plan.task_rows;
+    return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + row, plan.padded_e, plan.l_blocks * plan.task_rows};
+  }
+
+ private:
+  void prepare_row(const DecodeArgs& args, int64_t b, int64_t h, int64_t l, int64_t at, float* row) const {
+    const int64_t columns = args.q.size(3), padded = kv_padded(columns);
+    const float scale = static_cast<float>(args.scale);
+    for (int64_t c = 0; c < padded; c += 16) store(row + c, set1(0.0f));
+    widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : scale, Matrix<float>{row, padded});
+    if constexpr (Kv::kCodes) {
+      if (args.rotated) rotate_row(row, columns);
+      steps[at] = to_int16(row, padded, row_codes) * scale;
+    }
+  }
+  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every order of columns.
+  template <int kHalf, int64_t kPairs, class T>
+  LOWBIT_INLINE static void pair_up(const T* row, int64_t i, int64_t columns, T* tile) {
+    for (int64_t c = 0; c < columns; c += 4) {
+      T* to = tile + ((c / kHalf * kPairs + i % kPairs) * 2 + i / kPairs) * kHalf + c % kHalf;
+      __builtin_memcpy(to, row + c / 16 * 16 + column_of<typename Kv::Element>(c % 16), 4 * sizeof(T));
     }
   }
 };
@@ -111,13 +140,13 @@ struct Partials {
 
 struct TaskMemory : SplitMemory {
   TaskMemory(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
-    const int64_t rows = plan.task_rows, groups = larger(1, larger(plan.padded_e, plan.padded_ev) / kKvGroup);
+    head_rows = plan.task_rows;
+    const int64_t rows = plan.heads * head_rows, groups = larger(1, larger(args.k_scale ? args.k_scale.size(3) : 0, args.v_scale ? args.v_scale.size(3) : 0));
     scores = arena.matrix<float>(rows, kSplit), out = arena.matrix<float>(rows, plan.padded_ev);
     sums = {arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(rows)};
-    q = {arena.array<const float*>(rows), arena.array<const int16_t*>(rows), arena.array<const float*>(rows)};
     const bool codes = args.format() != KvFormat::floating;
-    scales = arena.array<float>(codes ? groups * kSplit : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
-    steps = arena.array<float>(groups * rows), weighted = arena.array<float>(kSplit);
+    scales = arena.array<float>(codes ? plan.heads * groups * kSplit : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
+    steps = arena.array<float>(codes ? groups * rows : 0), weighted = arena.array<float>(kSplit);
     group_scales = arena.array<float>(kSplit);
     program = arena.array<char>(larger(program_bytes(args.score_mod, plan), program_bytes(args.mask_mod, plan)));
   }
@@ -126,44 +155,47 @@ struct TaskMemory : SplitMemory {
   }
 };
 
-LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitPlace& at, SplitMemory& memory) {
+LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, void* memory) {
   if (!call) return;
-  ScoreVm<float> vm(*call, call->program().forward, static_cast<int>(at.l_count), kSplit, memory.program);
+  ScoreVm<float> vm(*call, call->program().forward, static_cast<int>(at.l_count), kSplit, memory);
   for (int64_t g = 0; g < args.group(); g++)
     vm.run({.b = at.b, .h = at.kv_head * args.group() + g, .q0 = args.position + at.l0, .k0 = at.first, .rows = static_cast<int>(at.l_count),
-            .cols = static_cast<int>(at.count), .scores = memory.scores.row(g * at.l_count), .stride = memory.scores.stride});
+            .cols = static_cast<int>(at.count), .scores = scores.row(g * at.l_count), .stride = scores.stride});
 }
 
-// Everything between the two products.
-LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, SplitMemory& memory) {
+// Everything between the two products, of one kv head.
+LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, RowSums<float> sums, void* program) {
   const int64_t rows = args.group() * at.l_count, padded = round_up(at.count, 16);
-  run_program(args.score_mod, args, at, memory);
-  run_program(args.mask_mod, args, at, memory);
+  run_program(args.score_mod, args, at, scores, program);
+  run_program(args.mask_mod, args, at, scores, program);
   if (args.mask)
     for (int64_t g = 0; g < args.group(); g++)
       add_mask(args.mask, TilePlace{.b = at.b, .h = at.kv_head * args.group() + g, .q0 = at.l0, .k0 = at.first, .rows = static_cast<int>(at.l_count),
                                     .cols = static_cast<int>(at.count), .skipped = 0, .partial = false},
-               Matrix<float>{memory.scores.row(g * at.l_count), memory.scores.stride});
+               Matrix<float>{scores.row(g * at.l_count), scores.stride});
   for (int64_t r = 0; r < rows; r++) {
     const VisibleKeys visible(args, at, at.l0 + r % at.l_count);
-    float* row = memory.scores.row(r);
+    float* row = scores.row(r);
     for (int64_t t = 0; t < visible.begin; t++) row[t] = kMinusInfinity<float>;
     for (int64_t t = visible.end; t < padded; t++) row[t] = kMinusInfinity<float>;
-    memory.sums.max[r] = kMinusInfinity<float>, memory.sums.sum[r] = 0.0f;
+    sums.max[r] = kMinusInfinity<float>, sums.sum[r] = 0.0f;
   }
-  softmax_rows(memory.scores, rows, padded, memory.sums);
+  softmax_rows(scores, rows, padded, sums);
 }
 
 template <class Kv>
 void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const SplitPlace& at, SplitMemory& memory) {
   const int64_t rows = args.group() * at.l_count;
-  queries.point(args, plan, at, memory.q);
-  const TokenRows keys(args.k, at.b, at.kv_head, at.first, at.count), values(args.v, at.b, at.kv_head, at.first, at.count);
-  Kv::scores(args, keys, memory.q, rows, memory.scores, memory, at);
-  probabilities(args, at, memory);
-  for (int64_t r = 0; r < round_up(rows, kRowTile); r++)
+  Kv::scores(args, TokenRows(args.k, at), queries.of(args, plan, at), rows, memory, at);
+  for (int64_t h = 0; h < at.heads; h++) {
+    const int64_t first = h * memory.head_rows;
+    SplitPlace place = at;
+    place.kv_head += h, place.heads = 1;
+    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.sums.from(first), memory.program);
+  }
+  for (int64_t r = 0; r < at.heads * memory.head_rows; r++)
     for (int64_t c = 0; c < plan.padded_ev; c += 16) store(memory.out.row(r) + c, set1(0.0f));
-  Kv::values(args, values, rows, memory.scores, memory.out, memory, at);
+  Kv::values(args, TokenRows(args.v, at), rows, memory, at);
 }
 
 // ---- one call ----------------------------------------------------------------------------------------------------------------------
@@ -195,42 +227,47 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : (base + log2(total)) / log2e;
 }
 
-// Splits of a head that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for nothing.
+// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for nothing.
 LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) { return larger(1, smaller(8, splits / (8 * threads))); }
 
 template <class Kv>
-void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const Partials& partials, int64_t first_pair,
-                 int64_t pairs, int threads) {
-  const int64_t rows = plan.rows_per_kv_head(args), kv_heads = args.kv_heads(), heads = pairs * plan.l_blocks;
-  const int64_t run = splits_per_task(heads * plan.splits, threads), runs = ceil_div(plan.splits, run);
-  parallel_for(heads * runs, threads, [&](int64_t task) {
-    const int64_t head = plan.heads_first ? task % heads : task / runs, first_split = (plan.heads_first ? task / heads : task % runs) * run;
-    const int64_t pair = head / plan.l_blocks, l0 = head % plan.l_blocks * plan.l_count, l_count = smaller(plan.l_count, args.q_length() - l0);
+void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const Partials& partials, int64_t first_bundle,
+                 int64_t bundles, int threads) {
+  const int64_t rows = plan.rows_per_kv_head(args), blocks = bundles * plan.l_blocks;
+  const int64_t run = splits_per_task(blocks * plan.splits, threads), runs = ceil_div(plan.splits, run);
+  parallel_for(blocks * runs, threads, [&](int64_t task) {
+    const int64_t block = task / runs, first_split = task % runs * run, bundle = block / plan.l_blocks;
+    SplitPlace at = plan.place_of(args, first_bundle + bundle, block % plan.l_blocks);
     Arena counted;
     TaskMemory{args, plan, counted};
     Arena arena{static_cast<char*>(scratch(Scratch::tile, counted.bytes))};
     TaskMemory memory(args, plan, arena);
     for (int64_t split = first_split; split < smaller(plan.splits, first_split + run); split++) {
-      const int64_t first = (plan.first_split + split) * kSplit;
-      const SplitPlace at{.b = (first_pair + pair) / kv_heads, .kv_head = (first_pair + pair) % kv_heads, .l0 = l0, .l_count = l_count, .first = first,
-                          .count = smaller(kSplit, args.kv_length() - first)};
+      at.first = (plan.first_split + split) * kSplit, at.count = smaller(kSplit, args.kv_length() - at.first);
       decode_split<Kv>(args, plan, queries, at, memory);
-      for (int64_t r = 0; r < args.group() * l_count; r++) {
-        const int64_t row = pair * rows + r / l_count * args.q_length() + l0 + r % l_count, slot = row * plan.splits + split;
-        partials.max[slot] = memory.sums.max[r], partials.sum[slot] = memory.sums.sum[r];
-        for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(r) + c));
-      }
+      for (int64_t h = 0; h < at.heads; h++)
+        for (int64_t r = 0; r < args.group() * at.l_count; r++) {
+          const int64_t row = (bundle * plan.heads + h) * rows + r / at.l_count * args.q_length() + at.l0 + r % at.l_count, slot = row * plan.splits + split;
+          const int64_t from = h * plan.task_rows + r;
+          partials.max[slot] = memory.sums.max[from], partials.sum[slot] = memory.sums.sum[from];
+          for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(from) + c));
+        }
     }
   });
-  parallel_for(pairs * rows, threads, [&](int64_t row) { combine_row(args, plan, partials, row, first_pair * rows + row); });
+  parallel_for(bundles * plan.heads * rows, threads, [&](int64_t partial) {
+    const SplitPlace at = plan.place_of(args, first_bundle + partial / (plan.heads * rows), 0);
+    const int64_t h = partial / rows % plan.heads;
+    if (h < at.heads) combine_row(args, plan, partials, partial, (at.b * args.kv_heads() + at.kv_head + h) * rows + partial % rows);
+  });
 }
 
 template <class Kv>
 void decode_call(const DecodeArgs& args) {
-  const DecodePlan plan(args);
-  const int64_t pairs = args.batch() * args.kv_heads(), rows = plan.rows_per_kv_head(args);
-  const int64_t pair_bytes = rows * larger(1, plan.splits) * (plan.padded_ev + 2) * static_cast<int64_t>(sizeof(float));
-  const int64_t pass = smaller(pairs, larger(1, kPartialBytes / pair_bytes));
+  const int threads = num_threads();
+  const DecodePlan plan(args, threads);
+  const int64_t bundles = args.batch() * plan.bundles_per_batch(args), rows = plan.heads * plan.rows_per_kv_head(args);
+  const int64_t bundle_bytes = rows * larger(1, plan.splits) * (plan.padded_ev + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t pass = smaller(bundles, larger(1, kPartialBytes / bundle_bytes));
   Arena counted;
   PreparedQueries<Kv>{args, plan, counted};
   Partials{pass * rows, plan, counted};
@@ -238,9 +275,9 @@ void decode_call(const DecodeArgs& args) {
   const PreparedQueries<Kv> queries(args, plan, arena);
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);
-  const int threads = pairs * rows * plan.splits * kSplit * plan.padded_e < kSerialProducts ? 1 : num_threads();
-  for (int64_t first = 0; first < pairs; first += pass)
-    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, pairs - first), threads);
+  const bool serial = bundles * rows * plan.splits * kSplit * plan.padded_e < kSerialProducts;
+  for (int64_t first = 0; first < bundles; first += pass)
+    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), serial ? 1 : threads);
 }
 
 }  // namespace

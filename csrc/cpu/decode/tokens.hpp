@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of up to 256 consecutive tokens of one kv head, read once and in order. Rows that lie 4 KiB further on are prefetched, also past the end
-// of a split: the thread that runs it mostly runs the next one too.
+// The rows of up to 256 consecutive tokens, of one kv head or of several that lie next to each other: read once, in the order of memory, a tile of
+// tokens at a time. While a tile is computed the lines that come behind it are prefetched, also past the end of a split: the thread that runs it
+// mostly runs the next one too.
 #pragma once
 
 #include "cpu/attention/softmax.hpp"
@@ -10,62 +11,89 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kSplit = 256;      // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
-constexpr int64_t kTokenTile = 32;   // tokens whose rows stay in L1 while all queries meet them
-constexpr int64_t kPrefetch = 4096;  // bytes ahead, as in linear
+constexpr int64_t kRowTile = 4;      // rows of queries that meet a token together; arrays of rows are rounded up to it
+constexpr int64_t kTileBytes = 16384;
+constexpr int64_t kPrefetch = 8192;  // bytes ahead
 
-// What one task does: the queries l0..l0 + l_count of the heads of one kv head, against the keys first..first + count. Its rows are [head of the
-// group][query].
+// What one task does: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys first..first + count. The rows of
+// a kv head are [head of the group][query].
 struct SplitPlace {
-  int64_t b, kv_head, l0, l_count, first, count;
+  int64_t b, kv_head, heads, l0, l_count, first, count;
 };
 
-// The queries of these rows, prepared once per call, rotated if the keys are: float32 times the scale, or int16 codes with a step (times the scale).
+// The queries of a task's first kv head, prepared once per call (PreparedQueries).
 struct QueryRows {
-  const float** floats;
-  const int16_t** codes;
-  const float** steps;
+  const float* floats;
+  const int16_t* codes;
+  const float* steps;
+  int64_t columns, head_rows;  // padded; rows from a kv head to the next
 };
 
-// Scratch of one task.
+// Scratch of one task, for each of its kv heads in turn; rows of a head are rounded up to kRowTile.
 struct SplitMemory {
-  Matrix<float> scores, out;
+  Matrix<float> scores, out;  // [heads][rows]
   RowSums<float> sums;
-  QueryRows q;
-  float* scales;     // of the codes of the split
-  int16_t* weights;  // [groups][rows][kSplit]: probabilities times scales
-  float* steps;      // [groups][rows] of these
+  float* scales;              // [heads][kSplit][groups] of the codes of the split
+  int16_t* weights;           // [heads][groups][rows][kSplit]: probabilities times scales
+  float* steps;               // [heads][groups][rows] of these
   float *weighted, *group_scales;  // [kSplit]
-  void* program;     // of the score programs
+  void* program;              // of the score programs
+  int64_t head_rows;
 };
 
 struct TokenRows {
   const char* data;
-  int64_t stride, bytes, count;  // bytes between rows and of a row; rows
-  int64_t ahead;                 // from a row to the one to prefetch, in bytes
+  int64_t stride, head_stride, bytes, count, heads;  // bytes between tokens and between heads, of a row; tokens; heads
+  int64_t tile;                                      // tokens whose rows stay in L1 while all queries meet them
 
-  LOWBIT_INLINE TokenRows(const TensorView& tensor, int64_t b, int64_t h, int64_t first, int64_t count) : count(count) {
+  LOWBIT_INLINE TokenRows(const TensorView& tensor, const SplitPlace& at) : count(at.count), heads(at.heads) {
     const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
-    stride = tensor.stride[2] * size, bytes = tensor.size(3) * size;
-    data = tensor.as<const char>() + (b * tensor.stride[0] + h * tensor.stride[1]) * size + first * stride;
-    ahead = larger(kTokenTile, kPrefetch / bytes) * stride;
+    stride = tensor.stride[2] * size, head_stride = tensor.stride[1] * size, bytes = tensor.size(3) * size;
+    data = tensor.as<const char>() + (at.b * tensor.stride[0] + at.kv_head * tensor.stride[1]) * size + at.first * stride;
+    tile = larger(16, smaller(kSplit, kTileBytes / (heads * bytes) / 4 * 4));
   }
-  LOWBIT_INLINE const char* row(int64_t t) const { return data + t * stride; }
-
-  LOWBIT_INLINE void prefetch(const char* row, int64_t rows) const {
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + r * stride + ahead + line);
-  }
+  LOWBIT_INLINE const char* row(int64_t head, int64_t t) const { return data + head * head_stride + t * stride; }
 };
 
-// The rows of a tile of queries go in fours; two or one are left over. f(integral_constant rows, first row).
+// The lines to prefetch while a tile is computed: as many as it has, from the token that is kPrefetch bytes further on.
+class LinesAhead {
+ public:
+  LOWBIT_INLINE LinesAhead() = default;  // none
+  LOWBIT_INLINE LinesAhead(const TokenRows& rows, int64_t t) : stride_(rows.stride) {
+    const int64_t span = (rows.heads - 1) * rows.head_stride + rows.bytes;
+    at_ = rows.data + (t + larger(rows.tile, kPrefetch / span)) * rows.stride;
+    end_ = span == rows.stride ? kNever : at_ + span;
+    gap_ = rows.stride - span;
+  }
+  LOWBIT_INLINE void fetch(int64_t lines) {
+    if (at_ + 64 * lines <= end_) {
+      for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at_ + 64 * i);
+      at_ += 64 * lines;
+    } else if (end_) {
+      for (int64_t i = 0; i < lines; i++) step();
+    }
+  }
+
+ private:
+  LOWBIT_INLINE void step() {
+    __builtin_prefetch(at_);
+    at_ += 64;
+    if (at_ >= end_) at_ = end_ + gap_, end_ += stride_;
+  }
+  static inline const char* const kNever = reinterpret_cast<const char*>(~uintptr_t{0} >> 1);
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t gap_ = 0, stride_ = 0;
+};
+
+// The rows of a head go in fours; two or one are left over. f(integral_constant rows, first row).
 template <class F>
 LOWBIT_INLINE void for_row_tiles(int64_t rows, F&& f) {
   int64_t r = 0;
-  for (; r + 2 < rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  for (; r + 2 < rows; r += kRowTile) f(std::integral_constant<int, kRowTile>{}, r);
   if (r + 2 == rows) f(std::integral_constant<int, 2>{}, r);
   else if (r + 1 == rows) f(std::integral_constant<int, 1>{}, r);
 }
-constexpr int64_t kRowTile = 4;  // arrays of rows are rounded up to it
+constexpr int paired(int rows) { return rows == 1 ? 2 : rows; }  // keys meet two rows in one vector: a single one is there twice
 
 // f(integral_constant columns) for the usual head dimensions, whose loops are then unrolled, else with 0.
 template <class F>
@@ -75,39 +103,52 @@ LOWBIT_INLINE void with_columns(int64_t columns, F&& f) {
   else f(std::integral_constant<int, 0>{});
 }
 
-// scores[r][t] for all rows and tokens. dot(integral_constant rows, r, t, key, stride, to): four sums, of all rows with the tokens t, t + 1, ... whose
-// keys are `stride` bytes apart: to[token][row].
-template <class Dot>
-LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, Matrix<float> scores, Dot&& dot) {
-  for (int64_t t0 = 0; t0 < keys.count; t0 += kTokenTile) {
-    for_row_tiles(rows, [&](auto kRows, int64_t r) {
-      alignas(64) float sums[16];
-      const int64_t end = smaller(keys.count, t0 + kTokenTile);
-      int64_t t = t0;
-      for (; t + 4 <= end; t += 4) {
-        if (r == 0) keys.prefetch(keys.row(t), 4);
-        unroll<kRows>([&](auto step) {
-          constexpr int kFirst = step * (4 / kRows);
-          dot(kRows, r, t + kFirst, keys.row(t + kFirst), keys.stride, sums + 4 * step);
-        });
-        float* to = scores.row(r) + t;
-        if constexpr (kRows == 4) transpose_4x4(sums, to, scores.stride);
-        else
-          for (int i = 0; i < 4 * kRows; i++) to[i % kRows * scores.stride + i / kRows] = sums[i];
-      }
-      for (; t < end; t++) {  // at most three
-        dot(kRows, r, t, keys.row(t), 0, sums);
-        for (int i = 0; i < kRows; i++) scores.row(r + i)[t] = sums[i];
-      }
-    });
+template <int kRows>
+LOWBIT_INLINE void store_scores(float* to, int64_t stride, f32x8 scores) {
+  if constexpr (kRows == 2) store_two_rows(to, stride, scores);
+  else store_four_rows(to, stride, scores);
+}
+
+// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r, t, key, stride, to, to_stride): to[row][token] of four rows with the tokens t
+// and t + 1, or of two with t..t + 3, whose keys are `stride` bytes apart. It captures by value.
+template <class Score>
+LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const SplitMemory& memory, Score&& score) {
+  for (int64_t t0 = 0; t0 < keys.count; t0 += keys.tile) {
+    LinesAhead lines(keys, t0);
+    const int64_t end = smaller(keys.count, t0 + keys.tile);
+    for (int64_t h = 0; h < keys.heads; h++)
+      for_row_tiles(rows, [&](auto kRows, int64_t r) {
+        constexpr std::integral_constant<int, paired(kRows)> kPaired;
+        constexpr int64_t kTokens = 8 / paired(kRows);
+        const int64_t step_lines = r == 0 ? ceil_div(kTokens * keys.bytes, 64) : 0;
+        LinesAhead ahead = lines;  // a copy that no store can change: in registers, as are the next ones
+        const auto score_here = score;
+        const int64_t stride = keys.stride, last = end, to_stride = memory.scores.stride;
+        float* to = memory.scores.row(h * memory.head_rows + r);
+        const char* key = keys.row(h, t0);
+        int64_t t = t0;
+        for (; t + kTokens <= last; t += kTokens, key += kTokens * stride) {
+          ahead.fetch(step_lines);
+          score_here(kPaired, h, r, t, key, stride, to + t, to_stride);
+        }
+        for (; t < last; t++, key += stride) {
+          float same[kRowTile * 4];  // [row][4]: the scores of this token, several times
+          score_here(kPaired, h, r, t, key, 0, same, 4);
+          for (int i = 0; i < kPaired; i++) to[i * to_stride + t] = same[i * 4];
+        }
+        lines = ahead;
+      });
   }
 }
 
-// Calls add(integral_constant rows, r, t, tokens) for tiles of rows and of tokens.
+// Calls add(integral_constant rows, head, r, t, tokens, lines ahead) for tiles of rows and of tokens.
 template <class Add>
 LOWBIT_INLINE void visit_values(const TokenRows& values, int64_t rows, Add&& add) {
-  for (int64_t t = 0; t < values.count; t += kTokenTile)
-    for_row_tiles(rows, [&](auto kRows, int64_t r) { add(kRows, r, t, smaller(kTokenTile, values.count - t)); });
+  for (int64_t t = 0; t < values.count; t += values.tile) {
+    LinesAhead ahead(values, t), none;
+    for (int64_t h = 0; h < values.heads; h++)
+      for_row_tiles(rows, [&](auto kRows, int64_t r) { add(kRows, h, r, t, smaller(values.tile, values.count - t), r == 0 ? ahead : none); });
+  }
 }
 
 }  // namespace

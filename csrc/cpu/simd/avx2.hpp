@@ -170,11 +170,6 @@ LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
 LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8));
 }
-LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { return {_mm256_cvtepi8_epi16(load_xmm(p)), _mm256_cvtepi8_epi16(load_xmm(p + 16))}; }
-LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(load_xmm(p)), eight = _mm256_set1_epi16(8);
-  return {_mm256_sub_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(15)), eight), _mm256_sub_epi16(_mm256_srli_epi16(bytes, 4), eight)};
-}
 LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) { return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b))}; }
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
 template <bool high>
@@ -186,11 +181,45 @@ LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
 LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
   return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
 }
-LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
-  _mm_storeu_ps(to, sums_of_eights(_mm256_add_ps(a.lo, a.hi), _mm256_add_ps(b.lo, b.hi), _mm256_add_ps(c.lo, c.hi), _mm256_add_ps(d.lo, d.hi)));
+LOWBIT_INLINE f32x16 in_register(f32x16 a) {
+  asm("" : "+x"(a.lo), "+x"(a.hi));
+  return a;
 }
-LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
-  _mm_storeu_ps(to, sums_of_eights(_mm256_add_epi32(a.lo, a.hi), _mm256_add_epi32(b.lo, b.hi), _mm256_add_epi32(c.lo, c.hi), _mm256_add_epi32(d.lo, d.hi)));
+LOWBIT_INLINE i16x32 in_register(i16x32 a) {
+  asm("" : "+x"(a.lo), "+x"(a.hi));
+  return a;
+}
+struct Twice { f32x16 a, b; };
+LOWBIT_INLINE Twice twice(__m256 a, __m256 b) { return {{a, a}, {b, b}}; }
+LOWBIT_INLINE Twice twice(const float* p) { return twice(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+LOWBIT_INLINE Twice twice_f16(const uint16_t* p) { return twice(_mm256_cvtph_ps(load_xmm(p)), _mm256_cvtph_ps(load_xmm(p + 8))); }
+// Unpacking with zeros is half the work of widening and shifting, in another order.
+LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) {
+  const __m256i h = load_ymm(p), zero = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h))};
+}
+LOWBIT_INLINE f32x16 ordered_bf16(f32x16 a) { return {_mm256_permute2f128_ps(a.lo, a.hi, 0x20), _mm256_permute2f128_ps(a.lo, a.hi, 0x31)}; }
+LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {
+  const f32x16 v = load_bf16_unordered(p);
+  return twice(v.lo, v.hi);
+}
+LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) {
+  const __m256i w = _mm256_cvtepi8_epi16(load_xmm(p));
+  return {w, w};
+}
+struct TwiceCodes { i16x32 low, high; };
+LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(load_xmm(p)), eight = _mm256_set1_epi16(8);
+  const __m256i low = _mm256_sub_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(15)), eight), high = _mm256_sub_epi16(_mm256_srli_epi16(bytes, 4), eight);
+  return {{low, low}, {high, high}};
+}
+LOWBIT_INLINE f32x8 half_sums(f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+  const __m256 first = sums_in_lanes(a.lo, b.lo, c.lo, d.lo), second = sums_in_lanes(a.hi, b.hi, c.hi, d.hi);
+  return {_mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31))};
+}
+LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  const __m256i first = sums_in_lanes(a.lo, b.lo, c.lo, d.lo), second = sums_in_lanes(a.hi, b.hi, c.hi, d.hi);
+  return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31)))};
 }
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }

@@ -114,12 +114,6 @@ LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_ca
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) { return {_mm512_castps_si512(_mm512_set1_ps(*reinterpret_cast<const float*>(p)))}; }
 LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(a.v)); }
-LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {
-  const __m128i mask = _mm_set1_epi8(15), bytes = load_xmm(p);
-  const __m256i codes = _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), _mm_and_si128(bytes, mask));
-  return {_mm512_cvtepi8_epi16(_mm256_sub_epi8(codes, _mm256_set1_epi8(8)))};
-}
 LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) { return {_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)))}; }
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
 template <bool high>
@@ -135,14 +129,41 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
 #endif
 }
-LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
-  auto eights = [](f32x16 x) { return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); };
-  _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
+LOWBIT_INLINE f32x16 in_register(f32x16 a) {
+  asm("" : "+v"(a.v));
+  return a;
 }
-
-LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
-  auto eights = [](i32x16 x) { return _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti32x8_epi32(x.v, 1)); };
-  _mm_storeu_ps(to, sums_of_eights(eights(a), eights(b), eights(c), eights(d)));
+LOWBIT_INLINE i16x32 in_register(i16x32 a) {
+  asm("" : "+v"(a.v));
+  return a;
+}
+struct Twice { f32x16 a, b; };
+LOWBIT_INLINE __m256i xmm_twice(const void* p) { return _mm256_broadcastsi128_si256(load_xmm(p)); }
+LOWBIT_INLINE Twice twice(const float* p) { return {{_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}, {_mm512_broadcast_f32x8(_mm256_loadu_ps(p + 8))}}; }
+LOWBIT_INLINE Twice twice_f16(const uint16_t* p) { return {{_mm512_cvtph_ps(xmm_twice(p))}, {_mm512_cvtph_ps(xmm_twice(p + 8))}}; }
+LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {
+  const __m512i h = _mm512_broadcast_i64x4(load_ymm(p)), zero = _mm512_setzero_si512();
+  return {{_mm512_castsi512_ps(_mm512_unpacklo_epi16(zero, h))}, {_mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, h))}};
+}
+LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) { return load_bf16(p); }
+LOWBIT_INLINE f32x16 ordered_bf16(f32x16 a) { return a; }
+LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) { return {_mm512_cvtepi8_epi16(xmm_twice(p))}; }
+struct TwiceCodes { i16x32 low, high; };
+LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {
+  const __m512i bytes = _mm512_cvtepu8_epi16(xmm_twice(p)), eight = _mm512_set1_epi16(8);
+  return {{_mm512_sub_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(15)), eight)}, {_mm512_sub_epi16(_mm512_srli_epi16(bytes, 4), eight)}};
+}
+LOWBIT_INLINE f32x8 half_sums(f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v)), cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 first = _mm512_castps512_ps256(s), second = _mm512_extractf32x8_ps(s, 1);
+  return {_mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31))};
+}
+LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v)), cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
+  const __m512i s = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i first = _mm512_castsi512_si256(s), second = _mm512_extracti32x8_epi32(s, 1);
+  return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31)))};
 }
 
 // In two halves: streams of codes arrive up to 1.25x faster than by whole lines (W4A8, m = 1, Zen 5), and what is in L1 as fast.

@@ -104,12 +104,6 @@ struct i16x32 { int16_t lane[32]; };
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { i16x32 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i % 2]; return r; }
 LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int16_t>(a.lane[i]); }  // values fit
-LOWBIT_INLINE i16x32 widen_i8(const int8_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i]; return r; }
-LOWBIT_INLINE i16x32 widen_i4(const uint8_t* p) {  // 16 bytes: low nibbles, then high nibbles, each - 8
-  i16x32 r;
-  for (int i = 0; i < 32; i++) r.lane[i] = static_cast<int16_t>((i < 16 ? p[i] & 15 : p[i - 16] >> 4) - 8);
-  return r;
-}
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) {  // a[0] b[0] a[1] b[1] ...: 16 of each
   i16x32 r;
   LOWBIT_LANES r.lane[2 * i] = a[i], r.lane[2 * i + 1] = b[i];
@@ -125,22 +119,55 @@ LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
   LOWBIT_LANES sum.lane[i] += a.lane[2 * i] * b.lane[2 * i] + a.lane[2 * i + 1] * b.lane[2 * i + 1];
   return sum;
 }
-// to[0..3] = the sums of the lanes of a, b, c, d, added in the order that shuffles give: the same bits everywhere.
-LOWBIT_INLINE void store_sums(float* to, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+// Loaded once and kept, where a compiler would rather load it again in every instruction that uses it.
+LOWBIT_INLINE f32x16 in_register(f32x16 a) { return a; }
+LOWBIT_INLINE i16x32 in_register(i16x32 a) { return a; }
+// Two rows of queries share a vector, one in each half, so that each element of a key is wanted in both.
+struct Twice { f32x16 a, b; };  // 16 elements: a has eight of them in each half, b the others
+LOWBIT_INLINE Twice twice(const float* p) { Twice r; LOWBIT_LANES r.a.lane[i] = p[i % 8], r.b.lane[i] = p[8 + i % 8]; return r; }
+LOWBIT_INLINE Twice twice_f16(const uint16_t* p) {
+  Twice r;
+  LOWBIT_LANES r.a.lane[i] = float_from_float16(p[i % 8]), r.b.lane[i] = float_from_float16(p[8 + i % 8]);
+  return r;
+}
+LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {  // a: 0..3 and 8..11, b: 4..7 and 12..15, as unpacking gives them
+  Twice r;
+  LOWBIT_LANES r.a.lane[i] = float_from_bfloat16(p[i % 4 + i % 8 / 4 * 8]), r.b.lane[i] = float_from_bfloat16(p[4 + i % 4 + i % 8 / 4 * 8]);
+  return r;
+}
+// 16 bfloat16 in the order that is cheapest to make, and that order undone.
+LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) { return load_bf16(p); }
+LOWBIT_INLINE f32x16 ordered_bf16(f32x16 a) { return a; }
+LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i % 16]; return r; }
+struct TwiceCodes { i16x32 low, high; };
+LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {  // low and high nibbles of 16 bytes, each - 8
+  TwiceCodes r;
+  for (int i = 0; i < 32; i++) r.low.lane[i] = static_cast<int16_t>((p[i % 16] & 15) - 8), r.high.lane[i] = static_cast<int16_t>((p[i % 16] >> 4) - 8);
+  return r;
+}
+// Sums of the halves of a, b, c, d: [half][which], added in the order that shuffles give: the same bits everywhere.
+struct f32x8 { float lane[8]; };
+LOWBIT_INLINE f32x8 half_sums(f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
   const f32x16* all[] = {&a, &b, &c, &d};
-  for (int r = 0; r < 4; r++) {
-    float q[8];
-    for (int i = 0; i < 8; i++) q[i] = all[r]->lane[i] + all[r]->lane[i + 8];
-    to[r] = ((q[0] + q[2]) + (q[1] + q[3])) + ((q[4] + q[6]) + (q[5] + q[7]));
+  f32x8 r;
+  for (int i = 0; i < 8; i++) {
+    const float* q = all[i % 4]->lane + i / 4 * 8;
+    r.lane[i] = ((q[0] + q[2]) + (q[1] + q[3])) + ((q[4] + q[6]) + (q[5] + q[7]));
   }
+  return r;
 }
-LOWBIT_INLINE void store_sums(float* to, i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
   const i32x16* all[] = {&a, &b, &c, &d};
-  for (int r = 0; r < 4; r++) to[r] = static_cast<float>(sum(*all[r]));
+  f32x8 r;
+  for (int i = 0; i < 8; i++) {
+    int32_t sum = 0;
+    for (int j = 0; j < 8; j++) sum += all[i % 4]->lane[i / 4 * 8 + j];
+    r.lane[i] = static_cast<float>(sum);
+  }
+  return r;
 }
-LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
-  for (int i = 0; i < 4; i++) for (int j = 0; j < 4; j++) to[j * to_stride + i] = from[i * 4 + j];
-}
+LOWBIT_INLINE void store_two_rows(float* to, int64_t stride, f32x8 a) { for (int i = 0; i < 8; i++) to[i / 4 * stride + i % 4] = a.lane[i]; }
+LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) { for (int i = 0; i < 8; i++) to[i / 2 * stride + i % 2] = a.lane[i]; }
 
 // One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }

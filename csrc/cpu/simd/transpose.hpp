@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of 8) and of 4 x 4; sums of lanes.
+// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of 8); sums of lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -34,20 +34,22 @@ LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* 
   }
 }
 
-LOWBIT_INLINE __m128 sums_of_eights(__m256 a, __m256 b, __m256 c, __m256 d) {  // of the eight lanes of each
+struct f32x8 { __m256 v; };
+LOWBIT_INLINE __m256 sums_in_lanes(__m256 a, __m256 b, __m256 c, __m256 d) {  // of each 128 bits: [a b c d]
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)), cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-  const __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
-  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+  return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
 }
-LOWBIT_INLINE __m128 sums_of_eights(__m256i a, __m256i b, __m256i c, __m256i d) {
+LOWBIT_INLINE __m256i sums_in_lanes(__m256i a, __m256i b, __m256i c, __m256i d) {
   const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)), cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-  const __m256i s = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-  return _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 }
-LOWBIT_INLINE void transpose_4x4(const float* from, float* to, int64_t to_stride) {
-  __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + 4), c = _mm_loadu_ps(from + 8), d = _mm_loadu_ps(from + 12);
-  _MM_TRANSPOSE4_PS(a, b, c, d);
-  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_stride, b), _mm_storeu_ps(to + 2 * to_stride, c), _mm_storeu_ps(to + 3 * to_stride, d);
+LOWBIT_INLINE void store_two_rows(float* to, int64_t stride, f32x8 a) {
+  _mm_storeu_ps(to, _mm256_castps256_ps128(a.v)), _mm_storeu_ps(to + stride, _mm256_extractf128_ps(a.v, 1));
+}
+LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
+  const __m128 first = _mm256_castps256_ps128(a.v), second = _mm256_extractf128_ps(a.v, 1);
+  auto at = [&](int64_t row) { return reinterpret_cast<__m64*>(to + row * stride); };
+  _mm_storel_pi(at(0), first), _mm_storeh_pi(at(1), first), _mm_storel_pi(at(2), second), _mm_storeh_pi(at(3), second);
 }
 
 LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
