@@ -52,8 +52,8 @@ void kv_dequantize_kernel(StableIValue* stack) {
 }  // namespace
 
 const Op decode_op = {"decode",
-                      "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, int position, "
-                      "int window, int v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
+                      "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, SymInt position, "
+                      "int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
                       boxed<decode_kernel>};
 
 const Op kv_quantize_op = {"kv_quantize_", "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()",

@@ -37,8 +37,8 @@ def _writes(*arguments: Tensor | bool) -> None:
 
 OPS = {
     "decode": (
-        "(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, int position, int window, "
-        "int v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
+        "(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, SymInt position, int window, "
+        "SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
         _decode,
         _decode_fake,
     ),
