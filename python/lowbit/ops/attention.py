@@ -62,11 +62,11 @@ def attention(
         blocks: kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices of a BlockMask.
         block_size: queries and keys of a block.
         sink: ``[Hq]``, a logit without a value.
-        want_max_scores: fill the third result.
+        want_max_scores: fill the third result, whether a gradient is wanted or not.
 
     Returns:
         (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64 inputs;
-        without ``want_max_scores`` the third is empty).
+        without ``want_max_scores`` the third may be empty).
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
@@ -84,9 +84,11 @@ def attention(
         or any(tensor.requires_grad for tensor in score_captured)
     ):
         function = _TransformedAttention if compiling or _is_transformed() else _Attention
+        # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
+        # would be off by four times as much.
         return function.apply(
             q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks, block_size,
-            sink, want_max_scores, *score_captured,
+            sink, True, *score_captured,
         )  # fmt: skip
     return (_forward_op if compiling else _forward_function)(
         q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size, sink,
