@@ -4,6 +4,7 @@
 // asks for its value.
 #include "ops/attention.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "ops/attention_mods.hpp"
@@ -67,6 +68,18 @@ class Mods {
   AttentionMods mods_;
 };
 
+// Dense, in the order of the strides of `like`, the last dimension innermost: what leaves transposed heads leaves them so for who transposes back.
+TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
+  int order[] = {0, 1, 2};
+  const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
+  if (!broadcast) std::stable_sort(order, order + 3, [&](int a, int b) { return like.stride[a] > like.stride[b]; });
+  const int64_t permuted[] = {shape[order[0]], shape[order[1]], shape[order[2]], shape[3]};
+  const TensorView dense = contiguous_view(dtype, 4, permuted);
+  TensorView view = dense;
+  for (int i = 0; i < 3; i++) view.shape[order[i]] = dense.shape[i], view.stride[order[i]] = dense.stride[i];
+  return view;
+}
+
 // Sizes of 1 stretched to [B, Hq, L, S] by strides of 0; other sizes are left to the checks of attention.
 TensorView stretched(TensorView view, const TensorView& q, const TensorView& k) {
   const int64_t full[] = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
@@ -107,7 +120,7 @@ void forward_kernel(StableIValue* stack) {
   AttentionForwardArgs args = forward_args(op, q, k, v, scores, masks);
   args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod();
   const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
-  args.out = contiguous_view(args.q.dtype, 4, shape);
+  args.out = ordered_view(args.q.dtype, shape, args.q);
   args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
   args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
   Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse), max_scores = Tensor::empty(op, args.max_scores);
@@ -120,12 +133,8 @@ void forward_kernel(StableIValue* stack) {
 class Gradients {
  public:
   explicit Gradients(std::string_view op) : op_(op) {}
-  TensorView like(const TensorView& view) { return of(view.dtype, view); }
-  TensorView of(DType dtype, const TensorView& shape) {
-    TensorView view = contiguous_view(dtype, shape.rank, shape.shape.data());
-    tensors_.push_back(Tensor::empty(op_, view));
-    return view;
-  }
+  TensorView contiguous(DType dtype, const TensorView& like) { return made(contiguous_view(dtype, like.rank, like.shape.data())); }
+  TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
   StableIValue list() {
     List list = List::empty(op_, tensors_.size());
     for (Tensor& tensor : tensors_) list.push(op_, std::move(tensor));
@@ -133,6 +142,10 @@ class Gradients {
   }
 
  private:
+  TensorView made(TensorView view) {
+    tensors_.push_back(Tensor::empty(op_, view));
+    return view;
+  }
   std::string_view op_;
   std::vector<Tensor> tensors_;
 };
@@ -156,20 +169,22 @@ void backward_kernel(StableIValue* stack) {
   args.grad_out = grad_out.dense_view(op, "grad_out"), args.grad_lse = grad_lse.contiguous_view(op, "grad_lse");
 
   Gradients gradients(op);
-  args.grad_q = gradients.like(forward.q), args.grad_k = gradients.like(forward.k), args.grad_v = gradients.like(forward.v);
+  args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k), args.grad_v = gradients.ordered(forward.v);
   if (mask_needs) {
-    const TensorView grad = gradients.of(real_of(forward.q.dtype), scores.mask.view(op, "mask"));
+    const TensorView grad = gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask"));
     if (grad.data) std::memset(grad.data, 0, grad.numel() * size_of(grad.dtype));  // the kernel adds to it
     args.grad_mask = stretched(grad, forward.q, forward.k);
   }
   check(!sink_needs || forward.sink, ErrorKind::value, op, ": sink_needs must be False without a sink");
-  if (sink_needs) args.grad_sink = gradients.like(forward.sink);
+  if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
   std::vector<TensorView> captured_gradients;
   const std::vector<StableIValue> needs = captured_needs.values(op);
   check(needs.size() <= mods.score_captured().size(), ErrorKind::value, op, ": score_captured_needs must have at most ", mods.score_captured().size(),
         " entries, got ", needs.size());
-  for (size_t i = 0; i < needs.size(); i++)
-    captured_gradients.push_back(to_bool(needs[i]) ? gradients.like(mods.score_captured()[i].view(op, "score_captured")) : TensorView{});
+  for (size_t i = 0; i < needs.size(); i++) {
+    const TensorView captured = mods.score_captured()[i].view(op, "score_captured");
+    captured_gradients.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
+  }
   attention_backward(args, mods->lists, captured_gradients);
   stack[0] = gradients.list();
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,8 +68,8 @@ def flex_attention(
 
     Args:
         query: ``[B, Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64.
-        key: ``[B or 1, Hkv, S, E]``; a batch of 1 needs a block_mask of batch B.
-        value: ``[B or 1, Hkv, S, Ev]``.
+        key: ``[B or 1, Hkv, S, E]``, any floating dtype; a batch of 1 needs a block_mask of batch B.
+        value: ``[B or 1, Hkv, S, Ev]``, any floating dtype.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``; h is the query head. It may capture tensors of any dtype.
         block_mask: torch's BlockMask, as ``create_block_mask`` makes it, for lengths L and S.
         scale: default 1 / sqrt(E).
@@ -81,7 +82,7 @@ def flex_attention(
         cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their own document only.
 
     Returns:
-        ``[B, Hq, L, Ev]`` in the dtype of query; (out, lse) with return_lse; (out, AuxOutput) with return_aux.
+        ``[B, Hq, L, Ev]`` in the dtype of query and the order of its strides; (out, lse) with return_lse; (out, AuxOutput) with return_aux.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
@@ -103,7 +104,11 @@ def flex_attention(
         from lowbit.attention.compiled import compiled_attention as run
     else:
         run = run_mods
+    dtype = query.dtype
+    if not (key.dtype == value.dtype == dtype):
+        query, key, value = _widened(query, key, value)
     out, lse, max_scores = run(query, key, value, score_mod, block_mask, scale, dropout_p, sink, wants_max)
+    out = out.to(dtype)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
@@ -141,6 +146,12 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in the widest of their dtypes, of 16 bits at least; gradients come back in their own."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.dtype in DTYPES])
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _check(
@@ -183,10 +194,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
         if tensor.dim() != 4:
             raise NotImplementedError(f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})")
+        if tensor is not query and tensor.is_floating_point():
+            continue
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_dtype(tensor)}")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{_NAME}: {name} must have the dtype of query, got {_dtype(tensor)} and {_dtype(query)}")
     if query.size(-1) != key.size(-1):
         raise ValueError(
             f"{_NAME}: Expect query and key/value to have the same embedding dimension but got E={query.size(-1)} and E={key.size(-1)}."

@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         enable_gqa: heads of key and value may be fewer: Hq must be a multiple of Hkv.
 
     Returns:
-        ``[..., Hq, L, Ev]`` in the dtype of query, contiguous.
+        ``[..., Hq, L, Ev]`` in the dtype of query; dense, in the order of the strides of a 4-d query.
 
     Raises:
         ValueError: a shape, a device or an option does not fit.

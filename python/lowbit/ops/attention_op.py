@@ -8,6 +8,8 @@ holds nothing else. The random numbers of dropout come from `seed`, a tensor: tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def forward_fake(q, k, v, *rest, want_max_scores=False):
     want_max_scores = rest[12] if len(rest) > 12 else want_max_scores
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
-    return q.new_empty((*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
+    return _ordered(q, (*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
 
 
 def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
@@ -66,13 +68,22 @@ def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout
 
 def backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
                    score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
-    grads = [tensor.new_empty(tensor.shape) for tensor in (q, k, v)]
+    grads = [_ordered(tensor, tensor.shape) for tensor in (q, k, v)]
     if mask_needs:
         grads.append(lse.new_zeros(mask.shape))  # the kernel adds to it
     if sink_needs:
         grads.append(sink.new_empty(sink.shape))
     grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(score_captured, score_captured_needs, strict=False) if needed]
     return grads
+
+
+def _ordered(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new dense tensor, 4-d, in the order of the strides of ``like``, the last dimension innermost."""
+    strides = like.stride()
+    if 0 in strides[:3] or (strides[3] != 1 and like.shape[3] > 1):
+        return like.new_empty(shape)
+    order = sorted(range(3), key=lambda i: -strides[i])
+    return like.new_empty([*(shape[i] for i in order), shape[3]]).permute([*(order.index(i) for i in range(3)), 3])
 
 
 def _dense(tensor: Tensor) -> Tensor:
