@@ -1,40 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/attention.hpp"
+#include "ops/attention_mods.hpp"
 
 #include <pybind11/stl.h>
 
-#include <optional>
-
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
-#include "ops/score_program.hpp"
 
 namespace lowbit {
 namespace {
 
 using Code = std::vector<int64_t>;
 
-// What forward and backward have in common, and the objects that the views point into.
+// The objects that the views of the mods point into.
 class Call {
  public:
   Call(const char* op, const Code& score_mod, const py::list& score_captured, const Code& mask_mod, const py::list& mask_captured,
        const py::list& blocks, std::pair<int64_t, int64_t> block_size)
       : score_captured_(score_captured, "score_captured"), mask_captured_(mask_captured, "mask_captured"),
-        blocks_(blocks, "blocks", Access::read, true) {
-    if (!score_mod.empty()) score_mod_.emplace(op, "score_mod", score_mod, score_captured_.views);
-    if (!mask_mod.empty()) mask_mod_.emplace(op, "mask_mod", mask_mod, mask_captured_.views);
-    check(blocks_.views.empty() || blocks_.views.size() == 4, ErrorKind::value, op,
-          ": blocks must be kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, got ", blocks_.views.size(), " tensors");
-    if (!blocks_.views.empty()) lists = {blocks_.views[0], blocks_.views[1], blocks_.views[2], blocks_.views[3]};
-    lists.q_block = block_size.first, lists.kv_block = block_size.second;
-  }
-  const ScoreCall* score_mod() const { return score_mod_ ? &*score_mod_ : nullptr; }
-  const ScoreCall* mask_mod() const { return mask_mod_ ? &*mask_mod_ : nullptr; }
-  BlockLists lists;
+        blocks_(blocks, "blocks", Access::read, true),
+        mods_(op, {score_mod, score_captured_.views}, {mask_mod, mask_captured_.views}, blocks_.views, block_size) {}
+  const AttentionMods* operator->() const { return &mods_; }
 
  private:
   TensorArguments score_captured_, mask_captured_, blocks_;
-  std::optional<ScoreCall> score_mod_, mask_mod_;
+  AttentionMods mods_;
 };
 
 void forward_into(py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse, py::handle max_scores, double scale, bool causal,
@@ -49,8 +38,8 @@ void forward_into(py::handle q, py::handle k, py::handle v, py::handle out, py::
   const py::gil_scoped_release nogil;
   attention_forward({.q = *q_argument, .k = *k_argument, .v = *v_argument, .out = *out_argument, .lse = *lse_argument,
                      .max_scores = *max_argument, .mask = *mask_argument, .sink = *sink_argument, .scale = scale, .causal = causal,
-                     .dropout_p = dropout_p, .seed = seed, .score_mod = call.score_mod(), .mask_mod = call.mask_mod()},
-                    call.lists);
+                     .dropout_p = dropout_p, .seed = seed, .score_mod = call->score_mod(), .mask_mod = call->mask_mod()},
+                    call->lists);
 }
 
 void backward_into(py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse, py::handle grad_out, py::handle grad_lse,
@@ -72,11 +61,11 @@ void backward_into(py::handle q, py::handle k, py::handle v, py::handle out, py:
   const py::gil_scoped_release nogil;
   attention_backward({.forward = {.q = *q_argument, .k = *k_argument, .v = *v_argument, .out = *out_argument, .lse = *lse_argument,
                                   .mask = *mask_argument, .sink = *sink_argument, .scale = scale, .causal = causal, .dropout_p = dropout_p,
-                                  .seed = seed, .score_mod = call.score_mod(), .mask_mod = call.mask_mod()},
+                                  .seed = seed, .score_mod = call->score_mod(), .mask_mod = call->mask_mod()},
                       .grad_out = *grad_out_argument, .grad_lse = *grad_lse_argument, .grad_q = *grad_q_argument,
                       .grad_k = *grad_k_argument, .grad_v = *grad_v_argument, .grad_mask = *grad_mask_argument,
                       .grad_sink = *grad_sink_argument},
-                     call.lists, captured_grads.views);
+                     call->lists, captured_grads.views);
 }
 
 }  // namespace

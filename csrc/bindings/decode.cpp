@@ -3,11 +3,9 @@
 
 #include <pybind11/stl.h>
 
-#include <optional>
-
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
-#include "ops/score_program.hpp"
+#include "ops/attention_mods.hpp"
 
 namespace lowbit {
 namespace {
@@ -22,13 +20,11 @@ void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, doubl
   const TensorArgument mask_argument = optional(mask, "decode: mask"), sink_argument = optional(sink, "decode: sink");
   const TensorArgument lse_argument(lse, "decode: lse", Access::write, true);
   const TensorArguments score_tensors(score_captured, "score_captured"), mask_tensors(mask_captured, "mask_captured");
-  std::optional<ScoreCall> score_call, mask_call;
-  if (!score_mod.empty()) score_call.emplace("decode", "score_mod", score_mod, score_tensors.views);
-  if (!mask_mod.empty()) mask_call.emplace("decode", "mask_mod", mask_mod, mask_tensors.views);
+  const AttentionMods mods("decode", {score_mod, score_tensors.views}, {mask_mod, mask_tensors.views});
   const py::gil_scoped_release nogil;
   decode({.q = *q_argument, .k = *k_argument, .v = *v_argument, .k_scale = *k_scale_argument, .v_scale = *v_scale_argument, .out = *out_argument,
           .lse = *lse_argument, .mask = *mask_argument, .sink = *sink_argument, .scale = scale, .causal = causal, .position = position,
-          .window = window, .rotated = rotated, .score_mod = score_call ? &*score_call : nullptr, .mask_mod = mask_call ? &*mask_call : nullptr});
+          .window = window, .rotated = rotated, .score_mod = mods.score_mod(), .mask_mod = mods.mask_mod()});
 }
 
 void kv_quantize_into(py::handle x, py::handle codes, py::handle scale, bool rotate) {

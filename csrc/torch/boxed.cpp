@@ -94,12 +94,59 @@ TensorView Tensor::view(std::string_view op, std::string_view name) const {
 
 Tensor Tensor::empty(std::string_view op, TensorView& view) {
   const Symbols& torch = loaded_symbols();
+  check(view.dtype != DType::other, ErrorKind::type, op, ": the dtype of a result is none that is supported");
   TensorHandle handle = nullptr;
   ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(), torch.dtypes[static_cast<int>(view.dtype)],
                              torch.device_cpu, 0, &handle), op, "allocation of the result");
   Tensor tensor(handle);
   ensure(torch.get_data_ptr(handle, &view.data), op, "data of the result");
   return tensor;
+}
+
+TensorView Tensor::dense_view(std::string_view op, std::string_view name) {
+  const TensorView given = view(op, name);
+  return given.rank == 0 || given.size(-1) <= 1 || given.stride[given.rank - 1] == 1 ? given : contiguous_view(op, name);
+}
+
+TensorView Tensor::contiguous_view(std::string_view op, std::string_view name) {
+  const TensorView given = view(op, name);
+  if (!handle_ || given.is_contiguous()) return given;
+  TensorView copied = torch::contiguous_view(given.dtype, given.rank, given.shape.data());
+  Tensor copy = empty(op, copied);
+  ensure(loaded_symbols().copy(copy.handle_, handle_, 0), op, "a contiguous copy of an argument");
+  std::swap(handle_, copy.handle_);
+  return copied;
+}
+
+List List::empty(std::string_view op, size_t capacity) {
+  ListHandle handle = nullptr;
+  ensure(loaded_symbols().new_list(capacity, &handle), op, "a list");
+  return List(handle);
+}
+
+std::vector<StableIValue> List::values(std::string_view op) const {
+  const Symbols& torch = loaded_symbols();
+  size_t size = 0;
+  ensure(torch.list_size(handle_, &size), op, "size of a list");
+  std::vector<StableIValue> values(size);
+  for (size_t i = 0; i < size; i++) ensure(torch.list_item(handle_, i, &values[i]), op, "item of a list");
+  return values;
+}
+
+std::vector<Tensor> List::tensors(std::string_view op) const {
+  std::vector<Tensor> tensors;
+  for (const StableIValue value : values(op)) tensors.push_back(Tensor::take(value));
+  return tensors;
+}
+
+void List::push(std::string_view op, Tensor&& tensor) {
+  ensure(loaded_symbols().list_push(handle_, to_value(std::move(tensor))), op, "item of a list");
+}
+
+std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name) {
+  std::vector<TensorView> views;
+  for (const Tensor& tensor : tensors) views.push_back(tensor.view(op, name));
+  return views;
 }
 
 }  // namespace lowbit::torch

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decoding a boxed call. The stack hands every tensor over: a kernel first takes all of them (nothing throws), then looks at them, so that
-// an error frees them too. A Tensor is an owned handle; an optional is null or a heap cell with the value; int and bool are bits.
+// an error frees them too. A Tensor or list is an owned handle; an optional is null or a heap cell with the value; int, float and bool are bits.
 #pragma once
 
+#include <bit>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "core/error.hpp"
 #include "core/tensor_view.hpp"
@@ -38,14 +40,57 @@ class Tensor {
   }
   // A new contiguous CPU tensor of the view's dtype and shape; sets view.data.
   static Tensor empty(std::string_view op, TensorView& view);
+  // The view of this tensor; one that is not dense in its last dimension becomes a contiguous copy.
+  TensorView dense_view(std::string_view op, std::string_view name);
+  TensorView contiguous_view(std::string_view op, std::string_view name);
 
  private:
   TensorHandle handle_ = nullptr;
 };
 
+class List {
+ public:
+  List() = default;
+  explicit List(ListHandle handle) : handle_(handle) {}
+  List(List&& other) noexcept : handle_(other.release()) {}
+  List& operator=(List&&) = delete;
+  ~List() {
+    if (handle_) loaded_symbols().delete_list(handle_);
+  }
+
+  ListHandle release() { return std::exchange(handle_, nullptr); }
+  std::vector<StableIValue> values(std::string_view op) const;
+  std::vector<Tensor> tensors(std::string_view op) const;
+  void push(std::string_view op, Tensor&& tensor);
+
+  static List take(StableIValue value) { return List(reinterpret_cast<ListHandle>(value)); }
+  static List empty(std::string_view op, size_t capacity);
+
+ private:
+  ListHandle handle_ = nullptr;
+};
+
+// Takes the arguments of a call one after the other.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  Tensor tensor() { return Tensor::take(*next_++); }
+  Tensor optional_tensor() { return Tensor::take_optional(*next_++); }
+  List list() { return List::take(*next_++); }
+  int64_t integer() { return static_cast<int64_t>(*next_++); }
+  double number() { return std::bit_cast<double>(*next_++); }
+  bool boolean() { return (*next_++ & 0xff) != 0; }
+
+ private:
+  StableIValue* next_;
+};
+
 inline int64_t to_int(StableIValue value) { return static_cast<int64_t>(value); }
 inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
 inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
+inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
+
+std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name);
 
 TensorView contiguous_view(DType dtype, int rank, const int64_t* shape);  // without data
 

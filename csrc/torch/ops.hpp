@@ -10,8 +10,9 @@ struct Op {
   const char* name;    // in namespace lowbit
   const char* schema;
   BoxedKernel cpu;
+  bool lists = false;  // among its arguments or results: torch >= 2.10
 };
 
-extern const Op linear_op, dequantize_op;
+extern const Op linear_op, dequantize_op, attention_forward_op, attention_backward_op, decode_op, kv_quantize_op, kv_dequantize_op;
 
 }  // namespace lowbit::torch

@@ -9,7 +9,8 @@
 namespace lowbit::torch {
 namespace {
 
-const Op* const kOps[] = {&linear_op, &dequantize_op};
+const Op* const kOps[] = {&linear_op,  &dequantize_op,  &attention_forward_op, &attention_backward_op,
+                          &decode_op, &kv_quantize_op, &kv_dequantize_op};
 
 constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
 constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10} << 48;  // the stack conventions of boxed.hpp are those of torch 2.10
@@ -20,6 +21,7 @@ struct Libraries {
 };
 
 std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
+  if (op.lists && !torch.has_lists()) return "this torch has no lists in its stable ABI (2.10 has)";
   if (torch.library_def(libraries.definitions, op.schema) != 0) return "torch refused the schema (it wrote why to stderr)";
   const Status status = torch.library_impl_versioned ? torch.library_impl_versioned(libraries.cpu, op.name, op.cpu, kAbi)
                                                      : torch.library_impl(libraries.cpu, op.name, op.cpu);

@@ -61,7 +61,13 @@ bool load(Symbols& s, std::string* reason) {
   loader.optional(s.get_const_data_ptr, "torch_get_const_data_ptr");
   loader.required(s.empty_strided, "aoti_torch_empty_strided");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
+  loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");
+  loader.optional(s.new_list, "torch_new_list_reserve_size");
+  loader.optional(s.delete_list, "torch_delete_list");
+  loader.optional(s.list_size, "torch_list_size");
+  loader.optional(s.list_item, "torch_list_get_item");
+  loader.optional(s.list_push, "torch_list_push_back");
   s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
   constexpr const char* kDTypes[] = {"aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
                                      "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int8",

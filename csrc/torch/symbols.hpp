@@ -14,6 +14,7 @@ using StableIValue = uint64_t;                                  // an argument o
 using BoxedKernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
 using TensorHandle = struct AtenTensorOpaque*;
 using LibraryHandle = struct TorchLibraryOpaque*;
+using ListHandle = struct StableListOpaque*;
 using Status = int32_t;                                         // 0: success
 
 struct Symbols {
@@ -33,7 +34,15 @@ struct Symbols {
   Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                           int32_t device_index, TensorHandle*) = nullptr;
   Status (*delete_tensor)(TensorHandle) = nullptr;
+  Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
+  // lists: torch >= 2.10, else all null
+  Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
+  Status (*delete_list)(ListHandle) = nullptr;
+  Status (*list_size)(ListHandle, size_t*) = nullptr;
+  Status (*list_item)(ListHandle, size_t index, StableIValue*) = nullptr;  // an owned handle if it is a tensor
+  Status (*list_push)(ListHandle, StableIValue) = nullptr;
+  bool has_lists() const { return new_list && delete_list && list_size && list_item && list_push; }
   int32_t device_cpu = 0;
   int32_t dtypes[static_cast<int>(DType::other)] = {};          // torch's number of each DType before DType::other
 };

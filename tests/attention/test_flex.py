@@ -232,3 +232,33 @@ lowbit.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + (j - i) * 0
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     assert int(python(code)) < 64 * 1024
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_results_and_gradients_have_the_order_of_the_strides(order: tuple[int, ...]) -> None:
+    sizes = torch.tensor([2, 4, 6])  # B, H, L in the order of memory
+    storage = [torch.randn(*sizes[list(order)].tolist(), 8, requires_grad=True) for _ in range(3)]
+    q, k, v = (tensor.permute(*(order.index(i) for i in range(3)), 3) for tensor in storage)
+    assert q.shape == (2, 4, 6, 8)
+    out = flex_attention(q, k, v)
+    assert out.stride() == q.stride()
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    for gradient, tensor in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), (q, k, v), strict=True):
+        assert gradient.stride() == tensor.stride()
+    assert flex_attention(q.mT.contiguous().mT, k, v).is_contiguous()
+
+
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_keys_of_another_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    wide = [torch.randn(1, 2, 20, 8) for _ in range(3)]
+    torch._dynamo.reset()
+    q, k, v = wide[0].to(q_dtype), wide[1].to(kv_dtype), wide[2].to(kv_dtype)
+    q.requires_grad_()
+    out = flex_attention(q, k, v)
+    wanted = torch.nn.functional.scaled_dot_product_attention(*(tensor.double() for tensor in (q, k, v)))
+    assert out.dtype == q_dtype
+    torch.testing.assert_close(out.double(), wanted, atol=0.01 if q_dtype == torch.bfloat16 else 1e-5, rtol=0.01)
+    assert torch.autograd.grad(out.sum(), q)[0].dtype == q_dtype
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), out)

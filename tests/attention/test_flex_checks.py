@@ -28,7 +28,7 @@ BIAS = torch.randn(64, requires_grad=True)
     [
         ({"query": 3}, TypeError, "query must be a tensor, got int"),
         ({"query": torch.randn(4, 64, 16)}, NotImplementedError, "must be 4D tensors"),
-        ({"value": torch.randn(2, 4, 64, 16, dtype=torch.float64)}, ValueError, "value must have the dtype of query, got float64 and float32"),
+        ({"value": torch.zeros(2, 4, 64, 16, dtype=torch.int32)}, TypeError, "value must be float32, bfloat16, float16 or float64, got int32"),
         ({"query": torch.zeros(2, 4, 64, 16, dtype=torch.int32)}, TypeError, "query must be float32"),
         ({"key": torch.randn(2, 4, 64, 8)}, ValueError, "same embedding dimension but got E=16 and E=8"),
         ({"value": torch.randn(2, 4, 63, 16)}, ValueError, "value must have batch, heads and length of key"),

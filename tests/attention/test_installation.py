@@ -60,3 +60,18 @@ def test_compiled_calls_of_torchs_flex_attention(installation: None, backend: st
 
     for ours, wanted in zip(run(torch.compile(torch_flex.flex_attention, fullgraph=True, backend=backend)), run(lowbit.flex_attention), strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_errors_are_of_torchs_kind(installation: None) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    for arguments, text in (((q, q, q[..., :8, :].double()), "dtype"), ((q[0, 0, 0],) * 3, "dimensions"), ((q, q[:, :, :, :4], q), "head dimension")):
+        with pytest.raises(RuntimeError, match=text):
+            functional.scaled_dot_product_attention(*arguments)
+
+
+def test_torchscript_goes_on_to_call_torch(installation: None) -> None:
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(1, 2, 8, 16)
+    torch.testing.assert_close(torch.jit.script(attend)(q), lowbit.scaled_dot_product_attention(q, q, q))

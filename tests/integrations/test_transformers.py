@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from functorch.compile import aot_module_simplified
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
@@ -118,6 +121,47 @@ def test_bfloat16_model() -> None:
         last = model(tokens[:, 24:], past_key_values=cache).logits
     assert last.dtype == torch.bfloat16
     assert (last - wanted[:, 24:]).norm() / wanted[:, 24:].norm() < 0.05
+
+
+@pytest.mark.parametrize("implementation", ["lowbit", "sdpa"])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_compiled_model_decodes_with_the_cache(model: torch.nn.Module, format: str, implementation: str) -> None:
+    """fullgraph; "lowbit" multiplies the codes, and the dequantized states that other implementations get are not computed."""
+    torch._dynamo.reset()
+    model.set_attn_implementation(implementation)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(graph: torch.fx.GraphModule, example: list[object]) -> object:
+        return aot_module_simplified(graph, example, fw_compiler=lambda inner, _: graphs.append(inner) or inner, decompositions={})
+
+    compiled = torch.compile(model.forward, fullgraph=True, backend=look)
+    caches, tokens = [QuantizedCache(format), QuantizedCache(format)], ids(2, 30)
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :20], past_key_values=cache)
+        for i in range(20, 30):
+            wanted = model(tokens[:, i : i + 1], past_key_values=caches[0]).logits
+            found = compiled(input_ids=tokens[:, i : i + 1], past_key_values=caches[1]).logits
+            assert torch.allclose(found, wanted, atol=1e-4)
+    assert caches[1].get_seq_length() == 30 and len(graphs) <= 3
+    targets = " ".join(str(node.target) + str(node.args[:1]) for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
+    assert ("lowbit.decode" in targets) == (implementation == "lowbit")
+    assert ("kv_dequantize_" in targets) == (implementation != "lowbit")
+
+
+@pytest.mark.parametrize("make", [transformers.DynamicCache, lambda: transformers.StaticCache(config=llama().config, max_cache_len=40)])
+def test_a_compiled_model_decodes_with_float_caches(model: torch.nn.Module, make: Callable[[], object]) -> None:
+    torch._dynamo.reset()
+    model.set_attn_implementation("lowbit")
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    caches, tokens = [make(), make()], ids(2, 30)
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :20], past_key_values=cache)
+        for i in range(20, 30):
+            wanted = model(tokens[:, i : i + 1], past_key_values=caches[0]).logits
+            found = compiled(input_ids=tokens[:, i : i + 1], past_key_values=caches[1]).logits
+            assert torch.allclose(found, wanted, atol=1e-4)
 
 
 def test_training_gives_the_gradients_of_eager_attention(model: torch.nn.Module) -> None:

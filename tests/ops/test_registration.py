@@ -57,6 +57,31 @@ print(x.grad.shape)
     assert "[4, 70]" in python(PATCHED + code, _C.__file__, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+def test_python_fallback_of_attention_and_the_cache_gives_the_same_bits(python: Callable[..., str]) -> None:
+    code = """
+import hashlib, lowbit
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2))
+bias = torch.randn(4, 40, requires_grad=True)
+mask = lowbit.create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, BLOCK_SIZE=16)
+out = lowbit.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, j], mask, enable_gqa=True, dropout_p=0.1)
+results = [out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))]
+float_mask = torch.randn(1, 4, 1, 40, requires_grad=True)
+out = lowbit.scaled_dot_product_attention(q, k, v, float_mask, enable_gqa=True)
+results += [out, *torch.autograd.grad(out.square().sum(), (q, k, v, float_mask))]
+for format in ("int8", "int4"):
+    cache = lowbit.QuantizedKVCache(format)
+    cache.append(0, k, v)
+    results += [cache.attend(0, q[:, :, :3]), cache.layer(0).keys()]
+print(hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in results)).hexdigest())
+print(lowbit.info()["torch.ops.lowbit.attention_forward"])
+"""
+    wanted, how = python(PATCHED + code, _C.__file__).splitlines()
+    found, fallback = python(PATCHED + "_C.register_torch = lambda: []" + code, _C.__file__, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    assert found == wanted
+    assert how == "c++ shims" and fallback.startswith("torch.library (")
+
+
 def test_registering_again_from_a_reloaded_package_changes_nothing(python: Callable[..., str]) -> None:
     code = """
 import sys, torch, warnings

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit
 from lowbit import _C, linear, testing
 from lowbit.testing import ACTIVATIONS, LinearCase, cached_data
 
@@ -129,3 +130,13 @@ def test_compiled_autograd_agrees_with_eager() -> None:
     wanted = gradient()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         assert torch.equal(gradient(), wanted)
+
+
+def test_gradient_from_outside_a_vmap() -> None:
+    case = LinearCase(4, 20, 70, format="int4", group_size=32, bias="float32")
+    data = cached_data(case)
+    x = torch.randn(3, 4, 70, requires_grad=True)
+    out = torch.vmap(lambda one: lowbit.linear(one, data.packed, case.op_args, data.bias))(x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    (wanted,) = torch.autograd.grad(lowbit.linear(x, data.packed, case.op_args, data.bias).sum(), x)
+    torch.testing.assert_close(found, wanted)

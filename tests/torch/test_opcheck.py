@@ -6,7 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit import _C, testing
+import lowbit
+from lowbit import _C, create_block_mask, testing
+from lowbit.attention import trace
 from lowbit.testing import LinearCase, cached_data
 
 CASES = [
@@ -43,5 +45,68 @@ def test_ops_registered_once_and_registering_again_does_nothing() -> None:
     before = registered()
     register()
     assert registered() == before
-    assert sorted(row["op"] for row in before) == ["lowbit::dequantize", "lowbit::linear"]
+    ops = ["attention_backward", "attention_forward", "decode", "dequantize", "kv_dequantize_", "kv_quantize_", "linear"]
+    assert sorted(row["op"] for row in before) == [f"lowbit::{name}" for name in ops]
     assert all(row["how"] for row in before)
+
+
+def test_cpp_and_python_define_the_same_schemas() -> None:
+    from lowbit.ops.registration import _OPS
+
+    for name, (schema, _, _) in _OPS.items():
+        assert getattr(torch.ops.lowbit, name).default._schema == torch._C.parse_schema(f"lowbit::{name}{schema}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_attention_with_everything(dtype: torch.dtype) -> None:
+    """Mods with captured tensors, a block mask, a broadcast mask, dropout, a sink; layouts that are not dense."""
+    score = trace.bind("test", lambda s, b, h, i, j, bias=torch.randn(4, 1): s + bias[h, 0] * (i - j), mask=False)
+    visible = trace.bind("test", lambda b, h, i, j: i >= j, mask=True)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, BLOCK_SIZE=16)
+    blocks = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    q, k, v = (torch.randn(2, heads, 16, 40).mT.to(dtype) for heads in (4, 2, 2))
+    head = 0.3, False, torch.randn(1, 4, 1, 40), 0.25, torch.tensor(7), score.code, score.captured
+    tail = visible.code, visible.captured, blocks, [16, 16], torch.randn(4)
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(torch.ops.lowbit.attention_forward.default, (q, k, v, *head, *tail, True), test_utils=utilities)
+    out, lse, _ = torch.ops.lowbit.attention_forward(q, k, v, *head, *tail, True)
+    grads = torch.randn(2, 4, 16, 40).mT.to(dtype), torch.randn(2, 40, 4).mT
+    arguments = (q, k, v, out, lse, *grads, *head, [True], *tail, True, True)
+    torch.library.opcheck(torch.ops.lowbit.attention_backward.default, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("format", ["float32", "int8", "int4"])
+def test_opcheck_decode(format: str) -> None:
+    cache = lowbit.QuantizedKVCache("int8" if format == "float32" else format).layer(0)
+    k, v = torch.randn(2, 2, 20, 40), torch.randn(2, 2, 20, 24)
+    cache.append(k, v)
+    (k_codes, k_scale), (v_codes, v_scale) = cache._k.part(0, 20), cache._v.part(0, 20)
+    stored = (k, v, 0.3, None, None) if format == "float32" else (k_codes, v_codes, 0.3, k_scale, v_scale)
+    q = torch.randn(2, 4, 40, 3).mT
+    mask, sink = torch.randn(2, 4, 3, 20), torch.randn(4)
+    torch.library.opcheck(torch.ops.lowbit.decode.default, (q, *stored, format == "int4", True, 17, 5, 24, mask, sink))
+    if format != "float32":
+        torch.library.opcheck(torch.ops.lowbit.kv_quantize_.default, (k, k_codes.clone(), k_scale.clone(), format == "int4"))
+        torch.library.opcheck(torch.ops.lowbit.kv_dequantize_.default, (k_codes, k_scale, torch.empty(2, 2, 20, 40), format == "int4"))
+
+
+@pytest.mark.parametrize(
+    "change, kind, text",
+    [
+        ({0: torch.zeros(2, 40, 16)}, ValueError, "attention_forward: q must have shape"),
+        ({0: torch.zeros(2, 4, 40, 16, dtype=torch.int16)}, TypeError, "attention_forward: q must be float32"),
+        ({5: torch.zeros(2, 4, 39, 40)}, ValueError, "attention_forward: mask must have shape"),
+        ({7: torch.zeros(3, dtype=torch.int64)}, TypeError, "attention_forward: seed must be one int64"),
+        ({12: [torch.zeros(1, dtype=torch.int32)]}, ValueError, "attention_forward: blocks must be"),
+        ({13: [128]}, ValueError, "attention_forward: block_size must be two numbers"),
+        ({8: [1]}, ValueError, "score program"),
+    ],
+)
+def test_the_attention_op_names_what_is_wrong(change: dict[int, object], kind: type[Exception], text: str) -> None:
+    q = torch.zeros(2, 4, 40, 16)
+    arguments = [q, q, q, 1.0, False, None, 0.0, None, [], [], [], [], [], [128, 128], None]
+    torch.ops.lowbit.attention_forward(*arguments)
+    for index, value in change.items():
+        arguments[index] = value
+    with pytest.raises(kind, match=text):
+        torch.ops.lowbit.attention_forward(*arguments)

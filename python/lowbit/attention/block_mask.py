@@ -42,7 +42,7 @@ def create_block_mask(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
         B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
         Q_LEN, KV_LEN: lengths.
-        device: of the result; default, and all that is done here, the CPU. Others go to torch.
+        device: of the result; default, and all that is done here, the CPU. Others go to torch, and so do calls inside torch.vmap or torch.func.
         BLOCK_SIZE: queries and keys of a block, or one number for both.
         separate_full_blocks: False: full blocks are listed as partial ones.
 
@@ -57,7 +57,7 @@ def create_block_mask(
     _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     device = torch.device("cpu" if device is None else device)
     rest = _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
-    if device.type != "cpu" or torch.compiler.is_compiling():
+    if device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
     q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,13 +17,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowbit.attention import block_mask as blocks_of
 from lowbit.attention.aten_ops import UnknownOp
 from lowbit.attention.packed import with_documents
+from lowbit.attention.plain import DTYPES, is_plain
 from lowbit.attention.through_torch import attention_through_torch
 from lowbit.attention.trace import BoundProgram, bind, positional_arguments, warn_unknown
 from lowbit.ops.attention import attention
 
 _NAME = "flex_attention"
 _WHOLE = 1 << 30  # torch's block size for "no block mask"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOTHING = BoundProgram([], [])
 
 
@@ -67,8 +68,8 @@ def flex_attention(
 
     Args:
         query: ``[B, Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64.
-        key: ``[B or 1, Hkv, S, E]``; a batch of 1 needs a block_mask of batch B.
-        value: ``[B or 1, Hkv, S, Ev]``.
+        key: ``[B or 1, Hkv, S, E]``, any floating dtype; a batch of 1 needs a block_mask of batch B.
+        value: ``[B or 1, Hkv, S, Ev]``, any floating dtype.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``; h is the query head. It may capture tensors of any dtype.
         block_mask: torch's BlockMask, as ``create_block_mask`` makes it, for lengths L and S.
         scale: default 1 / sqrt(E).
@@ -81,7 +82,7 @@ def flex_attention(
         cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their own document only.
 
     Returns:
-        ``[B, Hq, L, Ev]`` in the dtype of query; (out, lse) with return_lse; (out, AuxOutput) with return_aux.
+        ``[B, Hq, L, Ev]`` in the dtype of query and the order of its strides; (out, lse) with return_lse; (out, AuxOutput) with return_aux.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
@@ -103,7 +104,11 @@ def flex_attention(
         from lowbit.attention.compiled import compiled_attention as run
     else:
         run = run_mods
+    dtype = query.dtype
+    if not (key.dtype == value.dtype == dtype):
+        query, key, value = _widened(query, key, value)
     out, lse, max_scores = run(query, key, value, score_mod, block_mask, scale, dropout_p, sink, wants_max)
+    out = out.to(dtype)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores if wants_max else None)
     return (out, lse) if return_lse else out
@@ -143,33 +148,18 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
 
 
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in the widest of their dtypes, of 16 bits at least; gradients come back in their own."""
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.dtype in DTYPES])
+    return [tensor.to(dtype) for tensor in tensors]
+
+
 def _check(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool, return_aux: Any,
     dropout_p: float, sink: Tensor | None,
 ) -> None:  # fmt: skip
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.is_nested:
-            raise NotImplementedError(f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens")
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
-        if tensor.dim() != 4:
-            raise NotImplementedError(f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_dtype(tensor)}")
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{_NAME}: {name} must have the dtype of query, got {_dtype(tensor)} and {_dtype(query)}")
-    if query.size(-1) != key.size(-1):
-        raise ValueError(
-            f"{_NAME}: Expect query and key/value to have the same embedding dimension but got E={query.size(-1)} and E={key.size(-1)}."
-        )
-    if query.size(-1) == 0 or value.size(-1) == 0:
-        raise ValueError(f"{_NAME}: the embedding dimensions must be at least 1, got E={query.size(-1)} and Ev={value.size(-1)}")
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"{_NAME}: value must have batch, heads and length of key, got {list(value.shape)} and {list(key.shape)}")
-    _check_heads(query, key, enable_gqa)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and is_plain(query, key, value, enable_gqa)):
+        _check_tensors(query, key, value, enable_gqa)
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise TypeError(f"{_NAME}: block_mask must be a BlockMask (create_block_mask), got {type(block_mask).__name__}")
     _check_block_mask(query, key, block_mask)
@@ -191,6 +181,32 @@ def _check(
         raise ValueError(f"{_NAME}: dropout_p must be in [0, 1), got {dropout_p}")
     if sink is not None and (sink.shape != query.shape[1:2] or not sink.is_floating_point()):
         raise ValueError(f"{_NAME}: sink must be floating, [{query.size(1)}] (one logit per query head), got {_dtype(sink)} {list(sink.shape)}")
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested:
+            raise NotImplementedError(f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens")
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
+        if tensor.dim() != 4:
+            raise NotImplementedError(f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})")
+        if tensor is not query and tensor.is_floating_point():
+            continue
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_dtype(tensor)}")
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            f"{_NAME}: Expect query and key/value to have the same embedding dimension but got E={query.size(-1)} and E={key.size(-1)}."
+        )
+    if query.size(-1) == 0 or value.size(-1) == 0:
+        raise ValueError(f"{_NAME}: the embedding dimensions must be at least 1, got E={query.size(-1)} and Ev={value.size(-1)}")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"{_NAME}: value must have batch, heads and length of key, got {list(value.shape)} and {list(key.shape)}")
+    _check_heads(query, key, enable_gqa)
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:

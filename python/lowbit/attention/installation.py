@@ -41,7 +41,7 @@ def install() -> None:
         for original, ours in (
             (torch_flex.flex_attention, _routed(torch_flex.flex_attention, flex_attention, _takes_flex)),
             (torch_flex.create_block_mask, _routed(torch_flex.create_block_mask, block_mask.create_block_mask, _takes_mask)),
-            (F.scaled_dot_product_attention, _routed(F.scaled_dot_product_attention, scaled_dot_product_attention, _takes_sdpa)),
+            (F.scaled_dot_product_attention, _routed(F.scaled_dot_product_attention, _sdpa, _takes_sdpa)),
         ):
             for module in list(sys.modules.values()):
                 if (getattr(module, "__name__", None) or "").partition(".")[0] == "lowbit":
@@ -75,7 +75,18 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any], takes: Calla
     def route(*args: Any, **kwargs: Any) -> Any:
         return (ours if takes(*args, **kwargs) else original)(*args, **kwargs)
 
+    builtin = torch.jit._builtins._find_builtin(original)
+    if builtin is not None:  # TorchScript knows torch's function by its id, and goes on to call it
+        torch.jit._builtins._register_builtin(route, builtin)
     return route
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    """Ours, with the one kind of error that torch's function has."""
+    try:
+        return scaled_dot_product_attention(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:

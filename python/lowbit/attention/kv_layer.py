@@ -8,13 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit import _C
 from lowbit.ops.attention import attention
 
 FORMATS = ("int8", "int4")
 _GROUP = 32  # elements of a row are padded to it; int4 has one scale for so many
 _DECODE_ROWS = 64  # queries times heads of a group: up to here codes are multiplied as they are
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_decode = torch.ops.lowbit.decode.default  # registered by lowbit.ops.attention
+_quantize = torch.ops.lowbit.kv_quantize_.default
+_dequantize = torch.ops.lowbit.kv_dequantize_.default
 
 
 class QuantizedKVLayer:
@@ -69,8 +71,8 @@ class QuantizedKVLayer:
         end = self.length + length
         if end > self._k.codes.shape[2]:
             self._k, self._v = self._k.grown(self.length, end), self._v.grown(self.length, end)
-        _C.kv_quantize(key, *self._k.part(self.length, end), rotate=self.rotated)
-        _C.kv_quantize(value, *self._v.part(self.length, end))
+        _quantize(key, *self._k.part(self.length, end), self.rotated)
+        _quantize(value, *self._v.part(self.length, end), False)
         self.length = end
 
     def _check_append(self, key: Tensor, value: Tensor) -> None:
@@ -133,9 +135,7 @@ class QuantizedKVLayer:
             visible = _visible(q_length, length, position, causal, window)
             return self._attend_prompt(query, scale, _both(mask, visible), sink)
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
-        out = query.new_empty(*query.shape[:3], ev)
-        _C.decode(query, k, v, out, scale, k_scale, v_scale, self.rotated, causal, position, window, mask, sink)
-        return out
+        return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
 
     def _attend_prompt(self, query: Tensor, scale: float, mask: Tensor | None, sink: Tensor | None) -> Tensor:
         """Attend to one kv head at a time in float: of the whole cache, a head is all that is ever held."""
@@ -155,7 +155,7 @@ class QuantizedKVLayer:
         for rows, into, rotated in ((self._k, key, self.rotated), (self._v, value, False)):
             if rows is not None and into is not None:
                 codes, scale = rows.part(0, self.length)
-                _C.kv_dequantize(codes[:, heads], scale[:, heads], into, rotated)
+                _dequantize(codes[:, heads], scale[:, heads], into, rotated)
 
     def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the keys that the codes stand for, ``[B, H, length, E]``."""

@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from lowbit.attention.plain import DTYPES, is_plain
 from lowbit.ops.attention import attention
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAME = "scaled_dot_product_attention"
 
 
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         enable_gqa: heads of key and value may be fewer: Hq must be a multiple of Hkv.
 
     Returns:
-        ``[..., Hq, L, Ev]`` in the dtype of query, contiguous.
+        ``[..., Hq, L, Ev]`` in the dtype of query; dense, in the order of the strides of a 4-d query.
 
     Raises:
         ValueError: a shape, a device or an option does not fit.
@@ -50,6 +50,9 @@ def scaled_dot_product_attention(
         >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
         >>> lowbit.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
+    if attn_mask is None and dropout_p == 0.0 and is_plain(query, key, value, enable_gqa):
+        scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+        return attention(query, key, value, scale=scale, causal=is_causal)[0]
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     q, k, v, leading = _to_heads(query, key, value, enable_gqa)
     mask = None if attn_mask is None else _to_mask(attn_mask, leading, q.shape[:2], query.shape[-2], key.shape[-2])
@@ -69,7 +72,7 @@ def _check(
             raise ValueError(f"{_NAME}: {name} must be a dense tensor, got a nested one")
         if tensor.dim() < 2:
             raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got shape {list(tensor.shape)}")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_name(tensor.dtype)}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {_name(tensor.dtype)} and {_name(query.dtype)}")

@@ -71,6 +71,8 @@ class _Layer(CacheLayerMixin):
         self.store.append(key_states, value_states)
         if first:
             return key_states, value_states
+        if torch.compiler.is_compiling():
+            return _traced_states(self.store, key_states.dtype)
         return CachedStates(self.store, 0, key_states.dtype), CachedStates(self.store, 1, key_states.dtype)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -131,6 +133,13 @@ class CachedStates(Tensor):
         return func(*args, **kwargs)
 
 
+def _traced_states(store: QuantizedKVLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """CachedStates for Dynamo, which makes no tensor subclass: dequantized, and out of the compiled graph again when only their store is used."""
+    key, value = store.keys(dtype), store.values(dtype)
+    key.store = store
+    return key, value
+
+
 def lowbit_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -155,10 +164,11 @@ def lowbit_attention(
     sink = kwargs.get("s_aux")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    if isinstance(key, CachedStates):
+    store = getattr(key, "store", None)
+    if store is not None:
         if dropout:
             raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
-        out = key.store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink if sink is None else sink.detach().float())
+        out = store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink if sink is None else sink.detach().float())
     else:
         if causal and key.shape[2] > query.shape[2]:  # an empty static cache: the prompt stands at its beginning
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

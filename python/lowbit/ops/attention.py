@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.ops import batching
 from lowbit.ops.registration import register
 
 register()
+batching.register("attention_forward")
+batching.register("attention_backward")
 _forward_op = torch.ops.lowbit.attention_forward.default
 _backward_op = torch.ops.lowbit.attention_backward.default
+_forward_function = _forward_op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
+_is_grad_enabled = torch.is_grad_enabled
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_transformed = torch._C._are_functorch_transforms_active
 
 # Positions among the arguments of the op; the Function takes score_captured behind all others.
 _MASK, _SINK, _FIXED = 5, 14, 16
@@ -58,40 +65,50 @@ def attention(
         blocks: kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices of a BlockMask.
         block_size: queries and keys of a block.
         sink: ``[Hq]``, a logit without a value.
-        want_max_scores: fill the third result.
+        want_max_scores: fill the third result, whether a gradient is wanted or not.
 
     Returns:
         (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64 inputs;
-        without ``want_max_scores`` the third is empty).
+        without ``want_max_scores`` the third may be empty).
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
     """
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64) if dropout_p > 0 else None
-    real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sink = None if sink is None else sink.to(real)
-    score_mod, mask_mod, block_size_list = list(score_mod), list(mask_mod), list(block_size)
-    score_captured, mask_captured, blocks = list(score_captured), list(mask_captured), list(blocks)
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (q, k, v, mask, sink, *score_captured)
+    if sink is not None:
+        sink = sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    compiling = _is_dynamo_compiling()
+    transformed = not compiling and _is_transformed()
+    if _is_grad_enabled() and (
+        transformed  # inside vmap a tensor does not say that the one around it requires a gradient
+        or q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (mask is not None and mask.requires_grad)
+        or (sink is not None and sink.requires_grad)
+        or any(tensor.requires_grad for tensor in score_captured)
     ):
-        return _Attention.apply(
-            q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks,
-            block_size_list, sink, want_max_scores, *score_captured,
+        function = _TransformedAttention if compiling or transformed else _Attention
+        # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
+        # would be off by four times as much.
+        return function.apply(
+            q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks, block_size,
+            sink, True, *score_captured,
         )  # fmt: skip
-    return _forward_op(
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size_list, sink,
+    return (_forward_op if compiling else _forward_function)(
+        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size, sink,
         want_max_scores,
     )  # fmt: skip
 
 
-class _Attention(torch.autograd.Function):
+class _TransformedAttention(torch.autograd.Function):
     """Captured tensors come last, one argument each, so that autograd sees them."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        fixed, score_captured = args[:_FIXED], list(args[_FIXED:])
-        return _forward_op(*fixed[:9], score_captured, *fixed[10:])
+        return _forward_op(*args[:9], args[_FIXED:], *args[10:_FIXED])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -115,22 +132,52 @@ class _Attention(torch.autograd.Function):
         captured_needs = list(needs[_FIXED:])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        if torch.is_grad_enabled():  # create_graph=True
-            if score_mod or mask_mod or blocks or dropout_p > 0:
-                raise NotImplementedError("attention: no second derivative with score_mod, mask_mod, a block mask or dropout")
+        twice = torch.is_grad_enabled()  # create_graph=True, and always in torch.func
+        if twice and not (score_mod or mask_mod or blocks or dropout_p > 0):
             grad_q, grad_k, grad_v, grad_mask, grad_sink = _twice_differentiable(
                 (q, k, v, mask, sink), needs, scale, causal, (grad_out, grad_lse)
             )
             return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None
-        grads = _backward_op(
-            q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, captured_needs,
-            mask_mod, mask_captured, blocks, block_size, sink, needs[_MASK], needs[_SINK],
+        grads = (_Once.apply if twice else _backward)(
+            q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, captured_needs, mask_mod, mask_captured,
+            blocks, block_size, sink, needs[_MASK], needs[_SINK], *score_captured,
         )  # fmt: skip
         others = iter(grads[3:])
         grad_mask = next(others).to(mask.dtype) if needs[_MASK] else None
         grad_sink = next(others) if needs[_SINK] else None
         captured = (next(others) if needed else None for needed in captured_needs)
         return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, *captured
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(_backward_op(*args[:13], args[21:], *args[13:21]))
+
+
+class _Once(torch.autograd.Function):
+    """The backward, which has no derivative: who asks for it is told, who only might is not."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_backward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError("attention: no second derivative with score_mod, mask_mod, a block mask or dropout")
+
+
+class _Attention(torch.autograd.Function):
+    """The same in one part: torch binds the arguments of a `setup_context` by their signature, 20 us a call. torch.func and Dynamo need it."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward_function(*args[:9], args[_FIXED:], *args[10:_FIXED])
+        _TransformedAttention.setup_context(ctx, args, output)
+        return output
+
+    backward = _TransformedAttention.backward
 
 
 def _twice_differentiable(
@@ -140,12 +187,11 @@ def _twice_differentiable(
     causal: bool,
     grads: tuple[Tensor, Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of q, k, v, mask and sink as torch's own graph, from the whole matrix of scores."""
-    inputs = tuple(None if x is None else x.view_as(x) for x in inputs)  # one tensor may come as q, k and v: a gradient for each
+    """The gradients of q, k, v, mask and sink by torch's own ops, from the whole matrix of scores; see the formulas of the kernel."""
     q, k, v, mask, sink = inputs
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.to(real).repeat_interleave(group, 1) for x in (k, v))
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    wide_k, wide_v = (x.to(real).repeat_interleave(groups[1], 1) for x in (k, v))
     scores = q.to(real) @ wide_k.transpose(-1, -2) * scale
     visible = None
     if causal:
@@ -156,12 +202,21 @@ def _twice_differentiable(
         scores = scores + mask.to(real)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    columns = scores if sink is None else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    empty = (columns == -torch.inf).all(-1)
-    lse = columns.masked_fill(empty[..., None], 0.0).logsumexp(-1)  # a row that sees nothing must not make nan
-    p = (scores - lse[..., None]).exp().masked_fill(empty[..., None], 0.0)
-    outputs = [(p @ wide_v).to(q.dtype), lse.masked_fill(empty, -torch.inf)]
-    wanted = [x for x, needed in zip(inputs, (*needs[:3], needs[_MASK], needs[_SINK]), strict=True) if needed and x is not None]
-    given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-    found = iter(torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], create_graph=True, allow_unused=True))
-    return [next(found) if any(x is y for y in wanted) else None for x in inputs]
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)  # a row that sees nothing must not make nan
+    p, p_sink = (p, None) if sink is None else (p[..., :-1], p[..., -1:])
+
+    grad_out, grad_lse = (None if grad is None else grad.to(real) for grad in grads)
+    grad_p = grad_out @ wide_v.transpose(-1, -2)
+    d = (p * grad_p).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        d = d - grad_lse[..., None]
+    grad_s = p * (grad_p - d)
+    grad_q = (grad_s @ wide_k * scale).to(q.dtype)
+    grad_k = (grad_s.transpose(-1, -2) @ q.to(real) * scale).unflatten(1, groups).sum(2).to(k.dtype)
+    grad_v = (p.transpose(-1, -2) @ grad_out).unflatten(1, groups).sum(2).to(v.dtype)
+    grad_mask = grad_s.sum_to_size(mask.shape).to(mask.dtype) if mask is not None and needs[_MASK] else None
+    grad_sink = -(p_sink * d).sum((0, 2, 3)) if p_sink is not None and needs[_SINK] else None
+    return [grad_q, grad_k, grad_v, grad_mask, grad_sink]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops `lowbit::attention_forward` and `lowbit::attention_backward` as torch sees them: schemas, CPU kernels, fake kernels.
+"""The ops `lowbit::attention_forward` and `lowbit::attention_backward` as torch sees them: schemas, fake kernels, and CPU kernels for
+where C++ could not register its own (csrc/torch/attention.cpp: the same, in less time).
 
 Everything about a call is an argument of its own (a score program is a list of integers), so that a graph that holds the op
 holds nothing else. The random numbers of dropout come from `seed`, a tensor: tracing never asks for its value.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,40 +29,27 @@ SCHEMAS = {
 }
 
 
-def register(library: torch.library.Library) -> None:
-    """Define both ops in ``library``, unless another copy of the package did."""
-    for name, kernel, fake in (
-        ("attention_forward", _forward, _forward_fake),
-        ("attention_backward", _backward, _backward_fake),
-    ):
-        if torch._C._dispatch_has_kernel(f"lowbit::{name}"):
-            continue
-        library.define(name + SCHEMAS[name])
-        library.impl(name, kernel, "CPU")
-        torch.library.register_fake(f"lowbit::{name}", fake, lib=library)
-
-
-def _forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
+def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
              sink, want_max_scores=False):  # fmt: skip
-    out, lse, max_scores = _forward_fake(q, k, v, want_max_scores=want_max_scores)
+    out, lse, max_scores = forward_fake(q, k, v, want_max_scores=want_max_scores)
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     _C.attention_forward(
-        *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod, score_captured, mask_mod,
-        mask_captured, _block_lists(blocks), tuple(block_size), sink,
+        *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod,
+        score_captured, mask_mod, mask_captured, blocks, tuple(block_size), sink,
     )  # fmt: skip
     return out, lse, max_scores
 
 
-def _forward_fake(q, k, v, *rest, want_max_scores=False):
+def forward_fake(q, k, v, *rest, want_max_scores=False):
     want_max_scores = rest[12] if len(rest) > 12 else want_max_scores
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
-    return q.new_empty((*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
+    return _ordered(q, (*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
 
 
-def _backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
+def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
               score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
-    grads = _backward_fake(
+    grads = backward_fake(
         q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, score_captured_needs,
         mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs,
     )  # fmt: skip
@@ -70,21 +60,30 @@ def _backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropou
     _C.attention_backward(
         *map(_dense, (q, k, v, out)), lse, _dense(grad_out), None if grad_lse is None else grad_lse.contiguous(), *grads[:3], scale,
         causal, None if mask is None else mask.expand(shape), dropout_p, _number(seed), score_mod, score_captured,
-        captured_grads if any(score_captured_needs) else [], mask_mod, mask_captured, _block_lists(blocks), tuple(block_size), sink,
+        captured_grads if any(score_captured_needs) else [], mask_mod, mask_captured, blocks, tuple(block_size), sink,
         None if grad_mask is None else grad_mask.expand(shape), grad_sink,
     )  # fmt: skip
     return grads
 
 
-def _backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
+def backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
                    score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
-    grads = [tensor.new_empty(tensor.shape) for tensor in (q, k, v)]
+    grads = [_ordered(tensor, tensor.shape) for tensor in (q, k, v)]
     if mask_needs:
         grads.append(lse.new_zeros(mask.shape))  # the kernel adds to it
     if sink_needs:
         grads.append(sink.new_empty(sink.shape))
     grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(score_captured, score_captured_needs, strict=False) if needed]
     return grads
+
+
+def _ordered(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new dense tensor, 4-d, in the order of the strides of ``like``, the last dimension innermost."""
+    strides = like.stride()
+    if 0 in strides[:3] or (strides[3] != 1 and like.shape[3] > 1):
+        return like.new_empty(shape)
+    order = sorted(range(3), key=lambda i: -strides[i])
+    return like.new_empty([*(shape[i] for i in order), shape[3]]).permute([*(order.index(i) for i in range(3)), 3])
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -95,5 +94,8 @@ def _number(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed) & (2**64 - 1)
 
 
-def _block_lists(blocks: list[Tensor]) -> list[Tensor | None]:
-    return [*blocks, None, None] if len(blocks) == 2 else list(blocks)
+
+OPS = {
+    name: (SCHEMAS[name], kernel, fake)
+    for name, kernel, fake in (("attention_forward", forward, forward_fake), ("attention_backward", backward, backward_fake))
+}

@@ -21,6 +21,7 @@ _dequantize_op = torch.ops.lowbit.dequantize.default
 _linear_function = _linear_op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_transformed = torch._C._are_functorch_transforms_active
 
 LinearArgs = tuple[int, int, int, bool, int]
 """(n, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
@@ -57,13 +58,15 @@ def linear(
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
     """
+    transformed = not _is_dynamo_compiling() and _is_transformed()  # inside vmap a tensor does not say that the one around it requires a gradient
     if _is_grad_enabled() and (
-        x.requires_grad
+        transformed
+        or x.requires_grad
         or (bias is not None and bias.requires_grad)
         or (mul is not None and mul.requires_grad)
         or (add is not None and add.requires_grad)
     ):
-        if x.requires_grad:
+        if transformed or x.requires_grad:
             return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
         product = _linear_op(x.contiguous(), weight, *op_args)  # a trainable bias alone: 5 us where the Function takes 30
         return _post_ops(product if bias is None else product + bias.to(product.dtype), activation, mul, add)

@@ -13,15 +13,7 @@ import threading
 import torch
 
 from lowbit import _C
-from lowbit.ops import attention_op, fakes
-
-SCHEMAS = {
-    "linear": (
-        "(Tensor x, Tensor weight, int n, int format, int group_size, bool asymmetric, int x_format, Tensor? bias=None, "
-        "int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor"
-    ),
-    "dequantize": "(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
-}
+from lowbit.ops import attention_op, decode_op, fakes
 
 _lock = threading.Lock()
 _registered: list[dict[str, str]] = []
@@ -34,16 +26,15 @@ def register() -> None:
             return
         rows = {row["op"].removeprefix("lowbit::"): {key: str(value) for key, value in row.items()} for row in _C.register_torch()}
         library = keep(torch.library.Library("lowbit", "FRAGMENT"))
-        for name in SCHEMAS:
+        for name, (schema, kernel, fake) in _OPS.items():
             row = rows.get(name, {"op": name, "how": "", "reason": "not offered by _C.register_torch()"})
             if not row["how"]:
-                library.define(name + SCHEMAS[name])
-                library.impl(name, _PYTHON_KERNELS[name], "CPU")
+                library.define(name + schema)
+                library.impl(name, kernel, "CPU")
                 row["how"] = "torch.library"
-            torch.library.register_fake(f"lowbit::{name}", getattr(fakes, name), lib=library)
+            torch.library.register_fake(f"lowbit::{name}", fake, lib=library)
             row["op"] = f"lowbit::{name}"
             _registered.append(row)
-        attention_op.register(library)
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
@@ -69,4 +60,19 @@ def _dequantize(weight, n, k, format, group_size, asymmetric):
     return out
 
 
-_PYTHON_KERNELS = {"linear": _linear, "dequantize": _dequantize}
+_OPS = {
+    "linear": (
+        "(Tensor x, Tensor weight, int n, int format, int group_size, bool asymmetric, int x_format, Tensor? bias=None, "
+        "int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor",
+        _linear,
+        fakes.linear,
+    ),
+    "dequantize": (
+        "(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
+        _dequantize,
+        fakes.dequantize,
+    ),
+    **attention_op.OPS,
+    **decode_op.OPS,
+}
+"""Schema, Python kernel and fake kernel of each op; the schemas are those of csrc/torch."""

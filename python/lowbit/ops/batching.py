@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vmap over the attention ops: one call per entry. torch's own fallback, which does the same, takes no lists of tensors.
+
+torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`. `torch.autograd.grad(is_grads_batched=True)`,
+`jacobian(vectorize=True)` and the batched part of gradcheck still use an older one, under the dispatch key Batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lowbit.ops.registration import keep
+
+
+def register(name: str) -> None:
+    """Give ``lowbit::name`` rules for both, unless another copy of the package did."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"lowbit::{name}", "FuncTorchBatched"):
+        return
+    op = getattr(torch.ops.lowbit, name).default
+    library = keep(torch.library.Library("lowbit", "FRAGMENT"))
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        stacked = _stack(op, info.batch_size, lambda i: _entry(arguments, in_dims, i))
+        return stacked, type(stacked)(0 for _ in stacked)
+
+    def older_rule(*arguments: Any) -> Any:
+        level = torch._C._vmapmode_decrement_nesting() + 1  # calls from here belong to the vmap around this one
+        try:
+            whole = tree_map_only(Tensor, lambda tensor: torch._remove_batch_dim(tensor, level, 1, 0), arguments)  # 1: if it has no such dimension
+            sizes: list[int] = []
+            tree_map_only(Tensor, lambda tensor: sizes.append(tensor.shape[0]), whole)
+            stacked = _stack(op, max(sizes), lambda i: tree_map_only(Tensor, lambda tensor: tensor[min(i, tensor.shape[0] - 1)], whole))
+            return tree_map_only(Tensor, lambda tensor: torch._add_batch_dim(tensor, 0, level), stacked)
+        finally:
+            torch._C._vmapmode_increment_nesting()
+
+    torch.library.register_vmap(f"lowbit::{name}", rule, lib=library)
+    library.impl(name, older_rule, "Batched")
+
+
+def _stack(op: Callable[..., Any], count: int, arguments: Callable[[int], Any]) -> Any:
+    """The results of one call per entry, stacked one by one; a list or a tuple, as the op returns."""
+    results = [op(*arguments(i)) for i in range(count)]
+    return type(results[0])(torch.stack(parts) for parts in zip(*results, strict=True))
+
+
+def _entry(argument: Any, dim: Any, i: int) -> Any:
+    """Entry i of everything that is batched in a tree of arguments."""
+    if isinstance(argument, (tuple, list)) and dim is not None:
+        return type(argument)(_entry(item, item_dim, i) for item, item_dim in zip(argument, dim, strict=True))
+    return argument.select(dim, i) if isinstance(argument, Tensor) and dim is not None else argument
