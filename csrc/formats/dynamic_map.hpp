@@ -8,7 +8,11 @@
 // So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a decade is a power of two: the
 // exponent of float(p) is the decade, and within a decade value and p are linear in each other. Nothing is searched or gathered: what
 // depends on the decade are tables of 8 entries, a permutation of one register. Decoded values are those of the map to 6 roundings of float32
-// (bitsandbytes' table is computed in float32 and off by 3); codes are the nearest to 3 roundings of the middle between two values.
+// (bitsandbytes' table is computed in float32 and off by 3).
+//
+// Encoding: stretched to q = 1 + (y - T / 10) / (0.9 T) in [1, 2), a decade has its bins in the leading bits of the mantissa: with the hidden one
+// they are p, so p is one shift of q's bits. Codes are the nearest but where y is within 6e-7 y of the middle between two values: q has 24 bits, and at
+// the lower end of a decade only a ninth of it is y.
 #pragma once
 
 #include <cstdint>
@@ -19,60 +23,58 @@ namespace lowbit {
 
 namespace dynamic {
 
-constexpr int kGuess = 151, kLowestGuess = 30;
-constexpr float kSmallestGuess = 1e-7f;
+constexpr int kGuess = 164;  // of 2^16: a decade, 3.32 * 128 steps of a float's upper half, is about one guess
 
-struct Tables {
-  alignas(64) float slope[8] = {}, offset[8] = {};   // decode, by the exponent of float(p) modulo 8
-  alignas(64) float threshold[8] = {};               // encode, by guess modulo 8
-  alignas(64) float inverse[8] = {}, start[8] = {};  // by guess + (reached ? 1 : 0) modulo 8
-  alignas(64) int32_t last[8] = {};
+struct Tables {  // 8 entries, twice, as lookup8 wants them
+  alignas(64) float slope[16] = {}, offset[16] = {};       // decode, by the exponent of float(p), signed float(2 p), modulo 8
+  alignas(64) float threshold[16] = {}, stretch[16] = {};  // encode, by shift modulo 8
+  int lead = 0;                                            // encode: added to the upper half of absmax
 };
 
-// Encoder row r serves decade r - (7 - decades), the lowest also what is below it; row 7 is the code of 1. Rows that a short map has no decade for
-// are copies of its lowest, with a threshold that everything reaches.
+// Bits that q's mantissa is shifted by: one less for each decade up, `decades` stands for the code of 1 and -1 for that of 0.
+constexpr int shift_of(bool is_signed, int decade) { return (is_signed ? 23 : 22) - decade; }
+
 constexpr Tables make_tables(bool is_signed, int decades) {
   Tables tables;
   double below = 0;  // the value before the first of the decade
   for (int d = 0; d < decades; d++) {
     double top = 1;
     for (int i = d; i < decades - 1; i++) top /= 10;
-    const int bins = is_signed ? 1 << d : 2 << d, first = bins, exponent = (d + (is_signed ? 127 : 128)) % 8;
+    const int bins = is_signed ? 1 << d : 2 << d, exponent = (d + 128) % 8, shift = shift_of(is_signed, d);
     const double width = 0.9 * top / bins, value = top / 10 + width / 2;
     const bool through_zero = is_signed && d == 0;  // p = 0 shares this entry
-    const float slope = static_cast<float>(through_zero ? value : width);
+    const int first = is_signed ? 2 * bins : bins;  // as decode counts
+    const float slope = static_cast<float>((through_zero ? value : width) * bins / first);
     tables.slope[exponent] = slope;  // the offset makes up for what rounding the slope does to the first value, the smallest
     tables.offset[exponent] = static_cast<float>(through_zero ? 0 : value - static_cast<double>(slope) * first);
-    // Linear through two thresholds: the first two of the lowest decade, where what is below the first is 0, else those of equal bins.
-    const double threshold = (below + value) / 2, next = value + width / 2, from = d == 0 ? threshold : value - width / 2;
-    const int row = d + 7 - decades;
-    for (int r = d == 0 ? 0 : row; r <= row; r++) {
-      const int at = (r + kLowestGuess + 1) % 8;
-      tables.threshold[(r + kLowestGuess) % 8] = d == 0 ? 0.0f : static_cast<float>(threshold);
-      tables.inverse[at] = static_cast<float>(1 / (next - from));
-      tables.start[at] = static_cast<float>(-0.5 - from / (next - from));
-      tables.last[at] = bins - 1;
-    }
+    tables.threshold[(shift + 1) % 8] = static_cast<float>((below + value) / 2);
+    tables.stretch[shift % 8] = static_cast<float>(1 / (0.9 * top));
     below = value + (bins - 1) * width;
   }
-  const int top = (7 + kLowestGuess + 1) % 8, one = is_signed ? 1 << decades : 2 << decades;  // p of the code of 1
-  tables.threshold[(7 + kLowestGuess) % 8] = static_cast<float>((below + 1) / 2);
-  tables.start[top] = static_cast<float>(is_signed ? 0 : one / 2 - 1);
-  tables.last[top] = is_signed ? one - 1 : one / 2;
-  const int exponent = (decades + (is_signed ? 127 : 128)) % 8;  // signed: p = one gives 1; unsigned: p = 1 gives 0 and p = one gives 1
-  tables.slope[exponent] = static_cast<float>(is_signed ? 1.0 / one : 1.0 / (one - 1));
+  const int shift = shift_of(is_signed, decades), exponent = (decades + 128) % 8, one = 2 << decades;  // as decode counts
+  tables.threshold[(shift + 1) % 8] = static_cast<float>((below + 1) / 2);
+  tables.stretch[shift % 8] = static_cast<float>(1.00001 / 9 / ((below + 1) / 2));  // from the threshold to 1: the first bin
+  tables.slope[exponent] = static_cast<float>(is_signed ? 1.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
   tables.offset[exponent] = is_signed ? 0.0f : -tables.slope[exponent];
+  tables.lead = ((shift + 2) * 65536 + kGuess - 1) / kGuess - 220;
+  for (int i = 8; i < 16; i++) {
+    tables.slope[i] = tables.slope[i - 8], tables.offset[i] = tables.offset[i - 8];
+    tables.threshold[i] = tables.threshold[i - 8], tables.stretch[i] = tables.stretch[i - 8];
+  }
   return tables;
 }
 
-constexpr int guess_of(float y) { return static_cast<int>((__builtin_bit_cast(uint32_t, y) >> 16) * kGuess >> 16); }
+constexpr int upper_half(float y) { return static_cast<int>(__builtin_bit_cast(uint32_t, y) >> 16); }
 
-constexpr bool guesses_are_close(const Tables& tables) {  // all over row r the guess is r or r + 1
-  for (int r = 1; r < 8; r++) {
-    const float threshold = tables.threshold[(r + kLowestGuess) % 8];
-    if (threshold > 0 && guess_of(threshold) != r + kLowestGuess) return false;
+// What Encoder needs of its guesses: at the threshold to a decade the guess is the shift below it, wherever in its binade absmax is: a float's bits as a
+// logarithm are wrong by at most 0.086 of a binade, 11 steps, and two more are cut off.
+constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decades) {
+  for (int d = 0; d <= decades; d++) {
+    const int shift = shift_of(is_signed, d), steps = upper_half(1.0f) - upper_half(tables.threshold[(shift + 1) % 8]);
+    for (int error = -13; error <= 13; error++)
+      if (steps + error >= 0 && ((tables.lead + steps + error) * kGuess) >> 16 != shift + 1) return false;
   }
-  return guess_of(kSmallestGuess) == kLowestGuess && guess_of(1.0f) == 7 + kLowestGuess;
+  return (tables.lead * kGuess) >> 16 == shift_of(is_signed, decades) + 1;
 }
 
 }  // namespace dynamic
@@ -87,36 +89,52 @@ struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
 
   static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
-  static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>));
+  static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>, kSigned, kDecades));
 
   template <class Int>
   LOWBIT_INLINE static auto decode(Int code) {
-    const auto p = to_float(add(code, like(code, kSigned ? -kZero : 1)));
-    if constexpr (kSigned) {  // p = 0 shares the entry of p = 1, whose line goes through zero
-      const auto a = abs(p);
-      const Int decade = shift_right<23>(bits_of(max(a, like(a, 1.0f))));
-      const auto value = fma(a, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
-      return float_of(bit_or(bits_of(value), bit_and(bits_of(p), like(code, INT32_MIN))));
+    if constexpr (kSigned) {  // counts 2 p, so that 0, whose exponent is 0, shares the entry of p = 1, whose line goes through zero
+      const auto number = to_float(code);
+      const auto p = fma(number, like(number, 2.0f), like(number, -2.0f * kZero));
+      const Int decade = shift_right<23>(bits_of(p)), sign = bit_and(bits_of(p), like(code, INT32_MIN));
+      const auto offset = lookup8(kDynamicTables<kSigned, kDecades>.offset, decade);
+      return fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), float_of(bit_xor(bits_of(offset), sign)));
     } else {  // the codes of 0 and 1 share an entry, whose line goes through both
+      const auto p = to_float(add(code, like(code, 1)));
       const Int decade = shift_right<23>(bits_of(p));
       return fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
     }
   }
 
-  // The nearest code of y in [-1, 1] (unsigned: [0, 1]). Anything for nan.
-  template <class Float>
-  LOWBIT_INLINE static auto encode(Float y) {
-    const Float a = kSigned ? abs(y) : y;
-    // A float's bits are about its logarithm: times 151 / 2^16 their upper half counts up once a decade, somewhere below the threshold to the decade
-    // that it names (checked below), so one comparison settles it.
-    const auto guess = shift_right<16>(mul_high_u16(bits_of(max(a, like(a, dynamic::kSmallestGuess))), like(bits_of(a), dynamic::kGuess << 16)));
-    const auto decade = sub(guess, at_least(a, lookup8(kDynamicTables<kSigned, kDecades>.threshold, guess)));
-    const auto bin = to_int(fma(a, lookup8(kDynamicTables<kSigned, kDecades>.inverse, decade), lookup8(kDynamicTables<kSigned, kDecades>.start, decade)));
-    const auto last = lookup8(kDynamicTables<kSigned, kDecades>.last, decade);  // bins of the decade - 1, which is also first - 1
-    const auto number = add(min(bin, last), last);    // p - 1
-    if constexpr (!kSigned) return number;
-    return add(negate_where_negative(add(number, like(number, 1)), y), like(number, kZero));  // -1 for -1, which has no code: stores saturate
-  }
+  // The nearest codes of the values of a block; absmax is in [2^-96, 2^96], which keeps all of the tables normal.
+  class Encoder {
+   public:
+    LOWBIT_INLINE explicit Encoder(float absmax) {
+      const float inverse = 1.0f / absmax;
+      for (int i = 0; i < 16; i++) {
+        threshold_[i] = kDynamicTables<kSigned, kDecades>.threshold[i] * absmax;
+        stretch_[i] = kDynamicTables<kSigned, kDecades>.stretch[i] * inverse;
+      }
+      top_ = (dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16;
+    }
+    template <class Float>
+    LOWBIT_INLINE auto operator()(Float value) const {
+      const Float a = kSigned ? abs(value) : value;
+      // A float's bits are about its logarithm, so those of absmax less those of a, scaled, are about the decade. The guess is its shift or one more (checked
+      // above), so one comparison settles it. Below the first decade it may be anything larger, which shifts all bits out.
+      const auto steps = sub_saturating_u16(like(bits_of(a), top_), bits_of(a));
+      const auto guess = shift_right<16>(mul_high_u16(steps, like(steps, dynamic::kGuess << 16)));
+      const auto shift = count_down_at_least(guess, a, lookup8(threshold_, guess));
+      const auto q = min(fma(a, lookup8(stretch_, shift), like(a, 8.0f / 9)), like(a, 0x1.fffffep0f));  // past the last bin up to the threshold
+      const auto p = shift_right(bit_and(bits_of(q), like(steps, 0xffffff)), shift);
+      if constexpr (!kSigned) return add(p, like(p, -1));  // -1 for 0, and 128 below for -1, which has no code: stores saturate
+      else return add(negate_where_negative(p, value), like(p, kZero));
+    }
+
+   private:
+    alignas(64) float threshold_[16], stretch_[16];
+    int32_t top_;
+  };
 };
 
 }  // namespace lowbit

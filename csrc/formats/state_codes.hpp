@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the codes of each StateFormat mean, per element: StateCodes<format, is_signed>::decode(code) and encode(value / absmax). kAbsmaxOverScale: the
-// decoded value of the largest element of a block.
+// What the codes of each StateFormat mean, per element: StateCodes<format, is_signed>::decode(code) gives value / scale, and an Encoder of a block's absmax
+// makes codes of its values. kAbsmaxOverScale: the decoded value of the largest element of a block.
 #pragma once
 
 #include "formats/dynamic_map.hpp"
@@ -9,6 +9,18 @@
 namespace lowbit {
 
 template <StateFormat, bool kSigned> struct StateCodes;
+
+// Codes that are a function of value / absmax.
+template <class Codes>
+class RelativeEncoder {
+ public:
+  LOWBIT_INLINE explicit RelativeEncoder(float absmax) : inverse_(1.0f / absmax) {}
+  template <class Float>
+  LOWBIT_INLINE auto operator()(Float value) const { return Codes::encode(mul(value, like(value, inverse_))); }
+
+ private:
+  float inverse_;
+};
 
 template <bool kSigned>
 struct StateCodes<StateFormat::dynamic8, kSigned> : DynamicMap<kSigned, 7> {
@@ -22,6 +34,7 @@ struct StateCodes<StateFormat::dynamic4, true> : DynamicMap<true, 3> {
 
 template <>
 struct StateCodes<StateFormat::dynamic4, false> {  // 1/16, 2/16 ... 1: no code of zero, only a block of zeros decodes to zeros
+  using Encoder = RelativeEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = 1;
   template <class Int>
   LOWBIT_INLINE static auto decode(Int code) {
@@ -37,6 +50,7 @@ struct StateCodes<StateFormat::dynamic4, false> {  // 1/16, 2/16 ... 1: no code 
 
 template <bool kSigned>
 struct StateCodes<StateFormat::float8, kSigned> {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all ones are nan
+  using Encoder = RelativeEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = 448;
   template <class Int>
   LOWBIT_INLINE static auto decode(Int code) {

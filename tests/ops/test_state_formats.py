@@ -131,8 +131,8 @@ def test_encoding_finds_the_nearest_value_but_for_ties(isa: str, format: str, si
     map = reference.code_map(format, signed)
     found = (map[codes.long()] - relative).abs()
     nearest = (map[reference.nearest_code(relative, format, signed)] - relative).abs()
-    # a value may lie a float32 rounding away from the middle of two codes: "nearest" is then either
-    assert (found <= nearest + 4 * 2.0**-24 * relative.abs()).all(), (relative[(found - nearest).argmax()], codes[(found - nearest).argmax()])
+    # a value may lie 6e-7 of itself (10 roundings) away from the middle of two codes: "nearest" is then either, and the difference twice that
+    assert (found <= nearest + 20 * 2.0**-24 * relative.abs()).all(), (relative[(found - nearest).argmax()], codes[(found - nearest).argmax()])
     strict = (found - nearest).abs() > 0
     assert strict.float().mean() < 1e-3  # only the values placed there
     if format != "dynamic4" or signed:
@@ -151,7 +151,7 @@ def test_any_number_of_elements_and_any_block(isa: str, format: str, signed: boo
         back = reference.decode(codes, scale, format, signed, block_size)
         spread = scale.double().repeat_interleave(block_size)[:numel]
         best = reference.code_map(format, signed)[reference.nearest_code(values.double() / spread, format, signed)] * spread
-        assert ((back - values).abs() <= (best - values).abs() + 8 * 2.0**-24 * values.abs()).all(), numel
+        assert ((back - values).abs() <= (best - values).abs() + 20 * 2.0**-24 * values.abs()).all(), numel
         ours = decode(isa, codes, scale, format, signed, block_size)
         assert torch.allclose(ours.double(), back, rtol=DECODING * 2.0**-24, atol=0)
 

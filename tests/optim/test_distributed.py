@@ -75,9 +75,37 @@ def run(rank: int, port: int, folder: str) -> None:
     os._exit(0)  # past torch's own threads, which abort 1 of 10 ranks at exit, without lowbit too
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-def test_two_ranks_step_their_shards_and_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+def load_alone(rank: int, port: int, folder: str) -> None:
+    """One rank cannot resume what two saved, as their blocks end at the shards: the load names the state, and changes nothing."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for make in (optim.AdamW8bit, optim.AdamW4bit):
+            model = build()
+            fully_shard(model, mesh=mesh)
+            optimizer = make(model.parameters(), lr=0.01)
+            step(model, optimizer, 0)
+            state_dict = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            before = [state["exp_avg"].to_local().clone() for state in optimizer.state.values()]
+            with pytest.raises(dcp.api.CheckpointException, match=r"(?s)Size mismatch.*exp_avg"):
+                dcp.load(state_dict, checkpoint_id=str(Path(folder) / make.__name__))
+            for state, old in zip(optimizer.state.values(), before, strict=True):
+                assert torch.equal(state["exp_avg"].to_local(), old)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, args=(port, str(tmp_path)), nprocs=RANKS, join=True)
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_two_ranks_step_their_shards_and_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    mp.spawn(run, args=(free_port(), str(tmp_path)), nprocs=RANKS, join=True)
+    mp.spawn(load_alone, args=(free_port(), str(tmp_path)), nprocs=1, join=True)

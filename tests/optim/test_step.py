@@ -249,6 +249,16 @@ def test_a_group_chooses_its_rounding() -> None:
         assert [bool((p != 1).any()) for p in params] == [not default, default]
 
 
+def test_what_a_step_needs_is_found_at_construction() -> None:
+    ours = parameters()
+    optimizer = optim.AdamW8bit([{"params": ours[:1]}, {"params": ours[1:]}])
+    plans = dict(optimizer._plans)
+    assert len(plans) == 2
+    set_grads(ours)
+    optimizer.step()
+    assert all(optimizer._plans[index] is plan for index, plan in plans.items())
+
+
 def test_a_replaced_state_is_used() -> None:
     p = nn.Parameter(torch.randn(64, 128))
     optimizer = optim.AdamW8bit([p])

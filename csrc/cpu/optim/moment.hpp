@@ -44,27 +44,36 @@ LOWBIT_INLINE f32x16 decode_vector(const uint8_t* codes, f32x16 scale, int64_t c
 }
 
 // Sets the scale from the bits of the largest |value|: as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the
-// scale nan and reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros. Returns 1 / absmax,
-// or 0 for these two, whose codes are written here.
+// scale nan and reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros. Returns absmax,
+// or 0 for these two, whose codes are written here. Values that an encoder cannot take are multiplied by a power of two.
 template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE float set_scale(i32x16 absmax_bits, int64_t count, uint8_t* codes, float* scale) {
+LOWBIT_INLINE float set_scale(i32x16 absmax_bits, int64_t count, float* values, uint8_t* codes, float* scale) {
   using Codes = StateCodes<kFormat, kSigned>;
   const float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits))), unit = absmax / Codes::kAbsmaxOverScale;
   const bool finite = absmax < __builtin_inff();
   if (finite && unit >= 0x1p-126f) [[likely]] {
     *scale = unit;
-    return 1.0f / absmax;
+    if (absmax >= 0x1p-96f && absmax <= 0x1p96f) [[likely]] return absmax;
+    const float factor = absmax < 1.0f ? 0x1p64f : 0x1p-64f;
+    for (int64_t i = 0; i < count; i++) values[i] *= factor;
+    return absmax * factor;
   }
   *scale = finite ? 0.0f : __builtin_nanf("");
   alignas(64) uint8_t zeros[16];
-  store_state_codes<kFormat>(zeros, 16, Codes::encode(set1(0.0f)));
+  store_state_codes<kFormat>(zeros, 16, typename Codes::Encoder(1.0f)(set1(0.0f)));
   for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = zeros[0];
   return 0.0f;
 }
 
+// Codes and scale of a block of values, at most kMaxStateBlock; `values` are lost.
 template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE void encode_vector(f32x16 value, f32x16 inverse, int64_t count, uint8_t* codes) {
-  store_state_codes<kFormat>(codes, count, StateCodes<kFormat, kSigned>::encode(mul(value, inverse)));
+LOWBIT_INLINE void encode_block(i32x16 absmax_bits, int64_t count, float* values, uint8_t* codes, float* scale) {
+  const float absmax = set_scale<kFormat, kSigned>(absmax_bits, count, values, codes, scale);
+  if (absmax == 0.0f) return;
+  const typename StateCodes<kFormat, kSigned>::Encoder encode(absmax);
+  const int64_t whole = count / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) store_state_codes<kFormat>(codes + state_bytes(kFormat, i), 16, encode(load(values + i)));
+  if (whole < count) store_state_codes<kFormat>(codes + state_bytes(kFormat, whole), count - whole, encode(load(values + whole)));
 }
 
 }  // namespace

@@ -62,9 +62,7 @@ void convert_all(const OptimArgs& args) {
       store(values + i, value);
       absmax = max(absmax, bits_of(abs(value)));
     }
-    const float inverse = set_scale<kFormat, kSigned>(absmax, count, codes, conversion.scale + block);
-    for (int64_t i = 0; i < count && inverse != 0; i += 16)
-      encode_vector<kFormat, kSigned>(load(values + i), set1(inverse), count - i, codes + state_bytes(kFormat, i));
+    encode_block<kFormat, kSigned>(absmax, count, values, codes, conversion.scale + block);
   });
 }
 

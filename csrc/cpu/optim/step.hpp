@@ -51,7 +51,6 @@ struct BlockOfMoments {
   float* scale[kMaxMoments];
   float* values;
   i32x16 absmax[kMaxMoments];
-  float inverse[kMaxMoments];
 
   LOWBIT_INLINE void start(const OptimTensor& tensor, int64_t block, int64_t block_size, float* scratch) {
     begin = block * block_size;
@@ -72,24 +71,9 @@ struct BlockOfMoments {
     if constexpr (has_codes(kFormat)) store(values + k * kStride + i, value);
     else store_from_float(stored[k], kDType, i, lanes, value);
   }
-  // Sets the scales. False if a moment's codes are written already: a block without a number, or of zeros.
-  LOWBIT_INLINE bool start_encoding() {
-    bool all = true;
+  LOWBIT_INLINE void encode() const {
     unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      inverse[k] = set_scale<kFormat, Rule::kSigned[k]>(absmax[k], count, stored[k], scale[k]);
-      all &= inverse[k] != 0.0f;
-    });
-    return all;
-  }
-  LOWBIT_INLINE void encode(int64_t i, int64_t lanes) const {
-    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      encode_vector<kFormat, Rule::kSigned[k]>(load(values + k * kStride + i), set1(inverse[k]), lanes, stored[k] + state_bytes(kFormat, i));
-    });
-  }
-  void encode_from(int64_t first) const {
-    unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      for (int64_t i = first; i < count && inverse[k] != 0.0f; i += 16)
-        encode_vector<kFormat, Rule::kSigned[k]>(load(values + k * kStride + i), set1(inverse[k]), count - i, stored[k] + state_bytes(kFormat, i));
+      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], count, values + k * kStride, stored[k], scale[k]);
     });
   }
 };
@@ -98,8 +82,7 @@ struct BlockOfMoments {
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
 
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments,
-                  BlockOfMoments<kFormat, Rule>* previous) {
+void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
   constexpr int kMoments = Rule::kMoments;
   constexpr int64_t kPrefetchBytes = 4096;
   const DType param_dtype = known(kParam, tensor.param_dtype), grad_dtype = known(kGrad, tensor.grad_dtype);
@@ -132,23 +115,17 @@ void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common
     store_from_float(params, param_dtype, i, lanes, p);
   };
   const int64_t whole = moments.count / 16 * 16;
-  bool interleaved = false;
-  if constexpr (has_codes(kFormat)) interleaved = previous && previous->start_encoding();
   for (int64_t i = 0; i < whole; i += 16) {
     __builtin_prefetch(params + i * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
     __builtin_prefetch(grads + i * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
     update(i, 16);
-    if constexpr (has_codes(kFormat))
-      if (interleaved) previous->encode(i, 16);
   }
   if (whole < moments.count) update(whole, moments.count - whole);
   unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = absmax[k]; });
-  if constexpr (has_codes(kFormat))
-    if (previous) previous->encode_from(interleaved ? whole : 0);
 }
 
-// Blocks [first, end) of a tensor. A block is encoded while the next one is updated: codes cost no division, and updating waits for the divider most of the
-// time (15 of 24 cycles for 16 elements on Zen 5).
+// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then, where the code right after the update
+// would wait for the last elements' 100 cycles of latency.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;
@@ -156,17 +133,16 @@ void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first
   float* const values = kFloats ? static_cast<float*>(scratch(Scratch::activations, 2 * kFloats * sizeof(float))) : nullptr;
   const Rule rule(args.hyper, tensor.step);
   const Common common(args, tensor);
-  Block blocks[2];
+  Block moments, previous;
   for (int64_t block = first; block < end; block++) {
-    const int64_t turn = block & 1;
-    blocks[turn].start(tensor, block, args.block_size, values + turn * kFloats);
-    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, blocks[turn], block > first ? &blocks[1 - turn] : nullptr);
+    moments.start(tensor, block, args.block_size, values + (block & 1) * kFloats);
+    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, moments);
+    if constexpr (has_codes(kFormat)) {
+      if (block > first) previous.encode();
+      previous = moments;
+    }
   }
-  if constexpr (has_codes(kFormat)) {
-    Block& last = blocks[(end - 1) & 1];
-    last.start_encoding();
-    last.encode_from(0);
-  }
+  if constexpr (has_codes(kFormat)) previous.encode();
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm256_or_si256(a.lo, 
 LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm256_slli_epi32(a.lo, count), _mm256_slli_epi32(a.hi, count)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm256_srli_epi32(a.lo, count), _mm256_srli_epi32(a.hi, count)}; }
+LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { return {_mm256_srlv_epi32(a.lo, count.lo), _mm256_srlv_epi32(a.hi, count.hi)}; }
 LOWBIT_INLINE i32x16 two_to_the(i32x16 a) {
   const __m256i one = _mm256_set1_epi32(1);
   return {_mm256_sllv_epi32(one, a.lo), _mm256_sllv_epi32(one, a.hi)};
@@ -101,11 +102,9 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   const __m256 t = _mm256_load_ps(table);
   return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
 }
-LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) {
-  const __m256i t = _mm256_load_si256(reinterpret_cast<const __m256i*>(table));
-  return {_mm256_permutevar8x32_epi32(t, index.lo), _mm256_permutevar8x32_epi32(t, index.hi)};
-}
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm256_mulhi_epu16(a.lo, b.lo), _mm256_mulhi_epu16(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) { return {_mm256_subs_epu16(a.lo, b.lo), _mm256_subs_epu16(a.hi, b.hi)}; }
+LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) { return add(n, at_least(a, b)); }
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
   return {_mm256_sign_epi32(a.lo, _mm256_castps_si256(b.lo)), _mm256_sign_epi32(a.hi, _mm256_castps_si256(b.hi))};
 }

@@ -69,18 +69,18 @@ LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b
 LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, count)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, count)}; }
+LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { return {_mm512_srlv_epi32(a.v, count.v)}; }
 LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { return {_mm512_sllv_epi32(_mm512_set1_epi32(1), a.v)}; }
 LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ))}; }
 LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) == 0; }
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_mask_mov_epi32(b.v, _mm512_movepi32_mask(mask.v), a.v)}; }
-LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
-  return {_mm512_permutexvar_ps(index.v, _mm512_broadcast_f32x8(_mm256_load_ps(table)))};  // both halves alike, so bit 3 of the index does not matter
-}
-LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) {
-  return {_mm512_permutexvar_epi32(index.v, _mm512_broadcast_i32x8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table))))};
-}
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { return {_mm512_permutexvar_ps(index.v, _mm512_load_ps(table))}; }
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm512_mulhi_epu16(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) { return {_mm512_subs_epu16(a.v, b.v)}; }
+LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) {
+  return {_mm512_mask_sub_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), n.v, _mm512_set1_epi32(1))};
+}
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
   return {_mm512_mask_sub_epi32(a.v, _mm512_movepi32_mask(_mm512_castps_si512(b.v)), _mm512_setzero_si512(), a.v)};
 }

@@ -64,6 +64,7 @@ LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] ^= b.l
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count); return a; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count); return a; }  // zeros come in
 LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { LOWBIT_LANES a.lane[i] = 1 << a.lane[i]; return a; }  // a in 0..30
+LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(count.lane[i]) < 32 ? static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count.lane[i]) : 0; return a; }
 LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does not fit, as cvttps2dq
   i32x16 r;
   LOWBIT_LANES r.lane[i] = a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(a.lane[i]) : INT32_MIN;
@@ -72,12 +73,19 @@ LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
 LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { bool all = true; LOWBIT_LANES all &= a.lane[i] <= b.lane[i]; return all; }  // false if a lane is nan
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
-LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 64-byte aligned
-LOWBIT_INLINE i32x16 lookup8(const int32_t* table, i32x16 index) { i32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 8 entries, twice, 64-byte aligned
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
   return a;
 }
+LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lower half of a is 0, and stays it
+  LOWBIT_LANES {
+    const uint32_t left = static_cast<uint32_t>(a.lane[i]) >> 16, right = static_cast<uint32_t>(b.lane[i]) >> 16;
+    a.lane[i] = static_cast<int32_t>((left > right ? left - right : 0) << 16);
+  }
+  return a;
+}
+LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) { LOWBIT_LANES n.lane[i] -= a.lane[i] >= b.lane[i]; return n; }  // n - 1 where a >= b
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::signbit(b.lane[i]) ? -a.lane[i] : a.lane[i]; return a; }  // or a * 0 where b is 0
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
