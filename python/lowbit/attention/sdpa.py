@@ -97,7 +97,7 @@ def _check(
     if attn_mask is None:
         return
     if is_causal:
-        raise ValueError(f"{_NAME}: attn_mask must be None when is_causal=True, got a mask of shape {list(attn_mask.shape)}")
+        raise ValueError(f"{_NAME}: Explicit attn_mask should not be set when is_causal=True: must be None, got shape {list(attn_mask.shape)}")
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
 
