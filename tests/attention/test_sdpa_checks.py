@@ -28,7 +28,7 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda: sdpa(heads(1, 3, 4, 8), heads(1, 2, 4, 8), heads(1, 2, 4, 8), enable_gqa=True), ValueError, "heads of query"),
         (lambda: sdpa(heads(4, 8), heads(4, 8, dtype=torch.float16), heads(4, 8)), TypeError, "key must have the dtype of query"),
         (lambda: sdpa(*(heads(4, 8).int(),) * 3), TypeError, "query must be float32"),
-        (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(4, 4), is_causal=True), ValueError, "attn_mask must be None"),
+        (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(4, 4), is_causal=True), ValueError, "attn_mask should not be set when is_causal=True"),
         (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(3, 4)), ValueError, "attn_mask must broadcast"),
         (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(4, 4).int()), TypeError, "attn_mask must be bool"),
         (lambda: sdpa(*(heads(4, 8),) * 3, dropout_p=1.5), ValueError, "dropout_p must be between 0 and 1"),

@@ -54,11 +54,11 @@ def create_block_mask(
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     """
-    _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     device = torch.device("cpu" if device is None else device)
     rest = _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
     if device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
+    _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     try:
         classes = block_classes(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, q_block, kv_block)

@@ -23,6 +23,7 @@ from lowbit.attention.trace import BoundProgram, bind, positional_arguments, war
 from lowbit.ops.attention import attention
 
 _NAME = "flex_attention"
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # what torch takes; there is one here
 _WHOLE = 1 << 30  # torch's block size for "no block mask"
 _NOTHING = BoundProgram([], [])
 
@@ -57,7 +58,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,  # as 0.0 it would be a symbol under torch.compile(dynamic=True), and the call traced twice
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Any:
@@ -93,7 +94,7 @@ def flex_attention(
         >>> out = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h, k - q], mask)
     """
     query, key, value = _autocast(query, key, value)
-    _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux, dropout_p, sink)
+    _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux, dropout_p, sink, kernel_options)
     scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else float(scale)
     if cu_seqlens is not None:
         block_mask = with_documents(cu_seqlens, block_mask, query, key)
@@ -127,6 +128,8 @@ def run_mods(
         blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
         if block_mask.full_kv_num_blocks is not None:
             blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
+        if block_mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
+            blocks = [tensor.to(torch.int32) for tensor in blocks]
     argument = "score_mod"
     try:
         score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
@@ -156,7 +159,7 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool, return_aux: Any,
-    dropout_p: float, sink: Tensor | None,
+    dropout_p: float, sink: Tensor | None, kernel_options: Mapping[str, Any] | None,
 ) -> None:  # fmt: skip
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and is_plain(query, key, value, enable_gqa)):
         _check_tensors(query, key, value, enable_gqa)
@@ -171,6 +174,9 @@ def _check(
                 f"{_NAME}: score_mod must take (score, b, h, q_idx, kv_idx), got a function of {positional_arguments(score_mod)} "
                 "positional arguments"
             )
+    backend = (kernel_options or {}).get("BACKEND", "AUTO")
+    if backend not in _BACKENDS:
+        raise ValueError(f"{_NAME}: Invalid BACKEND value {backend!r} in kernel_options, must be one of {', '.join(_BACKENDS)}")
     if return_lse and return_aux is not None:
         raise ValueError(
             f"{_NAME}: Cannot specify both return_lse and return_aux. return_lse is deprecated, please use return_aux=AuxRequest(lse=True)"
@@ -188,6 +194,12 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
+    if not query.device.type == key.device.type == value.device.type:
+        raise ValueError(
+            f"{_NAME}: Expected query, key, and value to have the same device type, but got query.device: {query.device}, "
+            f"key.device: {key.device}, and value.device: {value.device} instead."
+        )
+    for name, tensor in tensors.items():
         if tensor.is_nested:
             raise NotImplementedError(f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens")
         if tensor.device.type not in ("cpu", "meta"):
@@ -243,10 +255,11 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
     if mask.kv_num_blocks.dim() != 3:
         raise ValueError(f"{_NAME}: block_mask must have a batch and a head dimension, got {list(mask.kv_num_blocks.shape)} block counts")
     q_len, kv_len = mask.seq_lengths
-    shape = f"block_mask was created for block_mask.shape={tuple(mask.shape)} but got q_len={query.size(2)} and kv_len={key.size(2)}."
     if query.size(2) > q_len or key.size(2) > kv_len:
+        shape = _shape(query, key, mask)
         raise ValueError(f"{_NAME}: {shape} It was created for a smaller length than it is used for: create a new block mask.")
     if query.size(2) != q_len or key.size(2) != kv_len:
+        shape = _shape(query, key, mask)
         raise ValueError(
             f"{_NAME}: {shape} It was created for a larger length than it is used for: create a new one, or 'adjust' the existing block "
             "mask by block_mask._adjust(q_len, kv_len), which crops it to the upper left corner (not right for every mask_mod)."
@@ -258,6 +271,10 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
         raise RuntimeError(
             f"{_NAME}: Expect q/k/v and block_mask to be on the same device but got {query.device} and {mask.kv_num_blocks.device}."
         )
+
+
+def _shape(query: Tensor, key: Tensor, mask: BlockMask) -> str:
+    return f"block_mask was created for block_mask.shape={tuple(mask.shape)} but got q_len={query.size(2)} and kv_len={key.size(2)}."
 
 
 def _dtype(tensor: Tensor) -> str:

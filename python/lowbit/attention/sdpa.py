@@ -26,7 +26,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return softmax(scale * query key^T + attn_mask) value, never holding more than a tile of scores.
 
-    Signature and meaning are torch's. Differentiable in query, key, value and a floating attn_mask, once. A row that sees no key
+    Signature and meaning are torch's, autocast too. Differentiable in query, key, value and a floating attn_mask, once. A row that sees no key
     is 0. Dropout depends on the seed alone: the same for any number of threads.
 
     Args:
@@ -50,6 +50,8 @@ def scaled_dot_product_attention(
         >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
         >>> lowbit.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value, attn_mask = (_autocast(tensor) for tensor in (query, key, value, attn_mask))
     if attn_mask is None and dropout_p == 0.0 and is_plain(query, key, value, enable_gqa):
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         return attention(query, key, value, scale=scale, causal=is_causal)[0]
@@ -59,6 +61,12 @@ def scaled_dot_product_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     out, _, _ = attention(q, k, v, scale=scale, causal=is_causal, mask=mask, dropout_p=dropout_p)
     return out.reshape(*leading, *out.shape[-2:])
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _check(
@@ -89,7 +97,7 @@ def _check(
     if attn_mask is None:
         return
     if is_causal:
-        raise ValueError(f"{_NAME}: attn_mask must be None when is_causal=True, got a mask of shape {list(attn_mask.shape)}")
+        raise ValueError(f"{_NAME}: Explicit attn_mask should not be set when is_causal=True: must be None, got shape {list(attn_mask.shape)}")
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
 
