@@ -28,23 +28,39 @@ LOWBIT_INLINE float to_int16(const float* x, int64_t count, int16_t* to) {
 LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
   return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at]) : scale.as<const float>()[at];
 }
+LOWBIT_INLINE f32x16 load_scale16(const float* p) { return load(p); }
+LOWBIT_INLINE f32x16 load_scale16(const uint16_t* p) { return load_f16(p); }
 
-// Scales of the tokens of a split as float32 [token][group], zeros up to the next multiple of 16 of them.
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, float* to) {
-  const int64_t groups = scale.size(3), step = scale.stride[2], count = at.count * groups;
-  const int64_t base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step;
-  for (int64_t i = count; i < round_up(count, 16 * groups); i++) to[i] = 0.0f;
-  if (step != groups) {
-    for (int64_t t = 0; t < at.count; t++)
-      for (int64_t g = 0; g < groups; g++) to[t * groups + g] = scale_at(scale, base + t * step + g);
-    return;
+// Scales [token][group] of a kv head as float32, zeros up to the next multiple of 16 tokens; those of the next split are prefetched.
+template <class T>
+LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int64_t tokens, float* to) {
+  const int64_t count = tokens * groups;
+  T some[16];
+  int64_t i = 0, t = 0, g = 0;
+  for (; i + 16 <= count; i += 16) {
+    if (step == groups) {
+      __builtin_prefetch(from + i + kSplit * step);
+      store(to + i, load_scale16(from + i));
+      continue;
+    }
+    for (int j = 0; j < 16; j++) {
+      if (g == 0) __builtin_prefetch(from + (t + kSplit) * step);
+      some[j] = from[t * step + g];
+      if (++g == groups) g = 0, t++;
+    }
+    store(to + i, load_scale16(some));
   }
-  int64_t i = 0;
-  if (scale.dtype == DType::float32)
-    for (; i + 16 <= count; i += 16) store(to + i, load(scale.as<const float>() + base + i));
-  else
-    for (; i + 16 <= count; i += 16) store(to + i, load_f16(scale.as<const uint16_t>() + base + i));
-  for (; i < count; i++) to[i] = scale_at(scale, base + i);
+  for (int j = 0; j < 16; j++) some[j] = i + j < count ? from[(i + j) / groups * step + (i + j) % groups] : T{0};
+  for (const int64_t end = round_up(count, 16 * groups); i < end; i += 16) {
+    store(to + i, load_scale16(some));
+    for (T& scale : some) scale = T{0};
+  }
+}
+
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, float* to) {
+  const int64_t step = scale.stride[2], base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step;
+  if (scale.dtype == DType::float32) load_scales(scale.as<const float>() + base, step, scale.size(3), at.count, to);
+  else load_scales(scale.as<const uint16_t>() + base, step, scale.size(3), at.count, to);
 }
 
 template <class Acc>
