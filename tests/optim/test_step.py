@@ -27,9 +27,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def accepts(case: Case, options: dict[str, Any]) -> bool:
-    known = {"Adam": {"lr", "weight_decay", "maximize", "amsgrad", "betas", "eps"},
-             "SGD": {"lr", "weight_decay", "maximize", "nesterov", "dampening", "momentum"}, "Lion": {"lr", "weight_decay"}}  # fmt: skip
-    return set(options) <= next(names for start, names in known.items() if case.name.startswith(start))
+    groups = [make([nn.Parameter(torch.zeros(1))]).param_groups[0] for make in (case.make, case.twin)]
+    return all(set(options) <= set(group) for group in groups)
 
 
 @pytest.mark.parametrize("case, options", [(case, options) for case in CASES for options in OPTIONS if accepts(case, options)], ids=str)
