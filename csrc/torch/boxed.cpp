@@ -3,9 +3,9 @@
 
 #include <dlfcn.h>
 
-// torch's Python layer is made with pybind11: std::invalid_argument becomes ValueError, std::runtime_error RuntimeError. For any other kind
-// it calls set_error() of a pybind11::builtin_exception, which the C++ runtime finds by the name of the type; so this is that type as every
-// version of pybind11 declares it. Without Python it is a plain std::runtime_error with our text.
+// torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument), but of a
+// pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it as every version of pybind11
+// declares it. Without Python it is a plain std::runtime_error with our text.
 namespace pybind11 {
 class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
  public:
@@ -46,7 +46,7 @@ void ensure(Status status, std::string_view op, std::string_view what) {
 
 void rethrow_for_torch(const Error& error) {
   switch (error.kind) {
-    case ErrorKind::value: throw std::invalid_argument(error.what());
+    case ErrorKind::value: throw PythonException("PyExc_ValueError", error.what());
     case ErrorKind::type: throw PythonException("PyExc_TypeError", error.what());
     case ErrorKind::index: throw PythonException("PyExc_IndexError", error.what());
     case ErrorKind::not_implemented: throw PythonException("PyExc_NotImplementedError", error.what());

@@ -65,6 +65,7 @@ def run(rank: int, port: int) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch's FSDP2 wants a gradient of every parameter, which no integer can have")
 def test_packed_weights_shard_on_dim_0_over_two_ranks_with_equal_results_and_gradients():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -94,8 +94,8 @@ def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any) -> bool:
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+    if device is None:  # a CUDA build names cuda also where there is none
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return torch.device(device).type == "cpu"
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -23,6 +24,9 @@ from transformers.masking_utils import sdpa_mask
 from lowbit.attention.kv_layer import QuantizedKVLayer
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.ops.attention import attention
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches are other classes")
 
 NAME = "lowbit"
 

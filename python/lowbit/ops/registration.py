@@ -16,7 +16,7 @@ from lowbit import _C
 from lowbit.ops import attention_op, decode_op, fakes
 
 _lock = threading.Lock()
-_registered: list[dict[str, str]] = []
+_registered: list[dict[str, str]] = _C.__dict__.setdefault("_registered", [])  # like the ops, outlives the package where that is loaded again
 
 
 def register() -> None:
