@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lowbit import _C
 from lowbit.attention import trace
-from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.program import UnknownOp
 
 BIAS, ROW, IDS = torch.randn(2, 3, 20, 24), torch.randn(24), torch.randint(0, 3, (24,))
 FLAGS, BYTES = torch.rand(24) > 0.5, torch.randint(-3, 3, (24,), dtype=torch.int8)
