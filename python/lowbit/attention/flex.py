@@ -145,7 +145,7 @@ def _check(
         raise ValueError(
             f"{_NAME}: Cannot specify both return_lse and return_aux. return_lse is deprecated, please use return_aux=AuxRequest(lse=True)"
         )
-    if return_lse:
+    if return_lse and not torch.compiler.is_compiling():
         warnings.warn(f"{_NAME}: return_lse is deprecated, please use return_aux=AuxRequest(lse=True)", FutureWarning, stacklevel=3)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{_NAME}: dropout_p must be in [0, 1), got {dropout_p}")
@@ -231,8 +231,8 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
             "mask by block_mask._adjust(q_len, kv_len), which crops it to the upper left corner (not right for every mask_mod)."
         )
     for name, size, number in (("batch", query.size(0), mask.kv_num_blocks.size(0)), ("head", query.size(1), mask.kv_num_blocks.size(1))):
-        if number not in (1, size):
-            raise ValueError(f"{_NAME}: block_mask must have {name} size 1 or {size}, got {number}")
+        if number != 1 and number < size:
+            raise ValueError(f"{_NAME}: block_mask must have {name} size 1 or {size} or more, got {number}")
     if query.device != mask.kv_num_blocks.device:
         raise RuntimeError(
             f"{_NAME}: Expect q/k/v and block_mask to be on the same device but got {query.device} and {mask.kv_num_blocks.device}."

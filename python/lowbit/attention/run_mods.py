@@ -26,16 +26,8 @@ def run_mods(
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
-    whole = block_mask is None or tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE)
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    blocks, block_size = [], (128, 128)
-    if block_mask is not None and not whole:
-        block_size = tuple(block_mask.BLOCK_SIZE)
-        blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
-        if block_mask.full_kv_num_blocks is not None:
-            blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-        if block_mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
-            blocks = [tensor.to(torch.int32) for tensor in blocks]
+    blocks, block_size = _lists(block_mask, *query.shape[:2])
     argument = "score_mod"
     try:
         score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
@@ -43,9 +35,23 @@ def run_mods(
         mask = _NOTHING if mask_mod is None else bind(_NAME, mask_mod, mask=True)
     except UnknownOp as unknown:
         warn_unknown(_NAME, argument, unknown)
-        classes = None if not blocks else to_classes(block_mask)
+        classes = None if not blocks else to_classes(block_mask)[: query.shape[0], : query.shape[1]]
         return attention_through_torch(query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink)
     return attention(
         query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured, mask_mod=mask.code,
         mask_captured=mask.captured, blocks=blocks, block_size=block_size, sink=sink, want_max_scores=want_max_scores,
     )  # fmt: skip
+
+
+def _lists(mask: BlockMask | None, batch: int, heads: int) -> tuple[list[Tensor], tuple[int, int]]:
+    """The lists of blocks as the op takes them, and the size of a block. A mask made for more batches or heads, as torch takes it: the first ones."""
+    if mask is None or tuple(mask.BLOCK_SIZE) == (WHOLE, WHOLE):
+        return [], (128, 128)
+    lists = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None:
+        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    if mask.kv_num_blocks.shape[0] > batch or mask.kv_num_blocks.shape[1] > heads:
+        lists = [tensor[:batch, :heads] for tensor in lists]
+    if mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
+        lists = [tensor.to(torch.int32) for tensor in lists]
+    return lists, tuple(mask.BLOCK_SIZE)
