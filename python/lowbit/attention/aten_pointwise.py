@@ -203,26 +203,14 @@ def _masked_fill(tracer: Any, meta: Tensor, a: Any, condition: Any, value: Any) 
     return _where(tracer, meta, condition, value, a)
 
 
-@_row("isnan")
-def _isnan(tracer: Any, meta: Tensor, a: Any) -> Any:
-    return each(tracer, meta, lambda x: tracer.program.op("ne", x, x), a)
+def _is(name: str, test: Callable[[Any, Value], Value]) -> None:
+    POINTWISE[name] = lambda tracer, meta, a: each(tracer, meta, lambda x: test(tracer.program, tracer.program.convert(x, "float")), a)
 
 
-@_row("isinf")
-def _isinf(tracer: Any, meta: Tensor, a: Any) -> Any:
-    p = tracer.program
-    return each(tracer, meta, lambda x: p.op("eq", p.op("abs", p.convert(x, "float")), p.constant(math.inf)), a)
-
-
-def _isinf_of(sign: float) -> Callable[..., Any]:
-    def handler(tracer: Any, meta: Tensor, a: Any) -> Any:
-        p = tracer.program
-        return each(tracer, meta, lambda x: p.op("eq", p.convert(x, "float"), p.constant(sign)), a)
-
-    return handler
-
-
-POINTWISE["isposinf"], POINTWISE["isneginf"] = _isinf_of(math.inf), _isinf_of(-math.inf)
+_is("isnan", lambda p, x: p.op("ne", x, x))
+_is("isinf", lambda p, x: p.op("eq", p.op("abs", x), p.constant(math.inf)))
+_is("isposinf", lambda p, x: p.op("eq", x, p.constant(math.inf)))
+_is("isneginf", lambda p, x: p.op("eq", x, p.constant(-math.inf)))
 
 
 @_row("clamp", "clip", "hardtanh")
@@ -255,104 +243,93 @@ def _relu(tracer: Any, meta: Tensor, a: Any) -> Any:
     return each(tracer, meta, lambda x: p.op("where", p.op("lt", zero, x), x, zero), a)
 
 
-@_row("leaky_relu")
-def _leaky_relu(tracer: Any, meta: Tensor, a: Any, slope: float = 0.01) -> Any:
-    p = tracer.program
-    zero, factor = p.constant(0.0), p.constant(float(slope))
-    return each(tracer, meta, lambda x: p.op("where", p.op("lt", zero, x), x, p.op("mul", x, factor)), a)
+def _formula(name: str, operands: int = 1) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """A row of float operands, written as ``(program, *operands, *further arguments) -> value``."""
+
+    def add(formula: Callable[..., Value]) -> Callable[..., Value]:
+        def handler(tracer: Any, meta: Tensor, *args: Any, **kwargs: Any) -> Any:
+            p = tracer.program
+
+            def apply(*values: Value) -> Value:
+                return formula(p, *(p.convert(value, "float") for value in values), *args[operands:], **kwargs)
+
+            return each(tracer, meta, apply, *args[:operands])
+
+        POINTWISE[name] = handler
+        return formula
+
+    return add
 
 
-@_row("gelu")
-def _gelu(tracer: Any, meta: Tensor, a: Any, *, approximate: str = "none") -> Any:
-    p = tracer.program
+@_formula("leaky_relu")
+def _leaky_relu(p: Any, x: Value, slope: float = 0.01) -> Value:
+    return p.op("where", p.op("lt", p.constant(0.0), x), x, p.op("mul", x, p.constant(float(slope))))
 
+
+@_formula("gelu")
+def _gelu(p: Any, x: Value, *, approximate: str = "none") -> Value:
     def times(x: Value, y: float) -> Value:
         return p.op("mul", x, p.constant(y))
 
-    def gelu(x: Value) -> Value:
-        if approximate == "none":
-            part = p.op("erf", times(x, math.sqrt(0.5)))
-        else:
-            cube = p.op("mul", x, p.op("mul", x, x))
-            part = p.op("tanh", times(p.op("add", x, times(cube, 0.044715)), math.sqrt(2 / math.pi)))
-        return p.op("mul", times(x, 0.5), p.op("add", part, p.constant(1.0)))
-
-    return each(tracer, meta, gelu, a)
+    if approximate == "none":
+        part = p.op("erf", times(x, math.sqrt(0.5)))
+    else:
+        cube = p.op("mul", x, p.op("mul", x, x))
+        part = p.op("tanh", times(p.op("add", x, times(cube, 0.044715)), math.sqrt(2 / math.pi)))
+    return p.op("mul", times(x, 0.5), p.op("add", part, p.constant(1.0)))
 
 
-@_row("silu")
-def _silu(tracer: Any, meta: Tensor, a: Any) -> Any:
-    p = tracer.program
-    return each(tracer, meta, lambda x: p.op("mul", x, p.op("sigmoid", x)), a)
+@_formula("silu")
+def _silu(p: Any, x: Value) -> Value:
+    return p.op("mul", x, p.op("sigmoid", x))
 
 
-@_row("softplus")
-def _softplus(tracer: Any, meta: Tensor, a: Any, beta: float = 1, threshold: float = 20) -> Any:
-    p = tracer.program
+@_formula("softplus")
+def _softplus(p: Any, x: Value, beta: float = 1, threshold: float = 20) -> Value:
     factor, limit = p.constant(float(beta)), p.constant(float(threshold))
-
-    def softplus(x: Value) -> Value:
-        scaled = p.op("mul", x, factor)
-        small = p.op("minimum", scaled, limit)  # keeps exp, and so the gradient of the branch not taken, finite
-        return p.op("where", p.op("lt", limit, scaled), x, p.op("div", p.op("log1p", p.op("exp", small)), factor))
-
-    return each(tracer, meta, softplus, a)
+    scaled = p.op("mul", x, factor)
+    small = p.op("minimum", scaled, limit)  # keeps exp, and so the gradient of the branch not taken, finite
+    return p.op("where", p.op("lt", limit, scaled), x, p.op("div", p.op("log1p", p.op("exp", small)), factor))
 
 
-@_row("elu")
-def _elu(tracer: Any, meta: Tensor, a: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+@_formula("elu")
+def _elu(p: Any, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
     if scale != 1 or input_scale != 1:
         raise UnknownOp("aten.elu with scales")
-    p = tracer.program
-    zero, factor = p.constant(0.0), p.constant(float(alpha))
-
-    def elu(x: Value) -> Value:
-        return p.op("where", p.op("lt", zero, x), x, p.op("mul", p.op("expm1", p.op("minimum", x, zero)), factor))
-
-    return each(tracer, meta, elu, a)
+    zero = p.constant(0.0)
+    return p.op("where", p.op("lt", zero, x), x, p.op("mul", p.op("expm1", p.op("minimum", x, zero)), p.constant(float(alpha))))
 
 
-@_row("log10")
-def _log10(tracer: Any, meta: Tensor, a: Any) -> Any:
-    p = tracer.program
-    return each(tracer, meta, lambda x: p.op("mul", p.op("log", p.convert(x, "float")), p.constant(1 / math.log(10))), a)
+@_formula("log10")
+def _log10(p: Any, x: Value) -> Value:
+    return p.op("mul", p.op("log", x), p.constant(1 / math.log(10)))
 
 
-@_row("frac")
-def _frac(tracer: Any, meta: Tensor, a: Any) -> Any:
-    p = tracer.program
-    return each(tracer, meta, lambda x: p.op("sub", x, p.op("trunc", x)), a)
+@_formula("frac")
+def _frac(p: Any, x: Value) -> Value:
+    return p.op("sub", x, p.op("trunc", x))
 
 
-@_row("lerp")
-def _lerp(tracer: Any, meta: Tensor, a: Any, b: Any, weight: Any) -> Any:
-    p = tracer.program
-    return each(tracer, meta, lambda x, y, w: p.op("add", x, p.op("mul", p.convert(w, "float"), p.op("sub", y, x))), a, b, weight)
+@_formula("lerp", operands=3)
+def _lerp(p: Any, x: Value, y: Value, weight: Value) -> Value:
+    return p.op("add", x, p.op("mul", weight, p.op("sub", y, x)))
+
+
+@_formula("logaddexp", operands=2)
+def _logaddexp(p: Any, x: Value, y: Value) -> Value:
+    apart = p.op("where", p.op("eq", x, y), p.constant(0.0), p.op("sub", x, y))  # inf - inf would be nan
+    return p.op("add", p.op("maximum", x, y), p.op("log1p", p.op("exp", p.op("neg", p.op("abs", apart)))))
+
+
+@_formula("threshold")
+def _threshold(p: Any, x: Value, limit: float, otherwise: float) -> Value:
+    return p.op("where", p.op("le", x, p.constant(float(limit))), p.constant(float(otherwise)), x)
 
 
 @_row("addcmul")
 def _addcmul(tracer: Any, meta: Tensor, a: Any, b: Any, c: Any, *, value: float = 1) -> Any:
-    p, multiply = tracer.program, _in(tracer.program, kind(meta.dtype), "mul")
-    add, factor = _in(p, kind(meta.dtype), "add"), p.constant(value)
-    return each(tracer, meta, lambda x, y, z: add(x, multiply(multiply(y, z), factor)), a, b, c)
-
-
-@_row("logaddexp")
-def _logaddexp(tracer: Any, meta: Tensor, a: Any, b: Any) -> Any:
-    p = tracer.program
-
-    def logaddexp(x: Value, y: Value) -> Value:
-        apart = p.op("where", p.op("eq", x, y), p.constant(0.0), p.op("sub", x, y))  # inf - inf would be nan
-        return p.op("add", p.op("maximum", x, y), p.op("log1p", p.op("exp", p.op("neg", p.op("abs", apart)))))
-
-    return each(tracer, meta, logaddexp, a, b)
-
-
-@_row("threshold")
-def _threshold(tracer: Any, meta: Tensor, a: Any, limit: float, otherwise: float) -> Any:
-    p, type = tracer.program, kind(meta.dtype)
-    least, low = (p.convert(p.constant(number), type) for number in (limit, otherwise))
-    return each(tracer, meta, lambda x: p.op("where", p.op("le", x, least), low, x), a)
+    product = POINTWISE["mul"](tracer, meta, b, c)
+    return POINTWISE["add"](tracer, meta, a, product, value)
 
 
 @_row("nan_to_num")
@@ -362,7 +339,8 @@ def _nan_to_num(tracer: Any, meta: Tensor, a: Any, nan: float | None = None, pos
     for_nan, for_high, for_low = (p.constant(float(number)) for number in numbers)
 
     def finite(x: Value) -> Value:
-        x = p.op("where", p.op("eq", p.convert(x, "float"), p.constant(math.inf)), for_high, p.convert(x, "float"))
+        x = p.convert(x, "float")
+        x = p.op("where", p.op("eq", x, p.constant(math.inf)), for_high, x)
         x = p.op("where", p.op("eq", x, p.constant(-math.inf)), for_low, x)
         return p.op("where", p.op("ne", x, x), for_nan, x)
 
