@@ -107,10 +107,10 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     if not torch.is_autocast_enabled("cpu"):
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:

@@ -66,7 +66,7 @@ def scaled_dot_product_attention(
 
 
 def _autocast(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, CausalBias) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
 

@@ -48,24 +48,26 @@ def register(name: str) -> None:
 
 
 def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict[str, Any]) -> Any:
-    """The results of one call with the mapped dimension as part of the batch; None where a result would mix entries, or depend on their place.
+    """The results of one call with the mapped dimension as part of the batch; None where it cannot join.
 
-    Everything of ``[B, ...]`` has to be mapped. Programs, blocks and dropout count batches; the gradients of a sink and of a mask that all share are sums.
+    All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count batches; the gradients of a sink, and
+    of a mask that is not mapped, are sums over the batch.
     """
     rows = [name for name in ("q", "k", "v", "out", "lse", "grad_out", "grad_lse") if call.get(name) is not None]
-    batch = call["q"].shape[0] if dims["q"] is None else call["q"].movedim(dims["q"], 0).shape[1]
     if any(dims[name] is None for name in rows) or dims["sink"] is not None or call.get("sink_needs"):
         return None
     if call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0:
         return None
     if dims["mask"] is not None:
         rows.append("mask")
-        if call["mask"].movedim(dims["mask"], 0).shape[1] != batch:
-            return None
     elif call["mask"] is not None and (call["mask"].shape[0] != 1 or call.get("mask_needs")):
         return None
-    folded = op(*(call | {name: call[name].movedim(dims[name], 0).flatten(0, 1) for name in rows}).values())
-    return type(folded)(x.unflatten(0, (count, batch)) if x.dim() > 1 else x.new_empty((count, 0)) for x in folded)
+    mapped = {name: call[name].movedim(dims[name], 0) for name in rows}
+    batch = mapped["q"].shape[1]
+    if "mask" in mapped and mapped["mask"].shape[1] != batch:
+        return None
+    results = op(*(call | {name: tensor.flatten(0, 1) for name, tensor in mapped.items()}).values())
+    return type(results)(x.unflatten(0, (count, batch)) if x.dim() > 1 else x.new_empty((count, 0)) for x in results)
 
 
 def _stack(op: Callable[..., Any], count: int, arguments: Callable[[int], Any]) -> Any:
