@@ -2,6 +2,7 @@
 #include "core/parallel.hpp"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -49,21 +50,40 @@ TorchThreads look_up(bool& loaded) {
   return torch;
 }
 
+// How many libraries this process has loaded so far, never 0. 0.1 us, where look_up takes 20.
+unsigned long long libraries_loaded() {
+  unsigned long long count = 0;
+  auto first = [](dl_phdr_info* info, size_t, void* count) { return *static_cast<unsigned long long*>(count) = info->dlpi_adds, 1; };
+  dl_iterate_phdr(first, &count);
+  return count;
+}
+
 // A child forked after use has no OpenMP workers, and libgomp would wait for them for ever: there regions run on a pool of our own.
 std::atomic<bool> forked{false};
 
-// Looked up until torch is there: lowbit may be used before torch is imported.
-const TorchThreads* torch_threads() {
+// Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a library has been loaded.
+const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
+  static std::atomic<unsigned long long> missing_at{0};
   static std::once_flag watch_fork;
   std::call_once(watch_fork, [] { pthread_atfork(nullptr, nullptr, [] { forked = true; }); });
-  if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch->found() ? torch : nullptr;
+  if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
+  const unsigned long long count = libraries_loaded();  // before the look: what is loaded meanwhile makes another number
+  if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
   bool loaded;
   const TorchThreads torch = look_up(loaded);
-  if (!torch.found() && !loaded) return nullptr;
+  if (!torch.found() && !loaded) {
+    missing_at.store(count, std::memory_order_relaxed);
+    return nullptr;
+  }
   static const TorchThreads kept = torch;
   found.store(&kept, std::memory_order_release);
-  return kept.found() ? &kept : nullptr;
+  return &kept;
+}
+
+const TorchThreads* torch_threads() {
+  const TorchThreads* torch = loaded_torch();
+  return torch && torch->found() ? torch : nullptr;
 }
 
 // Workers that sleep between regions. One region at a time; a second caller, or a nested region, runs alone.
@@ -150,9 +170,7 @@ int num_threads() {
 
 std::string threads_source() {
   if (torch_threads()) return forked ? "own pool (this process was forked)" : "torch_parallel_for";
-  bool loaded;
-  look_up(loaded);
-  return loaded ? "own pool (this torch has no torch_parallel_for: it came with 2.10)" : "own pool (torch is not loaded)";
+  return loaded_torch() ? "own pool (this torch has no torch_parallel_for: it came with 2.10)" : "own pool (torch is not loaded)";
 }
 
 void parallel_region(int threads, void (*body)(void*, int), void* context) {

@@ -15,6 +15,7 @@ from torch import Tensor
 import lowbit
 from lowbit import AuxRequest, create_block_mask, flex_attention
 from lowbit.attention import trace
+from lowbit.attention.packed import with_documents
 from lowbit.reference.attention import attention as reference
 
 H, L, S = 4, 150, 190
@@ -218,6 +219,51 @@ def test_an_unknown_op_runs_through_torch_with_one_warning() -> None:
     texts = [str(warning.message) for warning in caught]
     assert sum("score_mod uses aten.lgamma" in text for text in texts) == 1
     assert sum("mask_mod uses aten.special_bessel_j0" in text for text in texts) == 1
+
+
+THROUGH_TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "row": (lambda t, h, i, j: t[h, i].sum(), lambda t, h, i, j: t[h, i].sum()),
+    "ellipsis": (lambda t, h, i, j: t[..., j][h, 0] + t[-1, :, h][j], lambda t, h, i, j: t[h, 0, j] + t[-1, j, h]),
+    "gather": (lambda t, h, i, j: torch.gather(t[0, 0], 0, j.reshape(1).long())[0], lambda t, h, i, j: t[0, 0, j]),
+    "list": (lambda t, h, i, j: t[[0, 2]][1, i, j], lambda t, h, i, j: t[2, i, j]),
+    "row of several": (lambda t, h, i, j: torch.linalg.vector_norm(t[h, i]), lambda t, h, i, j: (t[h, i] * t[h, i]).sum().sqrt()),
+}
+
+
+@pytest.mark.parametrize("name", THROUGH_TORCH)
+def test_gradients_through_torch_are_those_of_the_program(name: str) -> None:
+    q = torch.randn(2, H, 9, 8, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(H, 9, 9, dtype=torch.float64, requires_grad=True)
+    unknown, known = THROUGH_TORCH[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = flex_attention(q, q, q, lambda s, b, h, i, j: s + unknown(table, h, i, j) + torch.lgamma(j + 1.0) * 0)
+    wanted = flex_attention(q, q, q, lambda s, b, h, i, j: s + known(table, h, i, j))
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(out.sin().sum(), (q, table)) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("block_size", [16, (32, 48)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_are_the_block_mask_of_their_mask_mod(block_size: Any, causal: bool) -> None:
+    cu_seqlens = torch.tensor([0, 0, 7, 64, 64, 96, 131], dtype=torch.int32)
+    ids = torch.searchsorted(cu_seqlens[1:], torch.arange(131, dtype=torch.int32), right=True)
+    inner = (lambda b, h, i, j: i >= j) if causal else (lambda b, h, i, j: i >= 0)
+    wanted = create_block_mask(lambda b, h, i, j: inner(b, h, i, j) & (ids[i] == ids[j]), None, None, 131, 131, BLOCK_SIZE=block_size)
+    x = torch.randn(1, 1, 131, 8)
+    found = with_documents(cu_seqlens, create_block_mask(inner, None, None, 131, 131, BLOCK_SIZE=block_size), x, x)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "full_q_indices"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    torch.testing.assert_close(flex_attention(x, x, x, block_mask=found), flex_attention(x, x, x, block_mask=wanted))
+
+
+def test_a_block_mask_for_more_batches_and_heads_serves_the_first() -> None:
+    ids = torch.arange(L) // 40
+    mod = lambda b, h, i, j: (ids[i] + b >= ids[j]) & (h * 10 <= i)  # noqa: E731
+    q = torch.randn(1, 2, L, 16)
+    many, one = (create_block_mask(mod, batch, heads, L, L, BLOCK_SIZE=32) for batch, heads in ((4, H), (1, 2)))
+    assert torch.equal(flex_attention(q, q, q, block_mask=many), flex_attention(q, q, q, block_mask=one))
 
 
 def test_memory_grows_with_the_length_not_with_its_square(python: Callable[..., str]) -> None:

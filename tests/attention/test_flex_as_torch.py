@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -112,3 +113,13 @@ def test_autocast_of_sdpa() -> None:
         wanted = torch.nn.functional.scaled_dot_product_attention(q.half(), k, v, torch.zeros(40, 40))
     assert found.dtype == wanted.dtype == torch.bfloat16
     torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)
+
+
+def test_autocast_leaves_a_causal_bias_and_bad_input_as_they_are() -> None:
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 12, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = lowbit.scaled_dot_product_attention(q, k, k, causal_lower_right(8, 12))
+        with pytest.raises(TypeError, match="key must be a tensor, got NoneType"):
+            lowbit.flex_attention(q, None, k)
+    wanted = lowbit.scaled_dot_product_attention(q.bfloat16(), k.bfloat16(), k.bfloat16(), torch.ones(8, 12, dtype=torch.bool).tril(4))
+    assert torch.equal(found, wanted)

@@ -55,6 +55,20 @@ def test_compiled_is_eager(backend: str, masked: bool, with_sink: bool) -> None:
         torch.testing.assert_close(compiled(*inputs, ids, mask, sink)[0], wanted[0], **tolerance)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_documents_and_lse_do_not_break_the_graph(dynamic: bool) -> None:
+    def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Any:
+        return flex_attention(q, k, v, cu_seqlens=cu_seqlens, enable_gqa=True, return_lse=True)
+
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length, bounds in ((150, [0, 20, 20, 150]), (300, [0, 129, 300]), (300, [0, 1, 2, 3, 300])):
+        inputs = [*qkv(length, 2), torch.tensor(bounds)]
+        for found, wanted in zip(compiled(*inputs), packed(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted, atol=2e-6, rtol=2e-6)
+    with pytest.raises(RuntimeError, match="cu_seqlens must ascend from 0 to the length"):
+        compiled(*inputs[:3], torch.tensor([0, 30, 20, 300]))
+
+
 def test_compiled_graph_holds_our_op_and_nothing_of_the_mods() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     seen: list[str] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.bias import causal_lower_right
 
 import lowbit
 from lowbit import _C
@@ -67,6 +68,20 @@ def test_errors_are_of_torchs_kind(installation: None) -> None:
     for arguments, text in (((q, q, q[..., :8, :].double()), "dtype"), ((q[0, 0, 0],) * 3, "dimensions"), ((q, q[:, :, :, :4], q), "head dimension")):
         with pytest.raises(RuntimeError, match=text):
             functional.scaled_dot_product_attention(*arguments)
+
+
+def test_causal_bias_runs_on_ours_and_a_tensor_with_rules_of_its_own_keeps_them(installation: None) -> None:
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+            return "watched" if func is functional.scaled_dot_product_attention else super().__torch_function__(func, types, args, kwargs or {})
+
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 12, 16)
+    found = functional.scaled_dot_product_attention(q, k, k, causal_lower_right(8, 12))
+    torch.testing.assert_close(found, lowbit.scaled_dot_product_attention(q, k, k, torch.ones(8, 12, dtype=torch.bool).tril(4)))
+    with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+        functional.scaled_dot_product_attention(q, k, k, causal_lower_right(8, 12), is_causal=True)
+    assert functional.scaled_dot_product_attention(q, k.as_subclass(Watched), k) == "watched"
 
 
 def test_torchscript_goes_on_to_call_torch(installation: None) -> None:

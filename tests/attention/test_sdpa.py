@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import lowbit
 from lowbit import _C, testing
@@ -270,3 +271,16 @@ def test_few_queries_with_large_scores_have_the_gradients_of_many() -> None:
         )
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     assert worst < 6e-5
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 13), (1, 13)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torchs_causal_bias_is_its_matrix(make: Callable[..., CausalBias], lengths: tuple[int, int], compiled: bool) -> None:
+    q, k, v = (torch.randn(2, 3, length, 8, requires_grad=True) for length in (lengths[0], lengths[1], lengths[1]))
+    bias = make(*lengths)
+    attend = torch.compile(sdpa, fullgraph=True, backend="aot_eager") if compiled else sdpa
+    found, wanted = attend(q, k, v, bias), sdpa(q, k, v, bias._materialize())
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_upper_left
 
 import lowbit
 
@@ -32,6 +33,11 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(3, 4)), ValueError, "attn_mask must broadcast"),
         (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=torch.ones(4, 4).int()), TypeError, "attn_mask must be bool"),
         (lambda: sdpa(*(heads(4, 8),) * 3, dropout_p=1.5), ValueError, "dropout_p must be between 0 and 1"),
+        (lambda: sdpa(heads(4, 8), None, heads(4, 8)), TypeError, "key must be a tensor, got NoneType"),
+        (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=[[True]]), TypeError, "attn_mask must be a tensor, got list"),
+        (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=causal_upper_left(4, 5)), ValueError, "a CausalBias of lengths 4, 4, got 4, 5"),
+        (lambda: sdpa(*(heads(4, 8),) * 3, attn_mask=causal_upper_left(4, 4), is_causal=True), ValueError, "CausalBias should not be used"),
+        (lambda: sdpa(*(heads(4, 8),) * 3, scale="large"), TypeError, "scale must be a number, got str"),
         (lambda: sdpa(*(heads(4, 8),) * 3, scale=float("nan")), ValueError, "scale must be finite"),
     ],
 )

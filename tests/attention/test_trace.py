@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from lowbit import _C
 from lowbit.attention import trace
-from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.program import UnknownOp
 
 BIAS, ROW, IDS = torch.randn(2, 3, 20, 24), torch.randn(24), torch.randint(0, 3, (24,))
+EDGES = torch.tensor([-7, -2, 0, 3, 3, 11])
 FLAGS, BYTES = torch.rand(24) > 0.5, torch.randint(-3, 3, (24,), dtype=torch.int8)
 
 MODS: dict[str, Callable[..., Any]] = {
@@ -44,6 +45,13 @@ MODS: dict[str, Callable[..., Any]] = {
     "index_select": lambda s, b, h, q, k: s + ROW.index_select(0, k)[0] + functional.embedding(k, BIAS[0, 0].T)[2],
     "rows": lambda s, b, h, q, k: s + (BIAS[b, h, q, :4] * BIAS[b, h, q, 4:8]).sum() + torch.dot(BIAS[0, h, q, :3], ROW[:3]) + BIAS[b, h, q].mean(),
     "reductions": lambda s, b, h, q, k: s + BIAS[b, h, q, :5].amax() - BIAS[b, h, q, :5].amin() + (BIAS[b, h, q, :5] > 0).any() + torch.stack([s, s * 2]).sum(),
+    "max and min": lambda s, b, h, q, k: s + BIAS[b, h, q, :5].max() - torch.min(BIAS[b, h, k % 20]) + torch.max(s, s * 2) - torch.min(q, k),
+    "boundaries": lambda s, b, h, q, k: s + torch.bucketize(q - k, EDGES) + torch.bucketize(k, EDGES, right=True) + torch.searchsorted(EDGES, q)
+    + torch.searchsorted(ROW[:5].cumsum(0).abs().sort().values, s, side="right"),
+    "mixtures": lambda s, b, h, q, k: torch.lerp(s, ROW[k], 0.3) + torch.addcmul(s, ROW[q], ROW[k], value=0.5) + torch.logaddexp(s, ROW[k] * 9)
+    + torch.logaddexp(-s / 0.0, -s / 0.0).clamp(-9, 9) + torch.frac(s * 3) + functional.threshold(s, 0.1, -2.0),
+    "nan_to_num": lambda s, b, h, q, k: torch.nan_to_num(torch.where(s > 0.5, s * 0 / 0, s / (q % 2)), 3.0, 4.0, -5.0) + torch.nan_to_num(s / 0).sign(),
+    "index by a list": lambda s, b, h, q, k: s + BIAS[0, 0][[1, 3]][q % 2, k] + ROW[[2, 4, 6]].sum() + BIAS[b, h, q, range(3)].sum(),
     "bool tensor": lambda s, b, h, q, k: torch.where(FLAGS[k], s, s + 1) + FLAGS[q],
     "small ints": lambda s, b, h, q, k: s + BYTES[k],
     "whole tensors": lambda s, b, h, q, k: s + torch.softmax(ROW, 0)[k] + (BIAS * 2 + 1)[b, h, q, k] + ROW.flip(0)[k] + torch.arange(24)[k],

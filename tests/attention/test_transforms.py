@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowbit import create_block_mask, flex_attention, scaled_dot_product_attention
+from lowbit import AuxRequest, create_block_mask, flex_attention, scaled_dot_product_attention
 from lowbit.ops.attention import attention
 
 
@@ -31,14 +33,76 @@ def biased(bias: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h, i, j], mask)
 
 
-def test_vmap_is_one_call_per_entry_and_differentiable_from_outside() -> None:
-    inputs = qkv(3)
-    found, wanted = torch.vmap(ours)(*inputs), theirs(*inputs)
+class Calls(TorchDispatchMode):
+    """Counts the calls of our ops that arrive at the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: dict[str, int] = {"attention_forward": 0, "attention_backward": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("lowbit::"):
+            self.count[name.removeprefix("lowbit::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, mask)
+
+
+MASK = torch.randn(3, 2, 3, 5, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "in_dims", "forward", "backward"),
+    [
+        (ours, (), 0, 1, 1),
+        (ours, (), (1, 2, 3), 1, 1),
+        (masked, (MASK,), 0, 1, 1),
+        (masked, (MASK[:, :, :1, :, :1],), 0, 1, 1),
+        (masked, (MASK[0, :1] > 0,), (0, 0, 0, None), 1, 1),
+        (masked, (MASK[0, :1],), (0, 0, 0, None), 1, 3),    # its gradient is a sum over the entries
+        (masked, (MASK[:, :1],), 0, 3, 3),                  # it would have to be copied for each of the batch
+        (masked, (MASK[0],), (0, 0, 0, None), 3, 3),
+        (ours, (), (0, None, None), 3, 3),
+    ],
+)  # fmt: skip
+def test_vmap_joins_the_batch_where_it_can(function: Callable[..., Tensor], more: tuple[Tensor, ...], in_dims: Any, forward: int, backward: int) -> None:
+    dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * (3 + len(more))
+    entries = [*qkv(3), *(x.detach().requires_grad_(x.is_floating_point()) for x in more)]
+    wrt = [x for x in entries if x.requires_grad]
+    shared = [x[0] if dim is None and x.dim() == 5 and i < 3 else x for i, (x, dim) in enumerate(zip(entries, dims, strict=True))]
+    inputs = [x if not dim else x.movedim(0, dim) for x, dim in zip(shared, dims, strict=True)]
+    with Calls() as calls:
+        found = torch.vmap(function, in_dims=in_dims)(*inputs)
+        grads = torch.autograd.grad(found.square().sum(), wrt, materialize_grads=True)
+    assert calls.count == {"attention_forward": forward, "attention_backward": backward}
+    wanted = torch.stack([function(*(x if dim is None else x[i] for x, dim in zip(shared, dims, strict=True))) for i in range(3)])
     torch.testing.assert_close(found, wanted)
-    for a, b in zip(torch.autograd.grad(found.square().sum(), inputs), torch.autograd.grad(wanted.square().sum(), inputs), strict=True):
+    for a, b in zip(grads, torch.autograd.grad(wanted.square().sum(), wrt, materialize_grads=True), strict=True):
         torch.testing.assert_close(a, b)
-    one = torch.vmap(ours, in_dims=(1, None, None))(inputs[0].movedim(0, 1), inputs[1][0], inputs[2][0])
-    torch.testing.assert_close(one, torch.stack([theirs(q, inputs[1][0], inputs[2][0]) for q in inputs[0]]))
+
+
+def test_vmap_of_dropout_and_of_mods_keeps_entries_apart() -> None:
+    """Both count batches: joined to the batch, entry 1 would drop other probabilities than entry 0, and read another bias."""
+    q = torch.randn(1, 2, 3, 5, 4).expand(3, 2, 3, 5, 4).contiguous()
+    dropped = torch.vmap(lambda q: scaled_dot_product_attention(q, q, q, dropout_p=0.5), randomness="same")(q)
+    assert torch.equal(dropped[0], dropped[1])
+    per_batch = torch.randn(2)
+    biased = torch.vmap(lambda q: flex_attention(q, q, q, lambda s, b, h, i, j: s * per_batch[b]))(q)
+    assert torch.equal(biased[0], biased[2])
+
+
+def test_vmap_of_lse_and_largest_score() -> None:
+    inputs = [x.detach() for x in qkv(3)]
+
+    def both(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        aux = flex_attention(*tensors, return_aux=AuxRequest(lse=True, max_scores=True))[1]
+        return aux.lse, aux.max_scores
+
+    for found, wanted in zip(torch.vmap(both)(*inputs), zip(*map(both, *inputs), strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(wanted))
 
 
 @pytest.mark.parametrize("function", [ours, theirs])

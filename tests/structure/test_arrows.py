@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,6 +105,38 @@ def imports(path: Path) -> Iterator[str]:
                 yield from (f"lowbit.{alias.name}" for alias in node.names)
             else:
                 yield str(node.module)
+
+
+def test_no_python_file_imports_what_imports_it() -> None:
+    """Also not by an import inside a function."""
+    files = {".".join(("lowbit", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path for path in python_files()}
+    reaches = {module: {name for name in imported_files(path, files) if name in files} for module, path in files.items() if module != "lowbit"}
+    done: set[str] = set()
+
+    def walk(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above[above.index(module) :], module))
+        if module not in done:
+            for name in sorted(reaches[module] - {"lowbit"}):
+                walk(name, (*above, module))
+            done.add(module)
+
+    for module in sorted(reaches):
+        walk(module, ())
+
+
+def imported_files(path: Path, files: Container[str]) -> Iterator[str]:
+    """Modules that a file imports, not for type checkers alone; `from package import file` is the file."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in files else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def test_autoload_package_imports_nothing_at_the_top() -> None:

@@ -72,6 +72,21 @@ print("ok")
     assert "ok" in python(code)
 
 
+def test_threads_are_torchs_as_soon_as_it_is_imported(python: Callable[..., str]) -> None:
+    code = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("lowbit._C", {lowbit._C.__file__!r})
+alone = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(alone)
+before = [alone.threads()["source"] for _ in range(3)]
+import json  # a library that is not torch
+import torch
+torch.set_num_threads(3)
+print(before, alone.threads())
+"""
+    assert python(code).strip() == str(["own pool (torch is not loaded)"] * 3) + " {'count': 3, 'source': 'torch_parallel_for'}"
+
+
 @pytest.mark.parametrize("first", ["import torch, lowbit", "import lowbit, torch"])
 def test_both_import_orders_compute(python: Callable[..., str], first: str) -> None:
     assert "ok" in python(f"{first}\n{SETUP}\nassert torch.allclose(wanted.double(), data.wanted, atol=1e-2)\nprint('ok')")

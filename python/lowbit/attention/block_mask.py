@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
 
 from lowbit import _C
-from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.program import UnknownOp
 from lowbit.attention.trace import bind, positional_arguments, warn_unknown
 
 EMPTY, PARTIAL, FULL = 0, 1, 2

@@ -21,7 +21,8 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from lowbit.attention.trace import Subgraph
+from lowbit.attention.run_mods import WHOLE, run_mods
+from lowbit.attention.tracer import Subgraph
 
 _MARK = "_LOWBIT"  # kernel option: dropout_p of a call of ours
 everything = False
@@ -49,7 +50,7 @@ def compiled_attention(
 def _everything(query: Tensor) -> BlockMask:
     """torch's "no block mask": one block of 2^30."""
     one = query.new_ones((1, 1, 1), dtype=torch.int32)
-    return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (1 << 30, 1 << 30), noop_mask)
+    return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (WHOLE, WHOLE), noop_mask)
 
 
 def _block_mask(lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]) -> BlockMask:
@@ -70,8 +71,6 @@ def _attention(
     kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (), mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further arguments."""
-    from lowbit.attention.flex import run_mods
-
     score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
     mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
     rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)

@@ -10,8 +10,8 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit import _C
-from lowbit.attention.aten_ops import UnknownOp
 from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, block_classes, to_classes
+from lowbit.attention.program import UnknownOp
 from lowbit.attention.trace import bind, positional_arguments
 
 _RATES = "once per: head (batch and head), row (query), column (key), diagonal (key - query), tile (every score)"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,18 +13,14 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from lowbit.attention import block_mask as blocks_of
-from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.compiled import compiled_attention
 from lowbit.attention.packed import with_documents
-from lowbit.attention.plain import DTYPES, is_plain
-from lowbit.attention.through_torch import attention_through_torch
-from lowbit.attention.trace import BoundProgram, bind, positional_arguments, warn_unknown
-from lowbit.ops.attention import attention
+from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
+from lowbit.attention.run_mods import WHOLE, run_mods
+from lowbit.attention.trace import positional_arguments
 
 _NAME = "flex_attention"
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # what torch takes; there is one here
-_WHOLE = 1 << 30  # torch's block size for "no block mask"
-_NOTHING = BoundProgram([], [])
 
 
 class _AuxRequest(NamedTuple):
@@ -95,16 +90,13 @@ def flex_attention(
     """
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux, dropout_p, sink, kernel_options)
-    scale = 1.0 / math.sqrt(query.size(-1)) if scale is None else float(scale)
+    scale = softmax_scale(_NAME, scale, query.size(-1))
     if cu_seqlens is not None:
         block_mask = with_documents(cu_seqlens, block_mask, query, key)
     if key.size(0) != query.size(0):
         key, value = (tensor.expand(query.size(0), -1, -1, -1) for tensor in (key, value))
     wants_max = return_aux is not None and return_aux.max_scores
-    if torch.compiler.is_dynamo_compiling():
-        from lowbit.attention.compiled import compiled_attention as run
-    else:
-        run = run_mods
+    run = compiled_attention if torch.compiler.is_dynamo_compiling() else run_mods
     dtype = query.dtype
     if not (key.dtype == value.dtype == dtype):
         query, key, value = _widened(query, key, value)
@@ -115,40 +107,10 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-def run_mods(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
-    dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
-    whole = block_mask is None or tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE)
-    mask_mod = None if block_mask is None else block_mask.mask_mod
-    blocks, block_size = [], (128, 128)
-    if block_mask is not None and not whole:
-        block_size = tuple(block_mask.BLOCK_SIZE)
-        blocks = [block_mask.kv_num_blocks, block_mask.kv_indices]
-        if block_mask.full_kv_num_blocks is not None:
-            blocks += [block_mask.full_kv_num_blocks, block_mask.full_kv_indices]
-        if block_mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
-            blocks = [tensor.to(torch.int32) for tensor in blocks]
-    argument = "score_mod"
-    try:
-        score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
-        argument = "mask_mod"
-        mask = _NOTHING if mask_mod is None else bind(_NAME, mask_mod, mask=True)
-    except UnknownOp as unknown:
-        warn_unknown(_NAME, argument, unknown)
-        classes = None if not blocks else blocks_of.to_classes(block_mask)
-        return attention_through_torch(query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink)
-    return attention(
-        query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured, mask_mod=mask.code,
-        mask_captured=mask.captured, blocks=blocks, block_size=block_size, sink=sink, want_max_scores=want_max_scores,
-    )  # fmt: skip
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     if not torch.is_autocast_enabled("cpu"):
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
@@ -161,7 +123,7 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool, return_aux: Any,
     dropout_p: float, sink: Tensor | None, kernel_options: Mapping[str, Any] | None,
 ) -> None:  # fmt: skip
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor) and is_plain(query, key, value, enable_gqa)):
+    if not is_plain(query, key, value, enable_gqa):
         _check_tensors(query, key, value, enable_gqa)
     if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise TypeError(f"{_NAME}: block_mask must be a BlockMask (create_block_mask), got {type(block_mask).__name__}")
@@ -177,14 +139,18 @@ def _check(
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
     if backend not in _BACKENDS:
         raise ValueError(f"{_NAME}: Invalid BACKEND value {backend!r} in kernel_options, must be one of {', '.join(_BACKENDS)}")
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"{_NAME}: return_aux must be an AuxRequest, got {type(return_aux).__name__}")
     if return_lse and return_aux is not None:
         raise ValueError(
             f"{_NAME}: Cannot specify both return_lse and return_aux. return_lse is deprecated, please use return_aux=AuxRequest(lse=True)"
         )
-    if return_lse:
+    if return_lse and not torch.compiler.is_compiling():
         warnings.warn(f"{_NAME}: return_lse is deprecated, please use return_aux=AuxRequest(lse=True)", FutureWarning, stacklevel=3)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{_NAME}: dropout_p must be in [0, 1), got {dropout_p}")
+    if sink is not None and not isinstance(sink, Tensor):
+        raise TypeError(f"{_NAME}: sink must be a tensor [{query.size(1)}], got {type(sink).__name__}")
     if sink is not None and (sink.shape != query.shape[1:2] or not sink.is_floating_point()):
         raise ValueError(f"{_NAME}: sink must be floating, [{query.size(1)}] (one logit per query head), got {_dtype(sink)} {list(sink.shape)}")
 
@@ -250,7 +216,7 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
         return
     if mask.mask_mod is getattr(torch_flex, "_sliced_mask_mod_error", None):
         raise RuntimeError(f"{_NAME}: Cannot use mask_mod from a sliced BlockMask; set block_mask.mask_mod from the one it was sliced from")
-    if tuple(mask.BLOCK_SIZE) == (_WHOLE, _WHOLE):
+    if tuple(mask.BLOCK_SIZE) == (WHOLE, WHOLE):
         return
     if mask.kv_num_blocks.dim() != 3:
         raise ValueError(f"{_NAME}: block_mask must have a batch and a head dimension, got {list(mask.kv_num_blocks.shape)} block counts")
@@ -265,8 +231,8 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
             "mask by block_mask._adjust(q_len, kv_len), which crops it to the upper left corner (not right for every mask_mod)."
         )
     for name, size, number in (("batch", query.size(0), mask.kv_num_blocks.size(0)), ("head", query.size(1), mask.kv_num_blocks.size(1))):
-        if number not in (1, size):
-            raise ValueError(f"{_NAME}: block_mask must have {name} size 1 or {size}, got {number}")
+        if number != 1 and number < size:
+            raise ValueError(f"{_NAME}: block_mask must have {name} size 1 or {size} or more, got {number}")
     if query.device != mask.kv_num_blocks.device:
         raise RuntimeError(
             f"{_NAME}: Expect q/k/v and block_mask to be on the same device but got {query.device} and {mask.kv_num_blocks.device}."

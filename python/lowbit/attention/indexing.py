@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, slices, None, ``...`` and mixtures of them.
+"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and mixtures of them.
 
 torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is left are tensors.
 """
@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from lowbit.attention.aten_ops import UnknownOp
+from lowbit.attention.program import UnknownOp
 
 
 def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
-    """Return ``tensor[index]``, made of the ATen ops that ``apply(name, *arguments)`` runs."""
+    """Return ``tensor[index]``, made of the ATen ops that ``apply(name, *arguments)`` runs.
+
+    Raises:
+        UnknownOp: an index is a bool.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.tensor(item) if isinstance(item, (list, range)) else item for item in items]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
         at = next(position for position, item in enumerate(items) if item is Ellipsis)
@@ -24,8 +31,8 @@ def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
     tensors: list[Tensor | None] = []
     view, dim = tensor, 0
     for item in items:
-        if isinstance(item, bool) or isinstance(item, (list, range)):
-            raise UnknownOp(f"an index of type {type(item).__name__}")
+        if isinstance(item, bool):
+            raise UnknownOp("an index of type bool")
         if item is None:
             view = apply("unsqueeze", view, dim)
         elif isinstance(item, Tensor):
@@ -39,3 +46,16 @@ def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
             continue
         dim += 1
     return apply("index", view, tensors) if tensors else view
+
+
+class GetitemAsAten(TorchFunctionMode):
+    """``x[...]`` by tensors as `getitem` makes it, so that torch.vmap can batch the indices.
+
+    torch's own mode for this (TransformGetItemToIndex) loses gradients: for ``x[..., h]`` or ``torch.gather`` it gave wrong ones, for ``x[h].sum()`` an
+    error (torch 2.13).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.Tensor.__getitem__ and any(isinstance(item, Tensor) for item in (args[1] if isinstance(args[1], tuple) else args[1:])):
+            return getitem(lambda name, *arguments: getattr(torch.ops.aten, name)(*arguments), *args)
+        return func(*args, **(kwargs or {}))

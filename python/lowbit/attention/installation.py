@@ -12,14 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.bias import CausalBias
 
-from lowbit.attention import block_mask
+from lowbit.attention import block_mask, compiled
 from lowbit.attention.flex import flex_attention
+from lowbit.attention.plain import DTYPES
 from lowbit.attention.sdpa import scaled_dot_product_attention
 
 _lock = threading.Lock()
 _replaced: list[tuple[Any, str, Any]] = []
+_USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as FakeTensor's (a builtin)
 
 
 def install() -> None:
@@ -36,8 +40,6 @@ def install() -> None:
     with _lock:
         if _replaced:
             return
-        from lowbit.attention import compiled
-
         for original, ours in (
             (torch_flex.flex_attention, _routed(torch_flex.flex_attention, flex_attention, _takes_flex)),
             (torch_flex.create_block_mask, _routed(torch_flex.create_block_mask, block_mask.create_block_mask, _takes_mask)),
@@ -58,10 +60,7 @@ def uninstall() -> None:
     with _lock:
         for module, name, original in _replaced:
             setattr(module, name, original)
-        if _replaced:
-            from lowbit.attention import compiled
-
-            compiled.everything = False
+        compiled.everything = False
         _replaced.clear()
 
 
@@ -81,12 +80,16 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any], takes: Calla
     return route
 
 
+class _Refused(RuntimeError, ValueError):
+    """torch's function raises RuntimeError, its CausalBias ValueError."""
+
+
 def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    """Ours, with the one kind of error that torch's function has."""
+    """Ours, with torch's kind of error."""
     try:
         return scaled_dot_product_attention(*args, **kwargs)
     except (ValueError, TypeError) as error:
-        raise RuntimeError(str(error)) from error
+        raise _Refused(str(error)) from error
 
 
 def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
@@ -99,6 +102,19 @@ def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: 
     return torch.device(device).type == "cpu"
 
 
-def _takes_sdpa(query: Any, *args: Any, **kwargs: Any) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    return isinstance(query, Tensor) and query.device.type == "cpu" and not query.is_nested and query.dtype in floats
+def _takes_sdpa(query: Any, key: Any = None, value: Any = None, attn_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+    return (
+        isinstance(query, Tensor)
+        and query.device.type == "cpu"
+        and not query.is_nested
+        and query.dtype in DTYPES
+        and all(_is_like_tensor(argument) for argument in (query, key, value, attn_mask) if argument is not None)
+    )
+
+
+def _is_like_tensor(argument: Any) -> bool:
+    """Whether no ``__torch_function__`` of its own waits for torch's function."""
+    kind = type(argument)
+    if kind is Tensor or kind is Parameter or kind is CausalBias:
+        return True
+    return isinstance(argument, Tensor) and getattr(kind.__torch_function__, "__func__", None) in _USUAL

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     """Whether all is well and nothing needs to be broadcast; 2 us, where each check by its name takes 5 and the views another 12.
 
     Args:
-        query, key, value: any tensors.
+        query, key, value: anything.
         enable_gqa: the heads of query may be a multiple of those of key.
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
     if query.is_nested or key.is_nested or value.is_nested:
         return False  # has no shape to look at
     q, k, v = query.shape, key.shape, value.shape
@@ -33,3 +38,17 @@ def is_plain(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> boo
         and key.is_cpu
         and value.is_cpu
     )
+
+
+def softmax_scale(op: str, scale: Any, head_dim: int) -> float:
+    """The factor of the scores: ``scale``, or 1 / sqrt(head_dim) for None.
+
+    Raises:
+        TypeError: scale is not a number.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scale must be a number, got {type(scale).__name__}") from None

@@ -35,6 +35,10 @@ _CONVERSIONS = {
 }
 
 
+class UnknownOp(Exception):
+    """Something that a score program cannot express."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One value of a program: its number and its type (float, int or bool)."""

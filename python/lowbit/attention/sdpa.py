@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from lowbit.attention.plain import DTYPES, is_plain
+from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
 from lowbit.ops.attention import attention
 
 _NAME = "scaled_dot_product_attention"
@@ -33,7 +34,7 @@ def scaled_dot_product_attention(
         query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H, L, E]`` too.
         key: ``[..., Hkv, S, E]``, dtype of query; leading dimensions broadcast.
         value: ``[..., Hkv, S, Ev]``, dtype of query.
-        attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``.
+        attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``; or torch's CausalBias.
         dropout_p: probability, in 0..1, to drop each attention probability. Applied whenever it is above 0.
         is_causal: query i sees keys 0 to i.
         scale: default 1 / sqrt(E).
@@ -53,18 +54,19 @@ def scaled_dot_product_attention(
     if torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = (_autocast(tensor) for tensor in (query, key, value, attn_mask))
     if attn_mask is None and dropout_p == 0.0 and is_plain(query, key, value, enable_gqa):
-        scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-        return attention(query, key, value, scale=scale, causal=is_causal)[0]
+        return attention(query, key, value, scale=softmax_scale(_NAME, scale, query.shape[3]), causal=is_causal)[0]
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = _of_causal_bias(attn_mask, query.shape[-2], key.shape[-2])
     q, k, v, leading = _to_heads(query, key, value, enable_gqa)
     mask = None if attn_mask is None else _to_mask(attn_mask, leading, q.shape[:2], query.shape[-2], key.shape[-2])
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    scale = softmax_scale(_NAME, scale, query.shape[-1])
     out, _, _ = attention(q, k, v, scale=scale, causal=is_causal, mask=mask, dropout_p=dropout_p)
     return out.reshape(*leading, *out.shape[-2:])
 
 
-def _autocast(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+def _autocast(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, CausalBias) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
 
@@ -73,6 +75,9 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
 ) -> None:
     tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
     for name, tensor in tensors.items():
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
@@ -96,10 +101,25 @@ def _check(
         raise ValueError(f"{_NAME}: dropout_p must be between 0 and 1, got {dropout_p}")
     if attn_mask is None:
         return
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"{_NAME}: attn_mask must be a tensor, got {type(attn_mask).__name__}")
+    if isinstance(attn_mask, CausalBias):
+        if is_causal:
+            raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True: is_causal must be False")
+        return
     if is_causal:
         raise ValueError(f"{_NAME}: Explicit attn_mask should not be set when is_causal=True: must be None, got shape {list(attn_mask.shape)}")
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
+
+
+def _of_causal_bias(bias: CausalBias, q_len: int, kv_len: int) -> tuple[Tensor | None, bool]:
+    """torch's CausalBias as attn_mask and is_causal."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        raise ValueError(f"{_NAME}: attn_mask must be a CausalBias of lengths {q_len}, {kv_len}, got {bias.seq_len_q}, {bias.seq_len_kv}")
+    if bias.variant == CausalVariant.UPPER_LEFT or q_len == kv_len:
+        return None, True
+    return bias._materialize(), False
 
 
 def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:

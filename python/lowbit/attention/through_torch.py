@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowbit.attention.indexing import GetitemAsAten
+
 _QUERIES = 128
 
 
@@ -65,14 +67,12 @@ def attention_through_torch(
 
 def on_every_score(mod: Callable[..., Any], scores: int) -> Callable[..., Tensor]:
     """The mod over ``[B, H, Q, KV]`` scores (``scores`` = 1: a score_mod) or places alone (0: a mask_mod), by vmap."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     mapped = mod
     for place in (3, 2, 1, 0):
         mapped = torch.vmap(mapped, in_dims=(0,) * scores + tuple(0 if place == i else None for i in range(4)))
 
     def run(*arguments: Tensor) -> Tensor:
-        with TransformGetItemToIndex():
+        with GetitemAsAten():
             return mapped(*arguments)
 
     return run

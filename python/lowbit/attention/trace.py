@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowbit.attention.aten_ops import UnknownOp
 from lowbit.attention.captured import Captured, captured_by
-from lowbit.attention.tracer import DataDependent, MutatedArgument, RandomOp, Steps, Subgraph, Tracer
+from lowbit.attention.program import UnknownOp
+from lowbit.attention.stand_in import RandomOp
+from lowbit.attention.tracer import DataDependent, MutatedArgument, Steps, Subgraph, Tracer
 
 _KEPT = 512
 _SCORE, _MASK = "score_mod", "mask_mod"
@@ -160,4 +161,4 @@ def positional_arguments(mod: Callable[..., Any]) -> int:
     return sum(parameter.default is parameter.empty for parameter in inspect.signature(mod).parameters.values())
 
 
-__all__ = ["BoundProgram", "Program", "Subgraph", "bind", "positional_arguments", "warn_unknown"]
+__all__ = ["BoundProgram", "Program", "bind", "positional_arguments", "warn_unknown"]

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
-from lowbit.attention.aten_ops import FUNCTIONS, INSTRUCTIONS, KEYWORDS, VIEWS, UnknownOp
+from lowbit.attention.aten_ops import FUNCTIONS, INSTRUCTIONS, KEYWORDS, VIEWS
 from lowbit.attention.indexing import getitem
-from lowbit.attention.program import Captured, ProgramBuilder, Value
+from lowbit.attention.program import Captured, ProgramBuilder, UnknownOp, Value
+from lowbit.attention.stand_in import Inside, Outside, Part, StandIn
 
 MAX_ELEMENTS = 1024  # of a tensor inside a program (a row of a captured tensor): every element is instructions
 _SHAPE_READERS = {
@@ -36,58 +37,6 @@ _VALUE_READERS = {
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__,
     torch.Tensor.__index__, torch.Tensor.__contains__, torch.equal, torch.allclose,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What depends on captured tensors alone: number of the step that makes it."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A captured tensor with some dimensions fixed: one value per fixed dimension, None for those that are left."""
-
-    tensor: Outside
-    indices: tuple[Value | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """Values of the program: an int64 tensor of the shape of what it stands for, that holds numbers of values."""
-
-    numbers: Tensor
-
-
-class StandIn(Tensor):
-    """A tensor without data, that knows what it is made of."""
-
-    tracer: Tracer
-    content: Outside | Part | Inside
-    meta: Tensor
-    argument: bool  # of the mod, or captured: must not be written to
-
-    @staticmethod
-    def __new__(cls, tracer: Tracer, content: Outside | Part | Inside, meta: Tensor, argument: bool = False) -> StandIn:
-        made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device="cpu")
-        made.tracer, made.content, made.meta, made.argument = tracer, content, meta, argument
-        return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        tracer = next(leaf.tracer for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RandomOp(func.__name__)
-        name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
-        if func._schema.is_mutable:
-            return tracer.write(name, args, kwargs or {})
-        return tracer.dispatch(name, func, args, kwargs or {})
-
-    def __repr__(self) -> str:  # printing a mod's values while it is traced
-        return f"<{self.dtype} {list(self.shape)} of a score program>"
 
 
 @dataclass(slots=True)
@@ -302,10 +251,6 @@ class Tracer:
 
 class DataDependent(Exception):
     """The mod asks for the number behind one of its arguments."""
-
-
-class RandomOp(Exception):
-    """The mod draws random numbers."""
 
 
 class MutatedArgument(Exception):

@@ -30,8 +30,8 @@ SCHEMAS = {
 
 
 def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
-             sink, want_max_scores=False):  # fmt: skip
-    out, lse, max_scores = forward_fake(q, k, v, want_max_scores=want_max_scores)
+            sink, want_max_scores=False):  # fmt: skip
+    out, lse, max_scores = _results(q, v, want_max_scores)
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     _C.attention_forward(
         *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod,
@@ -40,19 +40,21 @@ def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_capt
     return out, lse, max_scores
 
 
-def forward_fake(q, k, v, *rest, want_max_scores=False):
-    want_max_scores = rest[12] if len(rest) > 12 else want_max_scores
+def forward_fake(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
+                 sink, want_max_scores=False):  # fmt: skip
+    return _results(q, v, want_max_scores)
+
+
+def _results(q: Tensor, v: Tensor, want_max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and largest score, not yet written."""
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
     return _ordered(q, (*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
 
 
 def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
-              score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
-    grads = backward_fake(
-        q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured, score_captured_needs,
-        mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs,
-    )  # fmt: skip
+             score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
+    grads = _gradients(q, k, v, lse, mask if mask_needs else None, sink if sink_needs else None, score_captured, score_captured_needs)
     rest = iter(grads[3:])
     grad_mask, grad_sink = next(rest) if mask_needs else None, next(rest) if sink_needs else None
     captured_grads = [next(rest) if needed else None for needed in score_captured_needs]
@@ -67,13 +69,20 @@ def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout
 
 
 def backward_fake(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
-                   score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
+                  score_captured_needs, mask_mod, mask_captured, blocks, block_size, sink, mask_needs, sink_needs):  # fmt: skip
+    return _gradients(q, k, v, lse, mask if mask_needs else None, sink if sink_needs else None, score_captured, score_captured_needs)
+
+
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: Tensor | None, sink: Tensor | None, captured: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor]:
+    """Those of q, k, v, then of mask, sink and captured tensors as far as they are wanted; not yet written, but for the mask's."""
     grads = [_ordered(tensor, tensor.shape) for tensor in (q, k, v)]
-    if mask_needs:
+    if mask is not None:
         grads.append(lse.new_zeros(mask.shape))  # the kernel adds to it
-    if sink_needs:
+    if sink is not None:
         grads.append(sink.new_empty(sink.shape))
-    grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(score_captured, score_captured_needs, strict=False) if needed]
+    grads += [tensor.new_empty(tensor.shape) for tensor, needed in zip(captured, needs, strict=False) if needed]
     return grads
 
 
@@ -92,7 +101,6 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _number(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed) & (2**64 - 1)
-
 
 
 OPS = {

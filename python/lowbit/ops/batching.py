@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap over the attention ops: one call per entry. torch's own fallback, which does the same, takes no lists of tensors.
+"""vmap over the attention ops: one call where the mapped dimension can join the batch, else one call per entry. torch's own fallback, which does
+the latter, takes no lists of tensors.
 
 torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`. `torch.autograd.grad(is_grads_batched=True)`,
 `jacobian(vectorize=True)` and the batched part of gradcheck still use an older one, under the dispatch key Batched.
@@ -22,10 +23,13 @@ def register(name: str) -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"lowbit::{name}", "FuncTorchBatched"):
         return
     op = getattr(torch.ops.lowbit, name).default
+    names = [argument.name for argument in op._schema.arguments]
     library = keep(torch.library.Library("lowbit", "FRAGMENT"))
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        stacked = _stack(op, info.batch_size, lambda i: _entry(arguments, in_dims, i))
+        stacked = _folded(op, info.batch_size, dict(zip(names, arguments, strict=False)), dict(zip(names, in_dims, strict=False)))
+        if stacked is None:
+            stacked = _stack(op, info.batch_size, lambda i: _entry(arguments, in_dims, i))
         return stacked, type(stacked)(0 for _ in stacked)
 
     def older_rule(*arguments: Any) -> Any:
@@ -41,6 +45,29 @@ def register(name: str) -> None:
 
     torch.library.register_vmap(f"lowbit::{name}", rule, lib=library)
     library.impl(name, older_rule, "Batched")
+
+
+def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict[str, Any]) -> Any:
+    """The results of one call with the mapped dimension as part of the batch; None where it cannot join.
+
+    All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count batches; the gradients of a sink, and
+    of a mask that is not mapped, are sums over the batch.
+    """
+    rows = [name for name in ("q", "k", "v", "out", "lse", "grad_out", "grad_lse") if call.get(name) is not None]
+    if any(dims[name] is None for name in rows) or dims["sink"] is not None or call.get("sink_needs"):
+        return None
+    if call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0:
+        return None
+    if dims["mask"] is not None:
+        rows.append("mask")
+    elif call["mask"] is not None and (call["mask"].shape[0] != 1 or call.get("mask_needs")):
+        return None
+    mapped = {name: call[name].movedim(dims[name], 0) for name in rows}
+    batch = mapped["q"].shape[1]
+    if "mask" in mapped and mapped["mask"].shape[1] != batch:
+        return None
+    results = op(*(call | {name: tensor.flatten(0, 1) for name, tensor in mapped.items()}).values())
+    return type(results)(x.unflatten(0, (count, batch)) if x.dim() > 1 else x.new_empty((count, 0)) for x in results)
 
 
 def _stack(op: Callable[..., Any], count: int, arguments: Callable[[int], Any]) -> Any:

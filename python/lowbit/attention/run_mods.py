@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flex_attention below its checks: mods become score programs, the block mask its lists, and the op is called. Eager and compiled calls end here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from lowbit.attention.block_mask import to_classes
+from lowbit.attention.program import UnknownOp
+from lowbit.attention.through_torch import attention_through_torch
+from lowbit.attention.trace import BoundProgram, bind, warn_unknown
+from lowbit.ops.attention import attention
+
+_NAME = "flex_attention"
+WHOLE = 1 << 30  # torch's block size for "no block mask"
+_NOTHING = BoundProgram([], [])
+
+
+def run_mods(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
+    dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    blocks, block_size = _lists(block_mask, *query.shape[:2])
+    argument = "score_mod"
+    try:
+        score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
+        argument = "mask_mod"
+        mask = _NOTHING if mask_mod is None else bind(_NAME, mask_mod, mask=True)
+    except UnknownOp as unknown:
+        warn_unknown(_NAME, argument, unknown)
+        classes = None if not blocks else to_classes(block_mask)[: query.shape[0], : query.shape[1]]
+        return attention_through_torch(query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink)
+    return attention(
+        query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured, mask_mod=mask.code,
+        mask_captured=mask.captured, blocks=blocks, block_size=block_size, sink=sink, want_max_scores=want_max_scores,
+    )  # fmt: skip
+
+
+def _lists(mask: BlockMask | None, batch: int, heads: int) -> tuple[list[Tensor], tuple[int, int]]:
+    """The lists of blocks as the op takes them, and the size of a block. A mask made for more batches or heads, as torch takes it: the first ones."""
+    if mask is None or tuple(mask.BLOCK_SIZE) == (WHOLE, WHOLE):
+        return [], (128, 128)
+    lists = [mask.kv_num_blocks, mask.kv_indices]
+    if mask.full_kv_num_blocks is not None:
+        lists += [mask.full_kv_num_blocks, mask.full_kv_indices]
+    if mask.kv_num_blocks.shape[0] > batch or mask.kv_num_blocks.shape[1] > heads:
+        lists = [tensor[:batch, :heads] for tensor in lists]
+    if mask.kv_num_blocks.dtype != torch.int32:  # from_kv_blocks takes any ints
+        lists = [tensor.to(torch.int32) for tensor in lists]
+    return lists, tuple(mask.BLOCK_SIZE)
