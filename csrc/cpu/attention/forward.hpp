@@ -4,7 +4,8 @@
 #pragma once
 
 #include "core/scratch.hpp"
-#include "cpu/attention/running_softmax.hpp"
+#include "cpu/attention/softmax.hpp"
+#include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -60,6 +61,11 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
     tile.factor[r] = total == T{0} ? T{0} : scale / total;
   }
   narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+}
+
+template <class T>
+[[gnu::noinline]] void softmax_rows(Matrix<T> scores, int64_t rows, const Visible<T>& visible, const RunningSoftmax<T>& softmax) {
+  visible.for_each_row(rows, [&](int64_t r, Span span) { softmax_row(softmax, r, scores.row(r), span); });
 }
 
 // One tile of keys, for a tile of queries.
