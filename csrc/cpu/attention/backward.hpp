@@ -26,7 +26,7 @@ struct BackwardTile {
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
   Matrix<T> grad_q;                               // of one tile of queries, or of all that share a kv head
   Matrix<T> grad_k, grad_v;                       // of one tile of keys
-  T *base, *delta, *factor, *scales;
+  T *lse, *delta, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
   Visible<T> visible;
   Span* seeing;                                   // per tile of rows of grad_k
@@ -44,7 +44,7 @@ struct BackwardTile {
     keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile), values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
     p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
     grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
-    base = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
+    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
     scales = arena.array<T>(larger(q_tile, kBackwardKvTile));
     visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena), seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
   }
@@ -80,7 +80,7 @@ void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
   });
 }
 
-// A tile of queries: q and grad_out widened, lse in units of log2, D.
+// A tile of queries: q and grad_out widened, lse, D.
 template <class T>
 void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
@@ -89,7 +89,7 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const 
   const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
     const T lse = forward.lse.template as<const T>()[first + r];
-    tile.base[r] = lse == kMinusInfinity<T> ? T{0} : lse * static_cast<T>(kLog2e);
+    tile.lse[r] = lse == kMinusInfinity<T> ? T{0} : lse;
     tile.delta[r] = delta[first + r];
   }
 }
@@ -123,17 +123,17 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Bac
   const auto log2e = set1(static_cast<T>(kLog2e));
   visible.for_each_row(at.rows, [&](int64_t r, Span span) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
-    const auto shift = set1(-tile.base[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
+    const auto lse = set1(tile.lse[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
     if (forward.dropout_p > 0) {
       dropout_factors(forward, at, r, tile.factor);
       for (int64_t c = span.begin; c < span.end; c += 16) {
-        const auto x = exp2(fma(load(p + c), log2e, shift)), kept = load(tile.factor + c);
+        const auto x = exp2(mul(sub(load(p + c), lse), log2e)), kept = load(tile.factor + c);
         store(ds + c, mul(x, sub(mul(load(ds + c), kept), delta)));
         store(p + c, mul(x, kept));
       }
     } else {
       for (int64_t c = span.begin; c < span.end; c += 16) {
-        const auto x = exp2(fma(load(p + c), log2e, shift));
+        const auto x = exp2(mul(sub(load(p + c), lse), log2e));  // not fma(s, log2e, -lse * log2e): that rounds once more
         store(ds + c, mul(x, sub(load(ds + c), delta)));
         store(p + c, x);
       }

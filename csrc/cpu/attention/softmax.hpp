@@ -36,7 +36,8 @@ template <class T>
   const T before = softmax.base[r];
   softmax.base[r] = highest;
   if (before == kMinusInfinity<T>) return;
-  const auto factor = exp2(set1((before - highest) * static_cast<T>(kLog2e)));
+  const T log2e = static_cast<T>(kLog2e);
+  const auto factor = exp2(set1(before * log2e - highest * log2e));  // each rounded as softmax_row does: at |s| = 400 by 2^-16
   store(softmax.sums + 16 * r, mul(load(softmax.sums + 16 * r), factor));
   T* out = softmax.out.row(r);
   for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
