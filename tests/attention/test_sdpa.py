@@ -241,6 +241,24 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...],
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 200, 2100, 16, 24), (1, 2, 1, 1300, 1300, 17, 16), (1, 6, 3, 70, 1100, 16, 16)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_heads_cut_into_chunks_of_keys_have_the_gradients_of_whole_heads(backward_row: str, shape: tuple[int, ...], causal: bool) -> None:
+    """Beyond 1024 keys one thread takes whole heads, two share a head by chunks of keys, and many make two passes: each to the bit the same."""
+    q, k, v = make(shape, torch.float32)
+    grad_out = torch.randn(*shape[:2], shape[3], shape[6])
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5, 16):
+            torch.set_num_threads(threads)
+            results.append(run(sdpa, (q, k, v), grad_out, torch.float32, enable_gqa=True, is_causal=causal))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    assert_as_good_as_torch((q, k, v), grad_out=grad_out, enable_gqa=True, is_causal=causal)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     q, k, v = make((3, 2, 2, 200, 260, 32, 32), torch.float32)
     whole = sdpa(q, k, v)
