@@ -79,7 +79,7 @@ void register_attention(py::module_& m) {
 
 Args:
     q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``: float32, bfloat16, float16 or float64, dense in the last dimension.
-    out: ``[B, Hq, L, Ev]``, written.
+    out: ``[B, Hq, L, Ev]`` of the dtype of q, or float32 (float64 for float64 inputs), written.
     lse, max_scores: ``[B, Hq, L]`` float32 (float64 for float64 inputs), written, or None. lse is natural and includes the sink.
     scale: factor of q k^T.
     causal: query i sees keys 0 to i.
@@ -102,7 +102,7 @@ Raises:
         R"(Write the gradients of attention_forward, whose arguments, ``out`` and ``lse`` it takes.
 
 Args:
-    grad_out, grad_lse: gradients of the results; ``grad_lse`` may be None.
+    grad_out, grad_lse: gradients of the results, in their dtypes; ``grad_lse`` may be None.
     grad_q, grad_k, grad_v: shapes and dtypes of q, k, v, written.
     score_captured_grads: per captured tensor None or a contiguous tensor of its shape, written; an empty list for none.
     grad_mask: float32 (float64) ``[B, Hq, L, S]`` with stride 0 where the mask is broadcast, added to, or None.

@@ -66,7 +66,7 @@ void check_forward(std::string_view op, const AttentionForwardArgs& args) {
   check(heads == 0 ? true : kv_heads > 0 && heads % kv_heads == 0, value, op, ": the heads of q must be a multiple of those of k, got ", heads,
         " and ", kv_heads);
   check(std::max(length, kv_length) < INT32_MAX, value, op, ": lengths must be below 2^31 - 1, got ", length, " and ", kv_length);
-  check_heads(op, "out", out, q.dtype, {batch, heads, length, v.size(3)});
+  check_heads(op, "out", out, out.dtype == real_of(q.dtype) ? out.dtype : q.dtype, {batch, heads, length, v.size(3)});
   check_statistic(op, "lse", lse, real_of(q.dtype), {batch, heads, length});
   check_statistic(op, "max_scores", max_scores, real_of(q.dtype), {batch, heads, length});
   check_statistic(op, "sink", sink, real_of(q.dtype), {heads});

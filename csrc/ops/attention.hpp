@@ -45,7 +45,7 @@ constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: wh
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {
   TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides; Hq a multiple of Hkv
-  TensorView out{};         // [B, Hq, L, Ev], as q
+  TensorView out{};         // [B, Hq, L, Ev], as q, or real: what the backward needs of it is lost when it is rounded to 16 bits
   TensorView lse{};         // real [B, Hq, L], contiguous; the forward may go without
   TensorView max_scores{};  // real [B, Hq, L], contiguous, or empty: largest s of each row
   TensorView mask{};        // bool or floating [B, Hq, L, S] with any strides (0: broadcast), or empty
@@ -68,7 +68,7 @@ struct AttentionForwardArgs {
 
 struct AttentionBackwardArgs {
   AttentionForwardArgs forward;               // with out and lse as the forward left them
-  TensorView grad_out;                        // [B, Hq, L, Ev], as out, last dimension dense
+  TensorView grad_out;                        // [B, Hq, L, Ev], of the dtype of out, last dimension dense
   TensorView grad_lse;                        // real [B, Hq, L] or empty
   TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
   TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; added to; or empty

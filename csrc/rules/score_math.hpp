@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it into vectors (exp, tanh), the C
-// library elsewhere. Float errors: exp and exp2 1.2 units in the last place, tanh 4.5 (just below 1, elsewhere 2); double is the C library's.
+// Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it into vectors (exp), the C
+// library elsewhere; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by 1.2 units in the last place; double is the C library's.
 #pragma once
 
 #include <bit>
@@ -73,28 +73,6 @@ LOWBIT_INLINE float exp2_of(float x) {
   x = x > 129.0f ? 129.0f : x;
   const float n = round_of(x);
   return times_power_of_two(exp_of_small((x - n) * 0.693147181f), static_cast<int32_t>(n));
-}
-
-// x P(x^2) / Q(x^2), fitted with relative error 2e-8 up to 9.02, where the result rounds to 1: a third of the time of 1 - 2 / (e^2x + 1).
-// Of positive floats the bits are ordered as the values are, and a minimum of ints is one instruction where one that keeps nan is five.
-LOWBIT_INLINE float smaller_magnitude(int32_t magnitude, float limit) {
-  const int32_t bits = std::bit_cast<int32_t>(limit);
-  return std::bit_cast<float>(magnitude < bits ? magnitude : bits);
-}
-LOWBIT_INLINE float tanh_of(float x) {
-  const int32_t bits = std::bit_cast<int32_t>(x), magnitude = bits & INT32_MAX;
-  const float a = smaller_magnitude(magnitude, 9.02f), s = a * a;
-  float p = 1.3319903e-8f, q = 7.762402e-7f;
-  p = fma_of(p, s, 2.0584224e-5f);
-  q = fma_of(q, s, 3.2831726e-4f);
-  p = fma_of(p, s, 3.494086e-3f);
-  q = fma_of(q, s, 2.5871275e-2f);
-  p = fma_of(p, s, 1.3379763e-1f);
-  q = fma_of(q, s, 4.6713078e-1f);
-  p = fma_of(p, s, 1.0f);
-  q = fma_of(q, s, 1.0f);
-  const float y = smaller_magnitude(std::bit_cast<int32_t>(a * p / q), 1.0f);
-  return x != x ? x : std::bit_cast<float>(std::bit_cast<int32_t>(y) | (bits & INT32_MIN));
 }
 
 template <class Float>

@@ -114,13 +114,13 @@ void forward_kernel(StableIValue* stack) {
   Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
   Scores scores = take_scores(arguments);
   Masks masks = take_masks(arguments);
-  const bool want_max_scores = arguments.boolean();
+  const bool want_max_scores = arguments.boolean(), real_out = arguments.boolean();
 
   const Mods mods(op, scores, masks);
   AttentionForwardArgs args = forward_args(op, q, k, v, scores, masks);
   args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod();
   const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
-  args.out = ordered_view(args.q.dtype, shape, args.q);
+  args.out = ordered_view(real_out ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
   args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
   args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
   Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse), max_scores = Tensor::empty(op, args.max_scores);
@@ -195,7 +195,7 @@ const Op attention_forward_op = {
     "attention_forward",
     "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, "
     "Tensor[] score_captured, int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
-    "bool want_max_scores=False) -> (Tensor, Tensor, Tensor)",
+    "bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)",
     boxed<forward_kernel>, true};
 
 const Op attention_backward_op = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward where rows of one tile see different columns, and where the largest score moves: on every row, against float64."""
+"""Where rows of one tile see different columns, forward and backward, and where the largest score moves: on every row, against float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ from lowbit import _C, testing
 from lowbit.attention.program import ProgramBuilder
 from lowbit.ops.attention import attention
 
-FORWARD = [row for row in testing.rows("attention_forward") if "float64" not in str(row["name"])]
+FORWARD, BACKWARD = ([row for row in testing.rows(f"attention_{way}") if "float64" not in str(row["name"])] for way in ("forward", "backward"))
+
+
+def available(request: pytest.FixtureRequest) -> str:
+    if not request.param["available"]:
+        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
+    return str(request.param["name"])
 
 
 @pytest.fixture(params=FORWARD, ids=[str(row["name"]) for row in FORWARD])
 def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+    return available(request)
+
+
+@pytest.fixture(params=BACKWARD, ids=[str(row["name"]) for row in BACKWARD])
+def backward_row(request: pytest.FixtureRequest) -> str:
+    return available(request)
 
 
 def softmax_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +78,72 @@ def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tupl
         assert (out.double() - wanted).abs().max() < 1e-5
         some = seen.any(-1)
         assert not some.any() or (lse.double() - wanted_lse)[..., some].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", list(masks(1, 1)))
+@pytest.mark.parametrize("sizes", [(1, 1), (131, 257), (300, 150)], ids=str)
+@pytest.mark.parametrize("captured_gradient", [False, True], ids=["head by head", "with a bias"])
+def test_gradients_of_any_mask_are_those_of_the_dense_one(backward_row: str, name: str, sizes: tuple[int, int], captured_gradient: bool) -> None:
+    """Without and with gradients of the bias: a task is a kv head, or a tile of keys or of queries."""
+    keep = masks(*sizes)[name]
+    q, k, v = (torch.randn(1, h, n, 24, requires_grad=True) for h, n in ((4, sizes[0]), (2, sizes[1]), (2, sizes[1])))
+    bias = torch.randn(4, *sizes, requires_grad=captured_gradient)
+    p = ProgramBuilder()
+    biased = p.finish(p.op("add", p.op("score"), p.gather(p.captured("float", 3), p.op("h"), p.op("q"), p.op("k"))))
+    inputs = (q, k, v, bias) if captured_gradient else (q, k, v)
+    for causal in (False, True):
+        with lowbit.force_kernel(backward_row):
+            out, lse, _ = attention(
+                q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
+            )
+            grads = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -math.inf, 0.0)
+            found = torch.autograd.grad((out, lse), inputs, grads)
+        assert _C.last_kernel("attention_backward") == backward_row
+        seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+        scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.2 + wide[3]
+        some = seen.any(-1)  # softmax of nothing but -inf has no gradient in torch, not 0
+        wanted_out, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf)[..., some, :], wide[2].repeat_interleave(2, 1))
+        wanted = torch.autograd.grad((wanted_out, wanted_lse), wide[: len(inputs)], [g[:, :, some].double() for g in grads], allow_unused=True)
+        for a, w in zip(found, wanted, strict=True):
+            w = torch.zeros_like(a, dtype=torch.float64) if w is None else w
+            assert (a.double() - w).abs().max() < 2e-5 * max(1.0, w.abs().max().item())
+
+
+def test_a_mod_whose_derivative_is_infinite_at_0_has_finite_gradients_under_a_mask(backward_row: str) -> None:
+    """Scores that no query sees are not multiplied; were they 0 for the reverse program, 0 * inf would reach sums over rows and columns."""
+    length = 200
+    q, k, v = (torch.rand(1, 2, length, 16, requires_grad=True) for _ in range(3))
+    slope = torch.ones(2, requires_grad=True)
+    p = ProgramBuilder()
+    rooted = p.finish(p.op("mul", p.op("sqrt", p.op("score")), p.gather(p.captured("float", 1), p.op("h"))))
+    index = torch.arange(length)
+    keep = (index <= index[:, None]) & (index > index[:, None] - 30)
+    with lowbit.force_kernel(backward_row):
+        out, *_ = attention(q, k, v, scale=0.2, score_mod=rooted, score_captured=[slope], mask_mod=table_mask(), mask_captured=[keep])
+        found = torch.autograd.grad(out.square().sum(), (q, k, v, slope))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, slope)]
+    scores = (wide[0] @ wide[1].mT * 0.2).sqrt() * wide[3][:, None, None]
+    wanted_out, _ = softmax_of(scores.masked_fill(~keep, -math.inf), wide[2])
+    for a, w in zip(found, torch.autograd.grad(wanted_out.square().sum(), wide), strict=True):
+        assert (a.double() - w).abs().max() < 2e-5 * max(1.0, w.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["islands", "window", "sparse"])
+def test_gradients_under_a_mask_have_the_same_bits_for_any_number_of_threads(backward_row: str, name: str) -> None:
+    keep, results, before = masks(300, 290)[name], [], torch.get_num_threads()
+    q, k, v = (torch.randn(1, 1, n, 24, requires_grad=True) for n in (300, 290, 290))
+    grad = torch.randn(1, 1, 300, 24)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            with lowbit.force_kernel(backward_row):
+                out, *_ = attention(q, k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep])
+                results.append(torch.autograd.grad(out, (q, k, v), grad))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("step", [0.001, 0.03, 0.05, 1.0, 50.0])

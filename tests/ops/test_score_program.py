@@ -92,6 +92,26 @@ def test_op_takes_infinities_and_nan_as_torch_does(score_row: str, name: str) ->
     close(got, wanted, 4 * EPSILON[torch.float32], name)
 
 
+@pytest.mark.parametrize("inner", [1 / 50, 0.7, -3.0, 2.0**-12, 3e5, 1e-30, 0.0], ids=str)
+@pytest.mark.parametrize("rate", ["constant", "row", "tile"])
+def test_a_soft_cap_keeps_its_relative_error_and_its_cap(score_row: str, inner: float, rate: str) -> None:
+    """outer * tanh(inner * score), whose factors go into coefficients where they are the same for all rows and their powers are floats."""
+    p = ProgramBuilder()
+    outer = 30.0
+    factor = {"constant": lambda: p.constant(inner), "row": lambda: p.gather(p.captured("float", 1), p.op("q"))}.get(rate)
+    factor = factor() if factor else p.gather(p.captured("float", 2), p.op("q"), p.op("k"))
+    code = p.finish(p.op("mul", p.op("tanh", p.op("mul", p.op("score"), factor)), p.constant(outer)))
+    assert "scaled_tanh" in _C.score_program_explain(code)["forward"]
+    captured = {"constant": [], "row": [torch.full((Q0 + 19,), inner)], "tile": [torch.full((Q0 + 19, K0 + 64), inner)]}[rate]
+    argument = torch.cat([torch.logspace(-20, 1.2, 19 * 64 - 6), torch.tensor([0.0, -0.0, 1e-3, math.inf, -math.inf, math.nan])]).view(19, 64)
+    scores = argument / inner if inner else argument
+    found, wanted = run(code, captured, scores), outer * torch.tanh(scores.double() * torch.tensor(inner).double())
+    assert torch.equal(found.isnan(), wanted.isnan())
+    error = (found.double() - wanted).abs() / wanted.abs().clamp(min=outer * 1e-37)
+    assert error[~wanted.isnan()].max() < 7e-7
+    assert found[~wanted.isnan()].abs().max() <= outer
+
+
 # What a program is, and what is refused.
 
 

@@ -2,221 +2,88 @@
 // Backward, from q, k, v, out and lse alone. With D = sum over Ev of grad_out * out - grad_lse, per tile:
 //   p = exp(s - lse);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
-// Where there are enough kv heads for all threads a task is a kv head (five products a tile). Else one pass over tiles of keys makes grad_k and
-// grad_v and another over tiles of queries makes grad_q (seven products), so that one head uses every core. Nothing is added by two threads, and
-// every element is summed in the same order in both ways: the bits do not depend on threads.
+// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of grad_q are added at the end: five
+// products a tile. Where that is still too few, and for gradients of masks and captured tensors, one pass over tiles of keys makes grad_k and grad_v
+// and another over tiles of queries makes grad_q: seven. Nothing is added by two threads, and every element is summed in the same order in all ways:
+// the bits do not depend on threads.
+// Keys stay and queries pass, not the other way round: a tile of queries is half as large and need not be transposed.
 #pragma once
 
-#include "core/scratch.hpp"
-#include "cpu/attention/visit.hpp"
-#include "ops/score_gradient.hpp"
+#include "cpu/attention/backward_tile.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kBackwardKvTile = 128;
-
-template <class T>
-struct BackwardTile {
-  Matrix<T> q, grad_out;                          // q times scale
-  Matrix<T> keys, keys_t, values_t, buffer;
-  Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
-  Matrix<T> grad_q;                               // of one tile of queries
-  Matrix<T> grad_k, grad_v;                       // of kv_rows keys: one tile, or a whole head
-  T *base, *delta, *factor, *scales;
-  Matrix<T> raw;                                  // scores before score_mod
-  Programs<T> programs;
-  ScoreMachine<T> reverse;                        // of score_mod
-  const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
-  bool adds_grad_mask = false;
-
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t kv_rows, const ScorePlan ScoreProgram::*reverse_plan, Arena& arena)
-      : programs(args, q_tile, kBackwardKvTile, arena), reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
-    if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
-    const int64_t e = args.q.size(3), ev = args.v.size(3);
-    q = arena.matrix<T>(q_tile, e), grad_out = arena.matrix<T>(q_tile, ev), grad_q = arena.matrix<T>(q_tile, e);
-    keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
-    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile), values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
-    p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
-    grad_k = arena.matrix<T>(kv_rows, e), grad_v = arena.matrix<T>(kv_rows, ev);
-    base = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
-    scales = arena.array<T>(larger(q_tile, kv_rows));
-  }
-};
-
-template <class T>
-void copy_rows(Matrix<T> from, Matrix<T> to, int64_t rows, int64_t columns) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < columns; c += 16) store(to.row(r) + c, load(from.row(r) + c));
-}
-
-// D of every row, [B, Hq, L].
-template <class T>
-void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
-  const AttentionForwardArgs& forward = args.forward;
-  const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(), h = head % forward.heads();
-  const HeadView out(forward.out, b, h), grad_out(args.grad_out, b, h);
-  const T* grad_lse = args.grad_lse ? args.grad_lse.as<const T>() + head * length : nullptr;
-  with_elements<T>(out.dtype, [&](auto* tag) {
-    using E = std::remove_cvref_t<decltype(*tag)>;
-    for (int64_t r = 0; r < length; r++) {
-      const E *o = reinterpret_cast<const E*>(out.data) + r * out.stride, *g = reinterpret_cast<const E*>(grad_out.data) + r * grad_out.stride;
-      auto total = set1(T{0});
-      int64_t c = 0;
-      for (; c + 16 <= ev; c += 16) total = fma(load16(o + c), load16(g + c), total);
-      if (c < ev) {
-        E last_o[16] = {}, last_g[16] = {};
-        for (int64_t i = c; i < ev; i++) last_o[i - c] = o[i], last_g[i - c] = g[i];
-        total = fma(load16(last_o), load16(last_g), total);
-      }
-      delta[r] = sum(total) - (grad_lse ? grad_lse[r] : T{0});
-    }
-  });
-}
-
-// A tile of queries: q and grad_out widened, lse in units of log2, D.
-template <class T>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, BackwardTile<T>& tile) {
-  const AttentionForwardArgs& forward = args.forward;
-  widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
-  widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
-  const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
-  for (int64_t r = 0; r < at.rows; r++) {
-    const T lse = forward.lse.template as<const T>()[first + r];
-    tile.base[r] = lse == kMinusInfinity<T> ? T{0} : lse * static_cast<T>(kLog2e);
-    tile.delta[r] = delta[first + r];
-  }
-}
-
-template <class T>
-void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
-  const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
-  transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
-  transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
-}
-
-// grad_mask += ds for the mask's own elements; where the mask is broadcast along k a row adds its sum.
-template <class T>
-void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
-  T* base = grad.as<T>() + at.b * grad.stride[0] + at.h * grad.stride[1] + at.q0 * grad.stride[2] + at.k0 * grad.stride[3];
-  for (int64_t r = 0; r < at.rows; r++)
-    for (int64_t c = 0; c < at.cols; c++) base[r * grad.stride[2] + c * grad.stride[3]] += ds.row(r)[c];
-}
-
-// tile.p and tile.ds from the queries and keys that are loaded.
-template <class T>
-void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
-  const AttentionForwardArgs& forward = args.forward;
-  const int64_t padded = round_up(at.cols, 16);
-  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {});
-  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, padded);
-  modify_scores(forward, at, tile.programs, tile.p);
-  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), {});
-  const auto log2e = set1(static_cast<T>(kLog2e));
-  for (int64_t r = 0; r < at.rows; r++) {
-    T *p = tile.p.row(r), *ds = tile.ds.row(r);
-    const auto shift = set1(-tile.base[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
-    if (forward.dropout_p > 0) {
-      dropout_factors(forward, at, r, tile.factor);
-      for (int64_t c = 0; c < padded; c += 16) {
-        const auto x = exp2(fma(load(p + c), log2e, shift)), kept = load(tile.factor + c);
-        store(ds + c, mul(x, sub(mul(load(ds + c), kept), delta)));
-        store(p + c, mul(x, kept));
-      }
-    } else {
-      for (int64_t c = 0; c < padded; c += 16) {
-        const auto x = exp2(fma(load(p + c), log2e, shift));
-        store(ds + c, mul(x, sub(load(ds + c), delta)));
-        store(p + c, x);
-      }
-    }
-  }
-  if (tile.adds_grad_mask) add_grad_mask(args.grad_mask, at, tile.ds);
-  if (tile.reverse.call) run_machine(tile.reverse, score_tile(at, tile.raw), tile.ds.data, tile.ds.stride, tile.captured);
-}
-
-template <class T>
-void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile, Matrix<T> grad_k, Matrix<T> grad_v) {
-  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), grad_v, at.cols, args.v.size(3), at.rows, {.sum = Sum::onto});
-  multiply(columns_of(tile.ds), tile.q.from(at.skipped), grad_k, at.cols, args.q.size(3), at.rows, {.sum = Sum::onto});
-}
-
-template <class T>
-void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
-  const int64_t e = args.q.size(3);
-  widen_rows(HeadView(args.k, at.b, at.h / args.group()), at.k0, at.cols, e, T{1}, tile.keys);
-  multiply(rows_of(tile.ds), tile.keys, tile.grad_q.from(at.skipped), at.rows, e, at.cols, {.sum = Sum::onto});
-}
-
-template <class T>
-void store_grad_queries(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
-  fill(tile.scales, at.rows, static_cast<T>(args.forward.scale));
-  narrow_rows(tile.grad_q, tile.scales, at.rows, args.forward.q.size(3), HeadView(args.grad_q, at.b, at.h), at.q0);
-}
-
-template <class T>
-void store_grad_keys(const AttentionBackwardArgs& args, int64_t b, int64_t kv_head, int64_t first, int64_t rows, BackwardTile<T>& tile) {
-  fill(tile.scales, rows, T{1});
-  narrow_rows(tile.grad_k, tile.scales, rows, args.forward.q.size(3), HeadView(args.grad_k, b, kv_head), first);
-  narrow_rows(tile.grad_v, tile.scales, rows, args.forward.v.size(3), HeadView(args.grad_v, b, kv_head), first);
-}
-
-// All of one kv head: tiles of queries outside, keys inside.
-template <class T>
-void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
-  const AttentionForwardArgs& forward = args.forward;
-  clear_rows(tile.grad_k, tilings.kv.length), clear_rows(tile.grad_v, tilings.kv.length);
-  for (int64_t h = kv_head * forward.group(); h < (kv_head + 1) * forward.group(); h++)
-    for (int64_t i = 0; i < tilings.q.count; i++) {
-      const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-      load_queries(args, all, delta, tile);
-      clear_rows(tile.grad_q, all.rows);
-      TilePlace at;
-      for (int64_t j = 0; j < tilings.kv.count; j++) {
-        if (!tilings.visit(forward, b, h, i, j, at)) continue;
-        load_keys(forward, at, tile);
-        score_gradients(args, at, tile);
-        add_grad_queries(forward, at, tile);
-        add_grad_keys(forward, at, tile, tile.grad_k.from(at.k0), tile.grad_v.from(at.k0));
-      }
-      store_grad_queries(args, all, tile);
-    }
-  store_grad_keys(args, b, kv_head, 0, tilings.kv.length, tile);
-}
-
-// grad_k and grad_v of one tile of keys.
+// grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the group][L], or without memory.
 template <class T>
 void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
-                   int64_t j) {
+                   int64_t j, Matrix<T> grad_q) {
   const AttentionForwardArgs& forward = args.forward;
-  TilePlace at{b, kv_head * forward.group(), 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
-  load_keys(forward, at, tile);
-  clear_rows(tile.grad_k, at.cols), clear_rows(tile.grad_v, at.cols);
-  for (int64_t h = kv_head * forward.group(); h < (kv_head + 1) * forward.group(); h++)
+  const int64_t first = kv_head * forward.group();
+  const TilePlace all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
+  load_keys(forward, all, tile);
+  clear_rows(tile.grad_k, all.cols), clear_rows(tile.grad_v, all.cols);
+  TilePlace at;
+  for (int64_t h = first; h < first + forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
-      if (!tilings.visit(forward, b, h, i, j, at)) continue;
+      if (!tilings.visit(forward, b, h, i, j, at) || !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
       load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, delta, tile);
       score_gradients(args, at, tile);
-      add_grad_keys(forward, at, tile, tile.grad_k, tile.grad_v);
+      add_grad_keys(forward, at, tile);
+      if (grad_q.data) add_grad_queries(forward, at, tile, grad_q.from((h - first) * tilings.q.length + at.q0));
     }
-  store_grad_keys(args, b, kv_head, tilings.kv.begin(j), tilings.kv.size(j), tile);
+  store_grad_keys(args, all, tile);
+}
+
+// grad_q = sum over chunks of what f(chunk, to) adds to `to`.
+template <class T, class F>
+void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardTile<T>& tile, F&& f) {
+  clear_rows(tile.grad_q, rows);
+  for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
+    if (chunk > 0) clear_rows(tile.grad_q_part, rows);
+    f(chunk, chunk > 0 ? tile.grad_q_part : tile.grad_q);
+    if (chunk > 0) add_rows(tile.grad_q_part, tile.grad_q, rows);
+  }
+}
+
+template <class T>
+void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
+                    int64_t chunk, Matrix<T> grad_q) {
+  const KeyChunks chunks(args.forward, tilings.kv.count);
+  for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) backward_keys(args, tilings, delta, tile, b, kv_head, j, grad_q);
+}
+
+// All of one kv head.
+template <class T>
+void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
+  const int64_t group = args.forward.group(), length = tilings.q.length;
+  sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile,
+             [&](int64_t chunk, Matrix<T> grad_q) { backward_chunk(args, tilings, delta, tile, b, kv_head, chunk, grad_q); });
+  for (int64_t g = 0; g < group; g++)
+    for (int64_t i = 0; i < tilings.q.count; i++) {
+      const TilePlace all{b, kv_head * group + g, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+      store_grad_queries(args, all, tile.grad_q.from(g * length + all.q0));
+    }
 }
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
 template <class T>
 void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t h,
                       int64_t i) {
+  const AttentionForwardArgs& forward = args.forward;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   load_queries(args, all, delta, tile);
-  clear_rows(tile.grad_q, all.rows);
-  TilePlace at;
-  for (int64_t j = 0; j < tilings.kv.count; j++) {
-    if (!tilings.visit(args.forward, b, h, i, j, at)) continue;
-    load_keys(args.forward, at, tile);
-    score_gradients(args, at, tile);
-    add_grad_queries(args.forward, at, tile);
-  }
-  store_grad_queries(args, all, tile);
+  const KeyChunks chunks(forward, tilings.kv.count);
+  sum_chunks(chunks, all.rows, tile, [&](int64_t chunk, Matrix<T> grad_q) {
+    TilePlace at;
+    for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) {
+      if (!tilings.visit(forward, b, h, i, j, at) || !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
+      load_keys(forward, at, tile);
+      score_gradients(args, at, tile);
+      add_grad_queries(forward, at, tile, grad_q.from(at.skipped));
+    }
+  });
+  store_grad_queries(args, all, tile.grad_q);
 }
 
 // Tiles of queries that add to the same elements of grad_mask belong to one task, which takes them in order.
@@ -257,12 +124,12 @@ void add_grad_sink(const AttentionBackwardArgs& args, const T* delta) {
 }
 
 template <class T, class F>
-void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t kv_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
+void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     Arena arena;
-    BackwardTile<T>(args, q_tile, kv_rows, reverse, arena);
+    BackwardTile<T>(args, q_tile, grad_q_rows, reverse, arena);
     arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
-    BackwardTile<T> tile(args, q_tile, kv_rows, reverse, arena);
+    BackwardTile<T> tile(args, q_tile, grad_q_rows, reverse, arena);
     f(task, tile);
   });
 }
@@ -271,7 +138,7 @@ void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t
 template <class T>
 void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta) {
   const ScoreGradientPlan& plan = *args.captured;
-  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, 1, &ScoreProgram::backward, [&](int64_t slice, BackwardTile<T>& tile) {
+  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, tilings.q.tile, &ScoreProgram::backward, [&](int64_t slice, BackwardTile<T>& tile) {
     tile.captured = plan.targets(slice);
     for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
       const ScoreGradientItem item = plan.item(slice, n);
@@ -280,36 +147,71 @@ void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings
   });
 }
 
+// Kv heads cut into chunks of keys.
+template <class T>
+void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, Matrix<T> parts) {
+  const AttentionForwardArgs& forward = args.forward;
+  const int64_t chunks = KeyChunks(forward, tilings.kv.count).count, part = forward.group() * tilings.q.length;  // rows of a part
+  const int64_t kv_heads = forward.batch() * forward.kv_heads();
+  run_backward_tasks<T>(forward, kv_heads * chunks, tilings.q.tile, 0, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+    const int64_t head = task / chunks, place = task % chunks;
+    const int64_t chunk = place % 2 ? chunks - 1 - place / 2 : place / 2;  // under causality the first costs most: it goes with the last
+    const Matrix<T> grad_q = parts.from((head * chunks + chunk) * part);
+    clear_rows(grad_q, part);
+    backward_chunk(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), chunk, grad_q);
+  });
+  parallel_for(forward.batch() * forward.heads() * tilings.q.count, threads_for_attention(forward), [&](int64_t task) {
+    const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
+    const TilePlace all{head / forward.heads(), head % forward.heads(), tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+    const Matrix<T> grad_q = parts.from(head / forward.group() * chunks * part + head % forward.group() * tilings.q.length + all.q0);
+    for (int64_t chunk = 1; chunk < chunks; chunk++) add_rows(grad_q.from(chunk * part), grad_q, all.rows);
+    store_grad_queries(args, all, grad_q);
+  });
+}
+
+// One pass for grad_k and grad_v, one for grad_q and the gradients of masks and captured tensors.
+template <class T>
+void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta) {
+  const AttentionForwardArgs& forward = args.forward;
+  const int64_t key_tasks = forward.batch() * forward.kv_heads() * tilings.kv.count;
+  run_backward_tasks<T>(forward, key_tasks, tilings.q.tile, 0, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+    const int64_t head = task / tilings.kv.count, j = task % tilings.kv.count;
+    backward_keys(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), j, Matrix<T>());
+  });
+  if (args.captured) backward_captured(args, tilings, delta);
+  if (args.captured && !args.grad_mask) return;
+  const QueryTasks tasks(args, tilings.q.count);
+  const int64_t count = tasks.b_tasks * tasks.h_tasks * tasks.i_tasks;
+  run_backward_tasks<T>(forward, count, tilings.q.tile, tilings.q.tile, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+    tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
+    tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, delta, tile, b, h, i); });
+  });
+}
+
 template <class T>
 void attention_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
   const int threads = threads_for_attention(forward);
   const Tilings tilings(forward, kBackwardQTile, kBackwardKvTile);
-  const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads();
-  T* delta = static_cast<T*>(scratch(Scratch::activations, heads * forward.q_length() * static_cast<int64_t>(sizeof(T))));
-  parallel_for(heads, threads, [&](int64_t head) { row_deltas(args, head, delta + head * forward.q_length()); });
+  const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(), length = forward.q_length();
+  const int64_t chunks = KeyChunks(forward, tilings.kv.count).count;
+  // Busy share of the threads with that many tasks, against five products where the two passes need seven.
+  const auto enough = [&](int64_t tasks) { return tasks * 7 >= ceil_div(tasks, threads) * threads * 5; };
+  const bool in_one_pass = !args.grad_mask && !args.captured, by_head = in_one_pass && enough(kv_heads);
+  const bool by_chunk = in_one_pass && !by_head && chunks > 1 && enough(kv_heads * chunks);
+
+  const int64_t delta_bytes = round_up(heads * length * static_cast<int64_t>(sizeof(T)), 64), stride = row_stride(forward.q.size(3));
+  const int64_t part_bytes = by_chunk ? heads * chunks * length * stride * static_cast<int64_t>(sizeof(T)) : 0;
+  char* memory = static_cast<char*>(scratch(Scratch::activations, delta_bytes + part_bytes));
+  T* delta = reinterpret_cast<T*>(memory);
+  parallel_for(heads, threads, [&](int64_t head) { row_deltas(args, head, delta + head * length); });
   if (args.grad_sink) add_grad_sink(args, delta);
-  // Busy share of the threads if each takes whole heads, against five products where the two passes need seven.
-  const bool enough_heads = kv_heads * 7 >= ceil_div(kv_heads, threads) * threads * 5;
-  if (enough_heads && !args.grad_mask && !args.captured) {
-    run_backward_tasks<T>(forward, kv_heads, tilings.q.tile, tilings.kv.length, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-      backward_head(args, tilings, delta, tile, task / forward.kv_heads(), task % forward.kv_heads());
-    });
-    return;
-  }
-  run_backward_tasks<T>(forward, kv_heads * tilings.kv.count, tilings.q.tile, tilings.kv.tile, &ScoreProgram::backward_only,
-                        [&](int64_t task, BackwardTile<T>& tile) {
-                          const int64_t head = task / tilings.kv.count;
-                          backward_keys(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), task % tilings.kv.count);
-                        });
-  if (args.captured) backward_captured(args, tilings, delta);
-  if (args.captured && !args.grad_mask) return;
-  const QueryTasks tasks(args, tilings.q.count);
-  run_backward_tasks<T>(forward, tasks.b_tasks * tasks.h_tasks * tasks.i_tasks, tilings.q.tile, 1, &ScoreProgram::backward_only,
-                        [&](int64_t task, BackwardTile<T>& tile) {
-                          tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
-                          tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, delta, tile, b, h, i); });
-                        });
+  if (by_chunk) return backward_chunks(args, tilings, delta, Matrix<T>{reinterpret_cast<T*>(memory + delta_bytes), stride});
+  if (!by_head) return backward_passes(args, tilings, delta);
+  const int64_t rows = forward.group() * length;
+  run_backward_tasks<T>(forward, kv_heads, tilings.q.tile, rows, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+    backward_head(args, tilings, delta, tile, task / forward.kv_heads(), task % forward.kv_heads());
+  });
 }
 
 }  // namespace

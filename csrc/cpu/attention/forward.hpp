@@ -4,7 +4,8 @@
 #pragma once
 
 #include "core/scratch.hpp"
-#include "cpu/attention/running_softmax.hpp"
+#include "cpu/attention/softmax.hpp"
+#include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -51,15 +52,21 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
     if (args.sink) {
       const T sink = args.sink.template as<T>()[at.h], now = sink > top ? sink : top;
       if (now != kMinusInfinity<T>) {
-        scale = exp2_one((top - now) * log2e);
-        total = total * scale + exp2_one((sink - now) * log2e);
+        scale = exp2_one(top * log2e - now * log2e);
+        total = total * scale + exp2_one(sink * log2e - now * log2e);
         top = now;
       }
     }
-    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : top + log2(total) / log2e;
+    // Of the base as softmax_row rounded it, and rounded once: the backward's p = exp(s - lse) inherits that.
+    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : static_cast<T>((double{top * log2e} + log2(total)) / kLog2e);
     tile.factor[r] = total == T{0} ? T{0} : scale / total;
   }
   narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+}
+
+template <class T>
+[[gnu::noinline]] void softmax_rows(Matrix<T> scores, int64_t rows, const Visible<T>& visible, const RunningSoftmax<T>& softmax) {
+  visible.for_each_row(rows, [&](int64_t r, Span span) { softmax_row(softmax, r, scores.row(r), span); });
 }
 
 // One tile of keys, for a tile of queries.

@@ -1,216 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a tile of scores between the two products: modify, mask, softmax with a running maximum, dropout.
+// Softmax over the keys that a tile of queries passes, tile after tile: of what was seen so far, per row
+//   sum = sum over k of exp(s - base),  out = sum over k of exp(s - base) v
+// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: what is smaller than exp(kSlack) costs
+// no accuracy in a float, and out need not be multiplied again each time a row meets a slightly larger score (a fifth of the rows of 2048 keys
+// did, which with its mispredicted branches was a quarter of the softmax).
 #pragma once
 
-#include "core/random.hpp"
-#include "cpu/attention/tile.hpp"
-#include "cpu/score_program/vm.hpp"
-#include "ops/attention.hpp"
+#include "cpu/attention/scores.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634;
-template <class T>
-constexpr T kMinusInfinity = -static_cast<T>(__builtin_inf());
+constexpr double kSlack = 5.5;  // e^5.5 = 245
 
-// 2^x for x <= 127; 0 below -126.5 and at -inf; nan stays. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves it, biased, in the low
-// bits. Polynomial of degree 5 on [-1/2, 1/2], exact at 0: 1.4 ulp.
-LOWBIT_INLINE f32x16 exp2(f32x16 x) {
-  x = max(set1(-127.0f), x);
-  const f32x16 magic = set1(12583039.0f), biased = add(x, magic), r = sub(x, sub(biased, magic));
-  f32x16 p = fma(set1(1.3264717999845743e-3f), r, set1(9.671518579125404e-3f));
-  p = fma(p, r, set1(5.550733953714371e-2f));
-  p = fma(p, r, set1(2.4022242426872253e-1f));
-  p = fma(p, r, set1(6.931470036506653e-1f));
-  p = fma(p, r, set1(1.0f));
-  return mul(p, float_of(shift_left<23>(bits_of(biased))));
-}
-LOWBIT_INLINE f64x16 exp2(f64x16 x) {
-  for (double& lane : x.lane) lane = __builtin_exp2(lane);
-  return x;
-}
-LOWBIT_INLINE float log2(float x) { return __builtin_log2f(x); }
-LOWBIT_INLINE double log2(double x) { return __builtin_log2(x); }
 template <class T>
-LOWBIT_INLINE T exp2_one(T x) {
-  if constexpr (sizeof(T) == 8) return __builtin_exp2(x);
-  T lanes[16];
-  store(lanes, exp2(set1(x)));
-  return lanes[0];
-}
+struct RunningSoftmax {
+  T *base, *largest;  // per row; largest: of all scores, kept only where max_scores are wanted
+  T* sums;            // 16 partial sums per row
+  Matrix<T> out;
+  int64_t columns;    // of out
+  bool keeps_largest;
 
-// Where a tile of scores stands.
-struct TilePlace {
-  int64_t b, h, q0, k0;
-  int rows, cols;
-  int skipped;   // rows of the tile of queries before q0
-  bool partial;  // mask_mod has to be asked
+  LOWBIT_INLINE RunningSoftmax from(int64_t r) const { return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest}; }
 };
 
-struct bool_byte { uint8_t value; };
-LOWBIT_INLINE f32x16 load16(const bool_byte* p) {  // what to add to a score: 0 or -inf
-  const i32x16 no = sub(load_u8(&p->value), set1(int32_t{1}));
-  return float_of(bit_and(no, set1(int32_t{static_cast<int32_t>(0xff800000)})));
-}
-
-template <class T, class E>
-LOWBIT_INLINE T mask_value(E element) {
-  if constexpr (std::is_same_v<E, bool_byte>) return element.value ? T{0} : kMinusInfinity<T>;
-  else if constexpr (std::is_same_v<E, bfloat16_bits>) return static_cast<T>(float_from_bfloat16(element.bits));
-  else if constexpr (std::is_same_v<E, float16_bits>) return static_cast<T>(float_from_float16(element.bits));
-  else return static_cast<T>(element);
-}
-
-// scores += mask; a false of a bool mask adds -inf.
-template <class T, class E>
-void add_mask_rows(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
-  const E* base = mask.as<const E>() + at.b * mask.stride[0] + at.h * mask.stride[1] + at.q0 * mask.stride[2] + at.k0 * mask.stride[3];
-  constexpr bool kVectors = sizeof(T) == 4 && sizeof(E) <= 4;
-  const int64_t step = mask.stride[3], dense = kVectors && step == 1 ? at.cols / 16 * 16 : 0;
-  for (int64_t r = 0; r < at.rows; r++) {
-    const E* from = base + r * mask.stride[2];
-    T* to = scores.row(r);
-    if constexpr (kVectors)
-      for (int64_t c = 0; c < dense; c += 16) store(to + c, add(load(to + c), load16(from + c)));
-    for (int64_t c = dense; c < at.cols; c++) to[c] += mask_value<T>(from[c * step]);
-  }
-}
-
 template <class T>
-void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
-  switch (mask.dtype) {
-    case DType::boolean: return add_mask_rows<T, bool_byte>(mask, at, scores);
-    case DType::bfloat16: return add_mask_rows<T, bfloat16_bits>(mask, at, scores);
-    case DType::float16: return add_mask_rows<T, float16_bits>(mask, at, scores);
-    case DType::float64: return add_mask_rows<T, double>(mask, at, scores);
-    default: return add_mask_rows<T, float>(mask, at, scores);
-  }
+void start_softmax(const RunningSoftmax<T>& softmax, int64_t rows) {
+  fill(softmax.base, rows, kMinusInfinity<T>), fill(softmax.largest, rows, kMinusInfinity<T>), fill(softmax.sums, 16 * rows, T{0});
+  clear_rows(softmax.out, rows);
 }
 
-// Columns of a row that exist and that causality allows.
-LOWBIT_INLINE int64_t visible_columns(const AttentionForwardArgs& args, const TilePlace& at, int64_t r) {
-  return args.causal ? smaller(at.cols, larger(0, at.q0 + r - at.k0 + 1)) : at.cols;
-}
-
-// -inf behind the visible columns, up to the next multiple of 16.
+// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and what was summed is put in relation to it.
 template <class T>
-void cut_columns(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores) {
-  const int64_t padded = round_up(at.cols, 16);
-  if (visible_columns(args, at, 0) == padded) return;
-  for (int64_t r = 0; r < at.rows; r++)
-    for (int64_t c = visible_columns(args, at, r); c < padded; c++) scores.row(r)[c] = kMinusInfinity<T>;
-}
-
-// Scores of which mask (0 or -inf) says no: -inf.
-LOWBIT_INLINE f32x16 hidden(f32x16 mask, f32x16 s) {
-  return float_of(select(at_least(mask, set1(0.0f)), bits_of(s), bits_of(set1(kMinusInfinity<float>))));
-}
-LOWBIT_INLINE f64x16 hidden(f64x16 mask, f64x16 s) {
-  for (int i = 0; i < 16; i++) s.lane[i] = mask.lane[i] >= 0 ? s.lane[i] : kMinusInfinity<double>;
-  return s;
-}
-
-// The machine that runs one plan of a program for one thread; without a call there is nothing to run.
-template <class T>
-ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, Arena& arena) {
-  ScoreMachine<T> machine;
-  if (!call || (call->program().*plan).empty()) return machine;
-  machine.call = call, machine.plan = &(call->program().*plan);
-  machine.max_rows = static_cast<int>(rows), machine.max_cols = static_cast<int>(cols);
-  void* memory = arena.array<char>(static_cast<int64_t>(machine_bytes(*machine.plan, machine.max_rows, machine.max_cols, sizeof(T))));
-  if (arena.base) start_machine(machine, memory);
-  return machine;
-}
-
-template <class T>
-LOWBIT_INLINE ScoreTile<T> score_tile(const TilePlace& at, Matrix<T> scores) {
-  return {at.b, at.h, at.q0, at.k0, at.rows, at.cols, scores.data, scores.stride};
-}
-
-// The programs of a call.
-template <class T>
-struct Programs {
-  ScoreMachine<T> score, mask;
-  LOWBIT_INLINE Programs(const AttentionForwardArgs& args, int64_t rows, int64_t cols, Arena& arena)
-      : score(machine_for<T>(args.score_mod, &ScoreProgram::forward, rows, cols, arena)),
-        mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
-};
-
-// Raw scores -> what the softmax is taken of.
-template <class T>
-void modify_scores(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
-  if (programs.score.call) run_machine(programs.score, score_tile(at, scores), nullptr, 0, nullptr);
-  if (programs.mask.call && at.partial) run_machine(programs.mask, score_tile(at, scores), nullptr, 0, nullptr);
-  if (args.mask) add_mask(args.mask, at, scores);
-  cut_columns(args, at, scores);
-}
-
-// Running softmax of the rows of a tile of queries: of what was seen so far, the largest score and sum exp(s - max).
-template <class T>
-struct RowSums {
-  T *max, *sum, *factor;  // factor: what earlier sums are multiplied by
-  LOWBIT_INLINE RowSums from(int64_t r) const { return {max + r, sum + r, factor + r}; }
-};
-
-// scores -> exp(scores - max), and factor for what was summed before. True if some row's maximum grew.
-template <class T>
-bool softmax_rows(Matrix<T> scores, int64_t rows, int64_t columns, RowSums<T> sums) {
+[[gnu::noinline]] void raise_base(const RunningSoftmax<T>& softmax, int64_t r, T highest) {
+  const T before = softmax.base[r];
+  softmax.base[r] = highest;
+  if (before == kMinusInfinity<T>) return;
   const T log2e = static_cast<T>(kLog2e);
-  bool grew = false;
-  for (int64_t r = 0; r < rows; r++) {
-    T* row = scores.row(r);
-    auto top = load(row);
-    for (int64_t c = 16; c < columns; c += 16) top = max(load(row + c), top);
-    const T before = sums.max[r], highest = largest(top), now = highest > before || highest != highest ? highest : before;
-    const T base = now == kMinusInfinity<T> ? T{0} : now * log2e;
-    const auto scale = set1(log2e), shift = set1(-base);
-    auto total = set1(T{0});
-    for (int64_t c = 0; c < columns; c += 16) {
-      const auto p = exp2(fma(load(row + c), scale, shift));
-      store(row + c, p);
-      total = add(total, p);
-    }
-    if (now != before) {
-      grew = true;
-      sums.factor[r] = before == kMinusInfinity<T> ? T{0} : exp2_one(before * log2e - base);
-    } else {
-      sums.factor[r] = 1;
-    }
-    sums.max[r] = now;
-    sums.sum[r] = sums.sum[r] * sums.factor[r] + sum(total);
-  }
-  return grew;
+  const auto factor = exp2(set1(before * log2e - highest * log2e));  // each rounded as softmax_row does: at |s| = 400 by 2^-16
+  store(softmax.sums + 16 * r, mul(load(softmax.sums + 16 * r), factor));
+  T* out = softmax.out.row(r);
+  for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
 }
 
+// scores -> exp(scores - base), columns `span` of one row.
 template <class T>
-void scale_rows(Matrix<T> m, int64_t rows, int64_t columns, const T* factor) {
-  for (int64_t r = 0; r < rows; r++) {
-    if (factor[r] == T{1}) continue;
-    const auto f = set1(factor[r]);
-    for (int64_t c = 0; c < columns; c += 16) store(m.row(r) + c, mul(load(m.row(r) + c), f));
+LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* row, Span span) {
+  auto top = load(row + span.begin);
+  for (int64_t c = span.begin + 16; c < span.end; c += 16) top = max(load(row + c), top);
+  if (softmax.keeps_largest) {
+    const T highest = largest(top), before = softmax.largest[r];
+    softmax.largest[r] = highest > before || highest != highest ? highest : before;
   }
-}
-
-// What dropout multiplies the probabilities of one row by: 0 or 1 / (1 - p).
-template <class T>
-void dropout_factors(const AttentionForwardArgs& args, const TilePlace& at, int64_t r, T* factor) {
-  const uint64_t threshold = static_cast<uint64_t>(args.dropout_p * 0x1p32);
-  const T kept = args.dropout_p < 1 ? static_cast<T>(1 / (1 - args.dropout_p)) : T{0};
-  const uint32_t q = static_cast<uint32_t>(at.q0 + r), head = static_cast<uint32_t>(at.b * args.heads() + at.h);
-  for (int64_t c = -(at.k0 % 4); c < at.cols; c += 4) {
-    const auto words = philox4x32({static_cast<uint32_t>((at.k0 + c) / 4), q, head, 0},
-                                  {static_cast<uint32_t>(args.seed), static_cast<uint32_t>(args.seed >> 32)});
-    for (int64_t i = larger(0, -c); i < smaller(4, at.cols - c); i++) factor[c + i] = words[i] < threshold ? T{0} : kept;
+  if (!all_at_most(top, set1(softmax.base[r] + static_cast<T>(kSlack)))) raise_base(softmax, r, largest(top));
+  const T base = softmax.base[r] == kMinusInfinity<T> ? T{0} : softmax.base[r];
+  const auto scale = set1(static_cast<T>(kLog2e)), shift = set1(-base * static_cast<T>(kLog2e));
+  auto total = load(softmax.sums + 16 * r);
+  for (int64_t c = span.begin; c < span.end; c += 16) {
+    const auto p = exp2(fma(load(row + c), scale, shift));
+    store(row + c, p);
+    total = add(total, p);
   }
-}
-
-template <class T>
-void drop_probabilities(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores, T* factor) {
-  for (int64_t r = 0; r < at.rows; r++) {
-    dropout_factors(args, at, r, factor);
-    for (int64_t c = 0; c < at.cols; c += 16) store(scores.row(r) + c, mul(load(scores.row(r) + c), load(factor + c)));
-  }
+  store(softmax.sums + 16 * r, total);
 }
 
 }  // namespace

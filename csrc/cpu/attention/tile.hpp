@@ -226,6 +226,7 @@ template <class T>
         const Span along = product.depth ? product.depth[tile] : Span{0, static_cast<int>(depth)};
         const Broadcast<T> rows_of_a{a.data + r * a.row + along.begin * a.step, a.row, a.step};
         const int64_t length = smaller(along.end, depth) - along.begin;
+        if (length <= 0 && product.sum == Sum::onto) continue;
         if (product.next) product.next->fetch();
         if (product.soon) product.soon->fetch();
         with_count<kFloatRows>(static_cast<int>(begin[tile - first + 1] - r), [&](auto kRows) {

@@ -3,7 +3,7 @@
 // only that is multiplied, modified and summed: of a causal tile of 128 x 128 5/9, of the two that end a sliding window likewise.
 #pragma once
 
-#include "cpu/attention/softmax.hpp"
+#include "cpu/attention/scores.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -88,7 +88,7 @@ bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Progr
   return any;
 }
 
-// What score_mod reads but nobody multiplied: zeros.
+// Zeros where nobody multiplied: what score_mod reads, and what sums over queries add up.
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;
@@ -98,6 +98,22 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
       fill(scores.row(r), visible.spans[t].begin, T{0});
       fill(scores.row(r) + visible.spans[t].end, visible.all.end - visible.spans[t].end, T{0});
     }
+}
+
+// Queries begin .. end - 1 of a tile that see keys: per tile of rows of their gradients what is summed over; null where all see all.
+template <class T>
+const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
+  if (!visible.spans) return nullptr;
+  const RowTiles tiles(rows, kFloatRows), key_tiles(keys, kFloatRows);
+  for (int64_t k = 0; k < key_tiles.count; k++) {
+    Span& span = seeing[k] = {static_cast<int>(rows), 0};
+    for (int64_t t = 0; t < tiles.count; t++)
+      if (visible.spans[t].begin < key_tiles.begin(k + 1) && visible.spans[t].end > key_tiles.begin(k)) {
+        span.begin = static_cast<int>(smaller(span.begin, tiles.begin(t)));
+        span.end = static_cast<int>(tiles.begin(t + 1));
+      }
+  }
+  return seeing;
 }
 
 // The rows of a captured bias, or of a mask, that modify_visible will read for this tile.

@@ -2,7 +2,7 @@
 // Which tiles a task visits.
 #pragma once
 
-#include "cpu/attention/softmax.hpp"
+#include "cpu/attention/scores.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

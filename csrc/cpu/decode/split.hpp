@@ -143,7 +143,7 @@ struct TaskMemory : SplitMemory {
     head_rows = plan.task_rows;
     const int64_t rows = plan.heads * head_rows, groups = larger(1, larger(args.k_scale ? args.k_scale.size(3) : 0, args.v_scale ? args.v_scale.size(3) : 0));
     scores = arena.matrix<float>(rows, kSplit), out = arena.matrix<float>(rows, plan.padded_ev);
-    sums = {arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(rows)};
+    softmax = {arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(16 * rows), out, plan.padded_ev, false};
     const bool codes = args.format() != KvFormat::floating;
     scales = arena.array<float>(codes ? plan.heads * groups * kSplit : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
     steps = arena.array<float>(codes ? groups * rows : 0), weighted = arena.array<float>(kSplit);
@@ -164,7 +164,7 @@ LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, co
 }
 
 // Everything between the two products, of one kv head.
-LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, RowSums<float> sums, void* program) {
+LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, const RunningSoftmax<float>& softmax, void* program) {
   const int64_t rows = args.group() * at.l_count, padded = round_up(at.count, 16);
   run_program(args.score_mod, args, at, scores, program);
   run_program(args.mask_mod, args, at, scores, program);
@@ -178,23 +178,21 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, M
     float* row = scores.row(r);
     for (int64_t t = 0; t < visible.begin; t++) row[t] = kMinusInfinity<float>;
     for (int64_t t = visible.end; t < padded; t++) row[t] = kMinusInfinity<float>;
-    sums.max[r] = kMinusInfinity<float>, sums.sum[r] = 0.0f;
+    softmax_row(softmax, r, row, {0, static_cast<int>(padded)});
   }
-  softmax_rows(scores, rows, padded, sums);
 }
 
 template <class Kv>
 void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const SplitPlace& at, SplitMemory& memory) {
   const int64_t rows = args.group() * at.l_count;
   Kv::scores(args, TokenRows(args.k, at), queries.of(args, plan, at), rows, memory, at);
+  start_softmax(memory.softmax, at.heads * memory.head_rows);
   for (int64_t h = 0; h < at.heads; h++) {
     const int64_t first = h * memory.head_rows;
     SplitPlace place = at;
     place.kv_head += h, place.heads = 1;
-    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.sums.from(first), memory.program);
+    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.softmax.from(first), memory.program);
   }
-  for (int64_t r = 0; r < at.heads * memory.head_rows; r++)
-    for (int64_t c = 0; c < plan.padded_ev; c += 16) store(memory.out.row(r) + c, set1(0.0f));
   Kv::values(args, TokenRows(args.v, at), rows, memory, at);
 }
 
@@ -249,7 +247,7 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
         for (int64_t r = 0; r < args.group() * at.l_count; r++) {
           const int64_t row = (bundle * plan.heads + h) * rows + r / at.l_count * args.q_length() + at.l0 + r % at.l_count, slot = row * plan.splits + split;
           const int64_t from = h * plan.task_rows + r;
-          partials.max[slot] = memory.sums.max[from], partials.sum[slot] = memory.sums.sum[from];
+          partials.max[slot] = memory.softmax.base[from], partials.sum[slot] = sum(load(memory.softmax.sums + 16 * from));
           for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(from) + c));
         }
     }

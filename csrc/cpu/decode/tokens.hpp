@@ -32,7 +32,7 @@ struct QueryRows {
 // Scratch of one task, for each of its kv heads in turn; rows of a head are rounded up to kRowTile.
 struct SplitMemory {
   Matrix<float> scores, out;  // [heads][rows]
-  RowSums<float> sums;
+  RunningSoftmax<float> softmax;
   float* scales;              // [heads][kSplit][groups] of the codes of the split
   int16_t* weights;           // [heads][groups][rows][kSplit]: probabilities times scales
   float* steps;               // [heads][groups][rows] of these

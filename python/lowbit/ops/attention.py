@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with its gradient: what scaled_dot_product_attention and flex_attention are made of.
 
-As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the result and
-one log-sum-exp per row; the scores are computed again in the backward.
+As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the result in
+float32 and one log-sum-exp per row; the scores are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
 # Positions among the arguments of the op; the Function takes score_captured behind all others.
-_MASK, _SINK, _FIXED = 5, 14, 16
+_MASK, _SINK, _FIXED = 5, 14, 17
 
 
 def attention(
@@ -90,11 +90,13 @@ def attention(
     ):
         function = _TransformedAttention if compiling or transformed else _Attention
         # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
-        # would be off by four times as much.
-        return function.apply(
+        # would be off by four times as much. The result in float32: a gradient of the scores is p (dp - sum of grad_out * out), and where one score is
+        # far above the others that difference is nothing but the rounding of the result.
+        out, lse, max_scores = function.apply(
             q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks, block_size,
-            sink, True, *score_captured,
+            sink, True, True, *score_captured,
         )  # fmt: skip
+        return out if out.dtype == q.dtype else out.to(q.dtype), lse, max_scores
     return (_forward_op if compiling else _forward_function)(
         q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size, sink,
         want_max_scores,
@@ -112,7 +114,7 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, captured, mask_mod, mask_captured, blocks, block_size, sink, _ = inputs[
+        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, captured, mask_mod, mask_captured, blocks, block_size, sink, *_ = inputs[
             :_FIXED
         ]
         out, lse, max_scores = output
@@ -137,7 +139,7 @@ class _TransformedAttention(torch.autograd.Function):
             grad_q, grad_k, grad_v, grad_mask, grad_sink = _twice_differentiable(
                 (q, k, v, mask, sink), needs, scale, causal, (grad_out, grad_lse)
             )
-            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None
+            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, None
         grads = (_Once.apply if twice else _backward)(
             q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, captured_needs, mask_mod, mask_captured,
             blocks, block_size, sink, needs[_MASK], needs[_SINK], *score_captured,
@@ -146,7 +148,7 @@ class _TransformedAttention(torch.autograd.Function):
         grad_mask = next(others).to(mask.dtype) if needs[_MASK] else None
         grad_sink = next(others) if needs[_SINK] else None
         captured = (next(others) if needed else None for needed in captured_needs)
-        return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, *captured
+        return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, None, *captured
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:

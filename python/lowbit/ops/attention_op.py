@@ -19,7 +19,7 @@ _CALL = "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed"
 _PROGRAMS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink"
 SCHEMAS = {
     "attention_forward": (
-        f"(Tensor q, Tensor k, Tensor v, {_CALL}, int[] score_mod, Tensor[] score_captured, {_PROGRAMS}, bool want_max_scores=False) "
+        f"(Tensor q, Tensor k, Tensor v, {_CALL}, int[] score_mod, Tensor[] score_captured, {_PROGRAMS}, bool want_max_scores=False, bool real_out=False) "
         "-> (Tensor, Tensor, Tensor)"
     ),
     "attention_backward": (
@@ -30,8 +30,8 @@ SCHEMAS = {
 
 
 def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
-            sink, want_max_scores=False):  # fmt: skip
-    out, lse, max_scores = _results(q, v, want_max_scores)
+            sink, want_max_scores=False, real_out=False):  # fmt: skip
+    out, lse, max_scores = _results(q, v, want_max_scores, real_out)
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     _C.attention_forward(
         *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod,
@@ -41,15 +41,15 @@ def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_capt
 
 
 def forward_fake(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size,
-                 sink, want_max_scores=False):  # fmt: skip
-    return _results(q, v, want_max_scores)
+                 sink, want_max_scores=False, real_out=False):  # fmt: skip
+    return _results(q, v, want_max_scores, real_out)
 
 
-def _results(q: Tensor, v: Tensor, want_max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _results(q: Tensor, v: Tensor, want_max_scores: bool, real_out: bool) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and largest score, not yet written."""
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
-    return _ordered(q, (*shape, v.shape[3])), lse, lse.new_empty(shape if want_max_scores else (0,))
+    return _ordered(q, (*shape, v.shape[3]), real if real_out else q.dtype), lse, lse.new_empty(shape if want_max_scores else (0,))
 
 
 def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, score_captured,
@@ -86,13 +86,13 @@ def _gradients(
     return grads
 
 
-def _ordered(like: Tensor, shape: Sequence[int]) -> Tensor:
+def _ordered(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """A new dense tensor, 4-d, in the order of the strides of ``like``, the last dimension innermost."""
     strides = like.stride()
     if 0 in strides[:3] or (strides[3] != 1 and like.shape[3] > 1):
-        return like.new_empty(shape)
+        return like.new_empty(shape, dtype=dtype)
     order = sorted(range(3), key=lambda i: -strides[i])
-    return like.new_empty([*(shape[i] for i in order), shape[3]]).permute([*(order.index(i) for i in range(3)), 3])
+    return like.new_empty([*(shape[i] for i in order), shape[3]], dtype=dtype).permute([*(order.index(i) for i in range(3)), 3])
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// One tile of the backward, 64 queries and 128 keys: from q, k, v, grad_out, lse and D the probabilities p and the gradient ds of the raw scores, and
+// what they add to the gradients (backward.hpp has the formulas, and which tiles). Only what some query may see is computed.
+#pragma once
+
+#include "core/scratch.hpp"
+#include "cpu/attention/visible.hpp"
+#include "cpu/attention/visit.hpp"
+#include "ops/score_gradient.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kBackwardKvTile = 128;
+
+// grad_q is summed over the tiles of a chunk of keys, then over the chunks. At most eight, as each has its own float32 grad_q where threads share a head.
+// Where a mask leaves little of the scores adding up whole grad_q would be seen: there a chunk is all keys.
+struct KeyChunks {
+  int64_t tiles, each, count;
+  LOWBIT_INLINE KeyChunks(const AttentionForwardArgs& args, int64_t tiles)
+      : tiles(tiles), each(args.mask_mod || args.blocks.classes ? larger(1, tiles) : larger(8, ceil_div(tiles, 8))), count(ceil_div(tiles, each)) {}
+  LOWBIT_INLINE int64_t begin(int64_t chunk) const { return chunk * each; }
+  LOWBIT_INLINE int64_t end(int64_t chunk) const { return smaller(tiles, (chunk + 1) * each); }
+};
+
+template <class T>
+struct BackwardTile {
+  Matrix<T> q, grad_out;                          // q times scale
+  Matrix<T> keys, keys_t, values_t, buffer;
+  Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
+  Matrix<T> grad_q, grad_q_part;                  // of one tile of queries, or of all that share a kv head; of a chunk of keys
+  Matrix<T> grad_k, grad_v;                       // of one tile of keys
+  T *lse, *delta, *factor, *scales;
+  Matrix<T> raw;                                  // scores before score_mod
+  Visible<T> visible;
+  Span* seeing;                                   // per tile of rows of grad_k
+  Programs<T> programs;
+  ScoreMachine<T> reverse;                        // of score_mod
+  const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
+  bool adds_grad_mask = false;
+
+  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse_plan, Arena& arena)
+      : programs(args, q_tile, kBackwardKvTile, arena), reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
+    if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
+    const int64_t e = args.q.size(3), ev = args.v.size(3);
+    q = arena.matrix<T>(q_tile, e), grad_out = arena.matrix<T>(q_tile, ev), grad_q = arena.matrix<T>(grad_q_rows, e);
+    grad_q_part = arena.matrix<T>(KeyChunks(args, ceil_div(args.kv_length(), kBackwardKvTile)).count > 1 ? grad_q_rows : 0, e);
+    keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
+    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile), values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
+    p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
+    grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
+    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
+    scales = arena.array<T>(kBackwardKvTile);
+    visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena), seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
+  }
+};
+
+template <class T>
+void copy_rows(Matrix<T> from, Matrix<T> to, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c += 16) store(to.row(r) + c, load(from.row(r) + c));
+}
+
+template <class T>
+void add_rows(Matrix<T> from, Matrix<T> to, int64_t rows) {
+  for (int64_t i = 0; i < rows * to.stride; i += 16) store(to.data + i, add(load(to.data + i), load(from.data + i)));
+}
+
+// D of every row, [B, Hq, L].
+template <class T>
+void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
+  const AttentionForwardArgs& forward = args.forward;
+  const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(), h = head % forward.heads();
+  const HeadView out(forward.out, b, h), grad_out(args.grad_out, b, h);
+  const T* grad_lse = args.grad_lse ? args.grad_lse.as<const T>() + head * length : nullptr;
+  with_elements<T>(out.dtype, [&](auto* tag) {
+    using E = std::remove_cvref_t<decltype(*tag)>;
+    for (int64_t r = 0; r < length; r++) {
+      const E *o = reinterpret_cast<const E*>(out.data) + r * out.stride, *g = reinterpret_cast<const E*>(grad_out.data) + r * grad_out.stride;
+      auto total = set1(T{0});
+      int64_t c = 0;
+      for (; c + 16 <= ev; c += 16) total = fma(load16(o + c), load16(g + c), total);
+      if (c < ev) {
+        E last_o[16] = {}, last_g[16] = {};
+        for (int64_t i = c; i < ev; i++) last_o[i - c] = o[i], last_g[i - c] = g[i];
+        total = fma(load16(last_o), load16(last_g), total);
+      }
+      delta[r] = sum(total) - (grad_lse ? grad_lse[r] : T{0});
+    }
+  });
+}
+
+// A tile of queries: q and grad_out widened, lse, D.
+template <class T>
+void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, BackwardTile<T>& tile) {
+  const AttentionForwardArgs& forward = args.forward;
+  widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
+  widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
+  const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
+  for (int64_t r = 0; r < at.rows; r++) {
+    const T lse = forward.lse.template as<const T>()[first + r];
+    tile.lse[r] = lse == kMinusInfinity<T> ? T{0} : lse;
+    tile.delta[r] = delta[first + r];
+  }
+}
+
+template <class T>
+void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+  const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
+  transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
+  transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
+  widen_rows(keys, at.k0, at.cols, args.q.size(3), T{1}, tile.keys);
+}
+
+// grad_mask += ds for the mask's own elements; where the mask is broadcast along k a row adds its sum.
+template <class T>
+void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
+  T* base = grad.as<T>() + at.b * grad.stride[0] + at.h * grad.stride[1] + at.q0 * grad.stride[2] + at.k0 * grad.stride[3];
+  for (int64_t r = 0; r < at.rows; r++)
+    for (int64_t c = 0; c < at.cols; c++) base[r * grad.stride[2] + c * grad.stride[3]] += ds.row(r)[c];
+}
+
+// tile.p and tile.ds, 0 outside of tile.visible, from the queries and keys that are loaded.
+template <class T>
+void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+  const AttentionForwardArgs& forward = args.forward;
+  const Visible<T>& visible = tile.visible;
+  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was multiplied.
+  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {.columns = tile.reverse.call ? nullptr : visible.spans});
+  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, visible.all.end);
+  modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, visible, tile.p);
+  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), {.columns = visible.spans});
+  const auto log2e = set1(static_cast<T>(kLog2e));
+  visible.for_each_row(at.rows, [&](int64_t r, Span span) {
+    T *p = tile.p.row(r), *ds = tile.ds.row(r);
+    const auto lse = set1(tile.lse[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
+    if (forward.dropout_p > 0) {
+      dropout_factors(forward, at, r, tile.factor);
+      for (int64_t c = span.begin; c < span.end; c += 16) {
+        const auto x = exp2(mul(sub(load(p + c), lse), log2e)), kept = load(tile.factor + c);
+        store(ds + c, mul(x, sub(mul(load(ds + c), kept), delta)));
+        store(p + c, mul(x, kept));
+      }
+    } else {
+      for (int64_t c = span.begin; c < span.end; c += 16) {
+        const auto x = exp2(mul(sub(load(p + c), lse), log2e));  // not fma(s, log2e, -lse * log2e): that rounds once more
+        store(ds + c, mul(x, sub(load(ds + c), delta)));
+        store(p + c, x);
+      }
+    }
+  });
+  clear_hidden(visible, at.rows, tile.p), clear_hidden(visible, at.rows, tile.ds);
+  if (tile.adds_grad_mask) add_grad_mask(args.grad_mask, at, tile.ds);
+  if (tile.reverse.call) run_machine(tile.reverse, score_tile(at, tile.raw), tile.ds.data, tile.ds.stride, tile.captured);
+}
+
+template <class T>
+void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+  const Span* seeing = find_seeing(tile.visible, at.rows, at.cols, tile.seeing);
+  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, at.cols, args.v.size(3), at.rows, {.sum = Sum::onto, .depth = seeing});
+  multiply(columns_of(tile.ds), tile.q.from(at.skipped), tile.grad_k, at.cols, args.q.size(3), at.rows, {.sum = Sum::onto, .depth = seeing});
+}
+
+template <class T>
+void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile, Matrix<T> grad_q) {
+  multiply(rows_of(tile.ds), tile.keys, grad_q, at.rows, args.q.size(3), at.cols, {.sum = Sum::onto, .depth = tile.visible.spans});
+}
+
+template <class T>
+void store_grad_queries(const AttentionBackwardArgs& args, const TilePlace& at, Matrix<T> grad_q) {
+  T scales[kBackwardQTile];
+  fill(scales, at.rows, static_cast<T>(args.forward.scale));
+  narrow_rows(grad_q, scales, at.rows, args.forward.q.size(3), HeadView(args.grad_q, at.b, at.h), at.q0);
+}
+
+template <class T>
+void store_grad_keys(const AttentionBackwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+  const int64_t kv_head = at.h / args.forward.group();
+  fill(tile.scales, at.cols, T{1});
+  narrow_rows(tile.grad_k, tile.scales, at.cols, args.forward.q.size(3), HeadView(args.grad_k, at.b, kv_head), at.k0);
+  narrow_rows(tile.grad_v, tile.scales, at.cols, args.forward.v.size(3), HeadView(args.grad_v, at.b, kv_head), at.k0);
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
