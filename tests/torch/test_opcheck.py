@@ -73,6 +73,11 @@ def test_opcheck_attention_with_everything(dtype: torch.dtype) -> None:
     grads = torch.randn(2, 4, 16, 40).mT.to(dtype), torch.randn(2, 40, 4).mT
     arguments = (q, k, v, out, lse, *grads, *head, [True], *tail, True, True)
     torch.library.opcheck(torch.ops.lowbit.attention_backward.default, arguments, test_utils=utilities)
+    torch.library.opcheck(torch.ops.lowbit.attention_forward.default, (q, k, v, *head, *tail, True, True), test_utils=utilities)
+    real, _, _ = torch.ops.lowbit.attention_forward(q, k, v, *head, *tail, True, True)
+    assert real.dtype == torch.float32 and real.stride() == out.stride() and torch.equal(real.to(dtype), out)
+    arguments = (q, k, v, real, lse, *(grad.float() for grad in grads), *head, [True], *tail, True, True)
+    torch.library.opcheck(torch.ops.lowbit.attention_backward.default, arguments, test_utils=utilities)
 
 
 @pytest.mark.parametrize("format", ["float32", "int8", "int4"])
