@@ -98,6 +98,19 @@ def test_crop_and_append_again(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_autograd_notices_an_append(format: str, part: str) -> None:
+    cache = filled(format)
+    cache.append(0, normal(2, 2, 1, 64), normal(2, 2, 1, 64))  # the storage grows: the next one is written in place
+    scale = getattr(cache.layers[0], f"_{part}").part(0, 301)[1]
+    factor = torch.ones((), requires_grad=True)
+    saved = (factor * scale).sum()
+    cache.append(0, normal(2, 2, 1, 64), normal(2, 2, 1, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_reorder_follows_the_beams(format: str) -> None:
     cache, q = filled(format, batch=3), normal(3, 4, 1, 64)
     before = cache.attend(0, q)

@@ -11,56 +11,51 @@ namespace {
 
 constexpr float kInt16Max = 32767.0f;
 
-// to[i] = round(x[i] / step) for a step that makes the largest 32767; returns the step: nan if some x is nan or inf.
-LOWBIT_INLINE float to_int16(const float* x, int64_t count, int16_t* to) {
-  f32x16 top = set1(0.0f), poison = set1(0.0f);
-  for (int64_t i = 0; i < count; i += 16) {
-    const f32x16 v = load(x + i);
-    top = max(abs(v), top);
-    poison = fma(v, set1(0.0f), poison);
-  }
-  const float step = largest(top) / kInt16Max + sum(poison);
-  const f32x16 inverse = set1(step > 1e-37f ? 1.0f / step : 0.0f);
-  for (int64_t i = 0; i < count; i += 16) store_i16(to + i, to_int(mul(load(x + i), inverse)));
-  return step;
-}
-
 LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
   return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at]) : scale.as<const float>()[at];
 }
+
+// The step of int16 codes of values whose largest magnitude has these bits: nan if that is nan or inf, which are the largest integers.
+LOWBIT_INLINE float int16_step(i32x16 magnitude_bits) {
+  const float top = float_from_bits(static_cast<uint32_t>(largest(magnitude_bits)));
+  return top / kInt16Max + (top - top);
+}
+LOWBIT_INLINE i32x16 larger_magnitude(i32x16 bits, f32x16 x) { return max(bits, bits_of(abs(x))); }
+
+// to[i] = round(x[i] / step).
+LOWBIT_INLINE void to_int16(const float* x, int64_t count, float step, int16_t* to) {
+  const f32x16 inverse = set1(step > 1e-37f ? 1.0f / step : 0.0f);
+  for (int64_t i = 0; i < count; i += 16) store_i16(to + i, to_int(mul(load(x + i), inverse)));
+}
+
 LOWBIT_INLINE f32x16 load_scale16(const float* p) { return load(p); }
 LOWBIT_INLINE f32x16 load_scale16(const uint16_t* p) { return load_f16(p); }
 
-// Scales [token][group] of a kv head as float32, zeros up to the next multiple of 16 tokens; those of the next split are prefetched.
+// Scales [token][group] as float32, zeros up to the next multiple of 16 tokens; those of the next split are prefetched.
 template <class T>
-LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int64_t tokens, float* to) {
-  const int64_t count = tokens * groups;
-  T some[16];
-  int64_t i = 0, t = 0, g = 0;
-  for (; i + 16 <= count; i += 16) {
-    if (step == groups) {
-      __builtin_prefetch(from + i + kSplit * step);
-      store(to + i, load_scale16(from + i));
-      continue;
+LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int64_t tokens, T* gathered, float* to) {
+  const int64_t count = tokens * groups, whole = count / 16 * 16;
+  if (step == groups) {
+    for (int64_t i = 0; i < whole; i += 16) __builtin_prefetch(from + i + kSplit * step);
+  } else {
+    for (int64_t t = 0; t < tokens; t++) {
+      __builtin_prefetch(from + (t + kSplit) * step);
+      for (int64_t g = 0; g < groups; g++) gathered[t * groups + g] = from[t * step + g];
     }
-    for (int j = 0; j < 16; j++) {
-      if (g == 0) __builtin_prefetch(from + (t + kSplit) * step);
-      some[j] = from[t * step + g];
-      if (++g == groups) g = 0, t++;
-    }
-    store(to + i, load_scale16(some));
+    from = gathered;
   }
-  for (int j = 0; j < 16; j++) some[j] = i + j < count ? from[(i + j) / groups * step + (i + j) % groups] : T{0};
-  for (const int64_t end = round_up(count, 16 * groups); i < end; i += 16) {
-    store(to + i, load_scale16(some));
-    for (T& scale : some) scale = T{0};
-  }
+  for (int64_t i = 0; i < whole; i += 16) store(to + i, load_scale16(from + i));
+  T last[16] = {};
+  for (int64_t i = whole; i < count; i++) last[i - whole] = from[i];
+  if (whole < count) store(to + whole, load_scale16(last));
+  for (int64_t i = round_up(count, 16); i < round_up(tokens, 16) * groups; i += 16) store(to + i, set1(0.0f));
 }
 
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, float* to) {
-  const int64_t step = scale.stride[2], base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step;
-  if (scale.dtype == DType::float32) load_scales(scale.as<const float>() + base, step, scale.size(3), at.count, to);
-  else load_scales(scale.as<const uint16_t>() + base, step, scale.size(3), at.count, to);
+// Those of the groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, int64_t first, int64_t groups, float* gathered, float* to) {
+  const int64_t step = scale.stride[2], base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step + first;
+  if (scale.dtype == DType::float32) load_scales(scale.as<const float>() + base, step, groups, at.count, gathered, to);
+  else load_scales(scale.as<const uint16_t>() + base, step, groups, at.count, reinterpret_cast<uint16_t*>(gathered), to);
 }
 
 template <class Acc>
@@ -75,10 +70,10 @@ LOWBIT_INLINE TwiceCodes twice(const char* p) {
   else return {twice_i8(reinterpret_cast<const int8_t*>(p)), twice_i8(reinterpret_cast<const int8_t*>(p) + 16)};
 }
 
-// to[row][token] = q[row] . code[token], for two tokens with four rows, or four with two. q: [16 columns][pair of rows][32 lanes]. int4: each 32 codes
-// times their scale; scales: [token][group].
+// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16 columns][pair of rows][32 lanes]. scales: [token]
+// of int8, [token][group] of int4, whose groups meet theirs.
 template <KvFormat kFormat, int kRows, int kColumns>
-LOWBIT_INLINE void score_codes(const int16_t* q, const char* key, int64_t stride, int64_t padded, const float* scales, float* to, int64_t to_stride) {
+LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded, const float* scales, float* to, int64_t to_stride) {
   constexpr int kPairs = kRows / 2, kTokens = 8 / kRows;
   constexpr int64_t kGroupBytes = kFormat == KvFormat::int8 ? kKvGroup : kKvGroup / 2;
   if constexpr (kColumns != 0) padded = kColumns;
@@ -101,7 +96,9 @@ LOWBIT_INLINE void score_codes(const int16_t* q, const char* key, int64_t stride
   };
   if constexpr (kColumns != 0) unroll<kColumns / kKvGroup>([&](auto i) { step(i); });
   else for (int64_t g = 0; g < groups; g++) step(g);
-  store_scores<kRows>(to, to_stride, half_sums(acc[0], acc[1], acc[2], acc[3]));
+  f32x8 factor = load8(steps);
+  if constexpr (kFormat == KvFormat::int8) factor = mul(factor, kRows == 2 ? repeat_four(scales) : repeat_two(scales));
+  store_scores<kRows>(to, to_stride, mul(half_sums(acc[0], acc[1], acc[2], acc[3]), factor));
 }
 
 LOWBIT_INLINE i32x16 load_i32(const float* p) { return bits_of(load(p)); }
@@ -136,40 +133,44 @@ struct CodeKv {
   using Element = int8_t;
 
   static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
-    const int64_t padded = q.columns, groups = padded / kKvGroup, head_scales = kSplit * args.k_scale.size(3);
+    const int64_t padded = q.columns, groups = kInt8 ? 1 : args.k_scale.size(3);
     const float* scales = memory.scales;
-    for (int64_t h = 0; h < at.heads; h++) load_scales(args.k_scale, at, h, memory.scales + h * head_scales);
+    for (int64_t h = 0; h < at.heads; h++) load_scales(args.k_scale, at, h, 0, groups, memory.gathered, memory.scales + h * kSplit * groups);
     with_columns(padded, [&](auto kColumns) {
-      score_tokens(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r, int64_t t, const char* key, int64_t stride, float* to, int64_t to_stride) __attribute__((always_inline)) {
-        score_codes<kFormat, kRows, kColumns>(q.codes + (h * q.head_rows + r) * padded, key, stride, padded, scales + h * head_scales + t * groups, to, to_stride);
+      score_tokens<kv_row_bytes(kFormat, kColumns)>(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
+        const int16_t* q_codes = q.codes + (h * q.head_rows + r) * padded;
+        const float *q_steps = q.steps + (h * q.head_rows + r) * 2, *head_scales = scales + h * kSplit * groups;
+        return [=](int64_t t, const char* key, int64_t stride, float* to, int64_t to_stride) __attribute__((always_inline)) {
+          score_codes<kFormat, kRows, kColumns>(q_codes, q_steps, key, stride, padded, head_scales + t * groups, to, to_stride);
+        };
       });
     });
-    for (int64_t h = 0; h < at.heads; h++)
-      for (int64_t r = 0; r < rows; r++) {
-        const f32x16 step = set1(q.steps[h * q.head_rows + r]);
-        float* row = memory.scores.row(h * memory.head_rows + r);
-        for (int64_t t = 0; t < at.count; t += 16) {
-          const f32x16 s = mul(load(row + t), step);
-          store(row + t, kInt8 ? mul(s, load(memory.scales + h * head_scales + t)) : s);
-        }
-      }
   }
 
   // p[r][t] * v_scale[t] of kv head h as int16, per group of columns that shares a scale.
   LOWBIT_INLINE static void weigh(const DecodeArgs& args, int64_t h, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
     const int64_t groups = args.v_scale.size(3), tokens = round_up(at.count, 16);
-    load_scales(args.v_scale, at, h, memory.scales);
     for (int64_t g = 0; g < groups; g++) {
-      const float* scales = memory.scales;
-      if (groups > 1) {
-        scales = memory.group_scales;
-        for (int64_t t = 0; t < tokens; t++) memory.group_scales[t] = memory.scales[t * groups + g];
-      }
-      for (int64_t r = 0; r < rows; r++) {
-        const float* p = memory.scores.row(h * memory.head_rows + r);
-        const int64_t slot = (h * groups + g) * memory.head_rows + r;
-        for (int64_t t = 0; t < tokens; t += 16) store(memory.weighted + t, mul(load(p + t), load(scales + t)));
-        memory.steps[slot] = to_int16(memory.weighted, tokens, memory.weights + slot * kSplit);
+      load_scales(args.v_scale, at, h, g, 1, memory.gathered, memory.scales);
+      const int64_t slot = (h * groups + g) * memory.head_rows;
+      for (int64_t first = 0; first < rows; first += kRowTile) {
+        const int64_t count = smaller(kRowTile, rows - first);
+        i32x16 top[kRowTile];
+        for (int64_t i = 0; i < count; i++) {
+          const float* p = memory.scores.row(h * memory.head_rows + first + i);
+          i32x16 bits = set1(int32_t{0});
+          for (int64_t t = 0; t < tokens; t += 16) {
+            const f32x16 weight = mul(load(p + t), load(memory.scales + t));
+            store(memory.weighted + i * kSplit + t, weight);
+            bits = larger_magnitude(bits, weight);
+          }
+          top[i] = bits;
+        }
+        for (int64_t i = 0; i < count; i++) {
+          float& step = memory.steps[slot + first + i];
+          step = int16_step(top[i]);
+          to_int16(memory.weighted + i * kSplit, tokens, step, memory.weights + (slot + first + i) * kSplit);
+        }
       }
     }
   }

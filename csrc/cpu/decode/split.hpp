@@ -75,13 +75,13 @@ template <class Kv>
 struct PreparedQueries {
   float* floats;   // [B][Hkv][l_blocks][task_rows][padded_e]; of codes only scratch for one row
   int16_t* codes;  // the same
-  float* steps;    // [B][Hkv][l_blocks][task_rows]
+  float* steps;    // [B][Hkv][l_blocks][task_rows][2]: QueryRows
   int16_t* row_codes;  // scratch for one row
 
   PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
     const int64_t rows = args.batch() * args.kv_heads() * plan.l_blocks * plan.task_rows;
     floats = arena.array<float>((Kv::kCodes ? 0 : rows * plan.padded_e) + plan.padded_e), codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
-    steps = arena.array<float>(Kv::kCodes ? rows : 0), row_codes = arena.array<int16_t>(plan.padded_e);
+    steps = arena.array<float>(Kv::kCodes ? 2 * rows : 0), row_codes = arena.array<int16_t>(plan.padded_e);
   }
   void fill(const DecodeArgs& args, const DecodePlan& plan) const {
     const int64_t tasks = args.batch() * args.kv_heads() * plan.l_blocks;
@@ -93,29 +93,39 @@ struct PreparedQueries {
         for (int64_t i = 0; i < paired(kRows); i++) {
           const int64_t r = smaller(first + i, rows - 1), at = task * plan.task_rows + first + i;
           const int64_t b = pair / args.kv_heads(), h = pair % args.kv_heads() * args.group() + r / l_count;
-          prepare_row(args, b, h, l0 + r % l_count, at, row);
-          constexpr int64_t kPairs = paired(kRows) / 2;
-          if constexpr (Kv::kCodes) pair_up<16, kPairs>(row_codes, i, plan.padded_e, codes + (at - i) * plan.padded_e);
-          else pair_up<8, kPairs>(row, i, plan.padded_e, floats + (at - i) * plan.padded_e);
+          load_row(args, b, h, l0 + r % l_count, row);
+          constexpr int64_t kPairs = paired(kRows) / 2, kTokens = 8 / paired(kRows);
+          if constexpr (Kv::kCodes) {
+            const float step = encode_row(args, row);
+            for (int64_t j = 0; j < kTokens; j++) steps[(at - i) * 2 + i * kTokens + j] = step;
+            pair_up<16, kPairs>(row_codes, i, plan.padded_e, codes + (at - i) * plan.padded_e);
+          } else {
+            pair_up<8, kPairs>(row, i, plan.padded_e, floats + (at - i) * plan.padded_e);
+          }
         }
       });
     }
   }
   LOWBIT_INLINE QueryRows of(const DecodeArgs& args, const DecodePlan& plan, const SplitPlace& at) const {
     const int64_t row = ((at.b * args.kv_heads() + at.kv_head) * plan.l_blocks + at.l0 / plan.l_count) * plan.task_rows;
-    return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + row, plan.padded_e, plan.l_blocks * plan.task_rows};
+    return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + 2 * row, plan.padded_e, plan.l_blocks * plan.task_rows};
   }
 
  private:
-  void prepare_row(const DecodeArgs& args, int64_t b, int64_t h, int64_t l, int64_t at, float* row) const {
+  void load_row(const DecodeArgs& args, int64_t b, int64_t h, int64_t l, float* row) const {
     const int64_t columns = args.q.size(3), padded = kv_padded(columns);
-    const float scale = static_cast<float>(args.scale);
     for (int64_t c = 0; c < padded; c += 16) store(row + c, set1(0.0f));
-    widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : scale, Matrix<float>{row, padded});
-    if constexpr (Kv::kCodes) {
-      if (args.rotated) rotate_row(row, columns);
-      steps[at] = to_int16(row, padded, row_codes) * scale;
-    }
+    widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : static_cast<float>(args.scale), Matrix<float>{row, padded});
+  }
+  // Into row_codes; returns the step, times the scale.
+  LOWBIT_INLINE float encode_row(const DecodeArgs& args, float* row) const {
+    const int64_t padded = kv_padded(args.q.size(3));
+    if (args.rotated) rotate_row(row, args.q.size(3));
+    i32x16 top = set1(int32_t{0});
+    for (int64_t c = 0; c < padded; c += 16) top = larger_magnitude(top, load(row + c));
+    const float step = int16_step(top);
+    to_int16(row, padded, step, row_codes);
+    return step * static_cast<float>(args.scale);
   }
   // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every order of columns.
   template <int kHalf, int64_t kPairs, class T>
@@ -145,9 +155,9 @@ struct TaskMemory : SplitMemory {
     scores = arena.matrix<float>(rows, kSplit), out = arena.matrix<float>(rows, plan.padded_ev);
     softmax = {arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(16 * rows), out, plan.padded_ev, false};
     const bool codes = args.format() != KvFormat::floating;
-    scales = arena.array<float>(codes ? plan.heads * groups * kSplit : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
-    steps = arena.array<float>(codes ? groups * rows : 0), weighted = arena.array<float>(kSplit);
-    group_scales = arena.array<float>(kSplit);
+    scales = arena.array<float>(codes ? plan.heads * groups * kSplit + 16 : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
+    steps = arena.array<float>(codes ? groups * rows : 0), weighted = arena.array<float>(codes ? kRowTile * kSplit : 0);
+    gathered = arena.array<float>(codes ? groups * kSplit : 0);
     program = arena.array<char>(larger(program_bytes(args.score_mod, plan), program_bytes(args.mask_mod, plan)));
   }
   static int64_t program_bytes(const ScoreCall* call, const DecodePlan& plan) {

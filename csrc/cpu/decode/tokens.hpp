@@ -25,7 +25,7 @@ struct SplitPlace {
 struct QueryRows {
   const float* floats;
   const int16_t* codes;
-  const float* steps;
+  const float* steps;          // [row][2]: of the rows that meet tokens together, each as often as there are tokens: 8 in all
   int64_t columns, head_rows;  // padded; rows from a kv head to the next
 };
 
@@ -36,7 +36,8 @@ struct SplitMemory {
   float* scales;              // [heads][kSplit][groups] of the codes of the split
   int16_t* weights;           // [heads][groups][rows][kSplit]: probabilities times scales
   float* steps;               // [heads][groups][rows] of these
-  float *weighted, *group_scales;  // [kSplit]
+  float* weighted;            // [kRowTile][kSplit]
+  float* gathered;            // [kSplit][groups]: scales that are not next to each other
   void* program;              // of the score programs
   int64_t head_rows;
 };
@@ -50,7 +51,8 @@ struct TokenRows {
     const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
     stride = tensor.stride[2] * size, head_stride = tensor.stride[1] * size, bytes = tensor.size(3) * size;
     data = tensor.as<const char>() + (at.b * tensor.stride[0] + at.kv_head * tensor.stride[1]) * size + at.first * stride;
-    tile = larger(16, smaller(kSplit, kTileBytes / (heads * bytes) / 4 * 4));
+    const int64_t tile_bytes = heads > 1 ? 2 * kTileBytes : kTileBytes;  // shared by heads, loops are short: int8, D = 128, token-major 1.1x (AVX2, Zen 5)
+    tile = larger(16, smaller(kSplit, tile_bytes / (heads * bytes) / 4 * 4));
   }
   LOWBIT_INLINE const char* row(int64_t head, int64_t t) const { return data + head * head_stride + t * stride; }
 };
@@ -109,9 +111,10 @@ LOWBIT_INLINE void store_scores(float* to, int64_t stride, f32x8 scores) {
   else store_four_rows(to, stride, scores);
 }
 
-// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r, t, key, stride, to, to_stride): to[row][token] of four rows with the tokens t
-// and t + 1, or of two with t..t + 3, whose keys are `stride` bytes apart. It captures by value.
-template <class Score>
+// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each step of tokens, (t, key, stride,
+// to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of two with t..t + 3, whose keys are `stride` bytes apart. Both capture by
+// value, so that nothing that is stored can change what they know. kBytes: of a key, 0 if not known to the compiler.
+template <int64_t kBytes, class Score>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const SplitMemory& memory, Score&& score) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += keys.tile) {
     LinesAhead lines(keys, t0);
@@ -120,20 +123,21 @@ LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const Split
       for_row_tiles(rows, [&](auto kRows, int64_t r) {
         constexpr std::integral_constant<int, paired(kRows)> kPaired;
         constexpr int64_t kTokens = 8 / paired(kRows);
-        const int64_t step_lines = r == 0 ? ceil_div(kTokens * keys.bytes, 64) : 0;
-        LinesAhead ahead = lines;  // a copy that no store can change: in registers, as are the next ones
-        const auto score_here = score;
+        const int64_t bytes = kBytes ? kBytes : keys.bytes;
+        const bool first_rows = r == 0;
+        LinesAhead ahead = lines;  // in registers, as are the next ones
+        const auto score_here = score(kPaired, h, r);
         const int64_t stride = keys.stride, last = end, to_stride = memory.scores.stride;
         float* to = memory.scores.row(h * memory.head_rows + r);
         const char* key = keys.row(h, t0);
         int64_t t = t0;
         for (; t + kTokens <= last; t += kTokens, key += kTokens * stride) {
-          ahead.fetch(step_lines);
-          score_here(kPaired, h, r, t, key, stride, to + t, to_stride);
+          if (first_rows) ahead.fetch(ceil_div(kTokens * bytes, 64));
+          score_here(t, key, stride, to + t, to_stride);
         }
         for (; t < last; t++, key += stride) {
           float same[kRowTile * 4];  // [row][4]: the scores of this token, several times
-          score_here(kPaired, h, r, t, key, 0, same, 4);
+          score_here(t, key, 0, same, 4);
           for (int i = 0; i < kPaired; i++) to[i * to_stride + t] = same[i * 4];
         }
         lines = ahead;

@@ -155,6 +155,10 @@ LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {  // low and high nibbles o
 }
 // Sums of the halves of a, b, c, d: [half][which], added in the order that shuffles give: the same bits everywhere.
 struct f32x8 { float lane[8]; };
+LOWBIT_INLINE f32x8 load8(const float* p) { f32x8 r; for (int i = 0; i < 8; i++) r.lane[i] = p[i]; return r; }
+LOWBIT_INLINE f32x8 repeat_two(const float* p) { f32x8 r; for (int i = 0; i < 8; i++) r.lane[i] = p[i % 2]; return r; }
+LOWBIT_INLINE f32x8 repeat_four(const float* p) { f32x8 r; for (int i = 0; i < 8; i++) r.lane[i] = p[i % 4]; return r; }
+LOWBIT_INLINE f32x8 mul(f32x8 a, f32x8 b) { for (int i = 0; i < 8; i++) a.lane[i] *= b.lane[i]; return a; }
 LOWBIT_INLINE f32x8 half_sums(f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
   const f32x16* all[] = {&a, &b, &c, &d};
   f32x8 r;

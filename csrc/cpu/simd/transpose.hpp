@@ -35,6 +35,10 @@ LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* 
 }
 
 struct f32x8 { __m256 v; };
+LOWBIT_INLINE f32x8 load8(const float* p) { return {_mm256_loadu_ps(p)}; }
+LOWBIT_INLINE f32x8 repeat_two(const float* p) { return {_mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)))}; }
+LOWBIT_INLINE f32x8 repeat_four(const float* p) { return {_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p))}; }
+LOWBIT_INLINE f32x8 mul(f32x8 a, f32x8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
 LOWBIT_INLINE __m256 sums_in_lanes(__m256 a, __m256 b, __m256 c, __m256 d) {  // of each 128 bits: [a b c d]
   const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)), cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
   return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));

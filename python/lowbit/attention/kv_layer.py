@@ -73,6 +73,8 @@ class QuantizedKVLayer:
             self._k, self._v = self._k.grown(self.length, end), self._v.grown(self.length, end)
         _quantize(key, *self._k.part(self.length, end), self.rotated)
         _quantize(value, *self._v.part(self.length, end), False)
+        # The kernels write behind autograd's back: a graph that saved a part of the cache has to notice (0.5 us).
+        torch.autograd.graph.increment_version((self._k.codes, self._k.scale, self._v.codes, self._v.scale))
         self.length = end
 
     def _check_append(self, key: Tensor, value: Tensor) -> None:
