@@ -8,7 +8,7 @@
 // So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a decade is a power of two: the
 // exponent of float(p) is the decade, and within a decade value and p are linear in each other. Nothing is searched or gathered: what
 // depends on the decade are tables of 8 entries, a permutation of one register. Decoded values are those of the map to 6 roundings of float32
-// (bitsandbytes' table is computed in float32 and off by 3).
+// (bitsandbytes' table is computed in float32 and off by 3). In a signed map value = slope (p - lean first), whose sign is p's.
 //
 // Encoding: stretched to q = 1 + (y - T / 10) / (0.9 T) in [1, 2), a decade has its bins in the leading bits of the mantissa: with the hidden one
 // they are p, so p is one shift of q's bits. Codes are the nearest but where y is within 6e-7 y of the middle between two values: q has 24 bits, and at
@@ -26,7 +26,8 @@ namespace dynamic {
 constexpr int kGuess = 164;  // of 2^16: a decade, 3.32 * 128 steps of a float's upper half, is about one guess
 
 struct Tables {  // 8 entries, twice, as lookup8 wants them
-  alignas(64) float slope[16] = {}, offset[16] = {};       // decode, by the exponent of float(p), signed float(2 p), modulo 8
+  alignas(64) float slope[16] = {};                        // decode, by the exponent of float(p), modulo 8; signed p / 128
+  alignas(64) float offset[16] = {};                       // unsigned: what is added; signed: - lean
   alignas(64) float threshold[16] = {}, stretch[16] = {};  // encode, by shift modulo 8
   int lead = 0;                                            // encode: added to the upper half of absmax
 };
@@ -42,19 +43,21 @@ constexpr Tables make_tables(bool is_signed, int decades) {
     for (int i = d; i < decades - 1; i++) top /= 10;
     const int bins = is_signed ? 1 << d : 2 << d, exponent = (d + 128) % 8, shift = shift_of(is_signed, d);
     const double width = 0.9 * top / bins, value = top / 10 + width / 2;
-    const bool through_zero = is_signed && d == 0;  // p = 0 shares this entry
-    const int first = is_signed ? 2 * bins : bins;  // as decode counts
-    const float slope = static_cast<float>((through_zero ? value : width) * bins / first);
-    tables.slope[exponent] = slope;  // the offset makes up for what rounding the slope does to the first value, the smallest
-    tables.offset[exponent] = static_cast<float>(through_zero ? 0 : value - static_cast<double>(slope) * first);
+    if (is_signed) {  // T / 10 + (bin + 1 / 2) width = width (p - lean bins)
+      tables.slope[exponent] = static_cast<float>(128 * width);
+      tables.offset[exponent] = static_cast<float>(0.5 / bins - 8.0 / 9);
+    } else {  // the offset makes up for what rounding the slope does to the first value, the smallest
+      tables.slope[exponent] = static_cast<float>(width);
+      tables.offset[exponent] = static_cast<float>(value - static_cast<double>(tables.slope[exponent]) * bins);
+    }
     tables.threshold[(shift + 1) % 8] = static_cast<float>((below + value) / 2);
     tables.stretch[shift % 8] = static_cast<float>(1 / (0.9 * top));
     below = value + (bins - 1) * width;
   }
-  const int shift = shift_of(is_signed, decades), exponent = (decades + 128) % 8, one = 2 << decades;  // as decode counts
+  const int shift = shift_of(is_signed, decades), exponent = (decades + 128) % 8, one = (is_signed ? 1 : 2) << decades;
   tables.threshold[(shift + 1) % 8] = static_cast<float>((below + 1) / 2);
   tables.stretch[shift % 8] = static_cast<float>(1.00001 / 9 / ((below + 1) / 2));  // from the threshold to 1: the first bin
-  tables.slope[exponent] = static_cast<float>(is_signed ? 1.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
+  tables.slope[exponent] = static_cast<float>(is_signed ? 128.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
   tables.offset[exponent] = is_signed ? 0.0f : -tables.slope[exponent];
   tables.lead = ((shift + 2) * 65536 + kGuess - 1) / kGuess - 220;
   for (int i = 8; i < 16; i++) {
@@ -87,24 +90,37 @@ constexpr dynamic::Tables kDynamicTables = dynamic::make_tables(kSigned, kDecade
 template <bool kSigned, int kDecades>
 struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
+  static constexpr int kOffset = kSigned ? kZero : -1;             // code - p: with it 0 is code -1, and -1 in a signed map too: stores saturate
 
   static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
   static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>, kSigned, kDecades));
 
-  template <class Int>
-  LOWBIT_INLINE static auto decode(Int code) {
-    if constexpr (kSigned) {  // counts 2 p, so that 0, whose exponent is 0, shares the entry of p = 1, whose line goes through zero
-      const auto number = to_float(code);
-      const auto p = fma(number, like(number, 2.0f), like(number, -2.0f * kZero));
-      const Int decade = shift_right<23>(bits_of(p)), sign = bit_and(bits_of(p), like(code, INT32_MIN));
-      const auto offset = lookup8(kDynamicTables<kSigned, kDecades>.offset, decade);
-      return fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), float_of(bit_xor(bits_of(offset), sign)));
-    } else {  // the codes of 0 and 1 share an entry, whose line goes through both
-      const auto p = to_float(add(code, like(code, 1)));
-      const Int decade = shift_right<23>(bits_of(p));
-      return fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
+  // What codes mean, times `factor`, as value * scale. It reads them as the floats 2^23 + code.
+  class Decoder {
+   public:
+    LOWBIT_INLINE explicit Decoder(float factor) : factor_(factor) {
+      for (int i = 0; i < 16; i++) slope_[i] = kDynamicTables<kSigned, kDecades>.slope[i] * factor;
     }
-  }
+    template <class Float>
+    LOWBIT_INLINE void operator()(Float number, Float& value, Float& scale) const {
+      if constexpr (kSigned) {  // p = 0, whose exponent is 0, takes the slope of p = 1; slope * factor, counted by 128 p, is normal or of no weight
+        const Float p = fma(number, like(number, 1.0f / 128), like(number, -(0x1p23f + kZero) / 128));
+        const auto decade = shift_right<23>(bits_of(p));
+        const Float first = float_of(bit_and(bits_of(p), like(decade, static_cast<int32_t>(0xff800000))));
+        value = fma(first, lookup8(kDynamicTables<kSigned, kDecades>.offset, decade), p);
+        scale = lookup8(slope_, decade);
+      } else {  // the codes of 0 and 1 share an entry, whose line goes through both
+        const Float p = add(number, like(number, 1 - 0x1p23f));
+        const auto decade = shift_right<23>(bits_of(p));
+        value = fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
+        scale = like(number, factor_);
+      }
+    }
+
+   private:
+    alignas(64) float slope_[16];
+    float factor_;
+  };
 
   // The nearest codes of the values of a block; absmax is in [2^-96, 2^96], which keeps all of the tables normal.
   class Encoder {
@@ -117,18 +133,23 @@ struct DynamicMap {
       }
       top_ = (dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16;
     }
+    // The decade of |value|, as the shift that encodes it. A float's bits are about its logarithm, so those of absmax less those of a, scaled, are about
+    // the decade. The guess is its shift or one more (checked above), so one comparison settles it. Below the first decade it may be anything
+    // larger, which shifts all bits out.
     template <class Float>
-    LOWBIT_INLINE auto operator()(Float value) const {
-      const Float a = kSigned ? abs(value) : value;
-      // A float's bits are about its logarithm, so those of absmax less those of a, scaled, are about the decade. The guess is its shift or one more (checked
-      // above), so one comparison settles it. Below the first decade it may be anything larger, which shifts all bits out.
+    LOWBIT_INLINE auto shift(Float a) const {
       const auto steps = sub_saturating_u16(like(bits_of(a), top_), bits_of(a));
       const auto guess = shift_right<16>(mul_high_u16(steps, like(steps, dynamic::kGuess << 16)));
-      const auto shift = count_down_at_least(guess, a, lookup8(threshold_, guess));
-      const auto q = min(fma(a, lookup8(stretch_, shift), like(a, 8.0f / 9)), like(a, 0x1.fffffep0f));  // past the last bin up to the threshold
-      const auto p = shift_right(bit_and(bits_of(q), like(steps, 0xffffff)), shift);
-      if constexpr (!kSigned) return add(p, like(p, -1));  // -1 for 0, and 128 below for -1, which has no code: stores saturate
-      else return add(negate_where_negative(p, value), like(p, kZero));
+      return count_down_above(guess, a, lookup8(threshold_, guess));
+    }
+    // code - kOffset of `value`, whose absolute value is a.
+    template <class Float, class Int>
+    LOWBIT_INLINE Int code(Float value, Float a, Int shift) const {
+      const Float q = fma(a, lookup8(stretch_, shift), like(a, 8.0f / 9));
+      const Int inside = min(bits_of(q), like(shift, 0x3fffffff));  // below 2: past the last bin up to the threshold is the last bin
+      const Int p = shift_right(bit_and(inside, like(shift, 0xffffff)), shift);
+      if constexpr (kSigned) return negate_where_negative(p, value);
+      else return p;
     }
 
    private:

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101), as torch computes them:
 //   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// amsgrad divides by the largest v so far. One division and one square root an element, both exact.
+// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA; the rate divides the divisor, so that
+// the new parameter is one FMA too. One division and one square root an element, both exact.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #include "core/dtype.hpp"
@@ -16,23 +18,27 @@ struct AdamW {
   static constexpr int kMoments = kAmsgrad ? 3 : 2;  // m, v, largest v
   static constexpr bool kSigned[] = {true, false, false};
 
-  float keep1, keep2, gain2, rate, inverse_root2, eps;
+  float unit[3], carry[3];  // new moment / unit = old moment * carry + ...
+  float root_gain, root_eps;
 
-  LOWBIT_INLINE AdamW(const Hyper& hyper, double step)
-      : keep1(static_cast<float>(1 - hyper.beta1)), keep2(static_cast<float>(hyper.beta2)), gain2(static_cast<float>(1 - hyper.beta2)),
-        rate(static_cast<float>(-hyper.lr / (1 - std::pow(hyper.beta1, step)))),
-        inverse_root2(static_cast<float>(1 / std::sqrt(1 - std::pow(hyper.beta2, step)))), eps(static_cast<float>(hyper.eps)) {}
+  LOWBIT_INLINE AdamW(const Hyper& hyper, double step) {
+    const double unit1 = 1 - hyper.beta1, unit2 = 1 - hyper.beta2, rate = -hyper.lr / (1 - std::pow(hyper.beta1, step)) * unit1;
+    unit[0] = static_cast<float>(unit1), unit[1] = unit[2] = static_cast<float>(unit2);
+    carry[0] = static_cast<float>(hyper.beta1 / unit1), carry[1] = static_cast<float>(hyper.beta2 / unit2), carry[2] = static_cast<float>(1 / unit2);
+    const auto finite = [](double a) { return static_cast<float>(std::fmin(std::fmax(a, -FLT_MAX), FLT_MAX)); };
+    root_gain = finite(std::sqrt(unit2 / (1 - std::pow(hyper.beta2, step))) / rate);
+    root_eps = rate == 0 ? -__builtin_inff() : finite(hyper.eps / rate);  // lr = 0: m / -inf; the gain is finite, for roots of 0
+  }
 
   template <class Float>
-  LOWBIT_INLINE Float update(Float p, Float g, Float* moment) const {
+  LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {
     Float& m = moment[0];
     Float& v = moment[1];
-    m = fma(sub(g, m), like(g, keep1), m);
-    v = fma(mul(g, g), like(g, gain2), mul(v, like(g, keep2)));
+    m = fma(m, factor[0], g);
+    v = fma(g, g, mul(v, factor[1]));
     Float divisor = v;
-    if constexpr (kAmsgrad) divisor = moment[2] = max(moment[2], v);  // v where it is nan
-    const Float root = fma(sqrt(divisor), like(g, inverse_root2), like(g, eps));
-    return fma(div(m, root), like(g, rate), p);
+    if constexpr (kAmsgrad) divisor = moment[2] = max(mul(moment[2], factor[2]), v);  // v where it is nan
+    return fma(p, keep, div(m, fma(sqrt(divisor), like(g, root_gain), like(g, root_eps))));
   }
 };
 

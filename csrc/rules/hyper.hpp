@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The list of update rules and the numbers that they read.
+//
+// A rule makes p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and kMoments moments. What weight decay leaves of p is p * keep.
+// The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a table of values, costs no product of its own), and
+// takes back the new ones in `moment`, divided by `unit`.
 #pragma once
 
 #include <string_view>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675):
 //   p -= lr sign(beta1 m + (1 - beta1) g);  m = beta2 m + (1 - beta2) g
+// m is counted in units of 1 - beta2.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -12,17 +13,18 @@ struct Lion {
   static constexpr int kMoments = 1;
   static constexpr bool kSigned[] = {true};
 
-  float rate, gain1, gain2;
+  float unit[1], carry[1];
+  float rate, beta2, lookahead;
 
   LOWBIT_INLINE Lion(const Hyper& hyper, double)
-      : rate(static_cast<float>(-hyper.lr)), gain1(static_cast<float>(1 - hyper.beta1)), gain2(static_cast<float>(1 - hyper.beta2)) {}
+      : unit{static_cast<float>(1 - hyper.beta2)}, carry{static_cast<float>(1 / (1 - hyper.beta2))}, rate(static_cast<float>(-hyper.lr)),
+        beta2(static_cast<float>(hyper.beta2)), lookahead(static_cast<float>(hyper.beta1 * (1 - hyper.beta2) / (1 - hyper.beta1))) {}
 
   template <class Float>
-  LOWBIT_INLINE Float update(Float p, Float g, Float* moment) const {
-    Float& m = moment[0];
-    const Float change = sub(g, m), direction = fma(change, like(g, gain1), m);
-    m = fma(change, like(g, gain2), m);
-    return add(p, mul(like(g, rate), sign(direction)));
+  LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {
+    const Float old = mul(moment[0], factor[0]), direction = fma(old, like(g, lookahead), g);
+    moment[0] = fma(old, like(g, beta2), g);
+    return fma(p, keep, mul(like(g, rate), sign(direction)));
   }
 };
 

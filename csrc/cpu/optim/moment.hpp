@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments between codes and float32. The scale of a block is its largest value, so the whole block is known before a code is written.
+// Moments between codes and float32, 32 elements at a time. The scale of a block is its largest value, so the whole block is known before a code is written.
 #pragma once
 
+#include "cpu/panel.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
 #include "formats/state_codes.hpp"
@@ -9,71 +10,89 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// 16 codes, of which `count` are there; the others read as code 0.
-template <StateFormat kFormat>
-LOWBIT_INLINE i32x16 load_state_codes(const uint8_t* codes, int64_t count) {
-  constexpr bool kNibbles = kFormat == StateFormat::dynamic4;
-  uint8_t tail[16] = {};
-  if (count < 16) {
-    for (int64_t i = 0; i < (kNibbles ? (count + 1) / 2 : count); i++) tail[i] = codes[i];
-    codes = tail;
-  }
-  return kNibbles ? load_u4(codes) : load_u8(codes);
-}
+constexpr int64_t kGroup = 32;  // elements whose codes are read or written at once
+static_assert(kMinStateBlock % kGroup == 0);
 
-template <StateFormat kFormat>
-LOWBIT_INLINE void store_state_codes(uint8_t* codes, int64_t count, i32x16 value) {
-  constexpr bool kNibbles = kFormat == StateFormat::dynamic4;
-  uint8_t tail[16];
-  uint8_t* to = count < 16 ? tail : codes;
-  if (kNibbles) store_u4(to, value);
-  else store_u8(to, value);
-  if (count < 16)
-    for (int64_t i = 0; i < (kNibbles ? (count + 1) / 2 : count); i++) codes[i] = tail[i];
-}
-
-// 16 values of which `count` are there, and zeros.
-template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE f32x16 decode_vector(const uint8_t* codes, f32x16 scale, int64_t count) {
-  const f32x16 value = mul(StateCodes<kFormat, kSigned>::decode(load_state_codes<kFormat>(codes, count)), scale);
-  if (count >= 16) return value;
+// `count` of the values, and zeros.
+LOWBIT_INLINE f32x16 first_lanes(f32x16 values, int64_t count) {
+  if (count >= 16) return values;
   alignas(64) float lanes[16];
-  store(lanes, value);
-  for (int64_t i = count; i < 16; i++) lanes[i] = 0.0f;
+  store(lanes, values);
+  for (int64_t i = count < 0 ? 0 : count; i < 16; i++) lanes[i] = 0.0f;
   return load(lanes);
 }
 
-// Sets the scale from the bits of the largest |value|: as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the
-// scale nan and reads back as nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros. Returns absmax,
-// or 0 for these two, whose codes are written here. Values that an encoder cannot take are multiplied by a power of two.
-template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE float set_scale(i32x16 absmax_bits, int64_t count, float* values, uint8_t* codes, float* scale) {
-  using Codes = StateCodes<kFormat, kSigned>;
-  const float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits))), unit = absmax / Codes::kAbsmaxOverScale;
-  const bool finite = absmax < __builtin_inff();
-  if (finite && unit >= 0x1p-126f) [[likely]] {
-    *scale = unit;
-    if (absmax >= 0x1p-96f && absmax <= 0x1p96f) [[likely]] return absmax;
-    const float factor = absmax < 1.0f ? 0x1p64f : 0x1p-64f;
-    for (int64_t i = 0; i < count; i++) values[i] *= factor;
-    return absmax * factor;
+// 32 values, of which `count` are there, and zeros, as value * factor.
+template <StateFormat kFormat, class Decoder>
+LOWBIT_INLINE void decode_group(const Decoder& decoder, const uint8_t* codes, int64_t count, f32x16 (&value)[2], f32x16 (&factor)[2]) {
+  uint8_t some[kGroup] = {};
+  if (count < kGroup) {
+    for (int64_t i = 0; i < state_bytes(kFormat, count); i++) some[i] = codes[i];
+    codes = some;
   }
-  *scale = finite ? 0.0f : __builtin_nanf("");
-  alignas(64) uint8_t zeros[16];
-  store_state_codes<kFormat>(zeros, 16, typename Codes::Encoder(1.0f)(set1(0.0f)));
-  for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = zeros[0];
-  return 0.0f;
+  f32x16 number[2];
+  if constexpr (kFormat == StateFormat::dynamic4) load_32_u4(codes, number[0], number[1]);
+  else load_32_u8(codes, number[0], number[1]);
+  unroll<2>([&](auto half) __attribute__((always_inline)) {
+    decoder(number[half], value[half], factor[half]);
+    value[half] = first_lanes(value[half], count - 16 * half);
+  });
 }
 
-// Codes and scale of a block of values, at most kMaxStateBlock; `values` are lost.
 template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE void encode_block(i32x16 absmax_bits, int64_t count, float* values, uint8_t* codes, float* scale) {
-  const float absmax = set_scale<kFormat, kSigned>(absmax_bits, count, values, codes, scale);
-  if (absmax == 0.0f) return;
+LOWBIT_INLINE void store_group(uint8_t* codes, int64_t count, i32x16 a, i32x16 b) {
+  constexpr int kOffset = StateCodes<kFormat, kSigned>::kOffset;
+  uint8_t some[kGroup];
+  uint8_t* const to = count < kGroup ? some : codes;
+  if constexpr (kFormat == StateFormat::dynamic4) store_32_u4(to, a, b, kOffset);
+  else store_32_u8(to, a, b, kOffset);
+  if (count < kGroup)
+    for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = some[i];
+}
+
+// Codes of a block of values whose largest is absmax; values are there up to a whole group. Not inlined: one copy for all rules.
+template <StateFormat kFormat, bool kSigned>
+void encode_values(float absmax, int64_t count, const float* values, uint8_t* codes) {
   const typename StateCodes<kFormat, kSigned>::Encoder encode(absmax);
-  const int64_t whole = count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) store_state_codes<kFormat>(codes + state_bytes(kFormat, i), 16, encode(load(values + i)));
-  if (whole < count) store_state_codes<kFormat>(codes + state_bytes(kFormat, whole), count - whole, encode(load(values + whole)));
+  auto magnitude = [](f32x16 value) __attribute__((always_inline)) { return kSigned ? abs(value) : value; };
+  if constexpr (StateCodes<kFormat, kSigned>::kIsDynamic) {
+    // In two passes, the shifts between them in L1: a chain of instructions half as long, which is what bounds it (AVX2, Zen 5: 1.13x of one pass).
+    alignas(64) int32_t shifts[kMaxStateBlock];
+    for (int64_t i = 0; i < count; i += kGroup)
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        const int64_t at = i + 16 * half;
+        store_i32(shifts + at, encode.shift(magnitude(load(values + at))));
+      });
+    for (int64_t i = 0; i < count; i += kGroup) {
+      i32x16 code[2];
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        const int64_t at = i + 16 * half;
+        const f32x16 value = load(values + at);
+        code[half] = encode.code(value, magnitude(value), load_i32(shifts + at));
+      });
+      store_group<kFormat, kSigned>(codes + state_bytes(kFormat, i), count - i, code[0], code[1]);
+    }
+  } else {
+    for (int64_t i = 0; i < count; i += kGroup)
+      store_group<kFormat, kSigned>(codes + state_bytes(kFormat, i), count - i, encode(load(values + i)), encode(load(values + i + 16)));
+  }
+}
+
+// Codes and scale of a block of at most kMaxStateBlock values, there up to a whole group, counted in `unit`s; they are lost. The scale is set from the bits
+// of the largest |value|: as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the scale nan and reads back as
+// nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros.
+template <StateFormat kFormat, bool kSigned>
+LOWBIT_INLINE void encode_block(i32x16 absmax_bits, float unit, int64_t count, float* values, uint8_t* codes, float* scale) {
+  float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits)));
+  *scale = absmax * unit / StateCodes<kFormat, kSigned>::kAbsmaxOverScale;
+  if (!(*scale >= 0x1p-126f && absmax >= 0x1p-96f && absmax <= 0x1p96f)) [[unlikely]] {
+    const bool finite = *scale < __builtin_inff(), zeros = !(finite && *scale >= 0x1p-126f);
+    const float factor = zeros ? 0.0f : absmax < 1.0f ? 0x1p64f : 0x1p-64f;  // to what encoders take
+    if (zeros) *scale = finite ? 0.0f : __builtin_nanf("");
+    for (int64_t i = 0; i < count; i++) values[i] = zeros ? 0.0f : values[i] * factor;
+    absmax = zeros ? 1.0f : absmax * factor;
+  }
+  encode_values<kFormat, kSigned>(absmax, count, values, codes);
 }
 
 }  // namespace

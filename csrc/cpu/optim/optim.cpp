@@ -16,6 +16,14 @@ namespace {
 constexpr int64_t kTaskElements = 1 << 14;
 static_assert(kTaskElements >= kMaxStateBlock);
 
+// Loops for known dtypes are for speed; in plain C++ they would be minutes of compilation.
+#ifdef LOWBIT_IS_SCALAR
+constexpr bool kKnowsDTypes = false;
+#else
+constexpr bool kKnowsDTypes = true;
+#endif
+constexpr DType known_here(DType dtype) { return kKnowsDTypes ? dtype : DType::other; }
+
 LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel + kTaskElements - 1) / kTaskElements; }
 
 // One parallel region for all tensors, their tasks in one numbering: a task belongs to the last tensor whose first task is not after it.
@@ -35,9 +43,9 @@ void step_all(const OptimArgs& args) {
     const OptimTensor& tensor = args.tensors[found];
     const int64_t first = (task - first_task[found]) * (kTaskElements / args.block_size), blocks = (tensor.numel + args.block_size - 1) / args.block_size;
     const int64_t last = first + kTaskElements / args.block_size, stop = last < blocks ? last : blocks;
-    const bool same = tensor.param_dtype == tensor.grad_dtype;
-    if (same && tensor.param_dtype == DType::float32) step_blocks<kFormat, Rule, DType::float32, DType::float32>(args, tensor, first, stop);
-    else if (same && tensor.param_dtype == DType::bfloat16) step_blocks<kFormat, Rule, DType::bfloat16, DType::bfloat16>(args, tensor, first, stop);
+    const DType dtype = tensor.param_dtype == tensor.grad_dtype ? tensor.param_dtype : DType::other;
+    if (kKnowsDTypes && dtype == DType::float32) step_blocks<kFormat, Rule, known_here(DType::float32), known_here(DType::float32)>(args, tensor, first, stop);
+    else if (kKnowsDTypes && dtype == DType::bfloat16) step_blocks<kFormat, Rule, known_here(DType::bfloat16), known_here(DType::bfloat16)>(args, tensor, first, stop);
     else step_blocks<kFormat, Rule, DType::other, DType::other>(args, tensor, first, stop);
   });
 }
@@ -50,19 +58,23 @@ void convert_all(const OptimArgs& args) {
     alignas(64) float values[kMaxStateBlock];
     uint8_t* codes = conversion.codes + state_bytes(kFormat, begin);
     if (!conversion.encode) {
-      for (int64_t i = 0; i < count; i += 16)
-        store_from_float(conversion.values, DType::float32, begin + i, count - i,
-                         decode_vector<kFormat, kSigned>(codes + state_bytes(kFormat, i), set1(conversion.scale[block]), count - i));
+      const typename StateCodes<kFormat, kSigned>::Decoder decoder(conversion.scale[block]);
+      for (int64_t i = 0; i < count; i += kGroup) {
+        f32x16 value[2], factor[2];
+        decode_group<kFormat>(decoder, codes + state_bytes(kFormat, i), count - i, value, factor);
+        for (int half = 0; half < 2; half++)
+          store_from_float(conversion.values, DType::float32, begin + i + 16 * half, count - i - 16 * half, mul(value[half], factor[half]));
+      }
       return;
     }
     i32x16 absmax = set1(0);
-    for (int64_t i = 0; i < count; i += 16) {
+    for (int64_t i = 0; i < (count + kGroup - 1) / kGroup * kGroup; i += 16) {
       f32x16 value = load_as_float(conversion.values, DType::float32, begin + i, count - i);
       if (!kSigned) value = max(set1(0.0f), value);  // nan stays
       store(values + i, value);
       absmax = max(absmax, bits_of(abs(value)));
     }
-    encode_block<kFormat, kSigned>(absmax, count, values, codes, conversion.scale + block);
+    encode_block<kFormat, kSigned>(absmax, 1.0f, count, values, codes, conversion.scale + block);
   });
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 16 elements at a time in registers. The new moments wait in
+// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 32 elements at a time in registers. The new moments wait in
 // L1 until the block's largest is known, then become codes: p, g and the codes are read once and written once.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "core/random.hpp"
@@ -40,7 +41,7 @@ LOWBIT_INLINE int32_t block_key(const OptimTensor& tensor, int64_t block) {
                                          {static_cast<uint32_t>(tensor.seed), static_cast<uint32_t>(tensor.seed >> 32)})[0]);
 }
 
-// The moments of a block: as stored, and if they are codes the new values in L1 and the bits of the largest.
+// The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of the largest.
 template <StateFormat kFormat, class Rule>
 struct BlockOfMoments {
   static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
@@ -61,22 +62,49 @@ struct BlockOfMoments {
       scale[k] = has_codes(kFormat) ? tensor.scale[k] + block : nullptr;
     });
   }
+  // What reads the old values of each moment, times what the rule carries over of it.
   template <int k>
-  LOWBIT_INLINE f32x16 read(int64_t i, int64_t lanes, f32x16 old_scale) const {
-    if constexpr (has_codes(kFormat)) return decode_vector<kFormat, Rule::kSigned[k]>(stored[k] + state_bytes(kFormat, i), old_scale, lanes);
-    else return load_as_float(stored[k], kDType, i, lanes);
+  struct Decoder {
+    using Codes = StateCodes<has_codes(kFormat) ? kFormat : StateFormat::dynamic8, Rule::kSigned[k]>;
+    std::conditional_t<has_codes(kFormat), typename Codes::Decoder, f32x16> decode;
+  };
+  template <class> struct AllDecoders;
+  template <int... k>
+  struct AllDecoders<std::integer_sequence<int, k...>> : Decoder<k>... {
+    LOWBIT_INLINE AllDecoders(const BlockOfMoments& block, const Rule& rule) : Decoder<k>{block.template decoder<k>(rule.carry[k])}... {}
+  };
+  using Decoders = AllDecoders<std::make_integer_sequence<int, Rule::kMoments>>;
+
+  template <int k>
+  LOWBIT_INLINE Decoder<k> decoder(float carry) const {
+    if constexpr (has_codes(kFormat)) return {typename Decoder<k>::Codes::Decoder(*scale[k] * carry)};
+    else return {set1(carry)};
+  }
+  // 32 old values of moment k, of which `left` are there, and zeros, as value * factor.
+  template <int k>
+  LOWBIT_INLINE void read(const Decoders& decoders, int64_t i, int64_t left, f32x16 (&value)[2], f32x16 (&factor)[2]) const {
+    const auto& decode = static_cast<const Decoder<k>&>(decoders).decode;
+    if constexpr (has_codes(kFormat)) return decode_group<kFormat>(decode, stored[k] + state_bytes(kFormat, i), left, value, factor);
+    else
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        value[half] = load_as_float(stored[k], kDType, i + 16 * half, left - 16 * half), factor[half] = decode;
+      });
   }
   template <int k>
-  LOWBIT_INLINE void put(int64_t i, int64_t lanes, f32x16 value) {
+  LOWBIT_INLINE void put(int64_t i, int64_t left, f32x16 value, float unit) {
     if constexpr (has_codes(kFormat)) store(values + k * kStride + i, value);
-    else store_from_float(stored[k], kDType, i, lanes, value);
+    else store_from_float(stored[k], kDType, i, left, mul(value, set1(unit)));
   }
-  LOWBIT_INLINE void encode() const {
+  LOWBIT_INLINE void encode(const Rule& rule) const {
     unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], count, values + k * kStride, stored[k], scale[k]);
+      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], rule.unit[k], count, values + k * kStride, stored[k], scale[k]);
     });
   }
 };
+
+// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a nan with a sign, which is above all if unsigned.
+template <bool kSigned>
+LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) { return kSigned ? max(bits, bits_of(abs(value))) : max_u32(bits, bits_of(value)); }
 
 // DType::other: known at run time only.
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
@@ -89,39 +117,42 @@ void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common
   char* const params = static_cast<char*>(tensor.param) + moments.begin * static_cast<int64_t>(size_of(param_dtype));
   char* const grads = static_cast<char*>(tensor.grad) + moments.begin * static_cast<int64_t>(size_of(grad_dtype));
   const int32_t key = common.stochastic ? block_key(tensor, moments.begin / args.block_size) : 0;
-  f32x16 old_scale[kMoments + 1];
+  const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
   i32x16 absmax[kMoments + 1];
-  unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
-    old_scale[k] = set1(has_codes(kFormat) ? *moments.scale[k] : 1.0f);
-    absmax[k] = set1(0);
-  });
-  auto update = [&](int64_t i, int64_t lanes) __attribute__((always_inline)) {
-    f32x16 g = load_as_float(grads, grad_dtype, i, lanes), p = load_as_float(params, param_dtype, i, lanes);
-    if (common.special) {
-      g = mul(g, common.grad_factor);
-      if (common.scaled) store_from_float(grads, grad_dtype, i, lanes, g);
-      if (common.negated) g = sub(set1(0.0f), g);
-      if (common.adds_l2) g = fma(p, common.l2, g);
-    }
-    p = mul(p, common.keep);
-    f32x16 moment[kMoments + 1];
-    unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = moments.template read<k>(i, lanes, old_scale[k]); });
-    p = rule.update(p, g, moment);
-    unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
-      moments.template put<k>(i, lanes, moment[k]);
-      if constexpr (has_codes(kFormat)) absmax[k] = max(absmax[k], bits_of(abs(moment[k])));
+  for (i32x16& bits : absmax) bits = set1(0);
+  auto update = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+    f32x16 old[kMoments + 1][2], factors[kMoments + 1][2];
+    unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.template read<k>(decoders, i, left, old[k], factors[k]); });
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      const int64_t at = i + 16 * half, lanes = left - 16 * half;
+      f32x16 g = load_as_float(grads, grad_dtype, at, lanes), p = load_as_float(params, param_dtype, at, lanes);
+      if (common.special) {
+        g = mul(g, common.grad_factor);
+        if (common.scaled) store_from_float(grads, grad_dtype, at, lanes, g);
+        if (common.negated) g = sub(set1(0.0f), g);
+        if (common.adds_l2) g = fma(p, common.l2, g);
+      }
+      f32x16 moment[kMoments + 1], factor[kMoments + 1];
+      unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = old[k][half], factor[k] = factors[k][half]; });
+      p = rule.update(p, common.keep, g, moment, factor);
+      unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
+        moments.template put<k>(at, lanes, moment[k], rule.unit[k]);
+        if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::kSigned[k]>(absmax[k], moment[k]);
+      });
+      if (common.stochastic) p = round_stochastically(p, at, key);
+      store_from_float(params, param_dtype, at, lanes, p);
     });
-    if (common.stochastic) p = round_stochastically(p, i, key);
-    store_from_float(params, param_dtype, i, lanes, p);
   };
-  const int64_t whole = moments.count / 16 * 16;
-  for (int64_t i = 0; i < whole; i += 16) {
-    __builtin_prefetch(params + i * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
-    __builtin_prefetch(grads + i * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
-    update(i, 16);
+  const int64_t whole = moments.count / kGroup * kGroup;
+  for (int64_t i = 0; i < whole; i += kGroup) {
+    unroll<2>([&](auto half) __attribute__((always_inline)) {
+      __builtin_prefetch(params + (i + 16 * half) * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
+      __builtin_prefetch(grads + (i + 16 * half) * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
+    });
+    update(i, kGroup);
   }
   if (whole < moments.count) update(whole, moments.count - whole);
-  unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = absmax[k]; });
+  unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = bit_and(absmax[k], set1(INT32_MAX)); });
 }
 
 // Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then, where the code right after the update
@@ -138,11 +169,11 @@ void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first
     moments.start(tensor, block, args.block_size, values + (block & 1) * kFloats);
     update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, moments);
     if constexpr (has_codes(kFormat)) {
-      if (block > first) previous.encode();
+      if (block > first) previous.encode(rule);
       previous = moments;
     }
   }
-  if constexpr (has_codes(kFormat)) previous.encode();
+  if constexpr (has_codes(kFormat)) previous.encode(rule);
 }
 
 }  // namespace

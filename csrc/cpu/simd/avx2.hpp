@@ -23,24 +23,26 @@ LOWBIT_INLINE f32x16 set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a
 LOWBIT_INLINE f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 LOWBIT_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
 LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load_xmm(p)), _mm256_cvtph_ps(load_xmm(p + 8))}; }
-LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
-  const __m256i h = load_ymm(p);
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(h)), 16)),
-          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(h, 1)), 16))};
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {  // unpacked with zeros, which is within lanes
+  const __m256i h = _mm256_permute4x64_epi64(load_ymm(p), 0xd8), zero = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, h)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, h))};
 }
 LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
-LOWBIT_INLINE __m256i round_to_bf16(__m256 a) {  // in the low half of each lane
+LOWBIT_INLINE __m256i round_to_bf16(__m256 a) {  // in the low half of each lane; not of nan
   const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
-  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+}
+LOWBIT_INLINE __m256i keep_nan(__m256i rounded, __m256 a) {
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_set1_epi32(0x40));
   return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
 }
 LOWBIT_INLINE void store_bf16(uint16_t* p, f32x16 a) {
-  const __m256i packed = _mm256_packus_epi32(round_to_bf16(a.lo), round_to_bf16(a.hi));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+  __m256i lo = round_to_bf16(a.lo), hi = round_to_bf16(a.hi);
+  if (_mm256_movemask_ps(_mm256_cmp_ps(a.lo, a.hi, _CMP_UNORD_Q))) [[unlikely]] lo = keep_nan(lo, a.lo), hi = keep_nan(hi, a.hi);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8));
 }
 
 LOWBIT_INLINE f32x16 add(f32x16 a, f32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
@@ -104,7 +106,13 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
 }
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm256_mulhi_epu16(a.lo, b.lo), _mm256_mulhi_epu16(a.hi, b.hi)}; }
 LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) { return {_mm256_subs_epu16(a.lo, b.lo), _mm256_subs_epu16(a.hi, b.hi)}; }
-LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) { return add(n, at_least(a, b)); }
+LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {  // as integers: on more ports than vcmpps
+  return {_mm256_add_epi32(n.lo, _mm256_cmpgt_epi32(_mm256_castps_si256(a.lo), _mm256_castps_si256(b.lo))),
+          _mm256_add_epi32(n.hi, _mm256_cmpgt_epi32(_mm256_castps_si256(a.hi), _mm256_castps_si256(b.hi)))};
+}
+LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) { return {_mm256_max_epu32(a.lo, b.lo), _mm256_max_epu32(a.hi, b.hi)}; }
+LOWBIT_INLINE void store_ymm(void* p, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { store_ymm(p, a.lo), store_ymm(p + 8, a.hi); }
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
   return {_mm256_sign_epi32(a.lo, _mm256_castps_si256(b.lo)), _mm256_sign_epi32(a.hi, _mm256_castps_si256(b.hi))};
 }
@@ -128,19 +136,28 @@ LOWBIT_INLINE __m128i to_u8(i32x16 a) {
   return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
-LOWBIT_INLINE __m128i nibbles(const uint8_t* p) {  // 8 bytes to 16
-  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
-  return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
+// No conversion: 0x4b0000cc is 2^23 + c. Its halves are put together by unpacking, which is within lanes, so the bytes are dealt out before.
+LOWBIT_INLINE void biased_float_of_bytes(__m256i bytes, f32x16& a, f32x16& b) {
+  const __m256i dealt = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)), upper = _mm256_set1_epi16(0x4b00);
+  const __m256i first = _mm256_unpacklo_epi8(dealt, _mm256_setzero_si256()), second = _mm256_unpackhi_epi8(dealt, _mm256_setzero_si256());
+  a = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(first, upper)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(first, upper))};
+  b = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(second, upper)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(second, upper))};
 }
-LOWBIT_INLINE void store_nibbles(uint8_t* p, __m128i codes) {
-  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x0110));  // first * 16 + second
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
+LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) { biased_float_of_bytes(load_ymm(p), a, b); }
+LOWBIT_INLINE void load_32_u4(const uint8_t* p, f32x16& a, f32x16& b) {
+  const __m256i pairs = _mm256_cvtepu8_epi16(load_xmm(p));
+  biased_float_of_bytes(_mm256_or_si256(_mm256_srli_epi16(pairs, 4), _mm256_slli_epi16(_mm256_and_si256(pairs, _mm256_set1_epi16(15)), 8)), a, b);
 }
-LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) {
-  const __m128i codes = nibbles(p);
-  return {_mm256_cvtepu8_epi32(codes), _mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))};
+LOWBIT_INLINE __m256i bytes_of(i32x16 a, i32x16 b, int offset) {
+  const __m256i add = _mm256_set1_epi16(static_cast<int16_t>(offset));
+  const __m256i first = _mm256_add_epi16(_mm256_packs_epi32(a.lo, a.hi), add), second = _mm256_add_epi16(_mm256_packs_epi32(b.lo, b.hi), add);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, to_u8(a)); }
+LOWBIT_INLINE void store_32_u8(uint8_t* p, i32x16 a, i32x16 b, int offset) { store_ymm(p, bytes_of(a, b, offset)); }
+LOWBIT_INLINE void store_32_u4(uint8_t* p, i32x16 a, i32x16 b, int offset) {
+  const __m256i pairs = _mm256_maddubs_epi16(bytes_of(a, b, offset), _mm256_set1_epi16(0x0110));  // first * 16 + second
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+}
 LOWBIT_INLINE int32_t sum(i32x16 a) {
   const __m256i s = _mm256_add_epi32(a.lo, a.hi);
   __m128i q = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));

@@ -78,28 +78,42 @@ LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_ma
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { return {_mm512_permutexvar_ps(index.v, _mm512_load_ps(table))}; }
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm512_mulhi_epu16(a.v, b.v)}; }
 LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) { return {_mm512_subs_epu16(a.v, b.v)}; }
-LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) {
-  return {_mm512_mask_sub_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), n.v, _mm512_set1_epi32(1))};
+LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
+  return {_mm512_mask_sub_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), n.v, _mm512_set1_epi32(1))};
 }
+LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) { return {_mm512_max_epu32(a.v, b.v)}; }
+LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { _mm512_storeu_si512(p, a.v); }
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
   return {_mm512_mask_sub_epi32(a.v, _mm512_movepi32_mask(_mm512_castps_si512(b.v)), _mm512_setzero_si512(), a.v)};
 }
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-LOWBIT_INLINE __m128i nibbles(const uint8_t* p) {  // 8 bytes to 16
-  const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
-  return _mm_unpacklo_epi8(_mm_and_si128(_mm_srli_epi16(pairs, 4), mask), _mm_and_si128(pairs, mask));
+LOWBIT_INLINE f32x16 biased_float_of_bytes(__m128i bytes) {
+  return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x4b000000)))};
 }
-LOWBIT_INLINE void store_nibbles(uint8_t* p, __m128i codes) {
-  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x0110));  // first * 16 + second
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
+LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) {
+  a = biased_float_of_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), b = biased_float_of_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
 }
-LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { return {_mm512_cvtepu8_epi32(nibbles(p))}; }
-LOWBIT_INLINE __m128i to_u8(i32x16 a) { return _mm512_cvtusepi32_epi8(_mm512_max_epi32(a.v, _mm512_setzero_si512())); }
-LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { store_nibbles(p, to_u8(a)); }
+LOWBIT_INLINE void load_32_u4(const uint8_t* p, f32x16& a, f32x16& b) {
+  const __m256i pairs = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i codes = _mm256_or_si256(_mm256_srli_epi16(pairs, 4), _mm256_slli_epi16(_mm256_and_si256(pairs, _mm256_set1_epi16(15)), 8));
+  a = biased_float_of_bytes(_mm256_castsi256_si128(codes)), b = biased_float_of_bytes(_mm256_extracti128_si256(codes, 1));
+}
+LOWBIT_INLINE __m256i bytes_of(i32x16 a, i32x16 b, int offset) {
+  const __m512i words = _mm512_add_epi16(_mm512_packs_epi32(a.v, b.v), _mm512_set1_epi16(static_cast<int16_t>(offset)));
+  const __m256i bytes = _mm256_packus_epi16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1));
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+}
+LOWBIT_INLINE void store_32_u8(uint8_t* p, i32x16 a, i32x16 b, int offset) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes_of(a, b, offset)); }
+LOWBIT_INLINE void store_32_u4(uint8_t* p, i32x16 a, i32x16 b, int offset) {
+  const __m256i pairs = _mm256_maddubs_epi16(bytes_of(a, b, offset), _mm256_set1_epi16(0x0110));  // first * 16 + second
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtepi16_epi8(pairs));
+}
 LOWBIT_INLINE int32_t largest(i32x16 a) { return _mm512_reduce_max_epi32(a.v); }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_u8(a)); }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(_mm512_max_epi32(a.v, _mm512_setzero_si512())));
+}
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 LOWBIT_INLINE float sum(f32x16 a) {
   const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));

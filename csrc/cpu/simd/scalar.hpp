@@ -85,17 +85,32 @@ LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, 
   }
   return a;
 }
-LOWBIT_INLINE i32x16 count_down_at_least(i32x16 n, f32x16 a, f32x16 b) { LOWBIT_LANES n.lane[i] -= a.lane[i] >= b.lane[i]; return n; }  // n - 1 where a >= b
+LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) { LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i]; return n; }  // n - 1 where a > b; neither negative
+LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(a.lane[i]) > static_cast<uint32_t>(b.lane[i]) ? a.lane[i] : b.lane[i]; return a; }
 LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::signbit(b.lane[i]) ? -a.lane[i] : a.lane[i]; return a; }  // or a * 0 where b is 0
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
-// 4-bit codes, two to a byte, the first in the high nibble.
-LOWBIT_INLINE i32x16 load_u4(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = i % 2 ? p[i / 2] & 15 : p[i / 2] >> 4; return r; }
-LOWBIT_INLINE uint8_t to_u8(int32_t a) { return static_cast<uint8_t>(a < 0 ? 0 : a > 255 ? 255 : a); }  // u8 and u4 stores saturate below, u8 also above
-LOWBIT_INLINE void store_u4(uint8_t* p, i32x16 a) { for (int i = 0; i < 8; i++) p[i] = static_cast<uint8_t>(to_u8(a.lane[2 * i]) << 4 | to_u8(a.lane[2 * i + 1])); }
+LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { std::memcpy(p, &a, 64); }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i] < 0 ? 0 : a.lane[i] > 255 ? 255 : a.lane[i]); }
+// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code; written as the lanes plus an offset, saturated
+// to what 8 bits hold, with 4 bits only from below. Lanes and sums fit into 16 bits.
+LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) { LOWBIT_LANES a.lane[i] = 0x1p23f + p[i], b.lane[i] = 0x1p23f + p[16 + i]; }
+LOWBIT_INLINE void load_32_u4(const uint8_t* p, f32x16& a, f32x16& b) {
+  uint8_t codes[32];
+  for (int i = 0; i < 32; i++) codes[i] = i % 2 ? p[i / 2] & 15 : p[i / 2] >> 4;
+  load_32_u8(codes, a, b);
+}
+LOWBIT_INLINE void store_32_u8(uint8_t* p, i32x16 a, i32x16 b, int offset) {
+  LOWBIT_LANES a.lane[i] += offset, b.lane[i] += offset;
+  store_u8(p, a), store_u8(p + 16, b);
+}
+LOWBIT_INLINE void store_32_u4(uint8_t* p, i32x16 a, i32x16 b, int offset) {
+  uint8_t codes[32];
+  store_32_u8(codes, a, b, offset);
+  LOWBIT_LANES p[i] = static_cast<uint8_t>(codes[2 * i] << 4 | codes[2 * i + 1]);
+}
 LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = to_u8(a.lane[i]); }
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
 LOWBIT_INLINE float sum(f32x16 a) {  // halves, then halves of these: the same order, and so the same bits, everywhere
   for (int count = 8; count; count /= 2)
