@@ -55,16 +55,18 @@ def create_block_mask(
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     """
     device = torch.device("cpu" if device is None else device)
-    rest = _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
+    given = {"_compile": (_compile, False), "separate_full_blocks": (separate_full_blocks, True),
+             "compute_dq_write_order": (compute_dq_write_order, False), "dq_kv_order": (dq_kv_order, True)}  # fmt: skip
+    rest = {name: value for name, (value, default) in given.items() if value != default}  # what older torch does not know is not handed on
     if device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
+        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
     _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     try:
         classes = block_classes(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, q_block, kv_block)
     except UnknownOp as unknown:
         warn_unknown("create_block_mask", "mask_mod", unknown)
-        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, *rest)
+        return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
     made = from_classes(classes, mask_mod, (Q_LEN, KV_LEN), (q_block, kv_block), separate_full_blocks)
     if compute_dq_write_order:
         made.dq_write_order, made.dq_write_order_full = torch_flex._compute_dq_write_order_from_block_mask(made, dq_kv_order=dq_kv_order)
