@@ -85,11 +85,6 @@ LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm256_xor_si256(a.lo
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm256_slli_epi32(a.lo, count), _mm256_slli_epi32(a.hi, count)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm256_srli_epi32(a.lo, count), _mm256_srli_epi32(a.hi, count)}; }
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { return {_mm256_srlv_epi32(a.lo, count.lo), _mm256_srlv_epi32(a.hi, count.hi)}; }
-LOWBIT_INLINE i32x16 two_to_the(i32x16 a) {
-  const __m256i one = _mm256_set1_epi32(1);
-  return {_mm256_sllv_epi32(one, a.lo), _mm256_sllv_epi32(one, a.hi)};
-}
-LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm256_cvttps_epi32(a.lo), _mm256_cvttps_epi32(a.hi)}; }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)), _mm256_castps_si256(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ))};
 }

@@ -70,8 +70,6 @@ LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v,
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, count)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, count)}; }
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { return {_mm512_srlv_epi32(a.v, count.v)}; }
-LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { return {_mm512_sllv_epi32(_mm512_set1_epi32(1), a.v)}; }
-LOWBIT_INLINE i32x16 truncate(f32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ))}; }
 LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLE_UQ) == 0; }
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { return {_mm512_mask_mov_epi32(b.v, _mm512_movepi32_mask(mask.v), a.v)}; }

@@ -63,13 +63,7 @@ LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] |= b.la
 LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] ^= b.lane[i]; return a; }
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count); return a; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count); return a; }  // zeros come in
-LOWBIT_INLINE i32x16 two_to_the(i32x16 a) { LOWBIT_LANES a.lane[i] = 1 << a.lane[i]; return a; }  // a in 0..30
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(count.lane[i]) < 32 ? static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count.lane[i]) : 0; return a; }
-LOWBIT_INLINE i32x16 truncate(f32x16 a) {  // toward zero; INT_MIN where it does not fit, as cvttps2dq
-  i32x16 r;
-  LOWBIT_LANES r.lane[i] = a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(a.lane[i]) : INT32_MIN;
-  return r;
-}
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
 LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { bool all = true; LOWBIT_LANES all &= a.lane[i] <= b.lane[i]; return all; }  // false if a lane is nan
 LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
