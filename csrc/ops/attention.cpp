@@ -16,8 +16,6 @@ using enum ErrorKind;
 
 namespace {
 
-DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
-
 std::string shape_text(std::initializer_list<int64_t> shape) {
   std::string text;
   for (int64_t size : shape) text += concat(text.empty() ? "[" : ", ", size);

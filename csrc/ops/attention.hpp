@@ -12,6 +12,9 @@
 
 namespace lowbit {
 
+// The dtype of sums and statistics: float64 for float64 tensors, else float32.
+LOWBIT_INLINE DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
+
 class ScoreCall;            // ops/score_program.hpp: a program with its captured tensors
 struct ScoreGradientPlan;   // ops/score_gradient.hpp: their gradients
 

@@ -14,8 +14,6 @@
 namespace lowbit::torch {
 namespace {
 
-DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
-
 std::vector<int64_t> integers(const List& list, std::string_view op) {
   std::vector<int64_t> numbers;
   for (const StableIValue value : list.values(op)) numbers.push_back(to_int(value));

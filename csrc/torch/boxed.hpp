@@ -70,6 +70,9 @@ class List {
   ListHandle handle_ = nullptr;
 };
 
+inline int64_t to_int(StableIValue value) { return static_cast<int64_t>(value); }
+inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
+
 // Takes the arguments of a call one after the other.
 class Arguments {
  public:
@@ -77,16 +80,14 @@ class Arguments {
   Tensor tensor() { return Tensor::take(*next_++); }
   Tensor optional_tensor() { return Tensor::take_optional(*next_++); }
   List list() { return List::take(*next_++); }
-  int64_t integer() { return static_cast<int64_t>(*next_++); }
+  int64_t integer() { return to_int(*next_++); }
   double number() { return std::bit_cast<double>(*next_++); }
-  bool boolean() { return (*next_++ & 0xff) != 0; }
+  bool boolean() { return to_bool(*next_++); }
 
  private:
   StableIValue* next_;
 };
 
-inline int64_t to_int(StableIValue value) { return static_cast<int64_t>(value); }
-inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
 inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
 inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
 

@@ -123,6 +123,18 @@ def test_bfloat16_model() -> None:
     assert (last - wanted[:, 24:]).norm() / wanted[:, 24:].norm() < 0.05
 
 
+def assert_steps_agree(model: torch.nn.Module, compiled: Callable[..., object], caches: list[object]) -> None:
+    """A prompt of 20 tokens and 10 steps, in eager mode over the first cache and compiled over the second."""
+    tokens = ids(2, 30)
+    with torch.no_grad():
+        for cache in caches:
+            model(tokens[:, :20], past_key_values=cache)
+        for i in range(20, 30):
+            wanted = model(tokens[:, i : i + 1], past_key_values=caches[0]).logits
+            found = compiled(input_ids=tokens[:, i : i + 1], past_key_values=caches[1]).logits
+            assert torch.allclose(found, wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["lowbit", "sdpa"])
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_compiled_model_decodes_with_the_cache(model: torch.nn.Module, format: str, implementation: str) -> None:
@@ -135,14 +147,8 @@ def test_a_compiled_model_decodes_with_the_cache(model: torch.nn.Module, format:
         return aot_module_simplified(graph, example, fw_compiler=lambda inner, _: graphs.append(inner) or inner, decompositions={})
 
     compiled = torch.compile(model.forward, fullgraph=True, backend=look)
-    caches, tokens = [QuantizedCache(format), QuantizedCache(format)], ids(2, 30)
-    with torch.no_grad():
-        for cache in caches:
-            model(tokens[:, :20], past_key_values=cache)
-        for i in range(20, 30):
-            wanted = model(tokens[:, i : i + 1], past_key_values=caches[0]).logits
-            found = compiled(input_ids=tokens[:, i : i + 1], past_key_values=caches[1]).logits
-            assert torch.allclose(found, wanted, atol=1e-4)
+    caches = [QuantizedCache(format), QuantizedCache(format)]
+    assert_steps_agree(model, compiled, caches)
     assert caches[1].get_seq_length() == 30 and len(graphs) <= 3
     targets = " ".join(str(node.target) + str(node.args[:1]) for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
     assert ("lowbit.decode" in targets) == (implementation == "lowbit")
@@ -154,14 +160,7 @@ def test_a_compiled_model_decodes_with_float_caches(model: torch.nn.Module, make
     torch._dynamo.reset()
     model.set_attn_implementation("lowbit")
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    caches, tokens = [make(), make()], ids(2, 30)
-    with torch.no_grad():
-        for cache in caches:
-            model(tokens[:, :20], past_key_values=cache)
-        for i in range(20, 30):
-            wanted = model(tokens[:, i : i + 1], past_key_values=caches[0]).logits
-            found = compiled(input_ids=tokens[:, i : i + 1], past_key_values=caches[1]).logits
-            assert torch.allclose(found, wanted, atol=1e-4)
+    assert_steps_agree(model, compiled, [make(), make()])
 
 
 def test_training_gives_the_gradients_of_eager_attention(model: torch.nn.Module) -> None:

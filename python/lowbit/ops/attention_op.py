@@ -34,7 +34,7 @@ def forward(q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_capt
     out, lse, max_scores = _results(q, v, want_max_scores, real_out)
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     _C.attention_forward(
-        *map(_dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod,
+        *map(dense, (q, k, v)), out, lse, max_scores if want_max_scores else None, scale, causal, mask, dropout_p, _number(seed), score_mod,
         score_captured, mask_mod, mask_captured, blocks, tuple(block_size), sink,
     )  # fmt: skip
     return out, lse, max_scores
@@ -60,7 +60,7 @@ def backward(q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout
     captured_grads = [next(rest) if needed else None for needed in score_captured_needs]
     shape = (*q.shape[:3], k.shape[2])
     _C.attention_backward(
-        *map(_dense, (q, k, v, out)), lse, _dense(grad_out), None if grad_lse is None else grad_lse.contiguous(), *grads[:3], scale,
+        *map(dense, (q, k, v, out)), lse, dense(grad_out), None if grad_lse is None else grad_lse.contiguous(), *grads[:3], scale,
         causal, None if mask is None else mask.expand(shape), dropout_p, _number(seed), score_mod, score_captured,
         captured_grads if any(score_captured_needs) else [], mask_mod, mask_captured, blocks, tuple(block_size), sink,
         None if grad_mask is None else grad_mask.expand(shape), grad_sink,
@@ -95,7 +95,8 @@ def _ordered(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = Non
     return like.new_empty([*(shape[i] for i in order), shape[3]], dtype=dtype).permute([*(order.index(i) for i in range(3)), 3])
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that is dense in its last dimension."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops.attention_op import dense
 
 
 def _decode(q, k, v, scale, k_scale, v_scale, rotated, causal, position, window, v_columns, mask=None, sink=None):
     out = q.new_empty((*q.shape[:3], v_columns))
-    q = q if q.stride(-1) == 1 or q.shape[-1] <= 1 else q.contiguous()
-    _C.decode(q, k, v, out, scale, k_scale, v_scale, rotated, causal, position, window, mask, sink)
+    _C.decode(dense(q), k, v, out, scale, k_scale, v_scale, rotated, causal, position, window, mask, sink)
     return out
 
 
@@ -24,7 +24,7 @@ def _decode_fake(q, k, v, scale, k_scale, v_scale, rotated, causal, position, wi
 
 
 def _kv_quantize(x, codes, scale, rotate):
-    _C.kv_quantize(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous(), codes, scale, rotate)
+    _C.kv_quantize(dense(x), codes, scale, rotate)
 
 
 def _kv_dequantize(codes, scale, x, rotated):
