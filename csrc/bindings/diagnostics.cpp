@@ -28,8 +28,8 @@ py::dict isa() {
   py::list compiled;
   for (const Backend* backend : backends()) compiled.append(backend->name);
   result["compiled"] = compiled;
-  result["detected"] = name_of(detected_isa());
-  result["chosen"] = name_of(chosen_isa());
+  result["detected"] = detected_isa();
+  result["chosen"] = chosen_isa();
   result["reason"] = isa_reason();
   return result;
 }
@@ -45,7 +45,7 @@ py::list kernels(std::string_view op) {
   py::list rows;
   for (const RowInfo& info : rows_of(op)) {
     py::dict row;
-    row["name"] = info.name, row["isa"] = info.isa, row["available"] = info.available, row["reason"] = info.reason;
+    row["name"] = info.name, row["backend"] = info.backend, row["device"] = info.device, row["available"] = info.available, row["reason"] = info.reason;
     rows.append(row);
   }
   return rows;

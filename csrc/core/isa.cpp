@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "core/error.hpp"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -13,68 +11,108 @@
 namespace lowbit {
 namespace {
 
-struct Level {
-  Isa isa;
+// Bits of cpuid and of the register state that the OS saves (xcr0). One set contains another if it has all its bits.
+struct Features {
+  uint32_t ecx1 = 0;               // leaf 1
+  uint32_t ebx7 = 0, ecx7 = 0;     // leaf 7
+  uint32_t xcr0 = 0;
+
+  constexpr Features operator|(const Features& o) const {
+    return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, xcr0 | o.xcr0};
+  }
+  constexpr bool contains(const Features& o) const {
+    return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 && (xcr0 & o.xcr0) == o.xcr0;
+  }
+};
+
+constexpr uint32_t kOsxsave = 1u << 27;
+constexpr Features kNone{};
+constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
+constexpr Features kAvx512 = kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
+constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
+
+struct Isa {
   std::string_view name;
-  uint32_t ecx1, ebx7, ecx7;  // bits needed in cpuid leaf 1 ecx, leaf 7 ebx, leaf 7 ecx
-  uint32_t xcr0;              // register state that the OS must save
+  Features needs;
 };
 
-constexpr uint32_t kFma = 1u << 12, kF16c = 1u << 29, kOsxsave = 1u << 27, kAvx2 = 1u << 5;
-constexpr uint32_t kAvx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // f, dq, bw, vl
-constexpr uint32_t kVnni = 1u << 11;
-constexpr uint32_t kYmmState = 0x6, kZmmState = 0xe6;
-
-// One row per level, best last.
-constexpr Level kLevels[] = {
-    {Isa::scalar, "scalar", 0, 0, 0, 0},
-    {Isa::avx2, "avx2", kFma | kF16c | kOsxsave, kAvx2, 0, kYmmState},
-    {Isa::avx512, "avx512", kFma | kF16c | kOsxsave, kAvx2 | kAvx512, 0, kZmmState},
-    {Isa::avx512_vnni, "avx512_vnni", kFma | kF16c | kOsxsave, kAvx2 | kAvx512, kVnni, kZmmState},
+// Best first, as in csrc/cpu/CMakeLists.txt.
+constexpr Isa kIsas[] = {
+    {"avx512_vnni", kAvx512Vnni},
+    {"avx512", kAvx512},
+    {"avx2", kAvx2},
+    {"scalar", kNone},
 };
 
-Isa detect() {
-  Isa best = Isa::scalar;
+const Features& detected() {
+  static const Features features = [] {
+    Features found;
 #if defined(__x86_64__)
-  uint32_t eax, ebx, ecx1, ebx7, ecx7, edx;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx1, &edx) || !__get_cpuid_count(7, 0, &eax, &ebx7, &ecx7, &edx)) return best;
-  uint32_t xcr0 = 0, high;
-  if (ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
-  for (const Level& level : kLevels)
-    if ((ecx1 & level.ecx1) == level.ecx1 && (ebx7 & level.ebx7) == level.ebx7 && (ecx7 & level.ecx7) == level.ecx7 &&
-        (xcr0 & level.xcr0) == level.xcr0)
-      best = level.isa;
+    uint32_t eax, ebx, edx, high;
+    __get_cpuid(1, &eax, &ebx, &found.ecx1, &edx);
+    __get_cpuid_count(7, 0, &eax, &found.ebx7, &found.ecx7, &edx);
+    if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
 #endif
-  return best;
+    return found;
+  }();
+  return features;
 }
 
-Isa choose() {
-  const char* wanted = std::getenv("LOWBIT_ISA");
-  if (!wanted || !*wanted) return detected_isa();
-  for (const Level& level : kLevels)
-    if (level.name == wanted) return level.isa < detected_isa() ? level.isa : detected_isa();
-  throw Error(ErrorKind::value, concat("LOWBIT_ISA must be scalar, avx2, avx512 or avx512_vnni, got '", wanted, "'"));
+std::string_view wanted() {
+  const char* name = std::getenv("LOWBIT_ISA");
+  return name ? name : "";
 }
+
+// What LOWBIT_ISA leaves of any machine: null without it.
+const Isa* limit() {
+  static const Isa* const found = []() -> const Isa* {
+    if (wanted().empty()) return nullptr;
+    std::string names;
+    for (const Isa& isa : kIsas) {
+      if (isa.name == wanted()) return &isa;
+      names += concat(names.empty() ? "" : ", ", isa.name);
+    }
+    throw Error(ErrorKind::value, concat("LOWBIT_ISA must be one of ", names, ", got '", wanted(), "'"));
+  }();
+  return found;
+}
+
+bool is_detected(const Isa& isa) { return detected().contains(isa.needs); }
+bool is_left(const Isa& isa) { return !limit() || limit()->needs.contains(isa.needs); }
 
 }  // namespace
 
-std::string_view name_of(Isa isa) { return kLevels[static_cast<int>(isa)].name; }
-
-Isa detected_isa() {
-  static const Isa isa = detect();
-  return isa;
+std::vector<std::string_view> isa_names() {
+  std::vector<std::string_view> names;
+  for (const Isa& isa : kIsas) names.push_back(isa.name);
+  return names;
 }
 
-Isa chosen_isa() {
-  static const Isa isa = choose();
-  return isa;
+std::string_view detected_isa() {
+  for (const Isa& isa : kIsas)
+    if (is_detected(isa)) return isa.name;
+  return "";
+}
+
+std::string_view chosen_isa() {
+  for (const Isa& isa : kIsas)
+    if (is_detected(isa) && is_left(isa)) return isa.name;
+  return "";
 }
 
 std::string isa_reason() {
-  const char* wanted = std::getenv("LOWBIT_ISA");
-  if (!wanted || !*wanted) return "";
-  if (chosen_isa() < detected_isa()) return concat("LOWBIT_ISA=", wanted, " lowers it from ", name_of(detected_isa()));
-  return wanted == name_of(detected_isa()) ? "" : concat("LOWBIT_ISA=", wanted, " cannot raise it above ", name_of(detected_isa()));
+  if (!limit() || limit()->name == detected_isa()) return "";
+  if (chosen_isa() != detected_isa()) return concat("LOWBIT_ISA=", limit()->name, " lowers it from ", detected_isa());
+  return concat("LOWBIT_ISA=", limit()->name, " cannot raise it above ", detected_isa());
+}
+
+std::string isa_unavailable(std::string_view name) {
+  for (const Isa& isa : kIsas) {
+    if (isa.name != name) continue;
+    if (!is_detected(isa)) return concat("this machine has ", detected_isa(), " only");
+    return is_left(isa) ? "" : concat("LOWBIT_ISA lowers this machine to ", chosen_isa());
+  }
+  return concat("csrc/core/isa.cpp does not know ", name);
 }
 
 }  // namespace lowbit

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this CPU can run. Levels are ordered: each one contains those before it.
+// What this CPU can run. An instruction set is a set of features, not a step of a ladder: avx2_vnni and avx512 both contain avx2, neither the other.
 #pragma once
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/error.hpp"
 
 namespace lowbit {
 
-enum class Isa { scalar, avx2, avx512, avx512_vnni };
+LOWBIT_API std::vector<std::string_view> isa_names();  // every one that lowbit knows, best first
 
-LOWBIT_API std::string_view name_of(Isa isa);
+LOWBIT_API std::string_view detected_isa();  // the best whose features cpuid and xgetbv show (the OS must save the registers too)
+LOWBIT_API std::string_view chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
+LOWBIT_API std::string isa_reason();         // why the chosen one is not the detected one; "" if it is
 
-LOWBIT_API Isa detected_isa();       // cpuid and xgetbv (the OS must save the registers too), read once
-LOWBIT_API Isa chosen_isa();         // detected_isa(), lowered by LOWBIT_ISA; never raised
-LOWBIT_API std::string isa_reason();  // why the chosen level is not the detected one; "" if it is
+LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may
 
 }  // namespace lowbit

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A non-owning view of somebody's tensor: pointer, element type, shape, strides in elements. CPU memory.
+// A non-owning view of somebody's tensor: pointer, element type, device, shape, strides in elements.
 #pragma once
 
 #include <array>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/dtype.hpp"
+#include "core/place.hpp"
 
 namespace lowbit {
 
@@ -15,6 +16,7 @@ struct TensorView {
 
   void* data = nullptr;
   DType dtype = DType::other;
+  Device device{};
   int rank = 0;
   std::array<int64_t, kMaxRank> shape{};
   std::array<int64_t, kMaxRank> stride{};

@@ -1,39 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// One backend per instruction set that was compiled; the list is csrc/cpu/CMakeLists.txt.
+// One backend per instruction set that was compiled; which units each one has is said in csrc/cpu/CMakeLists.txt.
 #include "cpu/backend.hpp"
 
-#include <array>
-#include <iterator>
+#include "core/isa.hpp"
 
 namespace lowbit::cpu {
 
-#define LOWBIT_OP(op, Args) std::span<const Kernel<Args>> op##_rows();
-#define LOWBIT_CPU_ISA(isa) \
-  namespace isa {           \
-  LOWBIT_OPS(LOWBIT_OP)     \
+#define LOWBIT_CPU_UNIT(unit) void unit##_rows(Backend& backend);
+#define LOWBIT_CPU_ISA(isa, units) \
+  namespace isa {                  \
+  units                            \
   }
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
-#undef LOWBIT_OP
+#undef LOWBIT_CPU_UNIT
 
 std::span<const Backend* const> backends() {
-  static const Backend all[] = {
-#define LOWBIT_OP(op, Args) op##_rows(),
-#define LOWBIT_CPU_ISA(isa)                               \
-  [] {                                                    \
-    using namespace isa;                                  \
-    return Backend{#isa, Isa::isa, LOWBIT_OPS(LOWBIT_OP)}; \
-  }(),
+#define LOWBIT_CPU_UNIT(unit) unit##_rows(backend);
+#define LOWBIT_CPU_ISA(isa, units)                                                  \
+  static const Backend isa##_backend = [] {                                         \
+    using namespace isa;                                                            \
+    const auto unavailable = [](Device) -> const std::string& {                     \
+      static const std::string reason = isa_unavailable(#isa);                      \
+      return reason;                                                                \
+    };                                                                              \
+    Backend backend{.name = #isa, .device = DeviceType::cpu, .unavailable = unavailable}; \
+    units return backend;                                                           \
+  }();
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
-#undef LOWBIT_OP
+#undef LOWBIT_CPU_UNIT
+  static const Backend* const all[] = {
+#define LOWBIT_CPU_ISA(isa, units) &isa##_backend,
+#include "cpu/isas.inc"
+#undef LOWBIT_CPU_ISA
   };
-  static const auto pointers = [] {
-    std::array<const Backend*, std::size(all)> list{};
-    for (std::size_t i = 0; i < list.size(); i++) list[i] = &all[i];
-    return list;
-  }();
-  return pointers;
+  return all;
 }
 
 }  // namespace lowbit::cpu

@@ -51,7 +51,7 @@ void check_statistic(std::string_view op, std::string_view name, const TensorVie
 }
 
 void check_forward(std::string_view op, const AttentionForwardArgs& args) {
-  const auto& [q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod, blocks] = args;
+  const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod, blocks] = args;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ", lowbit::shape_text(*tensor));
   check(is_activation(q.dtype) || q.dtype == DType::float64, type, op, ": q must be float32, bfloat16, float16 or float64, got ",
@@ -161,7 +161,7 @@ void attention_forward(AttentionForwardArgs args, const BlockLists& lists) {
   check_forward(op, args);
   const std::vector<BlockClass> classes = block_classes(op, args, lists);
   if (args.out.numel() == 0) return;
-  is_decode(args) ? decode_attention(args) : run(args);
+  run(args);
   check_faults(args);
 }
 

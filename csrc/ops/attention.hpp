@@ -47,6 +47,7 @@ constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: wh
 
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {
+  Place place{};
   TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides; Hq a multiple of Hkv
   TensorView out{};         // [B, Hq, L, Ev], as q, or real: what the backward needs of it is lost when it is rounded to 16 bits
   TensorView lse{};         // real [B, Hq, L], contiguous; the forward may go without
@@ -70,6 +71,7 @@ struct AttentionForwardArgs {
 };
 
 struct AttentionBackwardArgs {
+  Place place{};
   AttentionForwardArgs forward;               // with out and lse as the forward left them
   TensorView grad_out;                        // [B, Hq, L, Ev], of the dtype of out, last dimension dense
   TensorView grad_lse;                        // real [B, Hq, L] or empty

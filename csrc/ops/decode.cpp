@@ -46,7 +46,7 @@ void check_code_type(std::string_view op, std::string_view name, const TensorVie
 
 void check_decode(const DecodeArgs& args) {
   constexpr std::string_view op = "decode";
-  const auto& [q, k, v, k_scale, v_scale, out, lse, mask, sink, scale, causal, position, window, rotated, score_mod, mask_mod] = args;
+  const auto& [place, q, k, v, k_scale, v_scale, out, lse, mask, sink, scale, causal, position, window, rotated, score_mod, mask_mod] = args;
   check_rank_4(op, "q", q, "[B, Hq, L, E]"), check_rank_4(op, "k", k, "[B, Hkv, S, E]"), check_rank_4(op, "v", v, "[B, Hkv, S, Ev]");
   check_rank_4(op, "out", out, "[B, Hq, L, Ev]");
   check(is_activation(q.dtype), type, op, ": q must be float32, bfloat16 or float16, got ", name_of(q.dtype));
@@ -98,7 +98,7 @@ void decode(const DecodeArgs& args) {
 
 void kv_quantize(const KvQuantizeArgs& args) {
   constexpr std::string_view op = "kv_quantize";
-  const auto& [x, codes, scale, rotate] = args;
+  const auto& [place, x, codes, scale, rotate] = args;
   check_rank_4(op, "x", x, "[B, H, L, E]");
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
@@ -109,25 +109,13 @@ void kv_quantize(const KvQuantizeArgs& args) {
 
 void kv_dequantize(const KvDequantizeArgs& args) {
   constexpr std::string_view op = "kv_dequantize";
-  const auto& [codes, scale, x, rotated] = args;
+  const auto& [place, codes, scale, x, rotated] = args;
   check_rank_4(op, "x", x, "[B, H, L, E]");
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
   check_code_type(op, "codes", codes);
   check_codes(op, "codes", codes, scale, args.format(), x.size(0), x.size(1), x.size(2), x.size(3));
   if (x.numel()) run(args);
-}
-
-bool is_decode(const AttentionForwardArgs& args) {
-  constexpr int64_t kRows = 16;  // above, the engine's tiles of packed keys are faster
-  return is_activation(args.q.dtype) && args.q_length() * args.group() <= kRows && args.kv_length() > 0 && !args.max_scores && args.dropout_p == 0 &&
-         !args.blocks.classes && forced_kernel("attention_forward").empty();
-}
-
-void decode_attention(const AttentionForwardArgs& args) {
-  run(DecodeArgs{.q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out, .lse = args.lse, .mask = args.mask,
-                 .sink = args.sink, .scale = args.scale, .causal = args.causal, .position = 0, .window = 0, .rotated = false,
-                 .score_mod = args.score_mod, .mask_mod = args.mask_mod});
 }
 
 }  // namespace lowbit

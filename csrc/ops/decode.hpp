@@ -26,6 +26,7 @@ constexpr int64_t kv_groups(KvFormat format, int64_t columns) { return format ==
 constexpr int64_t kv_rotation(int64_t columns) { return kv_padded(columns) & -kv_padded(columns); }
 
 struct DecodeArgs {
+  Place place{};
   TensorView q;                 // [B, Hq, L, E] float32, bfloat16 or float16, last dimension dense, any other strides
   TensorView k, v;              // [B, Hkv, S, E], [B, Hkv, S, Ev] of a float type, or [..., bytes] int8, or uint8 with two int4 codes in each
   TensorView k_scale, v_scale;  // [B, Hkv, S, groups] float32 or float16, last dimension dense, of codes only
@@ -52,6 +53,7 @@ struct DecodeArgs {
 
 // codes = round(x / scale), x optionally rotated; scale = largest |x| / 127, or that / 8 with its sign for int4. A nan or inf makes the scale nan.
 struct KvQuantizeArgs {
+  Place place{};
   TensorView x;              // [B, H, L, E] float32, bfloat16 or float16, last dimension dense
   TensorView codes, scale;   // [B, H, L, bytes], [B, H, L, groups], last dimension dense: written
   bool rotate = false;
@@ -59,6 +61,7 @@ struct KvQuantizeArgs {
 };
 
 struct KvDequantizeArgs {
+  Place place{};
   TensorView codes, scale;   // as above
   TensorView x;              // [B, H, L, E]: written
   bool rotated = false;
@@ -68,9 +71,5 @@ struct KvDequantizeArgs {
 LOWBIT_API void decode(const DecodeArgs& args);
 LOWBIT_API void kv_quantize(const KvQuantizeArgs& args);
 LOWBIT_API void kv_dequantize(const KvDequantizeArgs& args);
-
-// Whether plain attention with these arguments is better done by decode, and doing it. The arguments are checked ones.
-LOWBIT_API bool is_decode(const AttentionForwardArgs& args);
-LOWBIT_API void decode_attention(const AttentionForwardArgs& args);
 
 }  // namespace lowbit

@@ -66,18 +66,17 @@ LastRun& last_run(std::string_view op) {
 
 }  // namespace
 
-std::string unavailable_reason(const Backend& backend) {
-  if (backend.isa <= chosen_isa()) return "";
-  if (backend.isa <= detected_isa()) return concat("LOWBIT_ISA lowers this machine to ", name_of(chosen_isa()));
-  return concat("this machine has ", name_of(detected_isa()), " only");
-}
+#define LOWBIT_OP(op, Args) \
+  void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count) { backend.op.insert(backend.op.end(), rows, rows + count); }
+LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 
 std::vector<RowInfo> rows_of(std::string_view op) {
   std::vector<RowInfo> rows;
   for_each_row([&](std::string_view row_op, const Backend& backend, std::string_view name) {
     if (row_op != op) return;
-    const std::string reason = unavailable_reason(backend);
-    rows.push_back({std::string(name), std::string(backend.name), reason.empty(), reason});
+    const std::string& reason = backend.unavailable({.type = backend.device});
+    rows.push_back({std::string(name), std::string(backend.name), std::string(kDeviceNames[static_cast<int>(backend.device)]), reason.empty(), reason});
   });
   if (rows.empty()) {
     std::string ops;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heart: a kernel is a row {name, supports, run}; a backend is a struct of row spans, one span per op; a CPU ISA is just a backend.
-// select() takes the first row that fits, or the one that the caller forces by name, and then fails loudly if it does not fit.
+// The heart: a kernel is a row {name, refuses, run}; a backend is a device and its rows, one list per op; a CPU instruction set is just a
+// backend. select() takes the first row of the call's place that fits, or the one that the caller forces by name, and then fails loudly if
+// it does not fit.
 #pragma once
 
 #include <functional>
@@ -11,11 +12,11 @@
 #include <vector>
 
 #include "core/error.hpp"
-#include "core/isa.hpp"
+#include "core/place.hpp"
 
 namespace lowbit {
 
-// Every op that has rows, with the struct of its arguments; a backend has one function <op>_rows() for each.
+// Every op that has rows, with the struct of its arguments; a backend has one list of rows for each.
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
   X(quantize, QuantizeArgs) \
@@ -33,33 +34,40 @@ LOWBIT_OPS(LOWBIT_OP)
 
 template <class Args>
 struct Kernel {
-  std::string_view name;                  // <op>_<what>_<target>: linear_int4_avx2
+  std::string_view name;                     // <op>_<what>_<target>: linear_int4_avx2
   std::string_view (*refuses)(const Args&);  // "" if the row can run these arguments, else the reason
   void (*run)(const Args&);
 };
 
 struct Backend {
   std::string_view name;
-  Isa isa;
-#define LOWBIT_OP(op, Args) std::span<const Kernel<Args>> op;
+  DeviceType device;
+  const std::string& (*unavailable)(Device device);  // why this machine (and its environment variables) cannot run it; "" if it can
+#define LOWBIT_OP(op, Args) std::vector<Kernel<Args>> op = {};
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 };
 
+// Adds the rows of one table, best first. Not a template and not inline: kernel files are compiled for one instruction set each, and may leave no
+// weak symbol.
+#define LOWBIT_OP(op, Args) LOWBIT_API void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count);
+LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
+
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
 
-// Which span of a backend serves the op with these arguments.
+// Which list of a backend serves the op with these arguments.
 template <class Args> struct OpOf;
 #define LOWBIT_OP(op, Args)                                         \
   template <> struct OpOf<Args> {                                   \
     static constexpr std::string_view name = #op;                   \
-    static auto rows(const Backend& backend) { return backend.op; } \
+    static const auto& rows(const Backend& backend) { return backend.op; } \
   };
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 
 struct RowInfo {
-  std::string name, isa;
+  std::string name, backend, device;
   bool available;
   std::string reason;  // why not
 };
@@ -70,8 +78,6 @@ LOWBIT_API std::string force_kernel(std::string name);  // returns the previous 
 LOWBIT_API std::string_view forced_kernel(std::string_view op);
 LOWBIT_API std::string_view last_kernel(std::string_view op);  // the row that ran last on this thread
 LOWBIT_API void note_ran(std::string_view op, std::string_view name);
-
-LOWBIT_API std::string unavailable_reason(const Backend& backend);  // "" if this machine (and LOWBIT_ISA) can run it
 
 struct Choice {
   std::string name;
@@ -86,7 +92,9 @@ std::vector<Choice> explain(const Args& args) {
   bool found = false;
   for (const Backend* backend : backends())
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend)) {
-      std::string reason = unavailable_reason(*backend);
+      std::string reason;
+      if (backend->device != args.place.device.type) reason = concat("the call is on ", name_of(args.place.device));
+      else reason = backend->unavailable(args.place.device);
       if (reason.empty()) reason = row.refuses(args);
       if (reason.empty() && !forced.empty() && row.name != forced) reason = concat("the row ", forced, " is forced");
       if (reason.empty() && found) reason = "a better row fits";
@@ -99,9 +107,9 @@ std::vector<Choice> explain(const Args& args) {
 template <class Args>
 const Kernel<Args>& select(const Args& args) {
   const std::string_view forced = forced_kernel(OpOf<Args>::name);
-  const Isa isa = chosen_isa();
+  const Device device = args.place.device;
   for (const Backend* backend : backends()) {
-    if (backend->isa > isa) continue;
+    if (backend->device != device.type || !backend->unavailable(device).empty()) continue;
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend))
       if ((forced.empty() || row.name == forced) && row.refuses(args).empty()) return row;
   }

@@ -18,6 +18,7 @@ enum class Activation : int { none, relu, gelu, gelu_tanh, silu };
 inline constexpr std::string_view kActivationNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 
 struct LinearArgs {
+  Place place{};
   int64_t m = 0;
   WeightSpec weight_spec;
   XFormat x_format = XFormat::floating;

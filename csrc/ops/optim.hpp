@@ -40,6 +40,7 @@ struct StateConversion {
 };
 
 struct OptimArgs {
+  Place place{};
   Rule rule = Rule::adamw;
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;

@@ -18,6 +18,7 @@ inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_
 enum class Direction : int { quantize, pack, unpack, dequantize };
 
 struct QuantizeArgs {
+  Place place{};
   Direction direction = Direction::quantize;
   WeightSpec spec;
   Mapping mapping = Mapping::symmetric;

@@ -74,6 +74,7 @@ struct CapturedGradient {
 
 // The row of this op runs one program over one tile: what the tests call, and what block classes are decided by.
 struct ScoreProgramArgs {
+  Place place{};
   const ScoreCall* call = nullptr;
   DType dtype = DType::float32;  // float32 or float64, of scores and gradient
   int64_t b = 0, h = 0, q0 = 0, k0 = 0;

@@ -25,7 +25,8 @@ class _Registration(TypedDict):
 
 class _Kernel(TypedDict):
     name: str
-    isa: str
+    backend: str
+    device: str
     available: bool
     reason: str
 

@@ -127,7 +127,7 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
 
 
 def rows(op: str = "linear") -> list[dict[str, object]]:
-    """The kernel rows of an op: ``{"name", "isa", "available", "reason"}``."""
+    """The kernel rows of an op: ``{"name", "backend", "device", "available", "reason"}``."""
     return [dict(row) for row in _C.kernels(op)]
 
 

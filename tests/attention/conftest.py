@@ -12,7 +12,7 @@ from lowbit import testing
 
 
 def _rows(op: str) -> list[dict[str, object]]:
-    return [row for row in testing.rows(op) if "float32" in str(row["name"])]
+    return [row for row in testing.rows(op) if str(row["name"]).startswith(f"{op}_float32")]
 
 
 @pytest.fixture(params=_rows("attention_forward"), ids=lambda row: str(row["name"]))

@@ -3,8 +3,7 @@
 // Started by tests/cpp/test_emulated_vnni.py; links liblowbit for everything but the kernels under test.
 #define LOWBIT_ISA_NAME emulated_vnni
 #define LOWBIT_ISA_HEADER "../tests/cpp/emulated_vnni.hpp"
-#define LOWBIT_HAS_VNNI 1
-#include "cpu/linear/linear.cpp"
+#include "cpu/linear/dot.cpp"
 
 #include <cstdio>
 #include <cstring>
@@ -36,7 +35,9 @@ bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
   linear(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
   tensors.y.data = got.data();
   const LinearArgs args = linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
-  for (const Kernel<LinearArgs>& row : cpu::emulated_vnni::linear_rows())
+  Backend backend{.name = "emulated_vnni", .device = DeviceType::cpu, .unavailable = nullptr};
+  cpu::emulated_vnni::linear_dot_rows(backend);
+  for (const Kernel<LinearArgs>& row : backend.linear)
     if (row.refuses(args).empty()) row.run(args);
   if (std::memcmp(expected.data(), got.data(), expected.size() * sizeof(float)) == 0) return true;
   std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m), static_cast<long>(n),

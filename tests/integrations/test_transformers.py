@@ -42,7 +42,7 @@ def ids(batch: int = 2, length: int = 19) -> Tensor:
 def test_greedy_text_is_that_of_eager_attention(model: torch.nn.Module) -> None:
     prompt = ids()
     assert torch.equal(text(model, "lowbit", prompt), text(model, "eager", prompt))
-    assert _C.last_kernel("decode").startswith("decode_float32_")
+    assert _C.last_kernel("attention_forward").startswith("attention_forward_decode_float32_")
 
 
 def test_left_padding_is_respected(model: torch.nn.Module) -> None:

@@ -37,7 +37,7 @@ def rule_of(name: str) -> str:
 def row_of(format: str, isa: str | None = None) -> str | None:
     """The row of this format for an instruction set: the first that runs here when none is named."""
     for row in ROWS:
-        if f"_{format}_" in str(row["name"]) and row["available"] and isa in (None, row["isa"]):
+        if f"_{format}_" in str(row["name"]) and row["available"] and isa in (None, row["backend"]):
             return str(row["name"])
     return None
 
@@ -169,7 +169,7 @@ def test_first_step_from_zeros(row: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["adamw", "amsgrad", "sgd-nesterov", "lion"])
 def test_rows_of_a_format_agree_bit_for_bit(format: str, name: str) -> None:
     results = []
-    for isa in dict.fromkeys(row["isa"] for row in ROWS):
+    for isa in dict.fromkeys(row["backend"] for row in ROWS):
         if row := row_of(format, str(isa)):
             problem = Problem(name, format, 256, NUMELS, DTYPES)
             problem.run(row)

@@ -20,7 +20,7 @@ DECODING = 6  # roundings of float32 between a decoded value and the map times t
 BITS = {"dynamic8": 8, "dynamic4": 4, "float8": 8}
 NUMELS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4096, 5003)
 ROWS = [row for row in _C.kernels("optim") if row["available"]]
-ISAS = list(dict.fromkeys(row["isa"] for row in ROWS))
+ISAS = list(dict.fromkeys(row["backend"] for row in ROWS))
 
 
 @pytest.fixture(params=ISAS)

@@ -52,9 +52,9 @@ def test_stub_and_extension_have_the_same_arguments() -> None:
 def test_row_names_follow_op_what_target(op: str) -> None:
     rows = testing.rows(op)
     for row in rows:
-        assert re.fullmatch(rf"{op}_[a-z0-9]+(_[a-z0-9]+)*_{row['isa']}", str(row["name"])), row
+        assert re.fullmatch(rf"{op}_[a-z0-9]+(_[a-z0-9]+)*_{row['backend']}", str(row["name"])), row
     assert len({row["name"] for row in rows}) == len(rows)
-    isas = {row["isa"] for row in rows}
+    isas = {row["backend"] for row in rows}
     assert isas <= set(_C.isa()["compiled"]) and "scalar" in isas
     if op == "linear":
         assert isas == set(_C.isa()["compiled"]), "every instruction set serves linear"

@@ -5,6 +5,7 @@
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/optim/step.hpp"
+#include "cpu/rows.hpp"
 #include "rules/adamw.hpp"
 #include "rules/lion.hpp"
 #include "rules/sgd.hpp"
@@ -94,20 +95,12 @@ void run_optim(const OptimArgs& args) {
   }
 }
 
-#define LOWBIT_STRING_OF(name) #name
-#define LOWBIT_STRING(name) LOWBIT_STRING_OF(name)
-#define LOWBIT_ROW(format) {"optim_" #format "_" LOWBIT_STRING(LOWBIT_ISA_NAME), refuses<StateFormat::format>, run_optim<StateFormat::format>}
-
-#ifndef LOWBIT_HAS_VNNI  // VNNI adds integer products only: the rows would be those of avx512
-constexpr Kernel<OptimArgs> kRows[] = {LOWBIT_ROW(float32), LOWBIT_ROW(bfloat16), LOWBIT_ROW(dynamic8), LOWBIT_ROW(dynamic4), LOWBIT_ROW(float8)};
-#endif
+#define LOWBIT_OPTIM_ROW(format) {LOWBIT_ROW("optim_" #format), refuses<StateFormat::format>, run_optim<StateFormat::format>}
+constexpr Kernel<OptimArgs> kRows[] = {LOWBIT_OPTIM_ROW(float32), LOWBIT_OPTIM_ROW(bfloat16), LOWBIT_OPTIM_ROW(dynamic8), LOWBIT_OPTIM_ROW(dynamic4),
+                                       LOWBIT_OPTIM_ROW(float8)};
 
 }  // namespace
 
-#ifndef LOWBIT_HAS_VNNI
-std::span<const Kernel<OptimArgs>> optim_rows() { return kRows; }
-#else
-std::span<const Kernel<OptimArgs>> optim_rows() { return {}; }
-#endif
+void optim_optim_rows(Backend& backend) { add(backend, kRows); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -5,6 +5,7 @@
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/panel.hpp"
+#include "cpu/rows.hpp"
 #include "cpu/vector_io.hpp"
 #include "ops/quantize.hpp"
 
@@ -262,7 +263,7 @@ void dequantize_any(const QuantizeArgs& args, int64_t index) {
   }
 }
 
-[[maybe_unused]] void run_quantize(const QuantizeArgs& args) {
+void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
   if (args.direction == Direction::quantize) {  // distortions are summed in the order of the panels: the same for any number of threads
     Distorted* sums = static_cast<Distorted*>(scratch(Scratch::activations, panels * sizeof(Distorted)));
@@ -278,23 +279,10 @@ void dequantize_any(const QuantizeArgs& args, int64_t index) {
   });
 }
 
-#define LOWBIT_STRING_OF(name) #name
-#define LOWBIT_STRING(name) LOWBIT_STRING_OF(name)
-
-[[maybe_unused]] std::string_view never_refuses(const QuantizeArgs&) { return ""; }
-
-#ifndef LOWBIT_HAS_VNNI  // nothing here multiplies integers: the row of avx512 serves
-constexpr Kernel<QuantizeArgs> kRows[] = {{"quantize_panels_" LOWBIT_STRING(LOWBIT_ISA_NAME), never_refuses, run_quantize}};
-#endif
+constexpr Kernel<QuantizeArgs> kRows[] = {{LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
 
 }  // namespace
 
-std::span<const Kernel<QuantizeArgs>> quantize_rows() {
-#ifdef LOWBIT_HAS_VNNI
-  return {};
-#else
-  return kRows;
-#endif
-}
+void quantize_quantize_rows(Backend& backend) { add(backend, kRows); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine of vm.hpp, and the row of the op score_program; compiled once per instruction set.
+// The machine of vm.hpp; compiled once per instruction set.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/score_program/memory.hpp"
-#include "core/scratch.hpp"
 #include "formats/format.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -220,29 +219,6 @@ void start(ScoreMachine<T>& machine, void* memory) {
   }
 }
 
-#ifndef LOWBIT_HAS_VNNI  // VNNI adds integer products only: the row would be that of avx512
-template <class T>
-void run_args(const ScoreProgramArgs& args) {
-  const bool backward = args.gradient != nullptr;
-  const ScoreProgram& program = args.call->program();
-  const ScorePlan& plan = backward ? program.backward : program.forward;
-  ScoreVm<T> vm(*args.call, plan, args.rows, args.cols, scratch(Scratch::tile, ScoreVm<T>::bytes(plan, args.rows, args.cols)));
-  const ScoreTile<T> tile{.b = args.b, .h = args.h, .q0 = args.q0, .k0 = args.k0, .rows = args.rows, .cols = args.cols,
-                          .scores = static_cast<T*>(args.scores), .stride = args.stride};
-  if (!backward) return vm.run(tile);
-  vm.run(tile, static_cast<T*>(args.gradient), args.stride, args.captured_gradients);
-}
-
-void run_row(const ScoreProgramArgs& args) { args.dtype == DType::float64 ? run_args<double>(args) : run_args<float>(args); }
-std::string_view refuses_nothing(const ScoreProgramArgs&) { return ""; }
-
-#define LOWBIT_STRING_OF(name) #name
-#define LOWBIT_STRING(name) LOWBIT_STRING_OF(name)
-constexpr Kernel<ScoreProgramArgs> kRows[] = {{"score_program_vm_" LOWBIT_STRING(LOWBIT_ISA_NAME), refuses_nothing, run_row}};
-#else
-constexpr std::span<const Kernel<ScoreProgramArgs>> kRows;
-#endif
-
 }  // namespace
 
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell) {
@@ -275,7 +251,5 @@ void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, flo
 void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured) {
   Runner<double>(machine, tile, gradient, stride, captured).run();
 }
-
-std::span<const Kernel<ScoreProgramArgs>> score_program_rows() { return kRows; }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
