@@ -24,7 +24,8 @@ void pack_into(py::handle codes, py::handle scale, py::handle zero, py::handle p
   const TensorArgument codes_argument(codes, "pack: codes"), scale_argument(scale, "pack: scale");
   const TensorArgument zero_argument = optional(zero, "pack: zero"), packed_argument = output(packed, "pack: packed");
   const py::gil_scoped_release nogil;
-  pack(*codes_argument, *scale_argument, *zero_argument, *packed_argument, weight_spec("pack", n, k, format, group_size, asymmetric));
+  pack({.place = place_of(*packed_argument), .spec = weight_spec("pack", n, k, format, group_size, asymmetric), .codes = *codes_argument,
+        .scale = *scale_argument, .zero = *zero_argument, .packed = *packed_argument});
 }
 
 void unpack_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric, py::handle codes,
@@ -33,8 +34,8 @@ void unpack_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_
   const TensorArgument scale_argument = output(scale, "unpack: scale");
   const TensorArgument zero_argument(zero, "unpack: zero", Access::write, true);
   const py::gil_scoped_release nogil;
-  unpack(*packed_argument, weight_spec("unpack", n, k, format, group_size, asymmetric), *codes_argument, *scale_argument,
-         *zero_argument);
+  unpack({.place = place_of(*packed_argument), .spec = weight_spec("unpack", n, k, format, group_size, asymmetric), .packed = *packed_argument,
+          .codes = *codes_argument, .scale = *scale_argument, .zero = *zero_argument});
 }
 
 void dequantize_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric, py::handle out) {

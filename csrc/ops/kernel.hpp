@@ -20,6 +20,10 @@ namespace lowbit {
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
   X(quantize, QuantizeArgs) \
+  X(pack, PackArgs) \
+  X(unpack, UnpackArgs) \
+  X(dequantize, DequantizeArgs) \
+  X(all_finite, AllFiniteArgs) \
   X(optim, OptimArgs) \
   X(score_program, ScoreProgramArgs) \
   X(attention_forward, AttentionForwardArgs) \

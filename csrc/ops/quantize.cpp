@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/quantize.hpp"
 
-#include <atomic>
-#include <cmath>
-
-#include "core/parallel.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit {
@@ -20,16 +16,14 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
 }
 
-// codes, scale and zero of pack and unpack.
-QuantizeArgs plain_codes(std::string_view op, Direction direction, const TensorView& packed, const WeightSpec& spec,
-                         const TensorView& codes, const TensorView& scale, const TensorView& zero) {
+template <class Args>  // PackArgs or UnpackArgs
+void check_plain_codes(std::string_view op, const Args& args) {
+  const WeightSpec& spec = args.spec;
   check(!is_float(spec.format), value, op, ": a ", kFormatNames[static_cast<int>(spec.format)], " weight has no codes");
-  check_weight(op, packed, spec);
-  check_matrix(op, "codes", codes, DType::uint8, spec.n, spec.k);
-  check_matrix(op, "scale", scale, DType::float32, spec.n, spec.groups());
-  if (zero || spec.asymmetric) check_matrix(op, "zero", zero, DType::float32, spec.n, spec.groups());
-  return {.direction = direction, .spec = spec, .packed = packed.as<uint8_t>(), .codes = codes.as<uint8_t>(),
-          .scale = scale.as<float>(), .zero = zero.as<float>()};
+  check_weight(op, args.packed, spec);
+  check_matrix(op, "codes", args.codes, DType::uint8, spec.n, spec.k);
+  check_matrix(op, "scale", args.scale, DType::float32, spec.n, spec.groups());
+  if (args.zero || spec.asymmetric) check_matrix(op, "zero", args.zero, DType::float32, spec.n, spec.groups());
 }
 
 }  // namespace
@@ -43,50 +37,39 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
   check(is_float(spec.format) || (static_cast<Mapping>(mapping) == Mapping::asymmetric) == spec.asymmetric, value, "quantize: mapping ",
         kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
   check(all_finite(weight), value, "quantize: weight must be finite, got inf or nan");
-  Distortion distortion{};
-  run(QuantizeArgs{.direction = Direction::quantize, .spec = spec, .mapping = static_cast<Mapping>(mapping), .dtype = weight.dtype,
-                   .weight = weight.data, .packed = packed.as<uint8_t>(), .signal = &distortion.signal, .noise = &distortion.noise});
+  Distortion distortion;
+  run(QuantizeArgs{.place = place_of(weight), .spec = spec, .mapping = static_cast<Mapping>(mapping), .weight = weight, .packed = packed,
+                   .distortion = &distortion});
   return distortion;
 }
 
-void pack(const TensorView& codes, const TensorView& scale, const TensorView& zero, const TensorView& packed, const WeightSpec& spec) {
-  check(spec.asymmetric || !zero, value, "pack: a symmetric weight has no zero point, got zero");
-  const QuantizeArgs args = plain_codes("pack", Direction::pack, packed, spec, codes, scale, zero);
-  for (int64_t i = 0; i < codes.numel(); i++)
-    check(args.codes[i] <= code_max(spec.format), value, "pack: codes must be 0..", code_max(spec.format), ", got ", int{args.codes[i]});
-  check(all_finite(scale), value, "pack: scale must be finite, got inf or nan");
-  check(!zero || all_finite(zero), value, "pack: zero must be finite, got inf or nan");
+void pack(const PackArgs& args) {
+  check(args.spec.asymmetric || !args.zero, value, "pack: a symmetric weight has no zero point, got zero");
+  check_plain_codes("pack", args);
+  check(all_finite(args.scale), value, "pack: scale must be finite, got inf or nan");
+  check(!args.zero || all_finite(args.zero), value, "pack: zero must be finite, got inf or nan");
   run(args);
 }
 
-void unpack(const TensorView& packed, const WeightSpec& spec, const TensorView& codes, const TensorView& scale, const TensorView& zero) {
-  run(plain_codes("unpack", Direction::unpack, packed, spec, codes, scale, zero));
+void unpack(const UnpackArgs& args) {
+  check_plain_codes("unpack", args);
+  run(args);
 }
 
 void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
   check_weight("dequantize", packed, spec);
   check_matrix("dequantize", "out", out, DType::float32, spec.n, spec.k);
-  run(QuantizeArgs{.direction = Direction::dequantize, .spec = spec, .packed = packed.as<uint8_t>(), .dequantized = out.as<float>()});
+  run(DequantizeArgs{.place = place_of(packed), .spec = spec, .packed = packed, .out = out});
 }
+
+void refuse_code(int code, int highest) { throw Error(value, concat("pack: codes must be 0..", highest, ", got ", code)); }
 
 bool all_finite(const TensorView& tensor) {
   check(is_activation(tensor.dtype), type, "all_finite: tensor must be float32, bfloat16 or float16, got ", name_of(tensor.dtype));
   check(tensor.is_contiguous(), value, "all_finite: tensor must be contiguous");
-  constexpr int64_t kBlock = 1 << 16;
-  const int64_t count = tensor.numel();
-  std::atomic<bool> finite{true};
-  parallel_for(ceil_div(count, kBlock), num_threads(), [&](int64_t block) {
-    const int64_t begin = block * kBlock, end = std::min(count, begin + kBlock);
-    uint32_t bad = 0;  // an exponent of all ones is inf or nan
-    if (tensor.dtype == DType::float32) {
-      for (int64_t i = begin; i < end; i++) bad |= (tensor.as<const uint32_t>()[i] & 0x7f800000u) == 0x7f800000u;
-    } else {
-      const uint16_t exponent = tensor.dtype == DType::bfloat16 ? 0x7f80u : 0x7c00u;
-      for (int64_t i = begin; i < end; i++) bad |= (tensor.as<const uint16_t>()[i] & exponent) == exponent;
-    }
-    if (bad) finite = false;
-  });
-  return finite;
+  bool result = true;
+  if (tensor.numel()) run(AllFiniteArgs{.place = place_of(tensor), .tensor = tensor, .result = &result});
+  return result;
 }
 
 }  // namespace lowbit

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize: between float weights [n, k], plain codes and the packed panels of formats/format.hpp.
+// quantize, pack, unpack, dequantize: between float weights [n, k], plain codes and the packed panels of formats/format.hpp.
 #pragma once
 
 #include <string_view>
@@ -15,31 +15,55 @@ namespace lowbit {
 enum class Mapping : int { symmetric, symmetric_no_clipping_err, asymmetric };
 inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_clipping_err", "asymmetric"};
 
-enum class Direction : int { quantize, pack, unpack, dequantize };
+struct Distortion {
+  double signal = 0, noise = 0;  // sum of w * w, and of (w - dequantized) squared
+};
 
 struct QuantizeArgs {
   Place place{};
-  Direction direction = Direction::quantize;
   WeightSpec spec;
   Mapping mapping = Mapping::symmetric;
-  DType dtype = DType::float32;      // of weight
-  const void* weight = nullptr;      // quantize: [n, k], in
-  uint8_t* packed = nullptr;         // [panels, panel_bytes]
-  float* dequantized = nullptr;      // dequantize: [n, k], out
-  uint8_t* codes = nullptr;          // pack (in), unpack (out): [n, k]; float formats have none
-  float* scale = nullptr;            // [n, groups]
-  float* zero = nullptr;             // [n, groups]; null when symmetric
-  double* signal = nullptr;          // quantize, out: sum of w * w
-  double* noise = nullptr;           // quantize, out: sum of (w - dequantized) squared
+  TensorView weight;                // [n, k] float32, bfloat16 or float16, contiguous, finite
+  TensorView packed;                // uint8 [panels, panel_bytes], contiguous: written
+  Distortion* distortion = nullptr;  // written
 };
 
-struct Distortion {
-  double signal, noise;
+// Plain codes to panels. Codes past those of the format are refused by the row, which reads them.
+struct PackArgs {
+  Place place{};
+  WeightSpec spec;
+  TensorView codes;   // uint8 [n, k], contiguous
+  TensorView scale;   // float32 [n, groups], contiguous
+  TensorView zero;    // likewise; missing when symmetric
+  TensorView packed;  // as above: written
 };
+
+struct UnpackArgs {
+  Place place{};
+  WeightSpec spec;
+  TensorView packed;              // as above
+  TensorView codes, scale, zero;  // as above: written; zero may be missing when symmetric
+};
+
+struct DequantizeArgs {
+  Place place{};
+  WeightSpec spec;
+  TensorView packed;  // as above
+  TensorView out;     // float32 [n, k], contiguous: written
+};
+
+// Whether a float32, bfloat16 or float16 tensor, contiguous, holds no inf and no nan.
+struct AllFiniteArgs {
+  Place place{};
+  TensorView tensor;
+  bool* result = nullptr;
+};
+
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping);
-LOWBIT_API void pack(const TensorView& codes, const TensorView& scale, const TensorView& zero, const TensorView& packed, const WeightSpec& spec);
-LOWBIT_API void unpack(const TensorView& packed, const WeightSpec& spec, const TensorView& codes, const TensorView& scale, const TensorView& zero);
+LOWBIT_API void pack(const PackArgs& args);
+LOWBIT_API void unpack(const UnpackArgs& args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
 LOWBIT_API bool all_finite(const TensorView& tensor);
+[[noreturn]] LOWBIT_API void refuse_code(int code, int highest);  // for rows of pack
 
 }  // namespace lowbit

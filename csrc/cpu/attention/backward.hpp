@@ -128,7 +128,7 @@ void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     Arena arena;
     BackwardTile<T>(args, q_tile, grad_q_rows, reverse, arena);
-    arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
+    arena = {static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0};
     BackwardTile<T> tile(args, q_tile, grad_q_rows, reverse, arena);
     f(task, tile);
   });
@@ -202,7 +202,7 @@ void attention_backward(const AttentionBackwardArgs& args) {
 
   const int64_t delta_bytes = round_up(heads * length * static_cast<int64_t>(sizeof(T)), 64), stride = row_stride(forward.q.size(3));
   const int64_t part_bytes = by_chunk ? heads * chunks * length * stride * static_cast<int64_t>(sizeof(T)) : 0;
-  char* memory = static_cast<char*>(scratch(Scratch::activations, delta_bytes + part_bytes));
+  char* memory = static_cast<char*>(scratch(Scratch::call, delta_bytes + part_bytes));
   T* delta = reinterpret_cast<T*>(memory);
   parallel_for(heads, threads, [&](int64_t head) { row_deltas(args, head, delta + head * length); });
   if (args.grad_sink) add_grad_sink(args, delta);

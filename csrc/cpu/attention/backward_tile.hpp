@@ -3,7 +3,7 @@
 // what they add to the gradients (backward.hpp has the formulas, and which tiles). Only what some query may see is computed.
 #pragma once
 
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
 #include "ops/score_gradient.hpp"

@@ -3,7 +3,7 @@
 // first: scores are often largest near the diagonal (ALiBi), and where those come last the base of the softmax is raised with every tile.
 #pragma once
 
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/attention/softmax.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
@@ -117,7 +117,7 @@ void attention_forward(const AttentionForwardArgs& args) {
   parallel_for(heads * tilings.q.count, threads, [&](int64_t task) {
     Arena arena;
     ForwardTile<T>(args, tilings.q.tile, arena);
-    arena = {static_cast<char*>(scratch(Scratch::tile, arena.bytes)), 0};
+    arena = {static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0};
     ForwardTile<T> tile(args, tilings.q.tile, arena);
     const int64_t head = task / tilings.q.count, i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
     forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);

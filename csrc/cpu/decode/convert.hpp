@@ -93,7 +93,7 @@ LOWBIT_INLINE void dequantize_row(const KvDequantizeArgs& args, int64_t b, int64
 void kv_quantize_rows_of(const KvQuantizeArgs& args) {
   const int64_t padded = kv_padded(args.x.size(3));
   for_each_head_row(args.x, [&](int64_t b, int64_t h, int64_t l) {
-    float* row = static_cast<float*>(scratch(Scratch::tile, 2 * padded * sizeof(float)));
+    float* row = static_cast<float*>(scratch(Scratch::task, 2 * padded * sizeof(float)));
     quantize_row(args, b, h, l, row, reinterpret_cast<int32_t*>(row + padded));
   });
 }
@@ -101,7 +101,7 @@ void kv_quantize_rows_of(const KvQuantizeArgs& args) {
 void kv_dequantize_rows_of(const KvDequantizeArgs& args) {
   const int64_t padded = kv_padded(args.x.size(3));
   for_each_head_row(args.x, [&](int64_t b, int64_t h, int64_t l) {
-    dequantize_row(args, b, h, l, static_cast<float*>(scratch(Scratch::tile, padded * sizeof(float))));
+    dequantize_row(args, b, h, l, static_cast<float*>(scratch(Scratch::task, padded * sizeof(float))));
   });
 }
 

@@ -3,7 +3,7 @@
 // each row are added in order. The cut depends on the lengths alone, so results are the same for any number of threads and in any batch.
 #pragma once
 
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/score_program/vm.hpp"
@@ -218,7 +218,7 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   for (int64_t s = 0; s < plan.splits; s++) top = max[s] > top || max[s] != max[s] ? max[s] : top;
   const float base = top == kMinusInfinity<float> ? 0.0f : top * log2e;
   float total = sink == kMinusInfinity<float> ? 0.0f : exp2_one(sink * log2e - base);
-  Arena arena{static_cast<char*>(scratch(Scratch::tile, (plan.splits + plan.padded_ev + 32) * sizeof(float)))};
+  Arena arena{static_cast<char*>(scratch(Scratch::task, (plan.splits + plan.padded_ev + 32) * sizeof(float)))};
   float *weight = arena.array<float>(plan.splits), *result = arena.array<float>(plan.padded_ev);
   for (int64_t s = 0; s < plan.splits; s++) {
     weight[s] = max[s] == kMinusInfinity<float> ? 0.0f : exp2_one(max[s] * log2e - base);
@@ -248,7 +248,7 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
     SplitPlace at = plan.place_of(args, first_bundle + bundle, block % plan.l_blocks);
     Arena counted;
     TaskMemory{args, plan, counted};
-    Arena arena{static_cast<char*>(scratch(Scratch::tile, counted.bytes))};
+    Arena arena{static_cast<char*>(scratch(Scratch::task, counted.bytes))};
     TaskMemory memory(args, plan, arena);
     for (int64_t split = first_split; split < smaller(plan.splits, first_split + run); split++) {
       at.first = (plan.first_split + split) * kSplit, at.count = smaller(kSplit, args.kv_length() - at.first);
@@ -279,7 +279,7 @@ void decode_call(const DecodeArgs& args) {
   Arena counted;
   PreparedQueries<Kv>{args, plan, counted};
   Partials{pass * rows, plan, counted};
-  Arena arena{static_cast<char*>(scratch(Scratch::activations, counted.bytes))};
+  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
   const PreparedQueries<Kv> queries(args, plan, arena);
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/parallel.hpp"
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/linear/epilogue.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -128,13 +128,13 @@ Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first
   const WeightSpec& spec = args.weight_spec;
   const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), groups = spec.groups();
   char* cursor = static_cast<char*>(
-      scratch(Scratch::activations, count * (stride * sizeof(Step) + groups * sizeof(RowGroup) + sizeof(float)) + 256));
+      scratch(Scratch::call, count * (stride * sizeof(Step) + groups * sizeof(RowGroup) + sizeof(float)) + 256));
   Int8Rows<Step> rows{.codes = take<Step>(cursor, count * stride), .code_stride = stride,
                       .groups = take<RowGroup>(cursor, count * groups), .group_count = groups, .offset = nullptr};
   if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = take<float>(cursor, count);
   constexpr int64_t kBlock = 8;
   parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
-    float* buffer = static_cast<float*>(scratch(Scratch::tile, padded * sizeof(float)));
+    float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
     const int64_t end = (block + 1) * kBlock < count ? (block + 1) * kBlock : count;
     for (int64_t row = block * kBlock; row < end; row++) quantize_row<Dot>(args, widen_row(args, first + row, buffer), rows, row);
   });

@@ -162,7 +162,7 @@ void linear_dot(const LinearArgs& args) {
       const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
       const RowTiles tiles(row_end - row_begin, kDotRows);
       const bool expand = row_end - row_begin >= kExpandRows;
-      Codes* expanded = expand ? static_cast<Codes*>(scratch(Scratch::tile, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
+      Codes* expanded = expand ? static_cast<Codes*>(scratch(Scratch::task, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
       for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += pair) {
         const int count_p = static_cast<int>(smaller(pair, panel_end - panel));
         for (int p = 0; expand && p < count_p; p++)

@@ -22,9 +22,9 @@ template <Format kFormat>
 StreamRows order_rows(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups(), group_k = spec.group_k();
-  char* cursor = static_cast<char*>(scratch(Scratch::activations, (count * (padded + 16 + groups) + 64) * sizeof(float)));
+  char* cursor = static_cast<char*>(scratch(Scratch::call, (count * (padded + 16 + groups) + 64) * sizeof(float)));
   StreamRows rows{take<float>(cursor, count * (padded + 16)), take<float>(cursor, count * groups), padded + 16, groups};
-  float* buffer = static_cast<float*>(scratch(Scratch::tile, padded * sizeof(float)));
+  float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
   for (int64_t row = 0; row < count; row++) {
     const float* x = widen_row(args, row, buffer);
     float* out = rows.values + row * rows.stride;
@@ -157,10 +157,10 @@ void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, flo
 // Rows first..first+count interleaved by tile: a tile's rows as [k][rows in the tile].
 float* interleave_rows(const LinearArgs& args, int64_t first, int64_t count, const RowTiles& tiles) {
   const int64_t padded = args.weight_spec.padded_k();
-  float* out = static_cast<float*>(scratch(Scratch::activations, count * padded * sizeof(float)));
+  float* out = static_cast<float*>(scratch(Scratch::call, count * padded * sizeof(float)));
   parallel_for(tiles.count, threads_for(count * padded), [&](int64_t tile) {
     const int64_t begin = tiles.begin(tile), rows = tiles.height(tile);
-    float* buffer = static_cast<float*>(scratch(Scratch::tile, kFloatRows * padded * sizeof(float)));
+    float* buffer = static_cast<float*>(scratch(Scratch::task, kFloatRows * padded * sizeof(float)));
     const float* x[kFloatRows];
     for (int64_t r = 0; r < rows; r++) x[r] = widen_row(args, first + begin + r, buffer + r * padded);
     float* to = out + begin * padded;
@@ -185,7 +185,7 @@ void linear_blocked(const LinearArgs& args) {
       const int64_t tile_begin = task / chunks * kBlockTiles, tile_end = smaller(tiles.count, tile_begin + kBlockTiles);
       const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
       const int64_t panel_begin = task % chunks * chunk, width = smaller(chunk, panels - panel_begin);
-      float* c = static_cast<float*>(scratch(Scratch::tile, (rows * width + kBlockK * kFloatPanels) * 16 * sizeof(float)));
+      float* c = static_cast<float*>(scratch(Scratch::task, (rows * width + kBlockK * kFloatPanels) * 16 * sizeof(float)));
       float* b = c + rows * width * 16;
       for (int64_t k = 0; k < padded; k += kBlockK) {
         const int64_t length = smaller(kBlockK, padded - k);

@@ -3,7 +3,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/optim/step.hpp"
 #include "cpu/rows.hpp"
 #include "rules/adamw.hpp"
@@ -31,7 +31,7 @@ LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel
 template <StateFormat kFormat, class Rule>
 void step_all(const OptimArgs& args) {
   const int64_t count = static_cast<int64_t>(args.tensors.size());
-  auto* first_task = static_cast<int64_t*>(scratch(Scratch::tile, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
+  auto* first_task = static_cast<int64_t*>(scratch(Scratch::task, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
   first_task[0] = 0;
   for (int64_t i = 0; i < count; i++) first_task[i + 1] = first_task[i] + tasks_of(args.tensors[i]);
   const int64_t tasks = first_task[count];

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/random.hpp"
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/optim/moment.hpp"
 #include "cpu/panel.hpp"
 #include "ops/optim.hpp"
@@ -161,7 +161,7 @@ template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;
   constexpr int64_t kFloats = has_codes(kFormat) ? Rule::kMoments * Block::kStride : 0;
-  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::activations, 2 * kFloats * sizeof(float))) : nullptr;
+  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::call, 2 * kFloats * sizeof(float))) : nullptr;
   const Rule rule(args.hyper, tensor.step);
   const Common common(args, tensor);
   Block moments, previous;

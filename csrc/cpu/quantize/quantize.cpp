@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of the op quantize, compiled once per instruction set: float weights or plain codes to panels, and back. One task is one panel.
+// Rows of the ops quantize, pack, unpack and dequantize: float weights or plain codes to panels, and back. One task is one panel.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/panel.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/vector_io.hpp"
@@ -11,10 +11,6 @@
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-struct Distorted {
-  double signal = 0, noise = 0;
-};
 
 // The codes of 16 columns before interleaving, and their scales and zero points: what every direction passes through.
 struct PlainPanel {
@@ -114,7 +110,7 @@ LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, floa
 }
 
 // One row of the weight (one column of the panel), widened to float32 and padded with zeros.
-LOWBIT_INLINE Distorted quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column, uint8_t* panel) {
+LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
   const float levels = static_cast<float>(code_max(spec.format));
@@ -144,15 +140,15 @@ LOWBIT_INLINE Distorted quantize_column(const QuantizeArgs& args, const PlainPan
 }
 
 template <Format kFormat>
-Distorted pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
+Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t rows = smaller(16, spec.n - index * 16);
-  Distorted sums;
+  Distortion sums;
   for (int64_t column = 0; column < rows; column++)
     for (int64_t k = 0; k < spec.k; k += 16) {
       const int64_t count = smaller(16, spec.k - k);
       alignas(64) float w[16];
-      store(w, load_as_float(args.weight, args.dtype, (index * 16 + column) * spec.k + k, count));
+      store(w, load_as_float(args.weight.data, args.weight.dtype, (index * 16 + column) * spec.k + k, count));
       for (int64_t i = 0; i < count; i++) {
         uint8_t* to = panel + code_position(kFormat, column, k + i).byte;
         float back = w[i];
@@ -170,9 +166,9 @@ Distorted pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pan
   return sums;
 }
 
-Distorted quantize_panel(const QuantizeArgs& args, int64_t index) {
+Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
-  uint8_t* panel = args.packed + index * spec.panel_bytes();
+  uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
   std::memset(panel, 0, spec.panel_bytes());
   switch (spec.format) {
     case Format::float32: return pack_float_panel<Format::float32>(args, index, panel);
@@ -181,35 +177,35 @@ Distorted quantize_panel(const QuantizeArgs& args, int64_t index) {
     default: break;
   }
   const int64_t padded = spec.padded_k();
-  float* x = static_cast<float*>(scratch(Scratch::tile, padded * 4 + PlainPanel::bytes(spec)));
+  float* x = static_cast<float*>(scratch(Scratch::task, padded * 4 + PlainPanel::bytes(spec)));
   const PlainPanel plain(spec, x + padded);
-  Distorted sums;
+  Distortion sums;
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
     for (int64_t k = 0; k < padded; k += 16)
-      store(x + k, row < spec.n && k < spec.k ? load_as_float(args.weight, args.dtype, row * spec.k + k, spec.k - k) : set1(0.0f));
-    const Distorted column_sums = quantize_column(args, plain, x, column, panel);
+      store(x + k, row < spec.n && k < spec.k ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k) : set1(0.0f));
+    const Distortion column_sums = quantize_column(args, plain, x, column, panel);
     sums.signal += column_sums.signal, sums.noise += column_sums.noise;
   }
   interleave(plain, panel + spec.codes_at());
   return sums;
 }
 
-void pack_panel(const QuantizeArgs& args, int64_t index) {
+void pack_panel(const PackArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), padded = spec.padded_k();
-  uint8_t* panel = args.packed + index * spec.panel_bytes();
+  uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
   std::memset(panel, 0, spec.panel_bytes());
-  const PlainPanel plain(spec, scratch(Scratch::tile, PlainPanel::bytes(spec)));
+  const PlainPanel plain(spec, scratch(Scratch::task, PlainPanel::bytes(spec)));
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
     for (int64_t g = 0; g < groups; g++) {
       const bool real = row < spec.n;
-      plain.scale[column * groups + g] = real ? args.scale[row * groups + g] : 0.0f;
-      const float zero = real && spec.asymmetric ? args.zero[row * groups + g] : static_cast<float>(symmetric_zero(spec.format));
+      plain.scale[column * groups + g] = real ? args.scale.as<const float>()[row * groups + g] : 0.0f;
+      const float zero = real && spec.asymmetric ? args.zero.as<const float>()[row * groups + g] : static_cast<float>(symmetric_zero(spec.format));
       plain.zero[column * groups + g] = zero;
       for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k++)
-        plain.codes[column * padded + k] = real && k < spec.k ? args.codes[row * spec.k + k] : static_cast<uint8_t>(zero);
+        plain.codes[column * padded + k] = real && k < spec.k ? args.codes.as<const uint8_t>()[row * spec.k + k] : static_cast<uint8_t>(zero);
     }
     store_scales(plain, column, panel);
     store_zeros_and_sum(plain, column, panel);
@@ -217,43 +213,43 @@ void pack_panel(const QuantizeArgs& args, int64_t index) {
   interleave(plain, panel + spec.codes_at());
 }
 
-void unpack_panel(const QuantizeArgs& args, int64_t index) {
+void unpack_panel(const UnpackArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
-  const uint8_t* panel = args.packed + index * spec.panel_bytes();
-  const PanelView view = view_panel(spec, args.packed, index);
+  const uint8_t* panel = args.packed.as<const uint8_t>() + index * spec.panel_bytes();
+  const PanelView view = view_panel(spec, args.packed.as<const uint8_t>(), index);
   for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
     const int64_t row = index * 16 + column;
     const float column_scale = reinterpret_cast<const float*>(panel + spec.column_scale_at())[column];
     for (int64_t g = 0; g < spec.groups(); g++) {
       const float group_scale = view.group_scale ? float_from_float16(view.group_scale[g * 16 + column]) : 1.0f;
-      args.scale[row * spec.groups() + g] = column_scale * group_scale;
+      args.scale.as<float>()[row * spec.groups() + g] = column_scale * group_scale;
       if (args.zero)
-        args.zero[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column]) : static_cast<float>(symmetric_zero(spec.format));
+        args.zero.as<float>()[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column]) : static_cast<float>(symmetric_zero(spec.format));
     }
     for (int64_t k = 0; k < spec.k; k++) {
       const CodePosition at = code_position(spec.format, column, k);
       const uint8_t byte = view.codes[at.byte];
-      args.codes[row * spec.k + k] = spec.format == Format::int8 ? byte : at.high ? byte >> 4 : byte & 15;
+      args.codes.as<uint8_t>()[row * spec.k + k] = spec.format == Format::int8 ? byte : at.high ? byte >> 4 : byte & 15;
     }
   }
 }
 
 template <Format kFormat>
-void dequantize_panel(const QuantizeArgs& args, int64_t index) {
+void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
-  float* wide = static_cast<float*>(scratch(Scratch::tile, kTileK * 16 * sizeof(float)));
-  const float* column_scale = reinterpret_cast<const float*>(args.packed + index * spec.panel_bytes() + spec.column_scale_at());
+  float* wide = static_cast<float*>(scratch(Scratch::task, kTileK * 16 * sizeof(float)));
+  const float* column_scale = reinterpret_cast<const float*>(args.packed.as<const uint8_t>() + index * spec.panel_bytes() + spec.column_scale_at());
   for (int64_t tile = 0; tile < spec.tiles(); tile++) {
-    widen_tiles<kFormat>(spec, args.packed, index, tile, 1, wide);
+    widen_tiles<kFormat>(spec, args.packed.as<const uint8_t>(), index, tile, 1, wide);
     for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
       const float scale = is_float(kFormat) ? 1.0f : column_scale[column];
-      float* out = args.dequantized + (index * 16 + column) * spec.k + tile * kTileK;
+      float* out = args.out.as<float>() + (index * 16 + column) * spec.k + tile * kTileK;
       for (int64_t i = 0; i < smaller(kTileK, spec.k - tile * kTileK); i++) out[i] = wide[i * 16 + column] * scale;
     }
   }
 }
 
-void dequantize_any(const QuantizeArgs& args, int64_t index) {
+void dequantize_any(const DequantizeArgs& args, int64_t index) {
   switch (args.spec.format) {
     case Format::float32: return dequantize_panel<Format::float32>(args, index);
     case Format::bfloat16: return dequantize_panel<Format::bfloat16>(args, index);
@@ -263,26 +259,42 @@ void dequantize_any(const QuantizeArgs& args, int64_t index) {
   }
 }
 
-void run_quantize(const QuantizeArgs& args) {
+template <class Body>
+LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) { parallel_for(spec.panels(), num_threads(), body); }
+
+void run_quantize(const QuantizeArgs& args) {  // distortions are summed in the order of the panels: the same for any number of threads
   const int64_t panels = args.spec.panels();
-  if (args.direction == Direction::quantize) {  // distortions are summed in the order of the panels: the same for any number of threads
-    Distorted* sums = static_cast<Distorted*>(scratch(Scratch::activations, panels * sizeof(Distorted)));
-    parallel_for(panels, num_threads(), [&](int64_t panel) { sums[panel] = quantize_panel(args, panel); });
-    *args.signal = *args.noise = 0;
-    for (int64_t panel = 0; panel < panels; panel++) *args.signal += sums[panel].signal, *args.noise += sums[panel].noise;
-    return;
-  }
-  parallel_for(panels, num_threads(), [&](int64_t panel) {
-    if (args.direction == Direction::pack) pack_panel(args, panel);
-    else if (args.direction == Direction::unpack) unpack_panel(args, panel);
-    else dequantize_any(args, panel);
-  });
+  Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
+  for_each_panel(args.spec, [&](int64_t panel) { sums[panel] = quantize_panel(args, panel); });
+  *args.distortion = {};
+  for (int64_t panel = 0; panel < panels; panel++) args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
 }
 
-constexpr Kernel<QuantizeArgs> kRows[] = {{LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
+void run_pack(const PackArgs& args) {
+  const uint8_t* codes = args.codes.as<const uint8_t>();
+  const int highest = code_max(args.spec.format);
+  for (int64_t i = 0; highest < 255 && i < args.codes.numel(); i++)
+    if (codes[i] > highest) refuse_code(codes[i], highest);
+  for_each_panel(args.spec, [&](int64_t panel) { pack_panel(args, panel); });
+}
+
+void run_unpack(const UnpackArgs& args) {
+  for_each_panel(args.spec, [&](int64_t panel) { unpack_panel(args, panel); });
+}
+
+void run_dequantize(const DequantizeArgs& args) {
+  for_each_panel(args.spec, [&](int64_t panel) { dequantize_any(args, panel); });
+}
+
+constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
+constexpr Kernel<PackArgs> kPackRows[] = {{LOWBIT_ROW("pack_panels"), never_refuses<PackArgs>, run_pack}};
+constexpr Kernel<UnpackArgs> kUnpackRows[] = {{LOWBIT_ROW("unpack_panels"), never_refuses<UnpackArgs>, run_unpack}};
+constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {{LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
 
 }  // namespace
 
-void quantize_quantize_rows(Backend& backend) { add(backend, kRows); }
+void quantize_quantize_rows(Backend& backend) {
+  add(backend, kQuantizeRows), add(backend, kPackRows), add(backend, kUnpackRows), add(backend, kDequantizeRows);
+}
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

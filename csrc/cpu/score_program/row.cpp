@@ -2,7 +2,7 @@
 // The row of the op score_program: one program over one tile.
 #include LOWBIT_ISA_HEADER
 
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/score_program/vm.hpp"
 
@@ -14,7 +14,7 @@ void run_args(const ScoreProgramArgs& args) {
   const bool backward = args.gradient != nullptr;
   const ScoreProgram& program = args.call->program();
   const ScorePlan& plan = backward ? program.backward : program.forward;
-  ScoreVm<T> vm(*args.call, plan, args.rows, args.cols, scratch(Scratch::tile, ScoreVm<T>::bytes(plan, args.rows, args.cols)));
+  ScoreVm<T> vm(*args.call, plan, args.rows, args.cols, scratch(Scratch::task, ScoreVm<T>::bytes(plan, args.rows, args.cols)));
   const ScoreTile<T> tile{.b = args.b, .h = args.h, .q0 = args.q0, .k0 = args.k0, .rows = args.rows, .cols = args.cols,
                           .scores = static_cast<T*>(args.scores), .stride = args.stride};
   if (!backward) return vm.run(tile);

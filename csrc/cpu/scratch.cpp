@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/scratch.hpp"
+#include "cpu/scratch.hpp"
 
 #include <cstdlib>
 #include <new>

@@ -6,7 +6,8 @@
 
 namespace lowbit {
 
-enum class Scratch { activations, tile, count };
+// Two, because the thread that makes a call also works on its tasks. call: what all tasks of a call share. task: what one task needs for itself.
+enum class Scratch { call, task, count };
 
 void* scratch(Scratch slot, std::size_t bytes);
 
