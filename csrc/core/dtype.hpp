@@ -7,6 +7,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "core/bits.hpp"
+
 namespace lowbit {
 
 enum class DType : int8_t { float32, bfloat16, float16, float64, uint8, int8, int32, int64, boolean, other };
@@ -28,9 +30,6 @@ constexpr std::string_view name_of(DType dtype) {
 constexpr bool is_activation(DType dtype) {
   return dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16;
 }
-
-// always_inline: these headers are also compiled with AVX-512 flags, and a weak copy of that must never be linked for an old CPU.
-#define LOWBIT_INLINE [[gnu::always_inline]] inline
 
 LOWBIT_INLINE float float_from_bits(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 LOWBIT_INLINE uint32_t bits_of_float(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }

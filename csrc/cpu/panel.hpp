@@ -2,15 +2,11 @@
 // Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
 #pragma once
 
-#include <type_traits>
-
+#include "cpu/loops.hpp"
 #include "formats/format.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-LOWBIT_INLINE constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-LOWBIT_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // One panel's sections.
 struct PanelView {
@@ -112,14 +108,6 @@ LOWBIT_INLINE constexpr int shift_of(int at) { return kFormat == Format::int4 ? 
 // What value() returns is code - this.
 template <Format kFormat>
 constexpr float kValueZero = kFormat == Format::int8 ? 128.0f : 0.0f;
-
-template <int kCount, class F>
-LOWBIT_INLINE void unroll(F&& f) {
-  if constexpr (kCount > 0) {
-    unroll<kCount - 1>(f);
-    f(std::integral_constant<int, kCount - 1>{});
-  }
-}
 
 // Scale of group g without the column's part, and its zero point.
 LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) { return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f); }

@@ -25,8 +25,6 @@ inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 
 LOWBIT_INLINE constexpr bool is_float(Format format) { return format <= Format::float16; }
 LOWBIT_INLINE constexpr int bits(Format format) { return format == Format::float32 ? 32 : format == Format::int8 ? 8 : format == Format::int4 ? 4 : 16; }
-LOWBIT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-LOWBIT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Unsigned code that decodes to zero in a symmetric format.
 LOWBIT_INLINE constexpr int symmetric_zero(Format format) { return format == Format::int8 ? 128 : 8; }

@@ -4,7 +4,8 @@
 #pragma once
 
 #include "core/tensor_view.hpp"
-#include "cpu/linear/schedule.hpp"
+#include "core/parallel.hpp"
+#include "cpu/loops.hpp"
 #include "cpu/score_program/vm.hpp"
 #include "cpu/simd/double.hpp"
 

@@ -2,7 +2,7 @@
 // Moments between codes and float32, 32 elements at a time. The scale of a block is its largest value, so the whole block is known before a code is written.
 #pragma once
 
-#include "cpu/panel.hpp"
+#include "cpu/loops.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
 #include "formats/state_codes.hpp"

@@ -9,7 +9,7 @@
 #include "core/random.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/optim/moment.hpp"
-#include "cpu/panel.hpp"
+#include "cpu/loops.hpp"
 #include "ops/optim.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arithmetic on sizes. No std, and force-inlined: kernels of every instruction set and source text of devices include it, and a weak copy compiled
+// with AVX-512 must never be linked for an old CPU.
+#pragma once
+
+#include <cstdint>
+
+#define LOWBIT_INLINE [[gnu::always_inline]] inline
+
+namespace lowbit {
+
+LOWBIT_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+LOWBIT_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+LOWBIT_INLINE constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+LOWBIT_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace lowbit
