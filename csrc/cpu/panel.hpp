@@ -72,42 +72,30 @@ LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g, int64_t step) 
 
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group
 
-// A format's unit: kBytes of codes that hold kValues values of each of the 16 columns; kPerTile units make a tile of 64 k. value<at>() is value
-// number `at` as float32, possibly times a power of two (shift_of) and without its zero point (kValueZero).
-template <Format kFormat> struct Unit;
-
-template <> struct Unit<Format::float32> {
-  static constexpr int kValues = 1, kBytes = 64, kPerTile = 64;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
-};
-template <> struct Unit<Format::float16> {
-  static constexpr int kValues = 1, kBytes = 32, kPerTile = 64;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
-};
-template <> struct Unit<Format::bfloat16> {
-  static constexpr int kValues = 2, kBytes = 64, kPerTile = 32;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return bf16_pair_value<at>(load_codes(p)); }
-};
-template <> struct Unit<Format::int8> {
-  static constexpr int kValues = 4, kBytes = 64, kPerTile = 16;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return int8_value<at>(load_codes(p)); }
-};
-template <> struct Unit<Format::int4> {
-  static constexpr int kValues = 8, kBytes = 64, kPerTile = 8;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return int4_value<at>(load_codes(p)); }
+// How codecs read 16 columns (formats/codec.hpp).
+struct Lanes {
+  LOWBIT_INLINE static f32x16 float32(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
+  LOWBIT_INLINE static f32x16 float16(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+  LOWBIT_INLINE static u8x64 codes(const uint8_t* p) { return load_codes(p); }
+  LOWBIT_INLINE static constexpr int int4_shift(int at) { return cpu::LOWBIT_ISA_NAME::int4_shift(at); }
 };
 
-// Where value `at` of unit `unit` stands in the 64 k of its tile, and the power of two that it carries.
+// A codec, and what follows from it: units of a tile of 64 k.
 template <Format kFormat>
-LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) {
-  return kFormat == Format::int4 ? unit * 4 + at / 2 + at % 2 * 32 : unit * Unit<kFormat>::kValues + at;
-}
+struct Unit : codec_of<kFormat> {
+  using Codec = codec_of<kFormat>;
+  static constexpr int kValues = Codec::unit_values, kBytes = Codec::unit_bytes, kPerTile = kTileK / Codec::unit_values;
+  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return Codec::template value<at, Lanes>(p); }
+};
+
 template <Format kFormat>
-LOWBIT_INLINE constexpr int shift_of(int at) { return kFormat == Format::int4 ? int4_shift(at) : 0; }
+LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) { return codec_of<kFormat>::k_of(unit, at); }
+template <Format kFormat>
+LOWBIT_INLINE constexpr int shift_of(int at) { return codec_of<kFormat>::template shift<Lanes>(at); }
 
 // What value() returns is code - this.
 template <Format kFormat>
-constexpr float kValueZero = kFormat == Format::int8 ? 128.0f : 0.0f;
+constexpr float kValueZero = codec_of<kFormat>::value_zero;
 
 // Scale of group g without the column's part, and its zero point.
 LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) { return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f); }
@@ -123,7 +111,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
   f32x16 scale[2] = {set1(1.0f), set1(1.0f)}, offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
-  const bool scaled = kFormat != Format::int8 || view.group_scale || view.zero;  // int8 per channel: the values are final
+  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale || view.zero;  // int8 per channel: the values are final
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int half = 0; half < 2; half++) {

@@ -64,9 +64,9 @@ struct StreamSums {
 
 // Adds one half (32 k) of a tile. Values of int4 alternate between the halves, those of the other formats follow one another.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half, Ahead<kFormat == Format::int4 && kStreamFour>& next, StreamSums<kRows>& sums) {
+LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half, Ahead<bits(kFormat) == 4 && kStreamFour>& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
-  constexpr bool kInt4 = kFormat == Format::int4;
+  constexpr bool kInt4 = bits(kFormat) == 4;
   constexpr int kUnits = kInt4 ? U::kPerTile : U::kPerTile / 2, kValues = kInt4 ? U::kValues / 2 : U::kValues;
   const uint8_t* codes = panel.codes + (kInt4 ? half / 2 : half) * kUnits * U::kBytes;
   constexpr int kStep = kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
@@ -92,7 +92,7 @@ template <Format kFormat, int kRows>
 void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
   const PanelView view = view_panel(spec, args.weight, panel);
-  Ahead<kFormat == Format::int4 && kStreamFour> next(spec, view, view.bytes);
+  Ahead<bits(kFormat) == 4 && kStreamFour> next(spec, view, view.bytes);
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
     x[r] = rows.values + (row + r) * rows.stride;
@@ -107,7 +107,7 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
-      fetch_group<kFormat == Format::int4 && kStreamFour>(view, g, view.bytes);
+      fetch_group<bits(kFormat) == 4 && kStreamFour>(view, g, view.bytes);
       const f32x16 w_scale = scale_of(view, g), w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++) result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }

@@ -81,10 +81,10 @@ void interleave(const PlainPanel& plain, uint8_t* out) {
     std::memcpy(&codes, plain.codes + column * padded + k, 4);
     return codes;
   };
-  for (int64_t k = 0; k < padded; k += spec.format == Format::int4 && k % 64 == 28 ? 36 : 4)
+  for (int64_t k = 0; k < padded; k += bits(spec.format) == 4 && k % 64 == 28 ? 36 : 4)
     for (int64_t column = 0; column < 16; column++, out += 4) {
       uint32_t codes = four(column, k);
-      if (spec.format == Format::int4) codes |= four(column, k + 32) << 4;
+      if (bits(spec.format) == 4) codes |= four(column, k + 32) << 4;
       std::memcpy(out, &codes, 4);
     }
 }
@@ -150,15 +150,9 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
       alignas(64) float w[16];
       store(w, load_as_float(args.weight.data, args.weight.dtype, (index * 16 + column) * spec.k + k, count));
       for (int64_t i = 0; i < count; i++) {
-        uint8_t* to = panel + code_position(kFormat, column, k + i).byte;
-        float back = w[i];
-        if constexpr (kFormat == Format::float32) {
-          std::memcpy(to, &w[i], 4);
-        } else {
-          const uint16_t half = kFormat == Format::bfloat16 ? bfloat16_from_float(w[i]) : float16_from_float(w[i]);
-          std::memcpy(to, &half, 2);
-          back = kFormat == Format::bfloat16 ? float_from_bfloat16(half) : float_from_float16(half);
-        }
+        const auto code = codec_of<kFormat>::encode(w[i]);
+        const float back = codec_of<kFormat>::decode(code);
+        std::memcpy(panel + code_position<kFormat>(column, k + i).byte, &code, sizeof(code));
         sums.signal += static_cast<double>(w[i]) * w[i];
         sums.noise += static_cast<double>(w[i] - back) * (w[i] - back);
       }
@@ -166,16 +160,12 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
   return sums;
 }
 
+template <Format kFormat>
 Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
   uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
   std::memset(panel, 0, spec.panel_bytes());
-  switch (spec.format) {
-    case Format::float32: return pack_float_panel<Format::float32>(args, index, panel);
-    case Format::bfloat16: return pack_float_panel<Format::bfloat16>(args, index, panel);
-    case Format::float16: return pack_float_panel<Format::float16>(args, index, panel);
-    default: break;
-  }
+  if constexpr (is_float(kFormat)) return pack_float_panel<kFormat>(args, index, panel);
   const int64_t padded = spec.padded_k();
   float* x = static_cast<float*>(scratch(Scratch::task, padded * 4 + PlainPanel::bytes(spec)));
   const PlainPanel plain(spec, x + padded);
@@ -213,6 +203,7 @@ void pack_panel(const PackArgs& args, int64_t index) {
   interleave(plain, panel + spec.codes_at());
 }
 
+template <Format kFormat>
 void unpack_panel(const UnpackArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
   const uint8_t* panel = args.packed.as<const uint8_t>() + index * spec.panel_bytes();
@@ -227,9 +218,9 @@ void unpack_panel(const UnpackArgs& args, int64_t index) {
         args.zero.as<float>()[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column]) : static_cast<float>(symmetric_zero(spec.format));
     }
     for (int64_t k = 0; k < spec.k; k++) {
-      const CodePosition at = code_position(spec.format, column, k);
+      const CodePosition at = code_position<kFormat>(column, k);
       const uint8_t byte = view.codes[at.byte];
-      args.codes.as<uint8_t>()[row * spec.k + k] = spec.format == Format::int8 ? byte : at.high ? byte >> 4 : byte & 15;
+      args.codes.as<uint8_t>()[row * spec.k + k] = bits(kFormat) == 8 ? byte : at.high ? byte >> 4 : byte & 15;
     }
   }
 }
@@ -249,23 +240,18 @@ void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   }
 }
 
-void dequantize_any(const DequantizeArgs& args, int64_t index) {
-  switch (args.spec.format) {
-    case Format::float32: return dequantize_panel<Format::float32>(args, index);
-    case Format::bfloat16: return dequantize_panel<Format::bfloat16>(args, index);
-    case Format::float16: return dequantize_panel<Format::float16>(args, index);
-    case Format::int8: return dequantize_panel<Format::int8>(args, index);
-    case Format::int4: return dequantize_panel<Format::int4>(args, index);
-  }
-}
-
+// body.operator()<Format>(panel) for every panel, in parallel.
 template <class Body>
-LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) { parallel_for(spec.panels(), num_threads(), body); }
+LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
+  with_format(spec.format, [&]<Format kFormat>() {
+    parallel_for(spec.panels(), num_threads(), [&](int64_t panel) { body.template operator()<kFormat>(panel); });
+  });
+}
 
 void run_quantize(const QuantizeArgs& args) {  // distortions are summed in the order of the panels: the same for any number of threads
   const int64_t panels = args.spec.panels();
   Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
-  for_each_panel(args.spec, [&](int64_t panel) { sums[panel] = quantize_panel(args, panel); });
+  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { sums[panel] = quantize_panel<kFormat>(args, panel); });
   *args.distortion = {};
   for (int64_t panel = 0; panel < panels; panel++) args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
 }
@@ -275,15 +261,17 @@ void run_pack(const PackArgs& args) {
   const int highest = code_max(args.spec.format);
   for (int64_t i = 0; highest < 255 && i < args.codes.numel(); i++)
     if (codes[i] > highest) refuse_code(codes[i], highest);
-  for_each_panel(args.spec, [&](int64_t panel) { pack_panel(args, panel); });
+  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { pack_panel(args, panel); });
 }
 
 void run_unpack(const UnpackArgs& args) {
-  for_each_panel(args.spec, [&](int64_t panel) { unpack_panel(args, panel); });
+  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) {
+    if constexpr (!is_float(kFormat)) unpack_panel<kFormat>(args, panel);
+  });
 }
 
 void run_dequantize(const DequantizeArgs& args) {
-  for_each_panel(args.spec, [&](int64_t panel) { dequantize_any(args, panel); });
+  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { dequantize_panel<kFormat>(args, panel); });
 }
 
 constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
