@@ -46,19 +46,20 @@ LOWBIT_INLINE constexpr auto with_format(Format format, Body&& body) {
   __builtin_unreachable();
 }
 
-// What a caller asks of a format that is only known now.
-struct FormatFacts {
-  int bits;
-  bool is_float;
-  int zero, code_max;
-};
-#define LOWBIT_FORMAT(name, Codec) {Codec::bits, Codec::is_float, Codec::zero, Codec::code_max},
-inline constexpr FormatFacts kFormatFacts[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
+// What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
+#define LOWBIT_FORMAT(name, Codec) case Format::name: return Codec::LOWBIT_FACT;
+#define LOWBIT_FACT bits
+LOWBIT_INLINE constexpr int bits(Format format) { switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) } __builtin_unreachable(); }
+#undef LOWBIT_FACT
+#define LOWBIT_FACT is_float
+LOWBIT_INLINE constexpr bool is_float(Format format) { switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) } __builtin_unreachable(); }
+#undef LOWBIT_FACT
+#define LOWBIT_FACT zero  // the unsigned code that decodes to zero in a symmetric format
+LOWBIT_INLINE constexpr int symmetric_zero(Format format) { switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) } __builtin_unreachable(); }
+#undef LOWBIT_FACT
+#define LOWBIT_FACT code_max
+LOWBIT_INLINE constexpr int code_max(Format format) { switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) } __builtin_unreachable(); }
+#undef LOWBIT_FACT
 #undef LOWBIT_FORMAT
-
-LOWBIT_INLINE constexpr int bits(Format format) { return kFormatFacts[static_cast<int>(format)].bits; }
-LOWBIT_INLINE constexpr bool is_float(Format format) { return kFormatFacts[static_cast<int>(format)].is_float; }
-LOWBIT_INLINE constexpr int symmetric_zero(Format format) { return kFormatFacts[static_cast<int>(format)].zero; }
-LOWBIT_INLINE constexpr int code_max(Format format) { return kFormatFacts[static_cast<int>(format)].code_max; }
 
 }  // namespace lowbit
