@@ -52,8 +52,9 @@ Hyper hyper_of(const py::dict& values) {
           .momentum = item(values, "momentum", none.momentum), .dampening = item(values, "dampening", none.dampening)};
 }
 
-void optim_step(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
-          py::handle steps, const py::dict& hyper, py::handle grad_scale, py::handle found_inf, std::optional<int64_t> seed) {
+// Every check of a step; the result points into the tensors of the lists.
+OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
+                  py::handle steps, const py::dict& hyper, py::handle grad_scale, py::handle found_inf, std::optional<int64_t> seed) {
   const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"), inf = optional(found_inf, "optim_step: found_inf");
   OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
   const std::size_t count = py::len(params);
@@ -68,6 +69,10 @@ void optim_step(int64_t rule, int64_t state_format, int64_t block_size, py::hand
     step.add(view_of(param_list, i, "optim_step: params"), view_of(grad_list, i, "optim_step: grads"), view_of(step_list, i, "optim_step: steps"),
              moment.data(), block_scale.data());
   }
+  return step;
+}
+
+void take(OptimStep& step) {
   const py::gil_scoped_release nogil;
   step.run();
 }
@@ -88,9 +93,7 @@ void decode(py::handle codes, py::handle scale, int64_t state_format, bool is_si
 
 void register_optim(py::module_& m) {
   using py::arg;
-  m.def("optim_step", optim_step, arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"),
-        arg("steps"), arg("hyper"), arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none(),
-        R"(One optimizer step over lists of tensors, in place.
+  py::class_<OptimStep>(m, "OptimStep", R"(A step over lists of tensors, checked; ``run`` takes it, in place.
 
 Args:
     rule, state_format: ``OPTIM_RULES``, ``STATE_FORMATS``.
@@ -103,7 +106,13 @@ Args:
     hyper: lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, nesterov, momentum, dampening; absent means 0.
     grad_scale: one float32: gradients are divided by it, and written back.
     found_inf: one float32: if not 0, nothing is done.
-    seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.)");
+    seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.
+
+The lists are kept, and must not change before ``run``.)")
+      .def(py::init(&prepare), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 9>(),
+           arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
+           arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none())
+      .def("run", &take, "Take the step.");
   m.def("encode_state", encode, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
         "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the scale nan.");
   m.def("decode_state", decode, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),

@@ -25,8 +25,9 @@ StateFormat state_format(std::string_view op, int64_t format, int64_t block_size
   return static_cast<StateFormat>(format);
 }
 
-// Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends.
+// Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without elements no stride means anything.
 bool is_dense(const TensorView& view) {
+  if (view.numel() == 0) return true;
   std::array<int, TensorView::kMaxRank> order;
   int count = 0;
   for (int i = 0; i < view.rank; i++)
@@ -42,8 +43,9 @@ bool is_dense(const TensorView& view) {
 
 bool same_order(const TensorView& a, const TensorView& b) {
   if (a.rank != b.rank) return false;
+  const bool empty = a.numel() == 0;
   for (int i = 0; i < a.rank; i++)
-    if (a.shape[i] != b.shape[i] || (a.shape[i] != 1 && a.stride[i] != b.stride[i])) return false;
+    if (a.shape[i] != b.shape[i] || (!empty && a.shape[i] != 1 && a.stride[i] != b.stride[i])) return false;
   return true;
 }
 

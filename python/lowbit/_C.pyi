@@ -103,20 +103,24 @@ def linear(
     add: _Tensor | None = None,
 ) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
-def optim_step(
-    rule: int,
-    state_format: int,
-    block_size: int,
-    params: Sequence[_Tensor],
-    grads: Sequence[_Tensor],
-    states: Sequence[Sequence[_Tensor]],
-    scales: Sequence[Sequence[_Tensor]],
-    steps: Sequence[_Tensor],
-    hyper: dict[str, float | bool],
-    grad_scale: _Tensor | None = None,
-    found_inf: _Tensor | None = None,
-    seed: int | None = None,
-) -> None: ...
+class OptimStep:
+    def __init__(
+        self,
+        rule: int,
+        state_format: int,
+        block_size: int,
+        params: Sequence[_Tensor],
+        grads: Sequence[_Tensor],
+        states: Sequence[Sequence[_Tensor]],
+        scales: Sequence[Sequence[_Tensor]],
+        steps: Sequence[_Tensor],
+        hyper: dict[str, float | bool],
+        grad_scale: _Tensor | None = None,
+        found_inf: _Tensor | None = None,
+        seed: int | None = None,
+    ) -> None: ...
+    def run(self) -> None: ...
+
 def encode_state(
     values: _Tensor, state_format: int, is_signed: bool, block_size: int, codes: _Tensor, scale: _Tensor
 ) -> None: ...

@@ -256,7 +256,7 @@ def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "
 STATE_FORMATS = ("float32", "bfloat16", "dynamic8", "dynamic4", "float8")
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True, "maximize": False,
          "amsgrad": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}  # fmt: skip
-"""Arguments of every rule of `_C.optim_step`; a rule reads those that it knows."""
+"""Arguments of every rule of `_C.OptimStep`; a rule reads those that it knows."""
 
 
 @dataclass(slots=True)
@@ -323,13 +323,13 @@ def moments_of(rule: str, hyper: Mapping[str, float]) -> int:
 def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[list[Moment]], steps: list[Tensor],
               hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None, grad_scale: Tensor | None = None,
               found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
-    """Run `_C.optim_step` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row`` ran."""
+    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row`` ran."""
     states = [[moment.state for moment in each] for each in moments]
     scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
     previous = _C.force_kernel(row)
     try:
-        _C.optim_step(_C.OPTIM_RULES[rule], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
-                      grad_scale, found_inf, seed)  # fmt: skip
+        _C.OptimStep(_C.OPTIM_RULES[rule], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
+                     grad_scale, found_inf, seed).run()  # fmt: skip
     finally:
         _C.force_kernel(previous)
     if row is not None and _C.last_kernel("optim") != row:

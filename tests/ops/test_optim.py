@@ -403,5 +403,5 @@ def test_bad_arguments_say_what_was_wanted_and_change_nothing(change: str, error
     kept = [params[0], params[0].clone(), steps[0]]
     exec(change)
     with pytest.raises(error, match=rf"optim_step: {text}"):
-        _C.optim_step(params=params, grads=grads, states=states, scales=scales, steps=steps, **rest)
+        _C.OptimStep(params=params, grads=grads, states=states, scales=scales, steps=steps, **rest).run()
     assert torch.equal(kept[0], kept[1]) and kept[2] == 0

@@ -23,7 +23,7 @@ class _Lion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(group["lr"] * (beta1 * average + (1 - beta1) * p.grad).sign())

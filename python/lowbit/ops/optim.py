@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step over lists of tensors, in place: `_C.optim_step` in eager mode, and an opaque op for torch.compile.
+"""Optimizer steps over lists of tensors, in place: `_C.OptimStep` in eager mode, and an opaque op for torch.compile.
 
 The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost does not count.
 """
@@ -35,35 +35,56 @@ class StepLists:
     steps: list[Tensor] = field(default_factory=list)
 
 
-def optim_step(
-    rule: str,
-    state_format: str,
-    block_size: int,
-    lists: StepLists,
-    lr: float | Tensor,
-    hyper: dict[str, float | bool],
-    *,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """Step every parameter of ``lists`` by ``rule``, keeping moments in ``state_format`` (names of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`).
+@dataclass(slots=True)
+class Step:
+    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`)."""
+
+    rule: str
+    state_format: str
+    block_size: int
+    lists: StepLists
+    lr: float | Tensor
+    hyper: dict[str, float | bool]
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    seed: int | None = None
+
+    def take_compiled(self) -> None:
+        """Put the op into the graph that is being traced."""
+        lists, lr = self.lists, self.lr
+        torch.ops.lowbit.optim_step_(
+            _C.OPTIM_RULES[self.rule], _C.STATE_FORMATS[self.state_format], self.block_size,
+            lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps,
+            lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64, device="cpu"),
+            [float(self.hyper.get(name, 0.0)) for name in HYPER], self.grad_scale, self.found_inf, self.seed,
+        )  # fmt: skip
+
+    def checked(self) -> _C.OptimStep:
+        """Return the step after all of its checks."""
+        lists = self.lists
+        return _C.OptimStep(
+            _C.OPTIM_RULES[self.rule], _C.STATE_FORMATS[self.state_format], self.block_size,
+            lists.params, lists.grads, lists.states, lists.scales, lists.steps,
+            {"lr": float(self.lr), **self.hyper}, self.grad_scale, self.found_inf, self.seed,
+        )  # fmt: skip
+
+
+def take(steps: Sequence[Step]) -> None:
+    """Take all steps.
 
     Raises:
-        TypeError, ValueError: a tensor with the wrong dtype, shape or strides; nothing is changed.
+        TypeError, ValueError: a tensor with the wrong dtype, shape or strides; nothing is changed by any step.
     """
-    numbers = _C.OPTIM_RULES[rule], _C.STATE_FORMATS[state_format], block_size
     if torch.compiler.is_compiling():
-        lr_tensor = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
-        torch.ops.lowbit.optim_step_(
-            *numbers, lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps, lr_tensor,
-            [float(hyper.get(name, 0.0)) for name in HYPER], grad_scale, found_inf, seed,
-        )  # fmt: skip
+        for step in steps:
+            step.take_compiled()
         return
-    _C.optim_step(
-        *numbers, lists.params, lists.grads, lists.states, lists.scales, lists.steps, {"lr": float(lr), **hyper}, grad_scale, found_inf, seed
-    )
-    torch.autograd.graph.increment_version(lists.params)
+    for ready in [step.checked() for step in steps]:
+        ready.run()
+    for step in steps:
+        torch.autograd.graph.increment_version(step.lists.params)
+        if step.grad_scale is not None:  # gradients are unscaled in place
+            torch.autograd.graph.increment_version(step.lists.grads)
 
 
 def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None, found_inf=None, seed=None):
@@ -72,9 +93,9 @@ def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr
         values[name] = bool(values[name])
     values["lr"] = lr.item()
     count = len(params)
-    _C.optim_step(
+    _C.OptimStep(
         rule, state_format, block_size, params, grads, _split(states, count), _split(scales, count), steps, values, grad_scale, found_inf, seed
-    )
+    ).run()
 
 
 def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.optim.base import LowBitOptimizer
+from lowbit.optim.checks import check_number, check_switch
 
 
 class _Adam(LowBitOptimizer):
@@ -20,7 +21,7 @@ class _Adam(LowBitOptimizer):
     eps: added to the denominator.
     weight_decay: AdamW: shrinks the parameter by lr * weight_decay; Adam: is added to the gradient.
     amsgrad: divide by the largest second moment so far.
-    block_size: elements that share a scale, a power of two from 32 to 4096.
+    block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the 4-bit classes (torchao's).
     bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
     options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
 
@@ -30,6 +31,7 @@ class _Adam(LowBitOptimizer):
 
     RULE = "adamw"
     STATE_FORMAT: ClassVar[str]
+    BLOCK_SIZE: ClassVar[int] = 256
     DECOUPLED: ClassVar[bool]
 
     def __init__(
@@ -41,12 +43,13 @@ class _Adam(LowBitOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
-        block_size: int = 256,
+        block_size: int | None = None,
         bf16_stochastic_round: bool = False,
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         options.setdefault("state_format", self.STATE_FORMAT)
+        block_size = self.BLOCK_SIZE if block_size is None else block_size
         super().__init__(
             params, defaults, block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
         )
@@ -63,8 +66,8 @@ class _Adam(LowBitOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if not 0.0 <= group["eps"]:
-            raise ValueError(f"Invalid epsilon value: {group['eps']}")
+        check_number(group["eps"], "epsilon value")
+        check_switch(group["amsgrad"], "amsgrad")
 
 
 class _DecoupledAdam(_Adam):
@@ -114,15 +117,17 @@ class Adam8bit(_CoupledAdam):
 
 
 class AdamW4bit(_DecoupledAdam):
-    """AdamW with 4-bit moments: torchao's maps, a scale per 256 elements, 1.03 bytes a parameter."""
+    """AdamW with 4-bit moments: torchao's maps and blocks, a scale per 128 elements, 1.06 bytes a parameter."""
 
     STATE_FORMAT = "dynamic4"
+    BLOCK_SIZE = 128
 
 
 class Adam4bit(_CoupledAdam):
     """Adam with 4-bit moments, as `AdamW4bit`; weight decay is added to the gradient."""
 
     STATE_FORMAT = "dynamic4"
+    BLOCK_SIZE = 128
 
 
 class AdamWFp8(_DecoupledAdam):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of state dicts: our own, and those of torch, torchao and bitsandbytes for the same rule.
 
-torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every parameter's state is
-read and converted first, passes torch's code inside a `_Held` that it does not look into, and is unpacked after. Options of how
-state is kept (`state_format` and the like) stay those of this optimizer; lr and the rule's options come from the checkpoint.
+torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every param group and every
+parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into, and is unpacked after.
+Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and the rule's options come from the checkpoint.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit.optim import sharding
-from lowbit.optim.state_format import allocate, decode, encode, has_codes, nibble_bytes, scale_count
+from lowbit.optim import saved_state
+from lowbit.optim.state_format import Layout, decode, encode, has_codes
 
 if TYPE_CHECKING:
     from lowbit.optim.base import LowBitOptimizer
 
+_OF_TORCH = "differentiable"  # which it adds to the defaults at the first load
 _KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic_round", "rounding_seed")
-_BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"  # hides its tensors from FSDP
-_BITSANDBYTES_BLOCK = 256
 
 
 @dataclass(slots=True)
@@ -31,16 +32,7 @@ class _Held:
     """State of one parameter on its way through torch's loader."""
 
     state: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Moment:
-    """One moment as it was saved."""
-
-    values: Tensor
-    scale: Tensor | None
-    state_format: str
-    block_size: int
+    layout: Layout
 
 
 def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
@@ -55,92 +47,86 @@ def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None
 
 
 def _hold(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    call = f"{type(optimizer).__name__}.load_state_dict"
+    _check_outline(state_dict, call)
     saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         return state_dict  # torch's loader says what is wrong
-    state = dict(state_dict["state"])
-    for saved, group in zip(saved_groups, groups, strict=True):
+    _check_keys(state_dict, call)
+    merged = [
+        _merged_group(optimizer, saved, group, f"{call}: param group {number}")
+        for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True))
+    ]
+    state, again = dict(state_dict["state"]), Counter[str]()
+    for saved, new, group in zip(saved_groups, merged, groups, strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state.get(index):
-                state[index] = _Held(_convert(optimizer, group, param, _flat(state[index]), saved, f"parameter {index}"))
-    merged = [
-        {**saved, **{name: group[name] for name in _KEPT_OPTIONS}} for saved, group in zip(saved_groups, groups, strict=True)
-    ]
+                entry = saved_state.Entry(optimizer, saved, new, param, state[index], f"{call}: parameter {index}")
+                if held := _convert(optimizer, entry, again):
+                    state[index] = held
+                else:
+                    del state[index]
+    for change, count in again.items():
+        warnings.warn(f"{call}: {count} moments are encoded again, {change}", stacklevel=2)
     return {**state_dict, "state": state, "param_groups": merged}
+
+
+def _check_outline(state_dict: Any, call: str) -> None:
+    """Raise ValueError unless this is a state dict: groups that list parameters, and states."""
+    groups, state = (state_dict.get(name) if isinstance(state_dict, dict) else None for name in ("param_groups", "state"))
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise ValueError(f"{call}: state_dict must have a list param_groups and a dict state")
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"{call}: param group {number} must be a dict with a list params")
+
+
+def _check_keys(state_dict: dict[str, Any], call: str) -> None:
+    """Raise ValueError unless every parameter is listed once, and every state is a dict of one of those."""
+    listed = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if len(set(listed)) != len(listed):
+        raise ValueError(f"{call}: params of param_groups must name every parameter once, got {listed}")
+    for index, entry in state_dict["state"].items():
+        if index not in set(listed):
+            raise ValueError(f"{call}: state is for parameters that param_groups list, got {index!r}")
+        if not isinstance(entry, dict):
+            raise ValueError(f"{call}: state of parameter {index} must be a dict, got {type(entry).__name__}")
+
+
+def _merged_group(optimizer: LowBitOptimizer, saved: dict[str, Any], group: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return what a param group becomes."""
+    is_ours = "state_format" in saved
+    try:
+        given = saved if is_ours else saved_state.options_of(saved, optimizer.RULE)
+        defaults = {name: value for name, value in optimizer.defaults.items() if name != _OF_TORCH}
+        needed = [name for name in defaults if is_ours or name in ("lr", "weight_decay", "betas", "momentum")]
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"no {', '.join(missing)}, got {sorted(map(str, saved))}")
+        optimizer._check_group({**defaults, **given})
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    return {**defaults, **given, **{name: group[name] for name in _KEPT_OPTIONS}}
+
+
+def _convert(optimizer: LowBitOptimizer, entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
+    """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped; count what loses by it."""
+    moments = saved_state.read(entry)
+    if moments is None:
+        return None
+    layout, converted = optimizer._layout(entry.group, entry.param), {}
+    for name, moment in moments.items():
+        values, scale = moment.values, moment.scale
+        if moment.layout != layout:
+            if has_codes(moment.layout.state_format) and has_codes(layout.state_format):
+                again[f"from {moment.layout} to {layout}"] += 1
+            values, scale = encode(decode(values, scale, moment.layout, moment.is_signed), layout, moment.is_signed)
+        converted |= optimizer._stored(entry.param, name, values, scale, layout)
+    return _Held({"step": torch.tensor(entry.step(), dtype=torch.float32, device="cpu"), **converted}, layout)
 
 
 def _release(optimizer: LowBitOptimizer) -> None:
     for param, held in optimizer.state.items():
         if isinstance(held, _Held):
             optimizer.state[param] = held.state
-
-
-def _flat(entry: dict[str, Any]) -> dict[str, Any]:
-    return {**entry, **entry.get(_BITSANDBYTES_NESTED, {})}
-
-
-def _convert(
-    optimizer: LowBitOptimizer, group: dict[str, Any], param: Tensor, entry: dict[str, Any], saved: dict[str, Any], what: str
-) -> dict[str, Any]:
-    """Return the state of one parameter in the format that it has in this optimizer."""
-    local, block_size = sharding.local(param).detach(), group["block_size"]
-    wanted = optimizer._format_of(group, param)
-    found = {}
-    for position, (name, is_signed) in enumerate(optimizer._moments({**saved, **{"amsgrad": saved.get("amsgrad", False)}}).items(), 1):
-        moment = _read(entry, name, position, local, saved, f"{type(optimizer).__name__}.load_state_dict: {what}")
-        if moment is None:
-            return {}
-        if moment.state_format == wanted and (moment.scale is None or moment.block_size == block_size):
-            values, scale = allocate(local, wanted, block_size)
-            values.copy_(moment.values.view(values.shape))
-            if scale is not None:
-                scale.copy_(moment.scale)
-        else:
-            as_float = decode(moment.values, moment.scale, local, moment.state_format, is_signed, moment.block_size)
-            values, scale = encode(as_float, wanted, is_signed, block_size)
-        found.update(optimizer._stored(param, name, values, scale, wanted, block_size))
-    return {"step": torch.tensor(float(entry.get("step", 1.0))), **found}
-
-
-def _read(entry: dict[str, Any], name: str, position: int, local: Tensor, saved: dict[str, Any], what: str) -> _Moment | None:
-    """Find one moment in the state of a parameter, whoever saved it; None where it was never used."""
-    if f"state{position}" in entry:  # bitsandbytes
-        values, scale = entry[f"state{position}"], entry.get(f"absmax{position}")
-        moment = _Moment(values, scale, "float32" if scale is None else "dynamic8", _BITSANDBYTES_BLOCK)
-    elif name not in entry:
-        raise ValueError(f"{what} has no {name}, got {sorted(entry)}")
-    elif entry[name] is None:
-        return None
-    else:
-        values = sharding.local(entry[name])
-        if hasattr(values, "codes"):  # torchao
-            moment = _of_torchao(values, local)
-        elif f"{name}_scale" in entry:
-            state_format, block_size = saved["state_format"], saved["block_size"]
-            scale = sharding.local_scale(entry[f"{name}_scale"], local, block_size)
-            moment = _Moment(sharding.local_state(values, local, state_format), scale, state_format, block_size)
-        else:
-            moment = _Moment(values, None, "bfloat16" if values.dtype == torch.bfloat16 else "float32", 0)
-    _check_size(moment, local, f"{what}: {name}")
-    return moment
-
-
-def _of_torchao(state: Any, local: Tensor) -> _Moment:
-    codes, scale = state.codes, state.scale
-    if codes.dtype == torch.float8_e4m3fn:
-        state_format, codes = "float8", codes.view(torch.uint8)
-    else:
-        state_format = "dynamic4" if codes.numel() < local.numel() else "dynamic8"
-    return _Moment(codes, scale, state_format, local.numel() // max(1, scale.numel()))
-
-
-def _check_size(moment: _Moment, local: Tensor, what: str) -> None:
-    wanted = nibble_bytes(local.numel()) if moment.state_format == "dynamic4" else local.numel()
-    if moment.values.numel() != wanted:
-        raise ValueError(f"{what} must have {wanted} entries for a parameter of shape {list(local.shape)}, got {moment.values.numel()}")
-    if moment.scale is not None and moment.scale.numel() != scale_count(local.numel(), moment.block_size):
-        raise ValueError(
-            f"{what} must have {scale_count(local.numel(), moment.block_size)} scales of {moment.block_size} elements, got {moment.scale.numel()}"
-        )
-    if has_codes(moment.state_format) and moment.values.dtype != torch.uint8:
-        raise ValueError(f"{what} must have uint8 codes, got {moment.values.dtype}")
+            optimizer._layouts[param] = held.layout
+    optimizer._layouts = {param: layout for param, layout in optimizer._layouts.items() if param in optimizer.state}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lowbit.optim.base import LowBitOptimizer
+from lowbit.optim.checks import check_number, check_switch
 
 
 class SGD8bit(LowBitOptimizer):
@@ -57,7 +58,8 @@ class SGD8bit(LowBitOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if not 0.0 <= group["momentum"]:
-            raise ValueError(f"Invalid momentum value: {group['momentum']}")
+        check_number(group["momentum"], "momentum value")
+        check_number(group["dampening"], "dampening value", signed=True)
+        check_switch(group["nesterov"], "nesterov")
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowbit.optim.state_format import nibble_bytes, scale_count
+from lowbit.optim.state_format import Layout, nibble_bytes
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -62,12 +62,11 @@ def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Te
     return DTensor.from_local(row, param.device_mesh, placements, run_check=False, shape=torch.Size((shards, width)), stride=(width, 1))
 
 
-def local_state(state: Tensor, param: Tensor, state_format: str) -> Tensor:
-    """Return the values or codes of a local parameter."""
-    state = local(state)
-    return state if state_format != "dynamic4" else state.view(-1)[: nibble_bytes(param.numel())]
-
-
-def local_scale(scale: Tensor, param: Tensor, block_size: int) -> Tensor:
-    """Return the scales of a local parameter."""
-    return local(scale).view(-1)[: scale_count(param.numel(), block_size)]
+def local_moment(values: Tensor, scale: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Return values or codes and scales of a local parameter: the tensors themselves, of DTensors views of what is there."""
+    if not is_dtensor(values):
+        return values, scale
+    values = local(values)
+    if layout.state_format == "dynamic4":
+        values = values.view(-1)[: nibble_bytes(layout.numel)]
+    return values, None if scale is None else local(scale).view(-1)[: layout.scales]

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments in memory: allocate, encode, decode. What the codes mean: docs/formats.md."""
+"""Moments in memory: their layout, allocate, encode, decode. What the codes mean: docs/ops/optim.md."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,36 +31,80 @@ def nibble_bytes(numel: int) -> int:
     return (numel + 1) // 2
 
 
-def allocate(param: Tensor, state_format: str, block_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return a moment of zeros for a (local) parameter: values or codes, and float32 ``[blocks]`` scales or None.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the moments of one (local) parameter lie in memory: blocks are of elements that follow each other there.
 
-    Values and 8-bit codes have the shape and strides of ``param``, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The memory is
+    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions of size 1.
+    ``block_size`` is 0 where there are no scales.
+    """
+
+    state_format: str
+    block_size: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, state_format: str, block_size: int) -> Layout:
+        """Return the layout of moments in the memory order of ``tensor``, which may have gaps."""
+        stride = None
+        if not tensor.is_contiguous() and not (dense := torch.empty_like(tensor, device="meta")).is_contiguous():
+            stride = tuple(0 if size == 1 else step for size, step in zip(tensor.shape, dense.stride(), strict=True))
+        return cls(state_format, block_size if has_codes(state_format) else 0, tuple(tensor.shape), stride)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of values or codes."""
+        return _FLOATS.get(self.state_format, torch.uint8)
+
+    @property
+    def scales(self) -> int:
+        """How many there are."""
+        return scale_count(self.numel, self.block_size) if self.block_size else 0
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the parameter's shape in its memory order."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu")
+
+    def __str__(self) -> str:
+        order = "" if self.stride is None else f", strides {list(self.stride)}"
+        return self.state_format + (f" in blocks of {self.block_size}" if self.block_size else "") + order
+
+
+def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Return a moment of zeros: values or codes, and float32 ``[blocks]`` scales or None.
+
+    Values and 8-bit codes have the shape and order of the parameter, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The memory is
     touched here, so that the first step is as fast as the others.
     """
-    numel = param.numel()
-    if not has_codes(state_format):
-        return torch.empty_like(param, dtype=_FLOATS[state_format], requires_grad=False).zero_(), None
-    if state_format == "dynamic4":
-        codes = torch.empty(nibble_bytes(numel), dtype=torch.uint8)
+    if layout.state_format == "dynamic4":
+        moment = torch.empty(nibble_bytes(layout.numel), dtype=torch.uint8, device="cpu")
     else:
-        codes = torch.empty_like(param, dtype=torch.uint8, requires_grad=False)
-    return codes.zero_(), torch.empty(scale_count(numel, block_size)).zero_()
+        moment = layout.empty(layout.dtype)
+    scale = torch.zeros(layout.scales, dtype=torch.float32, device="cpu") if layout.block_size else None
+    return moment.zero_(), scale
 
 
-def encode(values: Tensor, state_format: str, is_signed: bool, block_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return codes and scales (or the cast values and None) of a moment given in floating point."""
-    moment, scale = allocate(values, state_format, block_size)
+def encode(values: Tensor, layout: Layout, is_signed: bool) -> tuple[Tensor, Tensor | None]:
+    """Return codes and scales (or the cast values and None) of a moment given in floating point, in any memory order."""
+    moment, scale = allocate(layout)
     if scale is None:
         return moment.copy_(values), None
-    as_float = torch.empty_like(moment, dtype=torch.float32) if state_format != "dynamic4" else torch.empty_like(values, dtype=torch.float32)
-    _C.encode_state(as_float.copy_(values), _C.STATE_FORMATS[state_format], is_signed, block_size, moment, scale)
+    ordered = layout.empty(torch.float32).copy_(values)
+    _C.encode_state(ordered, _C.STATE_FORMATS[layout.state_format], is_signed, layout.block_size, moment, scale)
     return moment, scale
 
 
-def decode(moment: Tensor, scale: Tensor | None, like: Tensor, state_format: str, is_signed: bool, block_size: int) -> Tensor:
-    """Return a moment as float32 in the shape and strides of the parameter ``like``."""
-    values = torch.empty_like(like, dtype=torch.float32, requires_grad=False)
+def decode(moment: Tensor, scale: Tensor | None, layout: Layout, is_signed: bool) -> Tensor:
+    """Return a moment that lies in memory as ``layout`` says as float32 of the parameter's shape."""
+    values = layout.empty(torch.float32)
     if scale is None:
         return values.copy_(moment)
-    _C.decode_state(moment, scale, _C.STATE_FORMATS[state_format], is_signed, block_size, values)
+    _C.decode_state(moment, scale, _C.STATE_FORMATS[layout.state_format], is_signed, layout.block_size, values)
     return values

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step keeps from the one before knows all that it depends on: data, states, options and gradients may change between steps.
+
+The oracle is an optimizer that is made anew for every step and loads the state of the one before: it has nothing kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Case, copies, equal, parameters, run, set_grads, states
+
+from lowbit import optim
+
+
+def fresh(case: Case, optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """A copy of parameters and optimizer with nothing kept from earlier steps."""
+    params = [nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for group in optimizer.param_groups for p in group["params"]]
+    other = case.make(params)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return params, other
+
+
+def check_next_step(case: Case, optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """The next step is that of an optimizer without a past, and what it would save decodes to the same."""
+    other_params, other = fresh(case, optimizer)
+    set_grads(params, other_params, seed=77)
+    optimizer.step()
+    other.step()
+    assert equal(params, other_params)
+    for mine, theirs in zip(states(optimizer), states(other), strict=True):
+        assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def swap_param_data(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[0].data = params[0].data.clone() + 1
+
+
+def same_address_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[0].data.mul_(2)
+
+
+def swap_state_data(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for state in states(optimizer):
+        for value in state.values():
+            value.data = value.data.clone()
+
+
+def swap_state_data_for_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for state in states(optimizer):
+        for name, value in state.items():
+            if name != "step":
+                value.data = value.data.flip(0).contiguous()
+
+
+def new_state_tensors(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for state in states(optimizer):
+        for name in state:
+            state[name] = state[name].clone()
+
+
+def new_state_dicts(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for p in params:
+        optimizer.state[p] = {name: value.clone() for name, value in optimizer.state[p].items()}
+
+
+def state_in_place(optimizer: Any, params: list[nn.Parameter]) -> None:
+    for state in states(optimizer):
+        for name, value in state.items():
+            if "scale" in name:
+                value.mul_(2)
+
+
+def load_its_own(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def load_an_older_one(optimizer: Any, params: list[nn.Parameter]) -> None:
+    older = copy.deepcopy(optimizer.state_dict())
+    run(optimizer, params, 2, seed=3)
+    optimizer.load_state_dict(older)
+
+
+def new_lr(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
+
+
+def new_lr_value(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["lr"] = 0.3
+
+
+def fewer_gradients(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[1].grad = None
+    optimizer.step()
+
+
+def frozen_and_back(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[0].requires_grad_(False)
+    params[0].grad = None
+    optimizer.step()
+    params[0].requires_grad_(True)
+
+
+def another_dtype(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[0].grad = None
+    params[0].data = params[0].data.bfloat16()
+
+
+def other_addresses_of_the_same_size(optimizer: Any, params: list[nn.Parameter]) -> None:
+    kept = params[0].data
+    params[0].data = torch.zeros_like(kept)
+    optimizer.step()
+    params[0].data = kept
+
+
+CHANGES: list[Callable[[Any, list[nn.Parameter]], None]] = [
+    swap_param_data, same_address_other_values, swap_state_data, swap_state_data_for_other_values, new_state_tensors, new_state_dicts, state_in_place,
+    load_its_own, load_an_older_one, new_lr, new_lr_value, fewer_gradients, frozen_and_back, another_dtype, other_addresses_of_the_same_size,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_is_followed(case: Case, change: Callable[[Any, list[nn.Parameter]], None]) -> None:
+    params = parameters()
+    optimizer = case.make(params, lr=0.01)
+    run(optimizer, params, 2)
+    change(optimizer, params)
+    check_next_step(case, optimizer, params)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
+def test_a_copy_steps_its_own_parameters_and_states(case: Case, clone: Any) -> None:
+    params = parameters()
+    optimizer = case.make(params, lr=0.01)
+    run(optimizer, params, 2)
+    before = copies(params)
+    twin_params, twin = clone((params, optimizer))
+    check_next_step(case, twin, twin_params)
+    assert equal(params, before)
+    check_next_step(case, optimizer, params)
+
+
+def test_a_group_that_is_added_or_taken_away(case: Case) -> None:
+    params = parameters()
+    together = case.make(params[:1], lr=0.01)
+    run(together, params[:1], 1)
+    together.add_param_group({"params": params[1:2], "lr": 0.1})
+    together.add_param_group({"params": params[2:]})
+    apart_params = copies(params)
+    apart = [case.make([p], lr=lr) for p, lr in zip(apart_params, (0.01, 0.1, 0.01), strict=True)]
+    apart[0].load_state_dict({"state": {0: together.state_dict()["state"][0]}, "param_groups": [{**together.param_groups[0], "params": [0]}]})
+    for seed, gone in ((5, 0), (6, 1)):
+        if gone:
+            del together.param_groups[0]
+        set_grads(params[gone:], apart_params[gone:], seed=seed)
+        for optimizer in (together, *apart[gone:]):
+            optimizer.step()
+        assert equal(params[gone:], apart_params[gone:])
+    assert len(together._plans) == 2
+
+
+def test_a_parameter_put_in_the_place_of_another_takes_over_its_state(case: Case) -> None:
+    """As scripts do that prune or grow a model."""
+    params = parameters()
+    optimizer = case.make(params, lr=0.01)
+    run(optimizer, params, 2)
+    old, new = params[0], nn.Parameter(params[0].detach().clone())
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"][0] = new
+    params[0] = new
+    check_next_step(case, optimizer, params)
+    assert old not in optimizer._layouts
+
+
+@pytest.mark.parametrize("order", ["channels_last", "transposed"])
+def test_another_memory_order_of_a_parameter_takes_its_moments_along(case: Case, order: str) -> None:
+    """Codes and scales are of elements that follow each other in memory: they are encoded again, as far from torch as before."""
+    values = torch.randn(16, 8, 8, 8)
+    p, q = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    ours, theirs = case.make([p], lr=0.01), case.twin([q], lr=0.01)
+    for seed in range(6):
+        set_grads([p], [q], seed=seed)
+        if seed == 3:
+            p.data = p.data.to(memory_format=torch.channels_last) if order == "channels_last" else p.data.transpose(0, 1).contiguous().transpose(0, 1)
+        if seed == 4:
+            q.grad = q.grad  # the twin keeps its order
+        p.grad = p.grad.contiguous()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours.step()
+        assert bool(caught) == (seed == 3 and any("scale" in name for name in ours.state[p])), seed
+        theirs.step()
+    assert (p - q).norm() <= 2 * case.drift * (q - values).norm() + 1e-4
+    assert not p.is_contiguous() and float(ours.state[p]["step"]) == 6
+
+
+def test_a_parameter_of_another_shape_is_refused_unless_it_never_stepped(case: Case) -> None:
+    p = nn.Parameter(torch.randn(64, 128))
+    optimizer = case.make([p], lr=0.01)
+    p.data = torch.randn(100, 128)
+    run(optimizer, [p], 1)
+    p.grad = None
+    p.data = torch.randn(128, 100)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"the state of a parameter of shape \[100, 128\] does not fit .* of shape \[128, 100\]"):
+        run(optimizer, [p], 1)
+    assert torch.equal(p, before)
+    del optimizer.state[p]
+    run(optimizer, [p], 1)
+    assert not torch.equal(p, before)
+
+
+def test_options_of_the_state_may_change_in_a_group() -> None:
+    p, q = (nn.Parameter(torch.ones(64, 128)) for _ in range(2))
+    ours, theirs = optim.AdamW([p], lr=0.01), torch.optim.AdamW([q], lr=0.01)
+    wanted = [{}, {"state_format": "dynamic8"}, {"state_format": "dynamic4", "block_size": 64}, {"min_8bit_size": 10**6}, {"amsgrad": True}]
+    for seed, options in enumerate(wanted):
+        ours.param_groups[0].update(options)
+        set_grads([p], [q], seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours.step()
+        theirs.step()
+    assert float(ours.state[p]["step"]) == len(wanted)
+    assert ours.state[p]["exp_avg"].dtype == torch.float32 and set(ours.state[p]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    assert (p - q).norm() <= 0.3 * (q - 1).norm()
+
+
+def test_a_state_that_lost_a_moment_is_not_begun_anew() -> None:
+    p = nn.Parameter(torch.randn(64, 128))
+    optimizer = optim.AdamW8bit([p])
+    run(optimizer, [p], 1)
+    del optimizer.state[p]["exp_avg_sq"]
+    with pytest.raises(ValueError, match="the state of a parameter has no exp_avg_sq"):
+        run(optimizer, [p], 1)
+    optimizer = optim.AdamW8bit([p])
+    del optimizer.state[p]["exp_avg_scale"]
+    with pytest.raises(TypeError, match="scales must be .* got NoneType"):
+        run(optimizer, [p], 1)
+
+
+@pytest.mark.parametrize("kind", ["float32", "transposed", "expanded", "negated"])
+def test_gradients_of_another_kind(case: Case, kind: str) -> None:
+    values = torch.randn(64, 128)
+    p, q = (nn.Parameter(values.clone().bfloat16()) for _ in range(2))
+    first, second = case.make([p], lr=0.01), case.make([q], lr=0.01)
+    run(first, [p], 2)
+    run(second, [q], 2)
+    p.grad = q.grad = None
+    grad = {"float32": torch.randn(64, 128), "transposed": torch.randn(128, 64).bfloat16().t(), "expanded": torch.randn(64, 1).bfloat16().expand(64, 128),
+            "negated": torch._neg_view(torch.randn(64, 128).bfloat16())}[kind]  # fmt: skip
+    if kind == "float32":
+        p.grad_dtype = q.grad_dtype = torch.float32
+    p.grad, q.grad = grad, grad.resolve_neg().contiguous()
+    first.step()
+    second.step()
+    assert torch.equal(p, q)
+
+
+def test_gradients_are_let_go_after_a_step(case: Case) -> None:
+    import weakref
+
+    params = parameters()
+    optimizer = case.make(params)
+    run(optimizer, params, 2)
+    grads = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+    assert all(grad() is None for grad in grads)
+
+
+def test_a_step_that_is_refused_changes_no_group() -> None:
+    params = parameters()
+    optimizer = optim.AdamW8bit([{"params": [p]} for p in params])
+    run(optimizer, params, 1)
+    before = copies(params)
+    set_grads(params, seed=2)
+    optimizer.state[params[2]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="must have 19 elements"):
+        optimizer.step()
+    assert equal(params, before) and [float(state["step"]) for state in states(optimizer)] == [1, 1, 1]
+
+
+def test_another_thread_and_two_at_once(case: Case) -> None:
+    pairs = []
+    for _ in range(2):
+        params = parameters()
+        pairs.append((params, case.make(params, lr=0.01)))
+    for params, optimizer in pairs:
+        run(optimizer, params, 1)
+    threads = [threading.Thread(target=run, args=(optimizer, params, 3, 5)) for params, optimizer in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    params = parameters()
+    alone = case.make(params, lr=0.01)
+    run(alone, params, 1)
+    run(alone, params, 3, seed=5)
+    assert equal(params, pairs[0][0]) and equal(params, pairs[1][0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_goes_on_alone(case: Case) -> None:
+    params = parameters()
+    optimizer = case.make(params, lr=0.01)
+    run(optimizer, params, 2)
+    expected_params, expected = copy.deepcopy((params, optimizer))
+    run(expected, expected_params, 1, seed=9)
+    before = copies(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # torch's own fork rule: its OpenMP threads do not exist in a child
+            run(optimizer, params, 1, seed=9)
+            status = 0 if equal(params, expected_params) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert equal(params, before)
