@@ -173,7 +173,7 @@ def _result(name: str, threads: int, count: int, parameters: list[nn.Parameter],
     kernel = ""
     if candidate.ours:
         optimizer.step()
-        kernel = _C.last_kernel("optim")
+        kernel = _C.last_kernel("optim_step")
     return {
         "candidate": candidate.name,
         "problem": name,

@@ -77,16 +77,18 @@ void take(OptimStep& step) {
   step.run();
 }
 
-void encode(py::handle values, int64_t state_format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
+void encode(py::handle values, int64_t format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
   const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"), scales = output(scale, "encode_state: scale");
   const py::gil_scoped_release nogil;
-  encode_state(*from, state_format, is_signed, block_size, *to, *scales);
+  encode_state({.place = place_of(*from), .format = state_format("encode_state", format, block_size), .is_signed = is_signed,
+                .block_size = block_size, .values = *from, .codes = *to, .scale = *scales});
 }
 
-void decode(py::handle codes, py::handle scale, int64_t state_format, bool is_signed, int64_t block_size, py::handle values) {
+void decode(py::handle codes, py::handle scale, int64_t format, bool is_signed, int64_t block_size, py::handle values) {
   const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"), to = output(values, "decode_state: values");
   const py::gil_scoped_release nogil;
-  decode_state(*from, *scales, state_format, is_signed, block_size, *to);
+  decode_state({.place = place_of(*from), .format = state_format("decode_state", format, block_size), .is_signed = is_signed,
+                .block_size = block_size, .codes = *from, .scale = *scales, .values = *to});
 }
 
 }  // namespace

@@ -28,35 +28,36 @@ void for_each_row(Body&& body) {  // body(op, backend, row name)
 #undef LOWBIT_OP
 }
 
-bool names_a_row(std::string_view name) {
-  bool found = false;
-  for_each_row([&](std::string_view, const Backend&, std::string_view row) { found |= row == name; });
-  return found;
+// A row that was asked for by name, and the op that it is a row of: "decode" has a row decode_int8_avx2, and is the beginning of decode_state_float8_avx2.
+struct Forced {
+  std::string op, name;  // both empty: none
+};
+
+Forced forced_row(std::string name, std::string_view from) {
+  std::string op, rows;
+  for_each_row([&](std::string_view row_op, const Backend&, std::string_view row) {
+    if (row == name) op = row_op;
+    rows += concat(rows.empty() ? "" : ", ", row);
+  });
+  check(name.empty() || !op.empty(), ErrorKind::value, from, ": unknown kernel row, got '", name, "', wanted one of ", rows);
+  return {op, std::move(name)};
 }
 
-void check_row(std::string_view name, std::string_view from) {
-  if (name.empty() || names_a_row(name)) return;
-  std::string rows;
-  for_each_row([&](std::string_view, const Backend&, std::string_view row) { rows += concat(rows.empty() ? "" : ", ", row); });
-  throw Error(ErrorKind::value, concat(from, ": unknown kernel row, got '", name, "', wanted one of ", rows));
-}
-
-const std::string& process_wide() {
-  static const std::string name = [] {
+const Forced& process_wide() {
+  static const Forced forced = [] {
     const char* value = std::getenv("LOWBIT_KERNEL");
-    return std::string(value ? value : "");
+    return forced_row(value ? value : "", "LOWBIT_KERNEL");
   }();
-  check_row(name, "LOWBIT_KERNEL");
-  return name;
+  return forced;
 }
 
-thread_local std::string forced_here;
+thread_local Forced forced_here;
 
 // What ran last, by op: a handful of ops, looked up in order.
 struct LastRun {
   std::string_view op, name;
 };
-thread_local std::array<LastRun, 16> last_runs;
+thread_local std::array<LastRun, 32> last_runs;
 
 LastRun& last_run(std::string_view op) {
   for (LastRun& run : last_runs)
@@ -90,14 +91,12 @@ std::vector<RowInfo> rows_of(std::string_view op) {
 }
 
 std::string force_kernel(std::string name) {
-  check_row(name, "force_kernel");
-  std::swap(name, forced_here);
-  return name;
+  return std::exchange(forced_here, forced_row(std::move(name), "force_kernel")).name;
 }
 
 std::string_view forced_kernel(std::string_view op) {
-  const std::string& name = forced_here.empty() ? process_wide() : forced_here;
-  return name.size() > op.size() && name.compare(0, op.size(), op) == 0 ? std::string_view(name) : std::string_view();
+  const Forced& forced = forced_here.name.empty() ? process_wide() : forced_here;
+  return forced.op == op ? std::string_view(forced.name) : std::string_view();
 }
 
 std::string_view last_kernel(std::string_view op) { return last_run(op).op == op ? last_run(op).name : std::string_view(); }

@@ -24,7 +24,9 @@ namespace lowbit {
   X(unpack, UnpackArgs) \
   X(dequantize, DequantizeArgs) \
   X(all_finite, AllFiniteArgs) \
-  X(optim, OptimArgs) \
+  X(optim_step, OptimStepArgs) \
+  X(encode_state, EncodeStateArgs) \
+  X(decode_state, DecodeStateArgs) \
   X(score_program, ScoreProgramArgs) \
   X(attention_forward, AttentionForwardArgs) \
   X(attention_backward, AttentionBackwardArgs) \

@@ -2,9 +2,6 @@
 #include "ops/optim.hpp"
 
 #include <algorithm>
-#include <cmath>
-
-#include "core/random.hpp"
 
 namespace lowbit {
 
@@ -15,14 +12,6 @@ namespace {
 int moments_of(Rule rule, const Hyper& hyper) {
   if (rule == Rule::adamw) return hyper.amsgrad ? 3 : 2;
   return rule == Rule::sgd && hyper.momentum == 0 ? 0 : 1;
-}
-
-StateFormat state_format(std::string_view op, int64_t format, int64_t block_size) {
-  check(format >= 0 && format < static_cast<int64_t>(std::size(kStateFormatNames)), value, op, ": state_format must be 0..",
-        std::size(kStateFormatNames) - 1, ", got ", format);
-  check(block_size >= kMinStateBlock && block_size <= kMaxStateBlock && (block_size & (block_size - 1)) == 0, value, op,
-        ": block_size must be a power of two from ", kMinStateBlock, " to ", kMaxStateBlock, ", got ", block_size);
-  return static_cast<StateFormat>(format);
 }
 
 // Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without elements no stride means anything.
@@ -69,27 +58,28 @@ float* one_number(const TensorView& view, const What&... what) {
   return view.as<float>();
 }
 
-uint64_t seed_of(int64_t seed, double step, std::size_t index) {
-  const auto bits = static_cast<uint64_t>(seed);
-  const auto random = philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
-                                 {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)});
-  return uint64_t{random[0]} << 32 | random[1];
-}
-
 }  // namespace
 
+StateFormat state_format(std::string_view op, int64_t format, int64_t block_size) {
+  check(format >= 0 && format < static_cast<int64_t>(std::size(kStateFormatNames)), value, op, ": state_format must be 0..",
+        std::size(kStateFormatNames) - 1, ", got ", format);
+  check(block_size >= kMinStateBlock && block_size <= kMaxStateBlock && (block_size & (block_size - 1)) == 0, value, op,
+        ": block_size must be a power of two from ", kMinStateBlock, " to ", kMaxStateBlock, ", got ", block_size);
+  return static_cast<StateFormat>(format);
+}
+
 OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
-                     const TensorView& found_inf, std::optional<int64_t> seed)
-    : seed_(seed) {
+                     const TensorView& found_inf, std::optional<int64_t> seed) {
   check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..", std::size(kRuleNames) - 1, ", got ", rule);
   args_.rule = static_cast<Rule>(rule);
   args_.format = state_format("optim_step", format, block_size);
   args_.block_size = block_size;
   args_.hyper = hyper;
-  args_.grad_scale = grad_scale ? *one_number(grad_scale, "optim_step: grad_scale") : 1.0f;
+  args_.grad_scale = grad_scale ? one_number(grad_scale, "optim_step: grad_scale") : nullptr;
+  args_.found_inf = found_inf ? one_number(found_inf, "optim_step: found_inf") : nullptr;
   args_.stochastic_rounding = seed.has_value();
+  args_.seed = static_cast<uint64_t>(seed.value_or(0));
   moments_ = moments_of(args_.rule, hyper);
-  skipped_ = found_inf && *one_number(found_inf, "optim_step: found_inf") != 0;
 }
 
 void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment, const TensorView* scale) {
@@ -99,45 +89,40 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
   check(is_dense(param), value, "optim_step: params[", i, "] must be dense in memory, got shape ", shape_text(param));
   check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ", shape_text(param), ", got ", shape_text(grad));
   OptimTensor tensor{.param = param.data, .grad = grad.data, .param_dtype = param.dtype, .grad_dtype = grad.dtype, .moment = {}, .scale = {},
-                     .numel = param.numel(), .step_count = one_number(step, "optim_step: steps[", i, "]"), .step = 0, .seed = 0};
+                     .numel = param.numel(), .step_count = one_number(step, "optim_step: steps[", i, "]")};
   for (int k = 0; k < moments_; k++) {
     check_state(args_.format, args_.block_size, param.numel(), moment[k], has_scales() ? scale[k] : TensorView{}, "optim_step: states[", k, "][", i, "]");
     tensor.moment[k] = moment[k].data;
     tensor.scale[k] = has_scales() ? scale[k].as<float>() : nullptr;
   }
-  tensor.step = double{*tensor.step_count} + 1;
-  if (seed_) tensor.seed = seed_of(*seed_, tensor.step, i);
+  if (i == 0) args_.place = place_of(param);
   tensors_.push_back(tensor);
 }
 
 void OptimStep::run() {
-  if (skipped_) return;  // the whole step, as torch's fused optimizers do
-  for (const OptimTensor& tensor : tensors_) *tensor.step_count = static_cast<float>(tensor.step);
   args_.tensors = tensors_;
-  lowbit::run(args_);
+  if (!tensors_.empty()) lowbit::run(args_);
 }
 
 namespace {
 
-void convert_state(std::string_view op, const TensorView& values, int64_t format_, bool is_signed, int64_t block_size, const TensorView& codes,
-                   const TensorView& scale, bool encode) {
-  const StateFormat format = state_format(op, format_, block_size);
-  check(has_codes(format), value, op, ": state_format must have codes, got ", kStateFormatNames[format_]);
-  check_flat(values, DType::float32, values.numel(), op, ": values");
-  check_state(format, block_size, values.numel(), codes, scale, op, ": codes");
-  const StateConversion conversion{.encode = encode, .is_signed = is_signed, .numel = values.numel(), .values = values.as<float>(),
-                                   .codes = codes.as<uint8_t>(), .scale = scale.as<float>()};
-  run(OptimArgs{.format = format, .block_size = block_size, .conversion = &conversion});
+template <class Args>
+void check_conversion(std::string_view op, const Args& args) {
+  check(has_codes(args.format), value, op, ": state_format must have codes, got ", kStateFormatNames[static_cast<int>(args.format)]);
+  check_flat(args.values, DType::float32, args.values.numel(), op, ": values");
+  check_state(args.format, args.block_size, args.values.numel(), args.codes, args.scale, op, ": codes");
 }
 
 }  // namespace
 
-void encode_state(const TensorView& values, int64_t format, bool is_signed, int64_t block_size, const TensorView& codes, const TensorView& scale) {
-  convert_state("encode_state", values, format, is_signed, block_size, codes, scale, true);
+void encode_state(const EncodeStateArgs& args) {
+  check_conversion("encode_state", args);
+  run(args);
 }
 
-void decode_state(const TensorView& codes, const TensorView& scale, int64_t format, bool is_signed, int64_t block_size, const TensorView& values) {
-  convert_state("decode_state", values, format, is_signed, block_size, codes, scale, false);
+void decode_state(const DecodeStateArgs& args) {
+  check_conversion("decode_state", args);
+  run(args);
 }
 
 }  // namespace lowbit

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim: one step of an optimizer over a list of tensors, in place: parameters, moments (in their StateFormat) and step counts.
+// optim_step: one step of an optimizer over a list of tensors, in place: parameters, moments (in their StateFormat) and step counts.
 //   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments); every moment rounded to its format
 // The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to nearest, or stochastically.
 #pragma once
@@ -25,33 +25,44 @@ struct OptimTensor {
   void* moment[kMaxMoments];
   float* scale[kMaxMoments];  // one per block; null in float formats
   int64_t numel;
-  float* step_count;
-  double step;    // of this step, counted from 1
-  uint64_t seed;  // of stochastic rounding: of the call, the step and the position in the list
+  float* step_count;  // counted up by the row
 };
 
-// float32 values to codes and scales, or back: what a step does to a moment.
-struct StateConversion {
-  bool encode, is_signed;
-  int64_t numel;
-  float* values;
-  uint8_t* codes;
-  float* scale;
-};
-
-struct OptimArgs {
+// The numbers behind pointers are read by the row, where the step runs: a GradScaler never waits for them here.
+struct OptimStepArgs {
   Place place{};
   Rule rule = Rule::adamw;
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;
   Hyper hyper = {};
   std::span<const OptimTensor> tensors = {};
-  float grad_scale = 1;              // gradients are divided by it
-  bool stochastic_rounding = false;  // of bfloat16 parameters
-  const StateConversion* conversion = nullptr;  // instead of a step
+  const float* grad_scale = nullptr;  // gradients are divided by it; null: 1
+  const float* found_inf = nullptr;   // not 0: nothing is done, as torch's fused optimizers do; null: 0
+  bool stochastic_rounding = false;   // of bfloat16 parameters
+  uint64_t seed = 0;                  // of stochastic rounding, with the step and the position in the list
 };
 
-// A step being put together, tensor by tensor: every check happens before run() changes anything. 136 bytes a tensor.
+// float32 values to codes and scales: what a step does to a moment.
+struct EncodeStateArgs {
+  Place place{};
+  StateFormat format = StateFormat::dynamic8;
+  bool is_signed = true;
+  int64_t block_size = 0;
+  TensorView values;        // float32, dense
+  TensorView codes, scale;  // written
+};
+
+// And back.
+struct DecodeStateArgs {
+  Place place{};
+  StateFormat format = StateFormat::dynamic8;
+  bool is_signed = true;
+  int64_t block_size = 0;
+  TensorView codes, scale;
+  TensorView values;  // written
+};
+
+// A step being put together, tensor by tensor: every check happens before run() changes anything.
 class LOWBIT_API OptimStep {
  public:
   OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale, const TensorView& found_inf,
@@ -64,14 +75,13 @@ class LOWBIT_API OptimStep {
   void run();
 
  private:
-  OptimArgs args_;
+  OptimStepArgs args_;
   int moments_;
-  bool skipped_;
-  std::optional<int64_t> seed_;
   std::vector<OptimTensor> tensors_;
 };
 
-LOWBIT_API void encode_state(const TensorView& values, int64_t format, bool is_signed, int64_t block_size, const TensorView& codes, const TensorView& scale);
-LOWBIT_API void decode_state(const TensorView& codes, const TensorView& scale, int64_t format, bool is_signed, int64_t block_size, const TensorView& values);
+LOWBIT_API StateFormat state_format(std::string_view op, int64_t format, int64_t block_size);
+LOWBIT_API void encode_state(const EncodeStateArgs& args);
+LOWBIT_API void decode_state(const DecodeStateArgs& args);
 
 }  // namespace lowbit

@@ -332,5 +332,5 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
                      grad_scale, found_inf, seed).run()  # fmt: skip
     finally:
         _C.force_kernel(previous)
-    if row is not None and _C.last_kernel("optim") != row:
+    if row is not None and _C.last_kernel("optim_step") != row:
         raise AssertionError(f"asked for row {row}, but {_C.last_kernel('optim')} ran")

@@ -14,7 +14,7 @@ from lowbit import _C, testing
 from lowbit.reference import optim as reference
 from lowbit.testing import HYPER, ROUNDOFF, STATE_FORMATS, Moment, assert_within, moments_of, run_optim
 
-ROWS = [row for row in testing.rows("optim")]
+ROWS = [row for row in testing.rows("optim_step")]
 AVAILABLE = [str(row["name"]) for row in ROWS if row["available"]]
 NUMELS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4099)
 RULES = {

@@ -19,7 +19,7 @@ MAPS = list(itertools.product(CODED, (True, False)))
 DECODING = 6  # roundings of float32 between a decoded value and the map times the scale
 BITS = {"dynamic8": 8, "dynamic4": 4, "float8": 8}
 NUMELS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4096, 5003)
-ROWS = [row for row in _C.kernels("optim") if row["available"]]
+ROWS = [row for row in _C.kernels("encode_state") if row["available"]]
 ISAS = list(dict.fromkeys(row["backend"] for row in ROWS))
 
 
@@ -30,13 +30,13 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 def run(isa: str, format: str, call: Callable[..., None], *arguments: object) -> None:
-    row = f"optim_{format}_{isa}"
+    row = f"{call.__name__}_{format}_{isa}"
     previous = _C.force_kernel(row)
     try:
         call(*arguments)
     finally:
         _C.force_kernel(previous)
-    assert _C.last_kernel("optim") == row
+    assert _C.last_kernel(call.__name__) == row
 
 
 def encode(isa: str, values: Tensor, format: str, signed: bool, block_size: int) -> tuple[Tensor, Tensor]:

@@ -15,15 +15,27 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
+
+// Of stochastic rounding: of the call, the step and the position in the list.
+LOWBIT_INLINE uint64_t seed_of(uint64_t seed, double step, int64_t index) {
+  const auto random = philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
+                                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  return uint64_t{random[0]} << 32 | random[1];
+}
+
 // What all blocks of a tensor share.
 struct Common {
+  double step;  // of this step, counted from 1
+  uint64_t seed;
   f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
   bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
 
-  LOWBIT_INLINE Common(const OptimArgs& args, const OptimTensor& tensor)
-      : grad_factor(set1(1.0f / args.grad_scale)),
+  LOWBIT_INLINE Common(const OptimStepArgs& args, const OptimTensor& tensor)
+      : step(*tensor.step_count), seed(args.stochastic_rounding ? seed_of(args.seed, step, &tensor - args.tensors.data()) : 0),
+        grad_factor(set1(1.0f / grad_scale_of(args))),
         keep(set1(static_cast<float>(args.hyper.decoupled ? 1 - args.hyper.lr * args.hyper.weight_decay : 1.0))),
-        l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(args.grad_scale != 1.0f), negated(args.hyper.maximize),
+        l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(grad_scale_of(args) != 1.0f), negated(args.hyper.maximize),
         adds_l2(args.hyper.weight_decay != 0 && !args.hyper.decoupled), special(scaled || negated || adds_l2),
         stochastic(args.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
@@ -36,9 +48,9 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
   return float_of(select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
 }
 
-LOWBIT_INLINE int32_t block_key(const OptimTensor& tensor, int64_t block) {
+LOWBIT_INLINE int32_t block_key(uint64_t seed, int64_t block) {
   return static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
-                                         {static_cast<uint32_t>(tensor.seed), static_cast<uint32_t>(tensor.seed >> 32)})[0]);
+                                         {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})[0]);
 }
 
 // The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of the largest.
@@ -110,13 +122,13 @@ LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) { return kSigned ? max(bi
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
 
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
+void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
   constexpr int kMoments = Rule::kMoments;
   constexpr int64_t kPrefetchBytes = 4096;
   const DType param_dtype = known(kParam, tensor.param_dtype), grad_dtype = known(kGrad, tensor.grad_dtype);
   char* const params = static_cast<char*>(tensor.param) + moments.begin * static_cast<int64_t>(size_of(param_dtype));
   char* const grads = static_cast<char*>(tensor.grad) + moments.begin * static_cast<int64_t>(size_of(grad_dtype));
-  const int32_t key = common.stochastic ? block_key(tensor, moments.begin / args.block_size) : 0;
+  const int32_t key = common.stochastic ? block_key(common.seed, moments.begin / args.block_size) : 0;
   const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
   i32x16 absmax[kMoments + 1];
   for (i32x16& bits : absmax) bits = set1(0);
@@ -158,12 +170,12 @@ void update_block(const OptimArgs& args, const OptimTensor& tensor, const Common
 // Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then, where the code right after the update
 // would wait for the last elements' 100 cycles of latency.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void step_blocks(const OptimArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
+void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;
   constexpr int64_t kFloats = has_codes(kFormat) ? Rule::kMoments * Block::kStride : 0;
-  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::call, 2 * kFloats * sizeof(float))) : nullptr;
-  const Rule rule(args.hyper, tensor.step);
+  float* const values = kFloats ? static_cast<float*>(scratch(Scratch::task, 2 * kFloats * sizeof(float))) : nullptr;
   const Common common(args, tensor);
+  const Rule rule(args.hyper, common.step);
   Block moments, previous;
   for (int64_t block = first; block < end; block++) {
     moments.start(tensor, block, args.block_size, values + (block & 1) * kFloats);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of the op optim, compiled once per instruction set: one row per state format, every rule in it.
+// Rows of the op optim_step: one per state format, every rule in it.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -29,9 +29,9 @@ LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel
 
 // One parallel region for all tensors, their tasks in one numbering: a task belongs to the last tensor whose first task is not after it.
 template <StateFormat kFormat, class Rule>
-void step_all(const OptimArgs& args) {
+void step_all(const OptimStepArgs& args) {
   const int64_t count = static_cast<int64_t>(args.tensors.size());
-  auto* first_task = static_cast<int64_t*>(scratch(Scratch::task, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
+  auto* first_task = static_cast<int64_t*>(scratch(Scratch::call, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
   first_task[0] = 0;
   for (int64_t i = 0; i < count; i++) first_task[i + 1] = first_task[i] + tasks_of(args.tensors[i]);
   const int64_t tasks = first_task[count];
@@ -51,43 +51,15 @@ void step_all(const OptimArgs& args) {
   });
 }
 
-template <StateFormat kFormat, bool kSigned>
-void convert_all(const OptimArgs& args) {
-  const StateConversion& conversion = *args.conversion;
-  parallel_for((conversion.numel + args.block_size - 1) / args.block_size, num_threads(), [&](int64_t block) {
-    const int64_t begin = block * args.block_size, left = conversion.numel - begin, count = left < args.block_size ? left : args.block_size;
-    alignas(64) float values[kMaxStateBlock];
-    uint8_t* codes = conversion.codes + state_bytes(kFormat, begin);
-    if (!conversion.encode) {
-      const typename StateCodes<kFormat, kSigned>::Decoder decoder(conversion.scale[block]);
-      for (int64_t i = 0; i < count; i += kGroup) {
-        f32x16 value[2], factor[2];
-        decode_group<kFormat>(decoder, codes + state_bytes(kFormat, i), count - i, value, factor);
-        for (int half = 0; half < 2; half++)
-          store_from_float(conversion.values, DType::float32, begin + i + 16 * half, count - i - 16 * half, mul(value[half], factor[half]));
-      }
-      return;
-    }
-    i32x16 absmax = set1(0);
-    for (int64_t i = 0; i < (count + kGroup - 1) / kGroup * kGroup; i += 16) {
-      f32x16 value = load_as_float(conversion.values, DType::float32, begin + i, count - i);
-      if (!kSigned) value = max(set1(0.0f), value);  // nan stays
-      store(values + i, value);
-      absmax = max(absmax, bits_of(abs(value)));
-    }
-    encode_block<kFormat, kSigned>(absmax, 1.0f, count, values, codes, conversion.scale + block);
-  });
-}
-
 template <StateFormat kFormat>
-std::string_view refuses(const OptimArgs& args) {
+std::string_view refuses(const OptimStepArgs& args) {
   return args.format == kFormat ? "" : "another state format";
 }
 
 template <StateFormat kFormat>
-void run_optim(const OptimArgs& args) {
-  if constexpr (has_codes(kFormat))
-    if (args.conversion) return args.conversion->is_signed ? convert_all<kFormat, true>(args) : convert_all<kFormat, false>(args);
+void run_step(const OptimStepArgs& args) {
+  if (args.found_inf && *args.found_inf != 0) return;
+  for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
   switch (args.rule) {
     case Rule::adamw: return args.hyper.amsgrad ? step_all<kFormat, AdamW<true>>(args) : step_all<kFormat, AdamW<false>>(args);
     case Rule::sgd: return args.hyper.momentum != 0 ? step_all<kFormat, Sgd<true>>(args) : step_all<kFormat, Sgd<false>>(args);
@@ -95,12 +67,12 @@ void run_optim(const OptimArgs& args) {
   }
 }
 
-#define LOWBIT_OPTIM_ROW(format) {LOWBIT_ROW("optim_" #format), refuses<StateFormat::format>, run_optim<StateFormat::format>}
-constexpr Kernel<OptimArgs> kRows[] = {LOWBIT_OPTIM_ROW(float32), LOWBIT_OPTIM_ROW(bfloat16), LOWBIT_OPTIM_ROW(dynamic8), LOWBIT_OPTIM_ROW(dynamic4),
-                                       LOWBIT_OPTIM_ROW(float8)};
+#define LOWBIT_STEP_ROW(format) {LOWBIT_ROW("optim_step_" #format), refuses<StateFormat::format>, run_step<StateFormat::format>}
+constexpr Kernel<OptimStepArgs> kRows[] = {LOWBIT_STEP_ROW(float32), LOWBIT_STEP_ROW(bfloat16), LOWBIT_STEP_ROW(dynamic8), LOWBIT_STEP_ROW(dynamic4),
+                                           LOWBIT_STEP_ROW(float8)};
 
 }  // namespace
 
-void optim_optim_rows(Backend& backend) { add(backend, kRows); }
+void optim_step_rows(Backend& backend) { add(backend, kRows); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
