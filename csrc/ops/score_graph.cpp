@@ -2,6 +2,7 @@
 #include "ops/score_graph.hpp"
 
 #include <bit>
+#include <cstdlib>
 #include <initializer_list>
 #include <span>
 #include <utility>
@@ -49,7 +50,10 @@ int ScoreGraph::add(const ScoreNode& node) {
   std::array<int64_t, kMaxOperands + 2> key{node.op, node.immediate};
   for (int i = 0; i < kMaxOperands; i++) key[i + 2] = i < node.operand_count ? node.operands[i] : -1;
   const auto [at, fresh] = known_.try_emplace(key, static_cast<int>(nodes.size()));
-  if (fresh) nodes.push_back(node);
+  if (!fresh) return at->second;
+  ScoreNode& made = nodes.emplace_back(node);
+  made.of_score = node.op == number_of<Score>() || node.op == number_of<Gradient>();
+  for (int i = 0; i < node.operand_count; i++) made.of_score |= nodes[node.operands[i]].of_score;
   return at->second;
 }
 
@@ -81,7 +85,7 @@ int ScoreGraph::scatter_add(int64_t tensor, int value, std::span<const int> indi
 }
 
 int ScoreGraph::sum(int value, Rate rate) {
-  if (nodes[value].rate == rate) return value;
+  if (nodes[value].rate == rate || is_constant(value)) return value;  // the only constant that comes here is 0
   return add({.op = number_of<Sum>(), .rate = rate, .operand_count = 1, .operands = {value}, .immediate = static_cast<int64_t>(rate)});
 }
 
@@ -120,7 +124,8 @@ int ScoreGraph::simplified(int op, std::span<const int> in) {
       if (is_float(branch[1], 1) && is_float(branch[2], 0)) return emit<Where>({branch[0], other, branch[2]});
       if (is_float(branch[1], 0) && is_float(branch[2], 1)) return emit<Where>({branch[0], branch[1], other});
     }
-  if (op_is.operator()<Div>() && is_constant(in[1])) {  // one rounding more, a sixth of the time
+  // One rounding more, a sixth of the time. Not of positions or tables: 49 * (1 / 49) is below 1, and its floor another number.
+  if (op_is.operator()<Div>() && is_constant(in[1]) && nodes[in[0]].of_score) {
     const double inverse = 1 / float_value(in[1]);
     if (std::isnormal(inverse) && std::fabs(inverse) < 1e30 && std::fabs(inverse) > 1e-30) return emit<Mul>({in[0], constant(inverse)});
   }
@@ -158,6 +163,7 @@ int ScoreGraph::copy_of(const ScoreNode& node, std::span<const int> operands) {
 }
 
 std::vector<Affine> affine_forms(const ScoreGraph& graph) {
+  constexpr int64_t kMostGrowth = int64_t{1} << 40;  // beyond any tensor; products of constants would leave int64
   std::vector<Affine> forms(graph.nodes.size());
   for (std::size_t i = 0; i < forms.size(); i++) {
     const ScoreNode& node = graph.nodes[i];
@@ -177,8 +183,11 @@ std::vector<Affine> affine_forms(const ScoreGraph& graph) {
       for (int factor = 0; factor < 2; factor++)
         if (graph.is<IntConst>(node.operands[factor])) {
           const int64_t by = graph.nodes[node.operands[factor]].immediate;
-          forms[i] = {form(1 - factor).valid, by * form(1 - factor).q, by * form(1 - factor).k};
+          const Affine& of = form(1 - factor);
+          const bool fits = std::abs(of.q) <= INT32_MAX && std::abs(of.k) <= INT32_MAX;  // `by` does
+          forms[i] = fits ? Affine{of.valid, by * of.q, by * of.k} : Affine{};
         }
+    if (std::abs(forms[i].q) > kMostGrowth || std::abs(forms[i].k) > kMostGrowth) forms[i] = {};
   }
   return forms;
 }

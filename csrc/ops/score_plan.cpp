@@ -64,10 +64,10 @@ class Planner {
       for (int j = 0; uses_[i] && j < nodes_[i].operand_count; j++) uses_[nodes_[i].operands[j]]++;
   }
 
-  // What several steps over the scores do in one: half of the loads and stores.
+  // What several steps over the scores do in one: half of the loads and stores. One rounding less, so nothing that a floor could make much of.
   void fuse() {
     for (ScoreNode& node : nodes_) {
-      if (node.rate != Rate::tile) continue;
+      if (node.rate != Rate::tile || !node.of_score) continue;
       for (int i = 0; i < 2; i++) {
         const int term = node.operands[1 - i];
         const ScoreNode* inner = only_use_of(node.operands[i]);
@@ -84,7 +84,7 @@ class Planner {
   }
   const ScoreNode* only_use_of(int node) const { return nodes_[node].rate == Rate::tile && uses_[node] == 1 ? &nodes_[node] : nullptr; }
   static ScoreNode ternary(int op, int a, int b, int c) {
-    return {.op = op, .type = 'f', .rate = Rate::tile, .operand_count = 3, .operands = {a, b, c}};
+    return {.op = op, .type = 'f', .rate = Rate::tile, .of_score = true, .operand_count = 3, .operands = {a, b, c}};
   }
 
   // A sum is made where its operand is at hand, and can be read in a stage after that.
@@ -189,10 +189,27 @@ class Planner {
   ScorePlan plan_;
 };
 
+// What the machine takes for granted: a place is a constant, a register that the plan has, or, element by element in the tile, the caller's memory.
+void check_places(const ScorePlan& plan, std::size_t captured) {
+  const auto is_place = [&](ScoreOperand place, bool memory) {
+    const int count = place.rate == Rate::constant ? static_cast<int>(plan.constants.size()) : plan.registers[static_cast<int>(place.rate)];
+    return place.at < count && (place.at >= 0 || (memory && place.rate == Rate::tile && place.at >= kGradientMemory));
+  };
+  for (const ScoreStep& step : plan.steps) {
+    const bool of_tensor = step.op == number_of<Gather>() || step.op == number_of<ScatterAdd>(), sum = step.op == number_of<Sum>();
+    bool good = !of_tensor || (step.immediate >= 0 && step.immediate < static_cast<int64_t>(captured));
+    good &= step.op == number_of<ScatterAdd>() || (is_place(step.out, !sum) && step.out.rate != Rate::constant && !(sum && step.out.rate == Rate::tile));
+    for (int j = 0; j < step.operand_count; j++) good &= is_place(step.operands[j], true);
+    check(good, ErrorKind::runtime, "score program: its step ", op_info(step.op).name, " has a place that the plan does not have");
+  }
+}
+
 }  // namespace
 
 ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters, bool fused) {
-  return Planner(graph, output, memory, scatters).plan(fused);
+  ScorePlan plan = Planner(graph, output, memory, scatters).plan(fused);
+  check_places(plan, graph.captured.size());
+  return plan;
 }
 
 std::string plan_text(const ScorePlan& plan) {

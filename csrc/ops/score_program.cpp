@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -171,10 +170,9 @@ class Padded {
 }  // namespace
 
 std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code) {
-  static std::mutex mutex;
-  static std::map<std::vector<int64_t>, std::shared_ptr<const ScoreProgram>> known;
+  // Per thread: a lock that another thread holds while the process forks would never be released in the child.
+  thread_local std::map<std::vector<int64_t>, std::shared_ptr<const ScoreProgram>> known;
   const std::vector<int64_t> key(code.begin(), code.end());
-  const std::lock_guard lock(mutex);
   if (const auto found = known.find(key); found != known.end()) return found->second;
   auto program = std::make_shared<const ScoreProgram>(Parser(code).parse());
   if (known.size() >= kMaxPrograms) known.clear();  // a training run has a handful

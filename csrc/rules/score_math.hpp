@@ -83,7 +83,8 @@ LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> remainder
 template <class Float>
 LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> floor_divide_of(Float a, Float b) {  // the quotient that remainder_of belongs to
   if (b == 0) return a / b;
-  const Float quotient = (a - remainder_of(a, b)) / b, low = floor_of(quotient);
+  const Float r = fmod_of(a, b), truncated = (a - r) / b;
+  const Float quotient = truncated - Float(r != 0 && (r < 0) != (b < 0)), low = floor_of(quotient);  // b may be infinite: not (a - r - b) / b
   return quotient == 0 ? __builtin_copysign(Float(0), a / b) : quotient - low > Float(0.5) ? low + 1 : low;
 }
 
@@ -106,6 +107,13 @@ LOWBIT_INLINE int64_t trunc_divide_of(int64_t a, int64_t b) { return b == 0 ? 0 
 template <class Int>
 LOWBIT_INLINE std::enable_if_t<std::is_integral_v<Int>, Int> remainder_of(Int a, Int b) {
   return wrapped(bits_of(a) - bits_of(b) * bits_of(floor_divide_of(a, b)));
+}
+
+// Toward zero. What int32 does not hold, nan too, becomes its least value, as the instruction of x86 does and therefore torch.
+template <class Float>
+LOWBIT_INLINE IntBeside<Float> int_of(Float a) {
+  const bool fits = a > Float(-2147483648.0) - (sizeof(Float) == 4 ? 0 : 1) && a < Float(2147483648.0);
+  return fits ? static_cast<IntBeside<Float>>(a) : INT32_MIN;
 }
 
 // A shift by less than 0 or by all bits and more gives what shifting bit by bit would.

@@ -23,6 +23,7 @@ namespace lowbit {
 struct Interval {
   double low = -std::numeric_limits<double>::infinity(), high = std::numeric_limits<double>::infinity();
   bool is_point() const { return low == high; }
+  bool is_anything() const { return *this == Interval{}; }  // of floats: nan too
   friend bool operator==(const Interval&, const Interval&) = default;
 };
 
@@ -82,22 +83,28 @@ struct Div { LOWBIT_OP("div", "ff>f"); LOWBIT_VALUE2(a / b) LOWBIT_DERIVATIVE2(1
   static Interval interval(Interval a, Interval b) {
     return b.low <= 0 && b.high >= 0 ? Interval{} : over_corners(a, b, [](double x, double y) { return x / y; });
   } };
-// A tie gives each side half of the gradient, as torch does.
-struct Maximum { LOWBIT_OP("maximum", "ff>f"); LOWBIT_VALUE2(a > b || a != a ? a : b) LOWBIT_DERIVATIVE2(share(b, a), share(a, b))
-  template <class E> static E share(E less, E more) { return where(less < more, E(1.0), where(equal(less, more), E(0.5), E(0.0))); }
-  static Interval interval(Interval a, Interval b) { return {std::max(a.low, b.low), std::max(a.high, b.high)}; } };
-struct Minimum { LOWBIT_OP("minimum", "ff>f"); LOWBIT_VALUE2(a < b || a != a ? a : b) LOWBIT_DERIVATIVE2(Maximum::share(a, b), Maximum::share(b, a))
-  static Interval interval(Interval a, Interval b) { return {std::min(a.low, b.low), std::min(a.high, b.high)}; } };
-struct Floor;
+// A tie gives each side half of the gradient, as torch does, and nan both of them all.
+struct Maximum { LOWBIT_OP("maximum", "ff>f"); LOWBIT_VALUE2(a > b || a != a ? a : b) LOWBIT_DERIVATIVE2(share(a < b, equal(a, b)), share(b < a, equal(a, b)))
+  template <class E> static E share(E lost, E tie) { return where(lost, E(0.0), where(tie, E(0.5), E(1.0))); }
+  static Interval interval(Interval a, Interval b) {
+    return a.is_anything() || b.is_anything() ? Interval{} : Interval{std::max(a.low, b.low), std::max(a.high, b.high)};
+  } };
+struct Minimum { LOWBIT_OP("minimum", "ff>f"); LOWBIT_VALUE2(a < b || a != a ? a : b) LOWBIT_DERIVATIVE2(Maximum::share(b < a, equal(a, b)), Maximum::share(a < b, equal(a, b)))
+  static Interval interval(Interval a, Interval b) {
+    return a.is_anything() || b.is_anything() ? Interval{} : Interval{std::min(a.low, b.low), std::min(a.high, b.high)};
+  } };
+struct FloorDivide;
 struct Trunc;
-struct Remainder { LOWBIT_OP("remainder", "ff>f"); LOWBIT_VALUE2(remainder_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<Floor>(a / b)) };  // sign of b
+struct Remainder { LOWBIT_OP("remainder", "ff>f"); LOWBIT_VALUE2(remainder_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<FloorDivide>(a, b)) };  // sign of b
 struct Fmod { LOWBIT_OP("fmod", "ff>f"); LOWBIT_VALUE2(fmod_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<Trunc>(a / b)) };                 // sign of a
 struct FloorDivide { LOWBIT_OP("floor_divide", "ff>f"); LOWBIT_VALUE2(floor_divide_of(a, b)) };
 struct Log;
+struct And;
+struct LessEqual;
 struct Pow {
   LOWBIT_OP("pow", "ff>f");
   LOWBIT_VALUE2(pow_of(a, b))
-  LOWBIT_DERIVATIVE2(where(equal(b, E(0.0)), E(0.0), b * call<Pow>(a, b - E(1.0))), where(equal(a, E(0.0)), E(0.0), y * call<Log>(a)))
+  LOWBIT_DERIVATIVE2(where(equal(b, E(0.0)), E(0.0), b * call<Pow>(a, b - E(1.0))), where(call<And>(equal(a, E(0.0)), call<LessEqual>(E(0.0), b)), E(0.0), y * call<Log>(a)))
 };
 
 struct Neg { LOWBIT_OP("neg", "f>f"); LOWBIT_VALUE1(-a) LOWBIT_DERIVATIVE1(-1.0)
@@ -105,6 +112,7 @@ struct Neg { LOWBIT_OP("neg", "f>f"); LOWBIT_VALUE1(-a) LOWBIT_DERIVATIVE1(-1.0)
 struct Sign { LOWBIT_OP("sign", "f>f"); LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value) };
 struct Abs { LOWBIT_OP("abs", "f>f"); LOWBIT_VALUE1(a < 0 ? -a : a + 0) LOWBIT_DERIVATIVE1(call<Sign>(a))
   static Interval interval(Interval a) {
+    if (a.is_anything()) return {};
     const double low = std::fabs(a.low), high = std::fabs(a.high);
     return {a.low <= 0 && a.high >= 0 ? 0.0 : std::min(low, high), std::max(low, high)};
   } };
@@ -171,7 +179,7 @@ struct ShiftRight { LOWBIT_OP("shift_right", "ii>i"); LOWBIT_VALUE2(shifted_righ
 struct Less { LOWBIT_OP("lt", "ff>b"); LOWBIT_VALUE2(a < b)
   static Interval interval(Interval a, Interval b) { return truth(!(a.high < b.low), a.low < b.high); } };
 struct LessEqual { LOWBIT_OP("le", "ff>b"); LOWBIT_VALUE2(a <= b)
-  static Interval interval(Interval a, Interval b) { return truth(!(a.high <= b.low), a.low <= b.high); } };
+  static Interval interval(Interval a, Interval b) { return truth(!(a.high <= b.low) || a.is_anything() || b.is_anything(), a.low <= b.high); } };
 struct Equal { LOWBIT_OP("eq", "ff>b"); LOWBIT_VALUE2(a == b)
   static Interval interval(Interval a, Interval b) { return truth(!(a.is_point() && a == b), a.low <= b.high && b.low <= a.high); } };
 struct NotEqual { LOWBIT_OP("ne", "ff>b"); LOWBIT_VALUE2(a != b)
@@ -208,7 +216,7 @@ struct WhereBool : Where { LOWBIT_OP("where_bool", "bbb>b"); };
 struct IntToFloat { LOWBIT_OP("int_to_float", "i>f"); LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double) };
 struct BoolToFloat { LOWBIT_OP("bool_to_float", "b>f"); LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double) };
 struct BoolToInt { LOWBIT_OP("bool_to_int", "b>i"); LOWBIT_VALUE1(a) LOWBIT_RISING(double) };
-struct FloatToInt { LOWBIT_OP("float_to_int", "f>i"); LOWBIT_VALUE1(static_cast<IntBeside<A>>(a)) LOWBIT_RISING(std::trunc) };  // toward zero
+struct FloatToInt { LOWBIT_OP("float_to_int", "f>i"); LOWBIT_VALUE1(int_of(a)) LOWBIT_RISING(std::trunc) };  // toward zero
 struct FloatToBool { LOWBIT_OP("float_to_bool", "f>b"); LOWBIT_VALUE1(a != 0)
   static Interval interval(Interval a) { return NotEqual::interval(a, {0, 0}); } };
 struct IntToBool : FloatToBool { LOWBIT_OP("int_to_bool", "i>b"); };

@@ -22,6 +22,16 @@ def test_alibi() -> None:
         torch.testing.assert_close(mods.alibi(H).dense(L, S, h=head, score=1.5), 1.5 + distance * slope)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 12, 20, 40])
+def test_alibi_has_the_slopes_of_mpt(heads: int) -> None:
+    """The paper's rule; MPT's code, which transformers has, arrives at the same numbers in another way."""
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    theirs = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+    ours = torch.stack([mods.alibi(heads).dense(2, 1, h=head)[1, 0] for head in range(heads)])
+    torch.testing.assert_close(ours, -theirs)
+
+
 @pytest.mark.parametrize("score", [-80.0, -3.0, 0.0, 2.0, 500.0])
 def test_softcap(score: float) -> None:
     expected = torch.full((L, S), 50 * math.tanh(score / 50))

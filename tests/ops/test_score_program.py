@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from score_programs import EPSILON, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
+from score_programs import B, EPSILON, H, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -90,6 +90,59 @@ def test_op_takes_infinities_and_nan_as_torch_does(score_row: str, name: str) ->
         got[:, 6] = wanted[:, 6] = 0
     assert torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.isinf(), wanted.isinf())
     close(got, wanted, 4 * EPSILON[torch.float32], name)
+
+
+FLOATS = {
+    torch.float32: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 1e-45, -1e-38, 3.4028234e38, -3.4028234e38, 16777217.0, 2147483648.0],
+    torch.float64: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 5e-324, -1e-310, 1.79e308, -1.79e308, 9007199254740993.0, 4e9],
+}
+INTS = [0, 1, -1, 2, -3, 7, -7, 31, 32, 33, -31, 46341, 65536, 2**30, 2**31 - 1, -(2**31), -(2**31) + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", sorted(n for n in OPS if not n.startswith("to_")))
+def test_op_and_derivative_are_torchs_at_the_ends(score_row: str, name: str, dtype: torch.dtype) -> None:
+    """Every pair (triple) of infinities, nan, zeros, the largest and the smallest numbers."""
+    types = _C.SCORE_OPS[name][1].partition(">")[0]
+    choices = {"f": torch.tensor(FLOATS[dtype], dtype=dtype), "i": torch.tensor(INTS, dtype=torch.int32), "b": torch.tensor([False, True])}
+    columns = [column.reshape(-1) for column in torch.meshgrid(*(choices[letter] for letter in types), indexing="ij")]
+    keep = torch.ones_like(columns[0], dtype=torch.bool)
+    if name in NEVER_ZERO and name.endswith("int"):  # torch divides the least integer by -1 with a signal
+        keep = (columns[1] != 0) & ~((columns[0] == INTS[-2]) & (columns[1] == -1))
+    if name in ("fmod", "remainder"):  # torch's vectors give nan where the quotient leaves the range of an integer
+        quotient = (columns[0].double() / columns[1].double()).abs()
+        keep = ~((quotient > 1e6) & quotient.isfinite()) & ~(quotient.isinf() & columns[0].isfinite() & (columns[1] != 0))
+    if name in ("sin", "cos", "tan"):  # any library's own reduction
+        keep = ~(columns[0].abs() > 1e6) | columns[0].isinf()
+    columns = [column[keep] for column in columns]
+    program = ProgramBuilder()
+    k = program.op("k")
+    operands = [program.gather(program.captured(next(t for t in TYPES if t[0] == letter), 1), k) for letter in types]
+    result = program.op(name, *operands)
+    code = program.finish(program.convert(result, "float"))
+    scores = torch.zeros(1, len(columns[0]), dtype=dtype)
+    leaves = [column.clone().requires_grad_() if column.is_floating_point() else column for column in columns]
+    wanted = OPS[name](*leaves)
+    tolerance = {"pow": 400, "exp": 30, "exp2": 30}.get(name, 8) * EPSILON[dtype]
+    close(run(code, columns, scores, k0=0)[0], wanted.detach().to(dtype), tolerance, name)
+    floats = [leaf for leaf in leaves if leaf.requires_grad]
+    if result.type != "float" or not floats or not wanted.requires_grad:
+        return
+    sums = [torch.zeros(len(column), dtype=dtype) if column.is_floating_point() else None for column in columns]
+    _C.score_program_backward(code, columns, B, H, 0, 0, scores, torch.ones_like(scores), sums)
+    exact = torch.autograd.grad(wanted, floats, torch.ones_like(wanted), allow_unused=True)
+    for got, want in zip((s for s in sums if s is not None), exact, strict=True):
+        close(got, torch.zeros_like(got) if want is None else want, 4 * tolerance, f"derivative of {name}")
+
+
+def test_a_result_that_is_a_gather(score_row: str) -> None:
+    """In every position of the table, also where the tensor could stand in for a register: the memory of the scores is none."""
+    for dtype in EPSILON:
+        for rows, cols in ((16, 16), (16, 128), (19, 33), (3, 256)):
+            for build in (lambda p: p.gather(p.captured("float", 2), p.op("q"), p.op("k")), lambda p: p.gather(p.captured("float", 2), p.op("sub", p.constant(Q0 + 18), p.op("q")), p.op("k"))):
+                p = ProgramBuilder()
+                table = torch.randn(Q0 + 19, K0 + 256, dtype=dtype, requires_grad=True)
+                check(p.finish(build(p)), [table], torch.randn(rows, cols, dtype=dtype), tolerance=4 * EPSILON[dtype])
 
 
 @pytest.mark.parametrize("inner", [1 / 50, 0.7, -3.0, 2.0**-12, 3e5, 1e-30, 0.0], ids=str)

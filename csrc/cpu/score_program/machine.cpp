@@ -109,6 +109,9 @@ class Runner {
 
   T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)]; }
 
+  // Whether a tensor can stand in for this register; the memory of the caller (below 0) is no register.
+  static bool has_view(ScoreOperand place) { return place.rate == Rate::tile && place.at >= 0 && place.at < kViews; }
+
   Source<T> source(ScoreOperand place) const {
     if (place.at == kScoreMemory) return {tile_.scores + (r0_ - scores_row_) * tile_.stride + c0_, tile_.stride, true};
     if (place.at == kGradientMemory) return {gradient_ + r0_ * gradient_stride_ + c0_, gradient_stride_, true};
@@ -120,7 +123,7 @@ class Runner {
       case Rate::row: return {base + r0_, 1, !in_tile};
       case Rate::column: return {base + c0_, 0, true};
       case Rate::diagonal: return {base + (in_tile ? tile_.rows - 1 - r0_ + c0_ : 0), -1, true};
-      default: return place.at < kViews && viewed_ >> place.at & 1 ? views_[place.at] : Source<T>{base, strip_stride_, true};
+      default: return has_view(place) && viewed_ >> place.at & 1 ? views_[place.at] : Source<T>{base, strip_stride_, true};
     }
   }
 
@@ -135,7 +138,7 @@ class Runner {
       return;
     }
     if (step.op == number_of<Sum>()) return run_sum(step, in[0], extent);
-    if (step.out.rate == Rate::tile && step.out.at >= 0 && step.out.at < kViews) viewed_ &= ~(1u << step.out.at);
+    if (has_view(step.out)) viewed_ &= ~(1u << step.out.at);
     strip.out = const_cast<T*>(source(step.out).base), strip.out_stride = source(step.out).row_stride;
     switch (step.op) {
       case number_of<B>(): return iota(strip.out, tile_.b, 0, extent.width);
@@ -160,7 +163,7 @@ class Runner {
     const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count, extent, tensor.stride.data());
     constexpr DType kOwn = sizeof(T) == 4 ? DType::float32 : DType::float64;
     const bool stands_in = stage_ == Stage::tile && plane.valid && plane.along == 1 && tensor.dtype == kOwn && extent.count == extent.width &&
-                           step.out.at < kViews;
+                           has_view(step.out);
     if (!stands_in) return gather_step(*m_.call, step, plane, indices, out, out_stride, extent);
     views_[step.out.at] = {tensor.as<const T>() + plane.start, plane.down, true};
     viewed_ |= 1u << step.out.at;

@@ -20,6 +20,7 @@ _HOME = {
     "and_masks": "block_mask",
     "or_masks": "block_mask",
     "noop_mask": "block_mask",
+    "plot": "picture",
     "install": "installation",
     "uninstall": "installation",
     "installed": "installation",

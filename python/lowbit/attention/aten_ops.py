@@ -44,7 +44,7 @@ def _index(tracer: Any, tensor: Any, indices: list[Any]) -> Any:
 
     numbers = torch.broadcast_tensors(*map(tracer.numbers, given.values()))
     left = [size for place, size in enumerate(tensor.shape) if free[place] not in given]
-    meta = torch.empty((), dtype=tensor.dtype).expand([*numbers[0].shape, *left])
+    meta = torch.empty((), dtype=tensor.dtype, device="cpu").expand([*numbers[0].shape, *left])
     if numbers[0].dim() == 0:
         return tracer.part(fixed(tuple(value for item in numbers for value in tracer.values(item))), meta)
     if len(given) < len(free):
@@ -169,12 +169,13 @@ _NAMED = """
     add sub mul div true_divide remainder fmod floor_divide maximum minimum lt le gt ge eq ne pow neg abs sign sqrt rsqrt exp exp2 expm1 log
     log2 log1p log10 logaddexp sin cos tan atan tanh sigmoid erf floor ceil trunc round square reciprocal clamp relu gelu silu isnan isinf where
     bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not sum mean amax amin max min any all
-    dot zeros_like ones_like new_ones new_zeros select unsqueeze squeeze
+    dot zeros_like ones_like new_ones new_zeros select unsqueeze squeeze detach clone contiguous masked_fill softplus log_sigmoid isfinite clamp_min
+    clamp_max
 """
 FUNCTIONS: dict[str, tuple[str, bool]] = {name: (name, False) for name in _NAMED.split()}
 """Name of a torch function or Tensor method: the ATen op that it is with the same arguments, and whether they are swapped."""
 FUNCTIONS |= {"subtract": ("sub", False), "multiply": ("mul", False), "divide": ("div", False), "absolute": ("abs", False)}
-FUNCTIONS |= {name: ("_to_copy", False) for name in ("float", "int", "long", "bool", "half", "bfloat16", "double", "type_as")}
+FUNCTIONS |= {name: ("_to_copy", False) for name in ("float", "int", "long", "bool", "half", "bfloat16", "double", "type_as", "to")}
 FUNCTIONS |= {f"__{dunder}__": (name, False) for dunder, name in _DUNDERS.items()}
 FUNCTIONS |= {f"__r{dunder}__": (name, True) for dunder, name in _DUNDERS.items() if dunder not in ("lt", "le", "gt", "ge", "eq", "ne")}
 

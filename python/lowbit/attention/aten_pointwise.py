@@ -88,7 +88,7 @@ def _comparison(name: str, instruction: str, swapped: bool) -> None:
 
 def common(*operands: Any) -> str:
     """The type that operands are compared in. Bools are compared as ints."""
-    metas = [torch.empty((), dtype=item.dtype) if isinstance(item, Tensor) else item for item in operands]
+    metas = [torch.empty((), dtype=item.dtype, device="cpu") if isinstance(item, Tensor) else item for item in operands]
     type = kind(functools.reduce(torch.promote_types, (torch.result_type(metas[0], meta) for meta in metas)))
     return "int" if type == "bool" else type
 
@@ -209,6 +209,7 @@ def _is(name: str, test: Callable[[Any, Value], Value]) -> None:
 
 _is("isnan", lambda p, x: p.op("ne", x, x))
 _is("isinf", lambda p, x: p.op("eq", p.op("abs", x), p.constant(math.inf)))
+_is("isfinite", lambda p, x: p.op("lt", p.op("abs", x), p.constant(math.inf)))
 _is("isposinf", lambda p, x: p.op("eq", x, p.constant(math.inf)))
 _is("isneginf", lambda p, x: p.op("eq", x, p.constant(-math.inf)))
 
@@ -290,6 +291,30 @@ def _softplus(p: Any, x: Value, beta: float = 1, threshold: float = 20) -> Value
     scaled = p.op("mul", x, factor)
     small = p.op("minimum", scaled, limit)  # keeps exp, and so the gradient of the branch not taken, finite
     return p.op("where", p.op("lt", limit, scaled), x, p.op("div", p.op("log1p", p.op("exp", small)), factor))
+
+
+@_formula("log_sigmoid")
+def _log_sigmoid(p: Any, x: Value) -> Value:
+    rest = p.op("log1p", p.op("exp", p.op("neg", p.op("abs", x))))
+    return p.op("sub", p.op("minimum", x, p.constant(0.0)), rest)
+
+
+@_formula("mish")
+def _mish(p: Any, x: Value) -> Value:
+    return p.op("mul", x, p.op("tanh", _softplus(p, x)))
+
+
+@_formula("hardsigmoid")
+def _hardsigmoid(p: Any, x: Value) -> Value:
+    line = p.op("div", p.op("add", x, p.constant(3.0)), p.constant(6.0))
+    inside = p.op("and", p.op("lt", p.constant(-3.0), x), p.op("lt", x, p.constant(3.0)))  # at the ends no gradient, as in torch
+    outside = p.op("where", p.op("lt", p.constant(0.0), x), p.constant(1.0), p.constant(0.0))
+    return p.op("where", p.op("or", inside, p.op("ne", x, x)), line, outside)
+
+
+@_formula("hardswish")
+def _hardswish(p: Any, x: Value) -> Value:
+    return p.op("mul", x, _hardsigmoid(p, x))
 
 
 @_formula("elu")

@@ -76,7 +76,7 @@ def create_block_mask(
 def block_classes(mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_len: int, q_block: int, kv_block: int) -> Tensor:
     """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never FULL (as in torch)."""
     program = bind("create_block_mask", mask_mod, mask=True)
-    classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8)
+    classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8, device="cpu")
     if program.code:
         _C.block_classes(program.code, program.captured, B, H, q_len, kv_len, q_block, kv_block, classes)
         return classes
@@ -116,11 +116,11 @@ def from_classes(
 def to_classes(mask: BlockMask) -> Tensor:
     """The classes that a BlockMask lists, the inverse of ``from_classes``."""
     rows, columns = (-(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
-    classes = torch.zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8)
+    classes = torch.zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8, device="cpu")
     lists = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
     for number, indices, value in lists:
         if number is not None:
-            listed = torch.arange(indices.shape[-1]) < number[..., None]
+            listed = torch.arange(indices.shape[-1], device="cpu") < number[..., None]
             classes.scatter_(-1, torch.where(listed, indices, columns).long(), value)
     return classes[..., :columns]
 

@@ -82,7 +82,7 @@ def _attention(
 
 def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
     """A captured number that changes from call to call (a symbolic size) as a tensor, so that the program reads it."""
-    return tuple(torch.scalar_tensor(item, dtype=torch.int64) if isinstance(item, torch.SymInt) else item for item in captured)
+    return tuple(torch.scalar_tensor(item, dtype=torch.int64, device="cpu") if isinstance(item, torch.SymInt) else item for item in captured)
 
 
 def _register() -> None:

@@ -23,7 +23,7 @@ def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
         UnknownOp: an index is a bool.
     """
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.tensor(item) if isinstance(item, (list, range)) else item for item in items]
+    items = [torch.tensor(item, device="cpu") if isinstance(item, (list, range)) else item for item in items]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
         at = next(position for position, item in enumerate(items) if item is Ellipsis)

@@ -16,7 +16,7 @@ _SHADES = " ░▒▓█"
 
 
 class MaskMod:
-    """A mask_mod with a name and a picture, joined to others by ``&``, ``|`` and ``~``.
+    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``, ``|`` and ``~``.
 
     Args:
         function: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key.
@@ -36,6 +36,12 @@ class MaskMod:
     def __or__(self, other: MaskFunction) -> MaskMod:
         return MaskMod(lambda b, h, q, k: self(b, h, q, k) | other(b, h, q, k), f"({self.__name__} | {_name(other)})")
 
+    def __rand__(self, other: MaskFunction) -> MaskMod:
+        return MaskMod(other, _name(other)) & self
+
+    def __ror__(self, other: MaskFunction) -> MaskMod:
+        return MaskMod(other, _name(other)) | self
+
     def __invert__(self) -> MaskMod:
         return MaskMod(lambda b, h, q, k: ~self(b, h, q, k), f"~{self.__name__}")
 
@@ -44,7 +50,7 @@ class MaskMod:
 
     def dense(self, q_len: int, kv_len: int | None = None, *, b: int = 0, h: int = 0) -> Tensor:
         """Return the mask of one batch entry and head, bool ``[q_len, kv_len]``."""
-        return _dense(lambda q, k: self(torch.tensor(b), torch.tensor(h), q, k), q_len, kv_len)
+        return _dense(lambda q, k: self(_number(b), _number(h), q, k), q_len, kv_len)
 
     def text(self, q_len: int = 16, kv_len: int | None = None, *, b: int = 0, h: int = 0) -> str:
         """Return a picture in characters: a line per query, a block where it sees the key."""
@@ -52,7 +58,7 @@ class MaskMod:
 
     def plot(self, q_len: int = 64, kv_len: int | None = None, *, b: int = 0, h: int = 0, ax: Any = None) -> Any:
         """Draw the mask with matplotlib and return the axes: queries down, keys across, dark where seen."""
-        return _plot(self.dense(q_len, kv_len, b=b, h=h).double(), self.__name__, ax)
+        return draw(self.dense(q_len, kv_len, b=b, h=h).double(), self.__name__, ax)
 
 
 class ScoreMod:
@@ -75,7 +81,7 @@ class ScoreMod:
 
     def dense(self, q_len: int, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> Tensor:
         """Return what becomes of a score that is ``score`` everywhere, float32 ``[q_len, kv_len]``."""
-        return _dense(lambda q, k: self(torch.tensor(score), torch.tensor(b), torch.tensor(h), q, k), q_len, kv_len)
+        return _dense(lambda q, k: self(_number(score), _number(b), _number(h), q, k), q_len, kv_len)
 
     def text(self, q_len: int = 16, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> str:
         """Return a picture in characters: a line per query, darker where the score is higher."""
@@ -85,7 +91,11 @@ class ScoreMod:
         self, q_len: int = 64, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0, ax: Any = None
     ) -> Any:
         """Draw the scores with matplotlib and return the axes: queries down, keys across, darker where higher."""
-        return _plot(self.dense(q_len, kv_len, score=score, b=b, h=h), self.__name__, ax)
+        return draw(self.dense(q_len, kv_len, score=score, b=b, h=h), self.__name__, ax)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64, device="cpu")
 
 
 def _name(mod: Callable[..., Tensor]) -> str:
@@ -93,24 +103,33 @@ def _name(mod: Callable[..., Tensor]) -> str:
 
 
 def _dense(function: Callable[[Tensor, Tensor], Tensor], q_len: int, kv_len: int | None) -> Tensor:
-    rows, columns = torch.arange(q_len)[:, None], torch.arange(q_len if kv_len is None else kv_len)[None, :]
+    rows = torch.arange(q_len, device="cpu")[:, None]
+    columns = torch.arange(q_len if kv_len is None else kv_len, device="cpu")[None, :]
     with torch.no_grad():
         return function(rows, columns).expand(q_len, columns.shape[1])
 
 
 def _text(values: Tensor) -> str:
     finite = values[values.isfinite()]
-    low, high = (finite.min(), finite.max()) if finite.numel() else (torch.tensor(0.0), torch.tensor(0.0))
+    low, high = (finite.min(), finite.max()) if finite.numel() else (_number(0.0), _number(0.0))
     depth = ((values - low) / (high - low)).clamp(0, 1) if high > low else torch.full_like(values, float(high > 0))
     levels = (depth.nan_to_num(0.0) * (len(_SHADES) - 1)).round().long()
     return "\n".join("".join(_SHADES[level] for level in row).rstrip() for row in levels.tolist())
 
 
-def _plot(values: Tensor, title: str, ax: Any) -> Any:
+def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = None, **options: Any) -> Any:
+    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels) and return these.
+
+    Args:
+        lengths: queries and keys that the picture spans, if its rows and columns are blocks.
+    """
     if ax is None:
         import matplotlib.pyplot as plt
 
-        _, ax = plt.subplots(figsize=(3, 3))
-    ax.imshow(values.numpy(), cmap="Blues", interpolation="nearest", aspect="equal")
-    ax.set(title=title, xlabel="key", ylabel="query")
+        _, ax = plt.subplots(figsize=(3.5, 3.5), layout="constrained")
+    rows, columns = lengths or values.shape
+    shift = 0.0 if lengths else 0.5
+    ax.imshow(values.numpy(), cmap="Blues", interpolation="nearest", aspect="equal", extent=(-shift, columns - shift, rows - shift, -shift), **options)
+    ax.set(xlabel="key", ylabel="query")
+    ax.set_title(title, fontsize="medium", wrap=True)
     return ax

@@ -7,6 +7,7 @@ ranks of the captured tensors (captured.py); under their shapes too if the mod d
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
     for tensor in captured.tensors:
         if tensor.device.type != "cpu":
             raise RuntimeError(f"{op}: tensors captured by {argument} must be on the CPU, got {tensor.device}")
-    key = None if captured.key is None else (mask, dtype == torch.float64, captured.key)
+    key = None if captured.key is None else (mask, dtype == torch.float64, *_surroundings(), captured.key)
     program = _programs.get(key) if key is not None else None
     if program is None:
         shaped = key and (key, tuple(map(tuple, captured.shapes)))
@@ -83,6 +84,12 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
     if mask and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(f"{op}: Captured buffers from mask mod that require grad are not supported; use .detach()")
     return BoundProgram(program.code, tensors)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What decides the dtypes of what a mod computes, besides its operands."""
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return torch.get_default_dtype(), autocast
 
 
 def _keep(key: Any, program: Program | UnknownOp) -> None:
@@ -101,11 +108,9 @@ def _trace(op: str, argument: str, mod: Callable[..., Any], captured: list[Tenso
     arguments = [tracer.argument(name, torch.int32) for name in "bhqk"]
     if argument == _SCORE:
         arguments.insert(0, tracer.argument("score", real))
-    random_state = torch.random.default_generator.get_state()
     try:
-        made = tracer.run(mod, arguments)
-        if not torch.equal(random_state, torch.random.default_generator.get_state()):
-            raise RandomOp
+        with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):  # of what the mod itself makes
+            made = tracer.run(mod, arguments)
         return _finish(op, argument, tracer, made)
     except UnknownOp as unknown:
         return unknown
@@ -115,7 +120,6 @@ def _trace(op: str, argument: str, mod: Callable[..., Any], captured: list[Tenso
             "use torch.where"
         ) from None
     except RandomOp:
-        torch.random.default_generator.set_state(random_state)
         raise RuntimeError(f"{op}: {argument} must not draw random numbers (vmap's randomness error); for dropout use dropout_p") from None
     except MutatedArgument as write:
         from torch._higher_order_ops.utils import UnsupportedAliasMutationException
@@ -132,7 +136,7 @@ def _finish(op: str, argument: str, tracer: Tracer, made: Any) -> Program:
         raise ValueError(f"{op}: {argument} must return one value per score (a 0-d tensor), got shape {list(made.shape)}")
     if argument == _MASK and made.dtype != torch.bool:
         raise ValueError(f"{op}: mask_mod must return a bool tensor, got {str(made.dtype).removeprefix('torch.')}")
-    program = tracer.program
+    program, made = tracer.program, tracer.replace(made)
     value = program.convert(tracer.values(tracer.numbers(made))[0], "float" if argument == _SCORE else "bool")
     same = value == (program.op("score") if argument == _SCORE else program.constant(True))
     return Program(
@@ -156,6 +160,8 @@ def warn_unknown(op: str, argument: str, unknown: UnknownOp) -> None:
 
 def positional_arguments(mod: Callable[..., Any]) -> int:
     """How many arguments without a default the mod takes: 5 for a score_mod, 4 for a mask_mod."""
+    if isinstance(mod, torch.nn.Module):
+        mod = mod.forward
     if hasattr(mod, "__code__"):
         return mod.__code__.co_argcount - len(mod.__defaults__ or ()) - inspect.ismethod(mod)
     return sum(parameter.default is parameter.empty for parameter in inspect.signature(mod).parameters.values())

@@ -14,6 +14,7 @@ symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a mill
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from lowbit.attention.aten_ops import FUNCTIONS, INSTRUCTIONS, KEYWORDS, VIEWS
 from lowbit.attention.indexing import getitem
 from lowbit.attention.program import Captured, ProgramBuilder, UnknownOp, Value
-from lowbit.attention.stand_in import Inside, Outside, Part, StandIn
+from lowbit.attention.stand_in import Inside, Outside, Part, RandomOp, StandIn, mapped, stand_ins_of
 
 MAX_ELEMENTS = 1024  # of a tensor inside a program (a row of a captured tensor): every element is instructions
-_SHAPE_READERS = {
-    torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.Tensor.stride, torch.Tensor.shape.__get__,
-}  # fmt: skip
+_SHAPE_READERS = {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.Tensor.shape.__get__}
 _VALUE_READERS = {
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__,
-    torch.Tensor.__index__, torch.Tensor.__contains__, torch.equal, torch.allclose,
+    torch.Tensor.__index__, torch.Tensor.__contains__, torch.equal, torch.allclose, torch.Tensor.stride, torch.Tensor.is_contiguous,
+    torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }  # fmt: skip
+"""What a stand-in cannot say of the tensor that it stands for."""
+_NEVER_DRAW = frozenset(("__get__", "__len__", "__getitem__", "__iter__", "dim", "size", "tensor", "to", "reshape", "view", "expand", "numel"))
 
 
 @dataclass(slots=True)
@@ -54,7 +57,7 @@ class Steps:
             if isinstance(step, Tensor):
                 made.append(step)
             else:
-                func, args, kwargs = tree_map(lambda leaf: made[leaf.step] if isinstance(leaf, Outside) else leaf, step)
+                func, args, kwargs = mapped(lambda leaf: made[leaf.step] if type(leaf) is Outside else leaf, step)
                 made.append(func(*args, **kwargs))
         return [made[number] for number in wanted]
 
@@ -84,11 +87,12 @@ class Tracer:
 
     def __init__(self, captured: Sequence[Tensor]) -> None:
         self.program = ProgramBuilder()
+        self.captured = captured
         self.steps = Steps(len(captured))
         self.sources: list[int] = []  # per captured tensor of the program the step that makes it
         self.reads_shapes = False     # the program holds for captured tensors of these shapes only
         self.reads_values = False     # and of these values: it is not kept
-        self.foreign: list[Tensor] = []
+        self.made: dict[int, Tensor] = {}  # real tensors that the mod made; others that it reads are neither captured nor its own
         self._declared: dict[int, Captured] = {}
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
@@ -97,7 +101,7 @@ class Tracer:
         self.stand_ins = {id(tensor): StandIn(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
 
     def argument(self, name: str, dtype: torch.dtype) -> StandIn:
-        return self.inside([self.program.op(name)], torch.ones((), dtype=dtype), argument=True)
+        return self.inside([self.program.op(name)], torch.ones((), dtype=dtype, device="cpu"), argument=True)
 
     def run(self, mod: Callable[..., Any], arguments: Sequence[StandIn]) -> Any:
         if isinstance(mod, Subgraph):
@@ -108,8 +112,8 @@ class Tracer:
     # -- values
 
     def inside(self, values: Sequence[Value], meta: Tensor, argument: bool = False) -> StandIn:
-        numbers = torch.tensor([self.number(value) for value in values], dtype=torch.int64).reshape(meta.shape)
-        return StandIn(self, Inside(numbers), meta, argument)
+        numbers = torch.tensor([self.number(value) for value in values], dtype=torch.int64, device="cpu")
+        return StandIn(self, Inside(numbers.reshape(meta.shape)), meta, argument)
 
     def number(self, value: Value) -> int:
         number = self._numbers.setdefault(value.number, len(self._values))
@@ -119,24 +123,23 @@ class Tracer:
 
     def numbers(self, operand: Any) -> Tensor:
         """The values of an operand, as numbers in its shape."""
+        if not isinstance(operand, Tensor):
+            return torch.tensor(self.number(self.program.constant(operand)), device="cpu")
+        if isinstance(operand, StandIn) and isinstance(operand.content, Inside):
+            return operand.content.numbers
+        if operand.numel() > MAX_ELEMENTS:
+            raise UnknownOp(f"a tensor of shape {list(operand.shape)} inside the mod")
         if isinstance(operand, StandIn):
             content = operand.content
-            if isinstance(content, Inside):
-                return content.numbers
-            if operand.numel() > MAX_ELEMENTS:
-                raise UnknownOp(f"a tensor of shape {list(operand.shape)} inside the mod")
-            part = content if isinstance(content, Part) else Part(content, (None,) * operand.dim())
             self.reads_shapes |= operand.dim() > 0
-            numbers = torch.empty(operand.shape, dtype=torch.int64)
-            for at in _positions(operand.shape):
-                numbers[at] = self.number(self.gather(part, at))
-            return numbers
-        if isinstance(operand, Tensor):
-            if operand.numel() > MAX_ELEMENTS:
-                raise UnknownOp(f"a tensor of shape {list(operand.shape)} made inside the mod")
-            constants = [self.number(self.program.constant(item)) for item in operand.flatten().tolist()]
-            return torch.tensor(constants, dtype=torch.int64).reshape(operand.shape)
-        return torch.tensor(self.number(self.program.constant(operand)))
+        elif operand.requires_grad:
+            content = self.constant(operand)
+        else:
+            found = [self.number(self.program.constant(item)) for item in operand.flatten().tolist()]
+            return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(operand.shape)
+        part = content if isinstance(content, Part) else Part(content, (None,) * operand.dim())
+        found = [self.number(self.gather(part, at)) for at in _positions(operand.shape)]
+        return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(operand.shape)
 
     def values(self, numbers: Tensor) -> list[Value]:
         return [self._values[number] for number in numbers.flatten().tolist()]
@@ -168,25 +171,59 @@ class Tracer:
             number = self.steps.add(tensor)
             self._metas[number] = _empty(tensor)
             self._constants[id(tensor)] = Outside(number)
-            self.foreign.append(tensor)  # keeps the id taken
+            self.made[id(tensor)] = tensor
         return self._constants[id(tensor)]
+
+    def real(self, tensor: Tensor) -> Tensor | None:
+        """What a stand-in stands for, if it is made of captured tensors alone: then the program holds for their values only."""
+        if not isinstance(tensor, StandIn):
+            return tensor
+        if not isinstance(tensor.content, Outside):
+            return None
+        self.reads_values = True
+        return self.steps.run(self.captured, [tensor.content.step])[0]
+
+    def real_leaf(self, leaf: Any) -> Any:
+        return self.real(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def own(self, made: Any) -> Any:
+        """Note the real tensors that a function gave to the mod."""
+        if isinstance(made, Tensor):
+            if not isinstance(made, StandIn):
+                self.made[id(made)] = made
+        elif isinstance(made, (tuple, list)):
+            for item in made:
+                self.own(item)
+        return made
+
+    def replace(self, leaf: Any) -> Any:
+        """The stand-in of a captured tensor. A tensor that nobody told of: the program is made of more than its key says, and not kept."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, StandIn):
+            return leaf
+        stand_in = self.stand_ins.get(id(leaf))
+        if stand_in is None and id(leaf) not in self.made:
+            self.reads_values = True
+        return leaf if stand_in is None else stand_in
 
     # -- ops
 
     def dispatch(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One op: ``func`` (for shape and dtype of its result, and as a step), meaning the ATen op ``name``."""
         if name == "_local_scalar_dense":
-            raise DataDependent
+            number = self.real(args[0])
+            if number is None:
+                raise DataDependent
+            return number.item()
         if name == "detach":
             return self._detach(func, args[0])
         if name in ("alias", "lift_fresh", "clone", "lift_fresh_copy", "contiguous"):
             return args[0]
-        stand_ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
-        if all(isinstance(stand_in.content, Outside) for stand_in in stand_ins):
-            return self._step(func, args, kwargs, stand_ins)
+        stand_ins = stand_ins_of((args, kwargs))
+        if all(type(stand_in.content) is Outside for stand_in in stand_ins):
+            return self._step(name, func, args, kwargs, stand_ins)
         if name == "index":
             return INSTRUCTIONS[name](self, *args)
-        meta = func(*_metas(args), **_metas(kwargs))
+        meta = _meta_of(func, args, kwargs)
         if name in VIEWS:
             return self._view(name, func, args, kwargs, meta)
         if name not in INSTRUCTIONS or not isinstance(meta, Tensor):
@@ -200,14 +237,18 @@ class Tracer:
             raise UnknownOp("aten.detach of what depends on the score")  # programs have nothing that stops a gradient
         return tensor
 
-    def _step(self, func: Any, args: Any, kwargs: Any, stand_ins: list[StandIn]) -> Any:
-        self.reads_shapes |= any(stand_in.dim() > 0 for stand_in in stand_ins)
-        meta = func(*_metas(args), **_metas(kwargs))
+    def _step(self, name: str, func: Any, args: Any, kwargs: Any, stand_ins: list[StandIn]) -> Any:
+        self.reads_shapes |= any([stand_in.dim() > 0 for stand_in in stand_ins])
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and (name != "index" or any(map(_is_mask, args[1]))):
+            return self.own(func(*mapped(self.real_leaf, args), **mapped(self.real_leaf, kwargs)))
+        if name in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
+            func = torch.reshape  # a captured tensor may have other strides than its stand-in
+        meta = _meta_of(func, args, kwargs)
 
         def kept(leaf: Any) -> Any:
-            return leaf.content if isinstance(leaf, StandIn) else leaf
+            return leaf.content if type(leaf) is StandIn else leaf
 
-        step = func, tree_map(kept, args), tree_map(kept, kwargs)
+        step = func, mapped(kept, args), mapped(kept, kwargs)
         if isinstance(meta, Tensor):
             return self.outside(step, meta)
         if not isinstance(meta, (tuple, list)):
@@ -218,7 +259,7 @@ class Tracer:
     def view(self, name: str, *args: Any) -> Any:
         """A view or an index of a stand-in, or of a tensor by a stand-in."""
         func = getattr(torch.ops.aten, name)
-        return self.dispatch(name, func, args, {}) if tree_any(_is_stand_in, args) else func(*args)
+        return self.dispatch(name, func, args, {}) if stand_ins_of(args) else func(*args)
 
     def _view(self, name: str, func: Any, args: Any, kwargs: Any, meta: Any) -> Any:
         if name == "select" and isinstance(args[0].content, Part):
@@ -227,8 +268,8 @@ class Tracer:
             indices = list(part.indices)
             indices[free[dim % len(free)]] = self.program.constant(index)
             return self.part(Part(part.tensor, tuple(indices)), meta)
-        tensors = tree_map(lambda leaf: self.numbers(leaf) if isinstance(leaf, Tensor) else leaf, args)
-        if name in ("cat", "stack") and len({leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}) > 1:
+        tensors = mapped(lambda leaf: self.numbers(leaf) if isinstance(leaf, Tensor) else leaf, args)
+        if name in ("cat", "stack") and len({leaf.dtype for leaf in args[0]}) > 1:
             raise UnknownOp(f"aten.{name} of several dtypes")
         made = func(*tensors, **kwargs)
         if isinstance(made, (tuple, list)):
@@ -266,41 +307,71 @@ class _Capture(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        if func in _VALUE_READERS and id(args[0]) in tracer.stand_ins:
-            tracer.reads_values = True
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(self._replace, (args, kwargs))
+        if func in _VALUE_READERS:
+            tensors = [tracer.real(leaf) for leaf in args if isinstance(leaf, Tensor)]
+            if all([tensor is not None for tensor in tensors]):
+                tracer.reads_values = True
+                return tracer.own(func(*[tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in args], **kwargs))
+        args, kwargs = mapped(tracer.replace, args), mapped(tracer.replace, kwargs) if kwargs else kwargs
         if func in _SHAPE_READERS and isinstance(args[0], StandIn):
             tracer.reads_shapes |= args[0].dim() > 0
-        if func is torch.Tensor.__getitem__ and (isinstance(args[0], StandIn) or tree_any(_is_stand_in, args[1])):
-            return getitem(tracer.view, *args)
+        stand_ins = stand_ins_of((args, kwargs))
+        if func is torch.Tensor.__getitem__ and stand_ins:
+            return tracer.own(getitem(tracer.view, *args))
         name, swapped = FUNCTIONS.get(getattr(func, "__name__", ""), ("", False))
-        if name and kwargs.keys() <= KEYWORDS and tree_any(_is_stand_in, (args, kwargs)):
+        if name and stand_ins and kwargs.keys() <= KEYWORDS:
             if swapped:
                 return tracer.dispatch(name, lambda a, b: func(b, a), args[::-1], kwargs)
             return tracer.dispatch(name, func, args, kwargs)
-        return func(*args, **kwargs)
+        if name or not _may_draw(getattr(func, "__name__", "")):
+            return tracer.own(func(*args, **kwargs))
+        before = torch.random.default_generator.get_state()
+        made = func(*args, **kwargs)
+        if not torch.equal(before, torch.random.default_generator.get_state()):
+            torch.random.default_generator.set_state(before)
+            raise RandomOp
+        return tracer.own(made)
 
-    def _replace(self, leaf: Any) -> Any:
-        return self.tracer.stand_ins.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+
+@functools.cache
+def _may_draw(name: str) -> bool:
+    """Whether a function of this name can draw random numbers; one that is no op may be made of any."""
+    if name in _NEVER_DRAW:
+        return False
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is None or any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-def _is_stand_in(leaf: Any) -> bool:
-    return isinstance(leaf, StandIn)
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _metas(tree: Any) -> Any:
+def _meta_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are no indices zeros."""
+    try:
+        return func(*_metas(args, False), **_metas(kwargs, False))
+    except (IndexError, RuntimeError):
+        try:
+            return func(*_metas(args, True), **_metas(kwargs, True))
+        except (IndexError, RuntimeError):
+            pass
+        raise
+
+
+def _metas(tree: Any, zeros: bool) -> Any:
     """The arguments of an op as tensors that it can be asked for the shape and dtype of its result with."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    small = all(leaf.numel() <= MAX_ELEMENTS for leaf in tensors)
+    small = True
 
     def meta(leaf: Any) -> Any:
+        nonlocal small
         if not isinstance(leaf, Tensor):
             return leaf
-        empty = leaf.meta if isinstance(leaf, StandIn) else _empty(leaf)
-        return empty if small == (empty.device.type == "cpu") else torch.empty(empty.shape, dtype=empty.dtype, device="meta")
+        empty = leaf.meta if type(leaf) is StandIn else _empty(leaf)
+        small &= empty.device.type == "cpu"
+        return torch.zeros_like(empty) if zeros and not empty.is_floating_point() else empty
 
-    return tree_map(meta, tree)
+    made = mapped(meta, tree)
+    return made if small else mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, made)
 
 
 def _empty(tensor: Tensor) -> Tensor:

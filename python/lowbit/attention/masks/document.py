@@ -12,28 +12,41 @@ from lowbit.attention.mod import MaskFunction, MaskMod
 def document_ids(cu_seqlens: Tensor) -> Tensor:
     """Return the number of the document of each token, ``[total]`` int32, from the cumulative lengths ``[documents + 1]``."""
     lengths = cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=lengths.device), lengths)
 
 
 def document(ids: Tensor, inner: MaskFunction | None = None) -> MaskMod:
     """Return the mask ``ids[q] == ids[k]``, and ``inner`` within each document.
 
     Args:
-        ids: integer ``[L]``, the document of each token; tokens of a document stand together.
+        ids: integer ``[L]``, the document of each token, or ``[B, L]``, one row per batch entry; tokens of a document stand together.
         inner: a mask_mod that gets positions counted from the start of the document, `masks.causal` for one; None for all.
 
     Raises:
-        ValueError: ids that are not ``[L]``.
+        ValueError: ids that are neither ``[L]`` nor ``[B, L]``.
     """
-    if ids.dim() != 1:
-        raise ValueError(f"document: ids must have shape [L], got {list(ids.shape)}")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"document: ids must have shape [L] or [B, L], got {list(ids.shape)}")
+    one = ids.dim() == 1
     if inner is None:
-        return MaskMod(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx], "document")
-    index = torch.arange(len(ids), dtype=torch.int32)
-    begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[1:] != ids[:-1]])[: len(ids)]
-    start = torch.where(begins, index, 0).cummax(0).values.to(torch.int32) if len(ids) else index
+        if one:
+            return MaskMod(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx], "document")
+        return MaskMod(lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx], "document")
+    start = _starts(ids)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (ids[q_idx] == ids[kv_idx]) & inner(b, h, q_idx - start[q_idx], kv_idx - start[kv_idx])
 
-    return MaskMod(mask, f"document({getattr(inner, '__name__', 'inner')})")
+    def mask_of_batch(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (ids[b, q_idx] == ids[b, kv_idx]) & inner(b, h, q_idx - start[b, q_idx], kv_idx - start[b, kv_idx])
+
+    return MaskMod(mask if one else mask_of_batch, f"document({getattr(inner, '__name__', 'inner')})")
+
+
+def _starts(ids: Tensor) -> Tensor:
+    """The position of the first token of each token's document, int32 of the shape of ids."""
+    index = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device).expand(ids.shape)
+    if not ids.numel():
+        return index
+    begins = torch.cat([torch.ones_like(ids[..., :1], dtype=torch.bool), ids[..., 1:] != ids[..., :-1]], -1)
+    return torch.where(begins, index, 0).cummax(-1).values.to(torch.int32)

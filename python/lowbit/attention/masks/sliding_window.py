@@ -9,15 +9,17 @@ from lowbit.attention.mod import MaskMod
 
 
 def sliding_window(window: int) -> MaskMod:
-    """Return the mask ``0 <= q - k <= window``: ``window`` keys back, and itself.
+    """Return the mask ``0 <= q - k < window``: ``window`` keys, the query's own and the ``window - 1`` before it.
+
+    The number is that of transformers' ``sliding_window``, of Mistral's and of the quantized cache's ``window``.
 
     Raises:
-        ValueError: window below 0.
+        ValueError: window below 1.
     """
-    if window < 0:
-        raise ValueError(f"sliding_window: window must be at least 0, got window={window}")
+    if window < 1:
+        raise ValueError(f"sliding_window: window must be at least 1 (a query sees itself), got window={window}")
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (q_idx - kv_idx <= window)
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
     return MaskMod(mask, f"sliding_window({window})")

@@ -10,15 +10,23 @@ from lowbit.attention.mod import ScoreMod
 
 
 def alibi(heads: int) -> ScoreMod:
-    """Return the mod ``score + (k - q) * 2 ** (-8 (h + 1) / heads)``.
+    """Return the mod ``score + (k - q) * slope[h]`` with the paper's slopes.
+
+    For a power of two they are ``2 ** (-8 (h + 1) / heads)``. For another number as many heads as the power of two below has take its slopes, the rest
+    every other slope of the power of two above, as in the authors' code, BLOOM and MPT.
 
     Raises:
         ValueError: heads below 1.
     """
     if heads < 1:
         raise ValueError(f"alibi: heads must be at least 1, got heads={heads}")
+    whole = 1 << (heads.bit_length() - 1)  # the power of two at or below
+    per_head, per_other = 8.0 / whole, 4.0 / whole
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + (kv_idx - q_idx) * torch.exp2(-(h + 1) * 8.0 / heads)
+        exponent = (h + 1) * per_head
+        if whole != heads:
+            exponent = torch.where(h < whole, exponent, (2 * (h - whole) + 1) * per_other)
+        return score + (kv_idx - q_idx) * torch.exp2(-exponent)
 
     return ScoreMod(mod, f"alibi({heads})")
