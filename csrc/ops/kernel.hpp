@@ -28,6 +28,7 @@ namespace lowbit {
   X(encode_state, EncodeStateArgs) \
   X(decode_state, DecodeStateArgs) \
   X(score_program, ScoreProgramArgs) \
+  X(block_classes, BlockClassesArgs) \
   X(attention_forward, AttentionForwardArgs) \
   X(attention_backward, AttentionBackwardArgs) \
   X(decode, DecodeArgs) \

@@ -1,60 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a score_mod or a mask_mod does to one score, as data: a list of integers that a kernel runs inside its tile loop. docs/ops/attention.md
-// explains the list; python/lowbit/attention/program.py writes it.
+// score_program: one program over one tile of scores; what the tests call, and what block classes are decided by.
 #pragma once
-
-#include <atomic>
-#include <cstdint>
-#include <memory>
-#include <span>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "core/tensor_view.hpp"
 #include "ops/kernel.hpp"
-#include "ops/score_plan.hpp"
+#include "score/program.hpp"
 
 namespace lowbit {
-
-struct ScoreProgram {
-  bool is_mask = false;     // the result is a bool: keep the score or make it -inf
-  ScoreGraph graph;         // with diagonals
-  int output = 0;
-  ScorePlan forward;        // score memory: raw in, modified (or masked) out
-  ScorePlan backward;       // gradient memory: of the modified scores in, of the raw ones out; adds to the gradients of captured tensors
-  ScorePlan backward_only;  // the same without captured tensors
-};
-
-// Parses, checks and plans; the last programs are kept. ValueError says what is wrong and where.
-LOWBIT_API std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code);
-
-// Where a gather met an index that its tensor does not have, or a division a zero. Kernels do not throw: the first one is noted here.
-struct ScoreFault {
-  static constexpr int kDivision = -1;  // in place of a tensor: an int was divided by zero
-  std::atomic<bool> seen{false};
-  int tensor = 0, dim = 0;
-  int64_t index = 0;
-};
-
-// A program with its captured tensors, for one call: checked here, read by the kernels.
-struct LOWBIT_API ScoreCall {
-
-  // `op` and `argument` name the call in errors: "flex_attention", "score_mod".
-  ScoreCall(std::string_view op, std::string_view argument, std::span<const int64_t> code, std::vector<TensorView> captured);
-
-  const ScoreProgram& program() const { return *program_; }
-  const TensorView* captured() const { return captured_.data(); }
-  int captured_count() const { return static_cast<int>(captured_.size()); }
-  ScoreFault& fault() const { return fault_; }
-  void check_fault() const;  // after the kernel: IndexError if a gather was out of range
-
- private:
-  std::string op_, argument_;
-  std::shared_ptr<const ScoreProgram> program_;
-  std::vector<TensorView> captured_;
-  mutable ScoreFault fault_;
-};
 
 // A tile of scores: row r, column c at scores[r * stride + c] belongs to query q0 + r and key k0 + c. Every row can be read and written up to
 // column round_up(cols, 16); what lies behind cols is unspecified afterwards.
@@ -72,7 +24,6 @@ struct CapturedGradient {
   bool wide = false;
 };
 
-// The row of this op runs one program over one tile: what the tests call, and what block classes are decided by.
 struct ScoreProgramArgs {
   Place place{};
   const ScoreCall* call = nullptr;

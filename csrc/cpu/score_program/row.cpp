@@ -21,7 +21,11 @@ void run_args(const ScoreProgramArgs& args) {
   vm.run(tile, static_cast<T*>(args.gradient), args.stride, args.captured_gradients);
 }
 
-void run_row(const ScoreProgramArgs& args) { args.dtype == DType::float64 ? run_args<double>(args) : run_args<float>(args); }
+void run_row(const ScoreProgramArgs& args) {
+  args.call->check_captured();
+  args.dtype == DType::float64 ? run_args<double>(args) : run_args<float>(args);
+  args.call->check_fault();
+}
 
 constexpr Kernel<ScoreProgramArgs> kRows[] = {{LOWBIT_ROW("score_program_vm"), never_refuses<ScoreProgramArgs>, run_row}};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of rules/score_ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the compiler makes vectors of
+// The ops of score/ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the compiler makes vectors of
 // them with the flags of each instruction set. An operand is either one element per element, or one for a whole row.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "rules/score_ops.hpp"
+#include "score/ops.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a score program: the flat list of integers that the kernels run in place of a ``score_mod`` or ``mask_mod``.
 
-The ops, with their numbers and types, are those of csrc/rules/score_ops.hpp (``_C.SCORE_OPS``). Layout of the list::
+The ops, with their numbers and types, are those of csrc/score/ops.hpp (``_C.SCORE_OPS``). Layout of the list::
 
     VERSION, captured_count, (type, rank) * captured_count, output, instruction*
     instruction = opcode, operand*                 operands are numbers of earlier instructions, counted from 0

@@ -5,7 +5,7 @@
 //   types       operands > result: f float, i int, b bool
 //   value       of one element. Float is float or double, Int is int32_t or int64_t beside it; a bool is an Int that is 0 or 1
 //   derivative  of the result with respect to each float operand, in terms of the operands and the result y; E is an expression that records
-//               further ops (ops/score_reverse.cpp). No derivative: the gradient stops here (torch: zero)
+//               further ops (score/reverse.cpp). No derivative: the gradient stops here (torch: zero)
 //   interval    what the result can be if the operands are anywhere in these intervals; without it, anything
 #pragma once
 
@@ -15,7 +15,7 @@
 #include <limits>
 #include <string_view>
 
-#include "rules/score_math.hpp"
+#include "score/math.hpp"
 
 namespace lowbit {
 

@@ -5,14 +5,14 @@
 #include <optional>
 #include <utility>
 
-#include "ops/score_graph.hpp"
+#include "score/graph.hpp"
 
 namespace lowbit {
 namespace {
 
 using namespace score;
 
-// What the derivatives in rules/score_ops.hpp are written with: a value of the graph, or a number not yet in it.
+// What the derivatives in score/ops.hpp are written with: a value of the graph, or a number not yet in it.
 class Expression {
  public:
   Expression(double number) : number_(number) {}

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "rules/score_ops.hpp"
+#include "score/ops.hpp"
 
 namespace lowbit {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/score_graph.hpp"
+#include "score/graph.hpp"
 
 namespace lowbit {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/score_graph.hpp"
+#include "score/graph.hpp"
 
 #include <bit>
 #include <cstdlib>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/score_plan.hpp"
+#include "score/plan.hpp"
 
 #include <algorithm>
 #include <bit>
