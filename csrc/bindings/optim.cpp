@@ -72,13 +72,13 @@ void optim_step(int64_t rule, int64_t state_format, int64_t block_size, py::hand
   step.run();
 }
 
-void encode(py::handle values, int64_t state_format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
+void encode_state_into(py::handle values, int64_t state_format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
   const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"), scales = output(scale, "encode_state: scale");
   const py::gil_scoped_release nogil;
   encode_state(*from, state_format, is_signed, block_size, *to, *scales);
 }
 
-void decode(py::handle codes, py::handle scale, int64_t state_format, bool is_signed, int64_t block_size, py::handle values) {
+void decode_state_into(py::handle codes, py::handle scale, int64_t state_format, bool is_signed, int64_t block_size, py::handle values) {
   const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"), to = output(values, "decode_state: values");
   const py::gil_scoped_release nogil;
   decode_state(*from, *scales, state_format, is_signed, block_size, *to);
@@ -104,9 +104,9 @@ Args:
     grad_scale: one float32: gradients are divided by it, and written back.
     found_inf: one float32: if not 0, nothing is done.
     seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.)");
-  m.def("encode_state", encode, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
+  m.def("encode_state", encode_state_into, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
         "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the scale nan.");
-  m.def("decode_state", decode, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
+  m.def("decode_state", decode_state_into, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
         "Write the float32 values of codes and scales; inverse of encode_state up to rounding.");
 }
 

@@ -74,6 +74,13 @@ LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g, int64_t step) 
   if (panel.zero) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.zero + g * 16) + step);
 }
 
+// Loops whose types and sizes the compiler knows are for speed: in plain C++ they would be minutes of compilation.
+#ifdef LOWBIT_IS_SCALAR
+constexpr bool kSpecializes = false;
+#else
+constexpr bool kSpecializes = true;
+#endif
+
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group
 
 // A format's unit: kBytes of codes that hold kValues values of each of the 16 columns; kPerTile units make a tile of 64 k. value<at>() is value

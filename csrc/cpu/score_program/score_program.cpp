@@ -220,7 +220,7 @@ void start(ScoreMachine<T>& machine, void* memory) {
   }
 }
 
-#ifndef LOWBIT_HAS_VNNI  // VNNI adds integer products only: the row would be that of avx512
+#ifndef LOWBIT_HAS_VNNI  // VNNI adds integer products only: machine and row are those of LOWBIT_SERVED_BY
 template <class T>
 void run_args(const ScoreProgramArgs& args) {
   const bool backward = args.gradient != nullptr;
@@ -233,49 +233,52 @@ void run_args(const ScoreProgramArgs& args) {
   vm.run(tile, static_cast<T*>(args.gradient), args.stride, args.captured_gradients);
 }
 
+// Float64 is for checking gradients: the row of scalar serves every machine.
+#ifdef LOWBIT_IS_SCALAR
 void run_row(const ScoreProgramArgs& args) { args.dtype == DType::float64 ? run_args<double>(args) : run_args<float>(args); }
-std::string_view refuses_nothing(const ScoreProgramArgs&) { return ""; }
+std::string_view refuses(const ScoreProgramArgs&) { return ""; }
+#else
+void run_row(const ScoreProgramArgs& args) { run_args<float>(args); }
+std::string_view refuses(const ScoreProgramArgs& args) { return args.dtype == DType::float64 ? "scores are float64" : ""; }
+#endif
 
 #define LOWBIT_STRING_OF(name) #name
 #define LOWBIT_STRING(name) LOWBIT_STRING_OF(name)
-constexpr Kernel<ScoreProgramArgs> kRows[] = {{"score_program_vm_" LOWBIT_STRING(LOWBIT_ISA_NAME), refuses_nothing, run_row}};
-#else
-constexpr std::span<const Kernel<ScoreProgramArgs>> kRows;
+constexpr Kernel<ScoreProgramArgs> kRows[] = {{"score_program_vm_" LOWBIT_STRING(LOWBIT_ISA_NAME), refuses, run_row}};
 #endif
 
 }  // namespace
 
+#ifndef LOWBIT_HAS_VNNI
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell) {
   const BankSizes sizes = bank_sizes(max_rows, max_cols);
   int64_t cells = 0;
   for (int rate = 0; rate < 6; rate++) cells += registers_of(plan, rate) * sizes.of[rate];
   return static_cast<std::size_t>(cells) * cell;
 }
-void start_machine(ScoreMachine<float>& machine, void* memory) { start(machine, memory); }
-void start_machine(ScoreMachine<double>& machine, void* memory) { start(machine, memory); }
-MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile) {
-  Runner<float> runner(machine, tile, nullptr, 0, nullptr);
-  runner.prepare();
-  return runner.rows_of_gather();
-}
-MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile) {
-  Runner<double> runner(machine, tile, nullptr, 0, nullptr);
-  runner.prepare();
-  return runner.rows_of_gather();
-}
-void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count) {
-  Runner<float>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
-}
-void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count) {
-  Runner<double>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);
-}
-void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured) {
-  Runner<float>(machine, tile, gradient, stride, captured).run();
-}
-void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured) {
-  Runner<double>(machine, tile, gradient, stride, captured).run();
-}
+
+#define LOWBIT_MACHINE(T) \
+  void start_machine(ScoreMachine<T>& machine, void* memory) { start(machine, memory); } \
+  MemoryRows prepare_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile) { \
+    Runner<T> runner(machine, tile, nullptr, 0, nullptr); \
+    runner.prepare(); \
+    return runner.rows_of_gather(); \
+  } \
+  void run_machine_rows(ScoreMachine<T>& machine, const ScoreTile<T>& tile, int first, int count) { \
+    Runner<T>(machine, tile, nullptr, 0, nullptr).run_rows(first, count); \
+  } \
+  void run_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile, T* gradient, int64_t stride, const CapturedGradient* captured) { \
+    Runner<T>(machine, tile, gradient, stride, captured).run(); \
+  }
+LOWBIT_MACHINE(float)
+#ifdef LOWBIT_IS_SCALAR
+LOWBIT_MACHINE(double)
+#endif
+#undef LOWBIT_MACHINE
 
 std::span<const Kernel<ScoreProgramArgs>> score_program_rows() { return kRows; }
+#else
+std::span<const Kernel<ScoreProgramArgs>> score_program_rows() { return {}; }
+#endif
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
