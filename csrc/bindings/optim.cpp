@@ -77,14 +77,14 @@ void take(OptimStep& step) {
   step.run();
 }
 
-void encode(py::handle values, int64_t format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
+void encode_state_into(py::handle values, int64_t format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
   const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"), scales = output(scale, "encode_state: scale");
   const py::gil_scoped_release nogil;
   encode_state({.place = place_of(*from), .format = state_format("encode_state", format, block_size), .is_signed = is_signed,
                 .block_size = block_size, .values = *from, .codes = *to, .scale = *scales});
 }
 
-void decode(py::handle codes, py::handle scale, int64_t format, bool is_signed, int64_t block_size, py::handle values) {
+void decode_state_into(py::handle codes, py::handle scale, int64_t format, bool is_signed, int64_t block_size, py::handle values) {
   const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"), to = output(values, "decode_state: values");
   const py::gil_scoped_release nogil;
   decode_state({.place = place_of(*from), .format = state_format("decode_state", format, block_size), .is_signed = is_signed,
@@ -115,9 +115,9 @@ The lists are kept, and must not change before ``run``.)")
            arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
            arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none())
       .def("run", &take, "Take the step.");
-  m.def("encode_state", encode, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
+  m.def("encode_state", encode_state_into, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
         "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the scale nan.");
-  m.def("decode_state", decode, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
+  m.def("decode_state", decode_state_into, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
         "Write the float32 values of codes and scales; inverse of encode_state up to rounding.");
 }
 

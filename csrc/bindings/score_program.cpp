@@ -34,7 +34,7 @@ void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h,
   score_program_eval(call, b, h, q0, k0, *scores_argument);
 }
 
-void backward_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0, py::handle scores,
+void program_backward_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0, py::handle scores,
                    py::handle gradient, const py::list& captured_gradients) {
   const CapturedArguments tensors(captured, "score_program_backward: captured");
   const CapturedArguments gradients(captured_gradients, "score_program_backward: captured_gradients", Access::write, true);
@@ -86,7 +86,7 @@ Args:
 Raises:
     ValueError, TypeError: the code or a tensor does not fit; the text says where.
     IndexError: a gather is out of range.)");
-  m.def("score_program_backward", backward_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"), arg("scores"), arg("gradient"),
+  m.def("score_program_backward", program_backward_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"), arg("scores"), arg("gradient"),
         arg("captured_gradients"),
         R"(Differentiate a score program over one tile: ``gradient``, of the modified scores, becomes that of the raw ``scores``.
 

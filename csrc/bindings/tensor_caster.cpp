@@ -147,6 +147,7 @@ bool TensorArgument::from_buffer(py::handle object, const char* what, Access acc
   }
   try {
     check_rank(buffer_.ndim, what);
+    check(buffer_.itemsize > 0, type, what, " must have elements of some bytes, got an array of elements of ", buffer_.itemsize);
     view_.dtype = dtype_of_buffer(buffer_);
     view_.rank = buffer_.ndim;
     view_.data = buffer_.buf;

@@ -58,15 +58,15 @@ unsigned long long libraries_loaded() {
   return count;
 }
 
-// A child forked after use has no OpenMP workers, and libgomp would wait for them for ever: there regions run on a pool of our own.
+// A forked child has no OpenMP workers, and libgomp would wait for ever for those that torch had started: there regions run on a pool of our own.
+// Watched from the moment this library is loaded, because torch's threads may run before ours are asked for.
 std::atomic<bool> forked{false};
+[[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, [] { forked = true; }); }
 
 // Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a library has been loaded.
 const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
   static std::atomic<unsigned long long> missing_at{0};
-  static std::once_flag watch_fork;
-  std::call_once(watch_fork, [] { pthread_atfork(nullptr, nullptr, [] { forked = true; }); });
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
   const unsigned long long count = libraries_loaded();  // before the look: what is loaded meanwhile makes another number
   if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
@@ -179,7 +179,8 @@ void parallel_region(int threads, void (*body)(void*, int), void* context) {
     auto range = [](int64_t begin, int64_t end, void* r) {
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
     };
-    torch->parallel_for(0, threads, 1, range, &region);
+    const int32_t status = torch->parallel_for(0, threads, 1, range, &region);
+    check(status == 0 || region.failed, ErrorKind::runtime, "torch_parallel_for failed with status ", status, ": not every part of the work ran");
   } else {
     Pool::instance().run(threads, region);
   }

@@ -9,6 +9,13 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// Loops whose types and sizes the compiler knows are for speed: in plain C++ they would be minutes of compilation.
+#ifdef LOWBIT_IS_SCALAR
+constexpr bool kSpecializes = false;
+#else
+constexpr bool kSpecializes = true;
+#endif
+
 constexpr int64_t kL2Block = 256 << 10;  // half of the smallest L2 that we care about (512 KiB, Zen 2 and 3)
 constexpr int64_t kL1Block = 16 << 10;   // half of a 32 KiB L1
 

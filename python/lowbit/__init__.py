@@ -16,14 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ImportError('lowbit needs PyTorch, which is not installed: pip install "lowbit[torch]"') from error
+    _torch = None  # `import lowbit._C` works; every public name says what is missing
 
 from lowbit._C import version as __version__
-from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
     from lowbit import attention, optim
@@ -121,10 +120,16 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 
-_register()
+if _torch is not None:
+    from lowbit.ops.registration import register
+
+    register()
+    del register
 
 
 def __getattr__(name: str) -> Any:
+    if _torch is None and (name in _MODULES or name in _HOME):
+        raise ImportError(f'lowbit.{name} needs PyTorch, which is not installed: pip install "lowbit[torch]"')
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOME:

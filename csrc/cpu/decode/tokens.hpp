@@ -96,12 +96,18 @@ LOWBIT_INLINE void for_row_tiles(int64_t rows, F&& f) {
   else if (r + 1 == rows) f(std::integral_constant<int, 1>{}, r);
 }
 constexpr int paired(int rows) { return rows == 1 ? 2 : rows; }  // keys meet two rows in one vector: a single one is there twice
+template <class F>
+LOWBIT_INLINE void for_paired_row_tiles(int64_t rows, F&& f) {
+  int64_t r = 0;
+  for (; r + 2 < rows; r += kRowTile) f(std::integral_constant<int, kRowTile>{}, r);
+  if (r < rows) f(std::integral_constant<int, 2>{}, r);
+}
 
 // f(integral_constant columns) for the usual head dimensions, whose loops are then unrolled, else with 0.
 template <class F>
 LOWBIT_INLINE void with_columns(int64_t columns, F&& f) {
-  if (columns == 64) f(std::integral_constant<int, 64>{});
-  else if (columns == 128) f(std::integral_constant<int, 128>{});
+  if (kSpecializes && columns == 64) f(std::integral_constant<int, kSpecializes ? 64 : 0>{});
+  else if (kSpecializes && columns == 128) f(std::integral_constant<int, kSpecializes ? 128 : 0>{});
   else f(std::integral_constant<int, 0>{});
 }
 
@@ -120,9 +126,8 @@ LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const Split
     LinesAhead lines(keys, t0);
     const int64_t end = smaller(keys.count, t0 + keys.tile);
     for (int64_t h = 0; h < keys.heads; h++)
-      for_row_tiles(rows, [&](auto kRows, int64_t r) {
-        constexpr std::integral_constant<int, paired(kRows)> kPaired;
-        constexpr int64_t kTokens = 8 / paired(kRows);
+      for_paired_row_tiles(rows, [&](auto kPaired, int64_t r) {
+        constexpr int64_t kTokens = 8 / kPaired;
         const int64_t bytes = kBytes ? kBytes : keys.bytes;
         const bool first_rows = r == 0;
         LinesAhead ahead = lines;  // in registers, as are the next ones

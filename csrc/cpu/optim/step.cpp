@@ -17,13 +17,7 @@ namespace {
 constexpr int64_t kTaskElements = 1 << 14;
 static_assert(kTaskElements >= kMaxStateBlock);
 
-// Loops for known dtypes are for speed; in plain C++ they would be minutes of compilation.
-#ifdef LOWBIT_IS_SCALAR
-constexpr bool kKnowsDTypes = false;
-#else
-constexpr bool kKnowsDTypes = true;
-#endif
-constexpr DType known_here(DType dtype) { return kKnowsDTypes ? dtype : DType::other; }
+constexpr DType known_here(DType dtype) { return kSpecializes ? dtype : DType::other; }
 
 LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel + kTaskElements - 1) / kTaskElements; }
 
@@ -45,8 +39,8 @@ void step_all(const OptimStepArgs& args) {
     const int64_t first = (task - first_task[found]) * (kTaskElements / args.block_size), blocks = (tensor.numel + args.block_size - 1) / args.block_size;
     const int64_t last = first + kTaskElements / args.block_size, stop = last < blocks ? last : blocks;
     const DType dtype = tensor.param_dtype == tensor.grad_dtype ? tensor.param_dtype : DType::other;
-    if (kKnowsDTypes && dtype == DType::float32) step_blocks<kFormat, Rule, known_here(DType::float32), known_here(DType::float32)>(args, tensor, first, stop);
-    else if (kKnowsDTypes && dtype == DType::bfloat16) step_blocks<kFormat, Rule, known_here(DType::bfloat16), known_here(DType::bfloat16)>(args, tensor, first, stop);
+    if (kSpecializes && dtype == DType::float32) step_blocks<kFormat, Rule, known_here(DType::float32), known_here(DType::float32)>(args, tensor, first, stop);
+    else if (kSpecializes && dtype == DType::bfloat16) step_blocks<kFormat, Rule, known_here(DType::bfloat16), known_here(DType::bfloat16)>(args, tensor, first, stop);
     else step_blocks<kFormat, Rule, DType::other, DType::other>(args, tensor, first, stop);
   });
 }

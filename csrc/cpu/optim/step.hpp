@@ -121,26 +121,31 @@ LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) { return kSigned ? max(bi
 // DType::other: known at run time only.
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
 
+// 32 elements of a block from `i` on, of which `left` are there.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
-  constexpr int kMoments = Rule::kMoments;
-  constexpr int64_t kPrefetchBytes = 4096;
-  const DType param_dtype = known(kParam, tensor.param_dtype), grad_dtype = known(kGrad, tensor.grad_dtype);
-  char* const params = static_cast<char*>(tensor.param) + moments.begin * static_cast<int64_t>(size_of(param_dtype));
-  char* const grads = static_cast<char*>(tensor.grad) + moments.begin * static_cast<int64_t>(size_of(grad_dtype));
-  const int32_t key = common.stochastic ? block_key(common.seed, moments.begin / args.block_size) : 0;
-  const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
-  i32x16 absmax[kMoments + 1];
-  for (i32x16& bits : absmax) bits = set1(0);
-  auto update = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+struct GroupUpdate {
+  using Moments = BlockOfMoments<kFormat, Rule>;
+  using Decoders = typename Moments::Decoders;
+  static constexpr int kMoments = Rule::kMoments;
+
+  const OptimTensor& tensor;
+  const Common& common;
+  const Rule& rule;
+  char *params, *grads;  // of the block
+  int32_t key;           // of stochastic rounding
+
+  LOWBIT_INLINE DType param_dtype() const { return known(kParam, tensor.param_dtype); }
+  LOWBIT_INLINE DType grad_dtype() const { return known(kGrad, tensor.grad_dtype); }
+
+  LOWBIT_INLINE void operator()(Moments& moments, const Decoders& decoders, i32x16 (&absmax)[kMoments + 1], int64_t i, int64_t left) const {
     f32x16 old[kMoments + 1][2], factors[kMoments + 1][2];
     unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.template read<k>(decoders, i, left, old[k], factors[k]); });
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const int64_t at = i + 16 * half, lanes = left - 16 * half;
-      f32x16 g = load_as_float(grads, grad_dtype, at, lanes), p = load_as_float(params, param_dtype, at, lanes);
+      f32x16 g = load_as_float(grads, grad_dtype(), at, lanes), p = load_as_float(params, param_dtype(), at, lanes);
       if (common.special) {
         g = mul(g, common.grad_factor);
-        if (common.scaled) store_from_float(grads, grad_dtype, at, lanes, g);
+        if (common.scaled) store_from_float(grads, grad_dtype(), at, lanes, g);
         if (common.negated) g = sub(set1(0.0f), g);
         if (common.adds_l2) g = fma(p, common.l2, g);
       }
@@ -152,18 +157,50 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Co
         if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::kSigned[k]>(absmax[k], moment[k]);
       });
       if (common.stochastic) p = round_stochastically(p, at, key);
-      store_from_float(params, param_dtype, at, lanes, p);
+      store_from_float(params, param_dtype(), at, lanes, p);
     });
-  };
-  const int64_t whole = moments.count / kGroup * kGroup;
-  for (int64_t i = 0; i < whole; i += kGroup) {
-    unroll<2>([&](auto half) __attribute__((always_inline)) {
-      __builtin_prefetch(params + (i + 16 * half) * static_cast<int64_t>(size_of(param_dtype)) + kPrefetchBytes, 1);
-      __builtin_prefetch(grads + (i + 16 * half) * static_cast<int64_t>(size_of(grad_dtype)) + kPrefetchBytes);
-    });
-    update(i, kGroup);
   }
-  if (whole < moments.count) update(whole, moments.count - whole);
+};
+
+// Any dtypes and the end of a block: one copy per format and rule.
+template <StateFormat kFormat, class Rule>
+[[gnu::noinline]] void update_some(const GroupUpdate<kFormat, Rule, DType::other, DType::other>& update, BlockOfMoments<kFormat, Rule>& moments,
+                                   const typename BlockOfMoments<kFormat, Rule>::Decoders& decoders, i32x16 (&absmax)[Rule::kMoments + 1], int64_t i,
+                                   int64_t left) {
+  update(moments, decoders, absmax, i, left);
+}
+
+template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
+void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
+  constexpr int kMoments = Rule::kMoments;
+  constexpr int64_t kPrefetchBytes = 4096;
+  constexpr bool kKnown = kParam != DType::other && kGrad != DType::other;
+  const int64_t param_size = static_cast<int64_t>(size_of(known(kParam, tensor.param_dtype)));
+  const int64_t grad_size = static_cast<int64_t>(size_of(known(kGrad, tensor.grad_dtype)));
+  const GroupUpdate<kFormat, Rule, kParam, kGrad> update{
+      .tensor = tensor, .common = common, .rule = rule, .params = static_cast<char*>(tensor.param) + moments.begin * param_size,
+      .grads = static_cast<char*>(tensor.grad) + moments.begin * grad_size,
+      .key = common.stochastic ? block_key(common.seed, moments.begin / args.block_size) : 0};
+  const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
+  i32x16 absmax[kMoments + 1];
+  for (i32x16& bits : absmax) bits = set1(0);
+  int64_t i = 0;
+  if constexpr (kKnown)
+    for (; i + kGroup <= moments.count; i += kGroup) {
+      unroll<2>([&](auto half) __attribute__((always_inline)) {
+        __builtin_prefetch(update.params + (i + 16 * half) * param_size + kPrefetchBytes, 1);
+        __builtin_prefetch(update.grads + (i + 16 * half) * grad_size + kPrefetchBytes);
+      });
+      update(moments, decoders, absmax, i, kGroup);
+    }
+  if (i < moments.count) {
+    const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor, common, rule, update.params, update.grads, update.key};
+    const auto any_decoders = decoders;  // whose addresses are not those of the loop's, which stay in registers
+    i32x16 any_absmax[kMoments + 1];
+    for (int k = 0; k <= kMoments; k++) any_absmax[k] = absmax[k];
+    for (; i < moments.count; i += kGroup) update_some<kFormat, Rule>(any, moments, any_decoders, any_absmax, i, moments.count - i);
+    for (int k = 0; k <= kMoments; k++) absmax[k] = any_absmax[k];
+  }
   unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = bit_and(absmax[k], set1(INT32_MAX)); });
 }
 

@@ -137,7 +137,7 @@ void run_strip3(const Strip<T>& strip) {
 #undef LOWBIT_INDEPENDENT
 
 // A soft cap: one b and c for a row, mostly for all, whose powers go into the coefficients. Nine products where eleven were: 2.5 ns per 16 scores, not 3.0.
-void run_soft_cap(const Strip<float>& strip) {
+[[maybe_unused]] void run_soft_cap(const Strip<float>& strip) {
   const float first_b = *strip.in[1].row<float>(0), magnitude = __builtin_fabsf(first_b);
   const bool uniform = strip.in[1].row_stride == 0 && strip.in[2].row_stride == 0;
   if (!uniform || !(magnitude > 0x1p-10f && magnitude < 0x1p10f)) return run_strip3<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs one plan of a score program over tiles of scores: a register machine whose instructions work on a strip of up to 1024 scores at a time, so
 // that finding the instruction (2 ns) costs nothing and all registers stay in L1. One machine per thread, plan and call.
-// The code is in score_program.cpp, once per instruction set; kernels of other ops include this header.
+// The code is in machine.hpp, compiled once per instruction set, for double in one of them (float64.cpp); kernels of other ops include this header.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,14 @@
 
 #include "ops/score_program.hpp"
 
-namespace lowbit::cpu::LOWBIT_ISA_NAME {
+// Where an instruction set adds nothing to another, that one's machine serves it.
+#ifndef LOWBIT_SERVED_BY
+#define LOWBIT_SERVED_BY LOWBIT_ISA_NAME
+#endif
 
-inline constexpr int kStripScores = 1024, kStripColumns = 256;
+namespace lowbit::cpu::LOWBIT_SERVED_BY {
+
+constexpr int kStripScores = 1024, kStripColumns = 256;
 
 template <class T>
 struct ScoreMachine {
@@ -44,6 +49,12 @@ void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile
 void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count);
 void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured);
 void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured);
+
+}  // namespace lowbit::cpu::LOWBIT_SERVED_BY
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+
+using namespace LOWBIT_SERVED_BY;
 
 namespace {
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #define LOWBIT_HAS_VNNI 1
+#define LOWBIT_SERVED_BY avx512  // in everything but integer products
 #include "cpu/simd/avx512.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

@@ -30,7 +30,7 @@ def info() -> Info:
     facts["weight layout"] = f"{_C.LAYOUT} version {_C.LAYOUT_VERSION}"
     facts["isa compiled"] = ", ".join(isa["compiled"])
     facts["isa detected"] = isa["detected"]
-    facts["isa chosen"] = isa["chosen"] + (f" ({isa['reason']})" if isa["reason"] else "")
+    facts["isa chosen"] = (isa["chosen"] or "none, every op fails") + (f" ({isa['reason']})" if isa["reason"] else "")
     facts["LOWBIT_ISA"] = os.environ.get("LOWBIT_ISA", "not set")
     facts["LOWBIT_KERNEL"] = os.environ.get("LOWBIT_KERNEL", "not set")
     facts["threads"] = f"{threads['count']}, from {threads['source']}"
@@ -38,7 +38,7 @@ def info() -> Info:
     facts["autoload"] = autoload_state()
     for row in registered():
         facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (f" ({row['reason']})" if row["reason"] else "")
-    for kernel in _C.kernels("linear"):
+    for kernel in _C.kernels("linear") if isa["chosen"] else ():
         if not kernel["available"]:
             facts[f"row {kernel['name']}"] = f"not available: {kernel['reason']}"
     return facts
