@@ -84,10 +84,11 @@ def _check_outline(state_dict: Any, call: str) -> None:
 def _check_keys(state_dict: dict[str, Any], call: str) -> None:
     """Raise ValueError unless every parameter is listed once, and every state is a dict of one of those."""
     listed = [index for group in state_dict["param_groups"] for index in group["params"]]
-    if len(set(listed)) != len(listed):
+    names = set(listed)
+    if len(names) != len(listed):
         raise ValueError(f"{call}: params of param_groups must name every parameter once, got {listed}")
     for index, entry in state_dict["state"].items():
-        if index not in set(listed):
+        if index not in names:
             raise ValueError(f"{call}: state is for parameters that param_groups list, got {index!r}")
         if not isinstance(entry, dict):
             raise ValueError(f"{call}: state of parameter {index} must be a dict, got {type(entry).__name__}")
