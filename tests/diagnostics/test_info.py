@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import lowbit
@@ -42,6 +43,14 @@ def test_command_line(capsys) -> None:
     assert "linear_" in capsys.readouterr().out
     done = subprocess.run([sys.executable, "-m", "lowbit", "info"], capture_output=True, text=True, timeout=60, check=True)
     assert "torch.ops.lowbit.linear" in done.stdout
+
+
+def test_version_and_errors_of_the_command_line(capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"lowbit {lowbit.__version__}\n"
+    assert main(["kernels", "nothing"]) == 1
+    assert "op must be one of" in capsys.readouterr().err
 
 
 def test_public_names_are_all_there() -> None:

@@ -11,6 +11,7 @@ import torch
 from score_programs import B, EPSILON, H, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
 from torch import Tensor
 
+import lowbit
 from lowbit import _C, testing
 from lowbit.attention.program import TYPES, ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
@@ -53,9 +54,27 @@ def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value]
     return program, values, captured
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_op_is_that_of_torch(score_row: str, name: str, dtype: torch.dtype) -> None:
+def test_op_is_that_of_torch(score_row: str, name: str) -> None:
+    check_op(name, torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_op_is_that_of_torch_in_float64(name: str) -> None:
+    check_op(name, torch.float64)
+    assert _C.last_kernel("score_program") == "score_program_vm_scalar"
+
+
+def test_float64_is_the_scalar_rows() -> None:
+    program, values, captured = operands("exp", torch.float64)
+    code = program.finish(program.op("exp", *values))
+    for row in testing.rows("score_program"):
+        if row["available"] and row["isa"] != "scalar":
+            with lowbit.force_kernel(str(row["name"])), pytest.raises(NotImplementedError, match="scores are float64"):
+                run(code, captured, torch.randn(19, 33, dtype=torch.float64))
+
+
+def check_op(name: str, dtype: torch.dtype) -> None:
     program, values, captured = operands(name, dtype)
     result = program.op(name, *values)
     scores = torch.randn(19, 33, dtype=dtype) * 3

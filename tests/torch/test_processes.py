@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,12 +75,60 @@ print("ok")
     assert "ok" in python(code)
 
 
-def test_threads_are_torchs_as_soon_as_it_is_imported(python: Callable[..., str]) -> None:
+def test_fork_after_torch_used_its_threads_and_lowbit_did_not(python: Callable[..., str]) -> None:
     code = f"""
+import torch, lowbit
+import os, signal
+torch.set_num_threads(2)
+x = torch.randn(1 << 22).exp_()  # torch's workers start
+child = os.fork()
+if child == 0:
+    signal.alarm(100)  # a hang ends the child
+    {SETUP.strip().replace(chr(10), chr(10) + "    ")}
+    os._exit(0 if torch.allclose(wanted.double(), data.wanted, atol=1e-2) else 1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+print("ok")
+"""
+    assert "ok" in python(code)
+
+
+ALONE = f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("lowbit._C", {lowbit._C.__file__!r})
 alone = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(alone)
+"""
+
+
+def test_another_liblowbit_on_the_library_path_is_not_taken(python: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copy(lowbit._C.__file__, tmp_path / "liblowbit.so")  # a library without a symbol of ours
+    code = f"{ALONE}\nprint(*[line.split()[-1] for line in open('/proc/self/maps') if 'liblowbit' in line and str({str(tmp_path)!r}) in line], alone.version)"
+    assert python(code, LD_LIBRARY_PATH=str(tmp_path)).strip() == lowbit.__version__
+
+
+def test_a_failure_of_torch_parallel_for_is_an_error(python: Callable[..., str], tmp_path: Path) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc on this machine: the torch that fails is C")
+    failing = "int torch_parallel_for() { return 1; }\nint torch_get_num_threads(unsigned* count) { *count = 2; return 0; }\n"
+    (tmp_path / "torch.c").write_text(failing)
+    subprocess.run([compiler, "-shared", "-fPIC", tmp_path / "torch.c", "-o", tmp_path / "torch.so"], check=True)
+    code = f"""
+import ctypes
+ctypes.CDLL({str(tmp_path / "torch.so")!r}, mode=ctypes.RTLD_GLOBAL)
+{ALONE}
+try:
+    print(alone.read_bandwidth(1 << 16, 1, 2))
+except RuntimeError as error:
+    print(error)
+"""
+    assert "torch_parallel_for failed with status 1" in python(code)
+
+
+def test_threads_are_torchs_as_soon_as_it_is_imported(python: Callable[..., str]) -> None:
+    code = f"""
+{ALONE}
 before = [alone.threads()["source"] for _ in range(3)]
 import json  # a library that is not torch
 import torch
@@ -116,6 +167,13 @@ def test_lowered_isa_is_honoured_and_reported(python: Callable[..., str]) -> Non
     code = f"{SETUP}\nprint(lowbit._C.isa()['chosen'], lowbit._C.last_kernel('linear'))"
     chosen, row = python(code, LOWBIT_ISA="scalar").split()
     assert chosen == "scalar" and "scalar" in row
+
+
+def test_an_unknown_isa_is_named_by_every_op_and_by_info(python: Callable[..., str]) -> None:
+    code = f"try:\n    {SETUP.strip().replace(chr(10), chr(10) + '    ')}\nexcept ValueError as error:\n    print(error)"
+    wanted = "LOWBIT_ISA must be scalar, avx2, avx512 or avx512_vnni, got 'foo'"
+    assert wanted in python(code, LOWBIT_ISA="foo")
+    assert f"none, every op fails ({wanted})" in python("import lowbit; print(lowbit.info())", LOWBIT_ISA="foo")
 
 
 def test_kernel_forced_by_the_environment_runs_or_fails_loudly(python: Callable[..., str]) -> None:
