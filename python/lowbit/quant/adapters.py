@@ -28,7 +28,7 @@ def adapter_modules(model: nn.Module) -> set[int]:
     """Return the ids of all modules that are adapters of peft or copies that it trains."""
     found: set[int] = set()
     for module in model.modules():
-        if not type(module).__module__.startswith("peft."):
+        if not any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
             continue
         for path in getattr(module, "adapter_layer_names", ()):
             child: Any = module
@@ -109,7 +109,7 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
                 with _decoded(base) as dense:
                     super().merge(safe_merge, adapter_names)
                     changed = self.merged_adapters != merged
-                    weight = pack_weight(dense(), base.spec)[0] if changed else packed
+                    weight = pack_weight(dense.weight, base.spec)[0] if changed else packed
             except BaseException:
                 self.merged_adapters[:] = merged
                 if bias is not None:
@@ -125,7 +125,7 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
                 return super().unmerge()
             with _decoded(base) as dense:
                 super().unmerge()
-                weight = pack_weight(dense(), base.spec)[0] if packed is None else packed
+                weight = pack_weight(dense.weight, base.spec)[0] if packed is None else packed
             base.weight = weight
 
         def __repr__(self) -> str:
@@ -137,13 +137,15 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextlib.contextmanager
-def _decoded(base: QuantLinear) -> Iterator[Any]:
-    """Show the weight as float while peft changes it; yields a function that returns it. The packed one is back at the end."""
-    packed = base._parameters["weight"]
+def _decoded(base: QuantLinear) -> Iterator[nn.Linear]:
+    """Make the layer an nn.Linear with the decoded weight while peft reads and changes it; at the end it is what it was."""
+    kind, packed = type(base), base.weight
     base._parameters["weight"] = nn.Parameter(base.dequantize(), requires_grad=False)
+    base.__class__ = nn.Linear  # also for calls of merge and unmerge from inside, as DoRA makes them
     try:
-        yield lambda: base._parameters["weight"].detach()
+        yield base
     finally:
+        base.__class__ = kind
         base._parameters["weight"] = packed
 
 
