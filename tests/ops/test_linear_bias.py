@@ -26,6 +26,7 @@ def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_what_wants_a_gradient_does_not_change_the_result(dtype, bias_dtype, activation):
     """Bit for bit without an activation; torch applies it to the rounded sum, so a rounding is allowed where there is one."""
     x, packed = data(dtype)
+    u = testing.ROUNDOFF[str(dtype).removeprefix("torch.")]
     bias = (-(x.float() @ testing.decode_weight(packed, 20, 70, "int8", 0, "symmetric").decode().float().T)[0]).to(bias_dtype)  # cancels
     with torch.no_grad():
         wanted = linear(x, packed, CASE.op_args, bias, activation)
@@ -33,7 +34,7 @@ def test_what_wants_a_gradient_does_not_change_the_result(dtype, bias_dtype, act
         y = linear(x.clone().requires_grad_(grad_x), packed, CASE.op_args, bias.clone().requires_grad_(grad_bias), activation)
         assert y.requires_grad == (grad_x or grad_bias) and y.dtype == dtype
         if activation and y.requires_grad:
-            torch.testing.assert_close(y, wanted, rtol=4 * testing.ROUNDOFF[str(dtype).removeprefix("torch.")], atol=1e-6)
+            torch.testing.assert_close(y, wanted, rtol=4 * u, atol=2 * u * wanted.abs().max().item())
         else:
             assert torch.equal(y, wanted)
 
@@ -51,6 +52,14 @@ def test_a_bias_of_any_strides_with_any_gradient(dtype, make):
         if grad_bias:
             (grad,) = torch.autograd.grad(y.float().sum(), leaf)
             torch.testing.assert_close(grad, torch.full((20,), 6.0))
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (21,), (1, 20), (6, 20)], ids=str)
+def test_a_bias_of_another_shape_is_refused_and_never_spread(shape):
+    x, packed = data(torch.float32)
+    for grad_x, grad_bias in itertools.product((False, True), repeat=2):
+        with pytest.raises(ValueError, match=r"linear: bias must be a contiguous \[n=20\], got \["):
+            linear(x.clone().requires_grad_(grad_x), packed, CASE.op_args, torch.zeros(shape, requires_grad=grad_bias))
 
 
 def test_a_float64_bias_is_refused_whether_or_not_it_is_trained():

@@ -56,6 +56,7 @@ INSTEAD = {
     "Linear4bit": "quantize_(model, int4_weight_only()), which makes QuantLinear",
     "Linear8bitLt": "quantize_(model, int8_weight_only()), which makes QuantLinear",
     "NF4Tensor": "int4_weight_only(); nf4 is not here",
+    "CPUOffloadOptimizer": "lowbit.optim.AdamW8bit, whose state is an eighth of Adam's; offloading is not here",
     "PerBlock": "PerGroup(n): one scale per n neighbours along k",
     "PerTensor": "PerRow(): one scale for a whole tensor is less precise and no faster",
     "QATConfig": "quantize_ after training: fake quantization is not here",

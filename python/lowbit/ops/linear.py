@@ -67,7 +67,7 @@ def linear(
         or (mul is not None and mul.requires_grad)
         or (add is not None and add.requires_grad)
     ):
-        if transformed or x.requires_grad or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias)):
+        if transformed or x.requires_grad or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args)):
             return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
         if bias is None or not bias.requires_grad:
             return _post_ops(_product(x, weight, bias, op_args), activation, mul, add)
@@ -90,9 +90,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
     return _linear_op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous())
 
 
-def _adds_exactly(x: Tensor, bias: Tensor) -> bool:
+def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
     """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds once."""
-    return x.dtype is bias.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    return x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1] and not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):
