@@ -14,7 +14,9 @@ from lowbit.formats import LinearSpec
 from lowbit.formats.torchao import INSTEAD, from_torchao
 
 
-@pytest.mark.parametrize("granularity", [None, lowbit.PerRow(), lowbit.PerRow(dim=-1), lowbit.PerAxis(0), lowbit.PerToken()])
+@pytest.mark.parametrize(
+    "granularity", [None, lowbit.PerRow(), lowbit.PerRow(dim=-1), lowbit.PerAxis(0), lowbit.PerToken()]
+)
 def test_every_way_to_say_per_row(granularity):
     assert lowbit.Int8WeightOnlyConfig(granularity=granularity).spec(torch.float32) == LinearSpec("int8")
     dynamic = lowbit.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
@@ -23,14 +25,18 @@ def test_every_way_to_say_per_row(granularity):
 
 @pytest.mark.parametrize("granularity", [lowbit.PerAxis(1), lowbit.PerRow(dim=0), "PerRow", 64])
 def test_another_axis_is_refused(granularity):
-    with pytest.raises(ValueError, match=r"int8_weight_only: granularity must be PerRow\(\) or PerGroup\(n\), got granularity="):
+    with pytest.raises(
+        ValueError, match=r"int8_weight_only: granularity must be PerRow\(\) or PerGroup\(n\), got granularity="
+    ):
         lowbit.Int8WeightOnlyConfig(granularity=granularity)
 
 
 def test_torchaos_default_of_the_algorithm_is_ours_and_hqq_is_refused():
     assert lowbit.Int4WeightOnlyConfig().int4_choose_qparams_algorithm == "tinygemm"
     assert lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="tinygemm") == lowbit.int4_weight_only()
-    with pytest.raises(ValueError, match="int4_choose_qparams_algorithm must be 'tinygemm' .*, got int4_choose_qparams_algorithm='hqq'"):
+    with pytest.raises(
+        ValueError, match="int4_choose_qparams_algorithm must be 'tinygemm' .*, got int4_choose_qparams_algorithm='hqq'"
+    ):
         lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq")
 
 
@@ -51,7 +57,7 @@ def test_a_name_that_is_not_here_says_what_to_take_instead(name):
 
 def test_an_unknown_name_is_refused_as_python_refuses_it():
     with pytest.raises(AttributeError, match="^module 'lowbit' has no attribute 'nonsense'$"):
-        lowbit.nonsense
+        getattr(lowbit, "nonsense")  # noqa: B009
     with pytest.raises(ImportError, match="cannot import name 'nonsense' from 'lowbit'"):
         from lowbit import nonsense  # noqa: F401
 
@@ -59,7 +65,10 @@ def test_an_unknown_name_is_refused_as_python_refuses_it():
 def test_what_is_told_to_use_exists():
     for name, text in INSTEAD.items():
         words = [word.strip("`,;:()") for word in text.replace("(", " ").split()]
-        assert any(word.removeprefix("lowbit.").split(".")[0] in (*dir(lowbit), "docs/recipes/add_a_format", "torch") for word in words), name
+        assert any(
+            word.removeprefix("lowbit.").split(".")[0] in (*dir(lowbit), "docs/recipes/add_a_format", "torch")
+            for word in words
+        ), name
         assert not hasattr(lowbit, name)
 
 
@@ -84,7 +93,10 @@ def test_torchaos_own_objects_are_read():
         (ao.Int4WeightOnlyConfig(), LinearSpec("int4", 128)),
         (ao.Int4WeightOnlyConfig(group_size=32), LinearSpec("int4", 32)),
         (ao.Int8DynamicActivationInt8WeightConfig(), LinearSpec("int8", x_format="int8_row")),
-        (ao.Int8DynamicActivationInt8WeightConfig(granularity=[ao.PerRow(), ao.PerRow()]), LinearSpec("int8", x_format="int8_row")),
+        (
+            ao.Int8DynamicActivationInt8WeightConfig(granularity=[ao.PerRow(), ao.PerRow()]),
+            LinearSpec("int8", x_format="int8_row"),
+        ),
         (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32)),
         (ao.IntxWeightOnlyConfig(torch.int8), LinearSpec("int8")),
         (
@@ -96,11 +108,15 @@ def test_torchaos_own_objects_are_read():
             LinearSpec("int4", 32, x_format="int8_row_asymmetric"),
         ),
         (
-            ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(32), act_mapping_type=ao.MappingType.SYMMETRIC),
+            ao.Int8DynamicActivationIntxWeightConfig(
+                torch.int4, ao.PerGroup(32), act_mapping_type=ao.MappingType.SYMMETRIC
+            ),
             LinearSpec("int4", 32, x_format="int8_group"),
         ),
         (
-            ao.Int8DynamicActivationIntxWeightConfig(torch.int8, ao.PerAxis(0), act_mapping_type=ao.MappingType.SYMMETRIC),
+            ao.Int8DynamicActivationIntxWeightConfig(
+                torch.int8, ao.PerAxis(0), act_mapping_type=ao.MappingType.SYMMETRIC
+            ),
             LinearSpec("int8", x_format="int8_row"),
         ),
     ]
@@ -117,9 +133,17 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
     for config, kind, text in [
         (ao.Float8WeightOnlyConfig(), TypeError, "got torchao's Float8WeightOnlyConfig; use int8_weight_only"),
         (ao.FqnToConfig({"0": ao.Int8WeightOnlyConfig()}), TypeError, "FqnToConfig; use quantize_ once per format"),
-        (ao.IntxWeightOnlyConfig(torch.int2), ValueError, "weight_dtype of IntxWeightOnlyConfig must be torch.int4 or torch.int8, got torch.int2"),
+        (
+            ao.IntxWeightOnlyConfig(torch.int2),
+            ValueError,
+            "weight_dtype of IntxWeightOnlyConfig must be torch.int4 or torch.int8, got torch.int2",
+        ),
         (ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), ValueError, "int4_packing_format must be 'plain'"),
-        (ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()), ValueError, r"must be PerRow\(\) or PerGroup\(n\), got .*less precise"),
+        (
+            ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()),
+            ValueError,
+            r"must be PerRow\(\) or PerGroup\(n\), got .*less precise",
+        ),
     ]:
         with pytest.raises(kind, match=text):
             lowbit.quantize_(model, config)
@@ -133,7 +157,10 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
         ("0", "got str"),
         (lambda module: True, r"got one of \(module\)"),
         (lambda a, b, c: True, r"got one of \(a, b, c\)"),
-        (lambda module, name: "0" in name or not name, "got the model itself: Sequential; it is asked about every module"),
+        (
+            lambda module, name: "0" in name or not name,
+            "got the model itself: Sequential; it is asked about every module",
+        ),
     ],
 )
 def test_a_filter_that_cannot_work_is_refused(filter_fn, text):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""peft on quantized layers: LoRA and DoRA train, merge and unmerge; adapters stay float when the model is quantized after peft came."""
+"""peft on quantized layers: LoRA and DoRA train, merge and unmerge; adapters stay float when quantizing comes after peft."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ def test_shared_packed_weights_are_not_written_through():
     assert torch.equal(layer["other"].weight, other)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies_merge_too(copied: Callable[[nn.Module], nn.Module]):
     model, x = adapted(CONFIGS["int8"])
     wanted = model(x)
@@ -148,7 +150,10 @@ def test_a_model_quantized_after_peft_came_keeps_its_adapters_float_and_merges()
     model = peft.get_peft_model(Model().eval(), lora(modules_to_save=["head"])).eval()
     x = torch.randn(5, 64)
     wanted = model(x)
-    for filter_fn in (lambda module, name: isinstance(module, nn.Linear) and "up" in name, lambda module, name: type(module) is nn.Linear):
+    for filter_fn in (
+        lambda module, name: isinstance(module, nn.Linear) and "up" in name,
+        lambda module, name: type(module) is nn.Linear,
+    ):
         report = lowbit.quantize_(model, CONFIGS["int8"], filter_fn)
     notes = {row.layer: row.note for row in report.skipped}
     assert notes["base_model.model.up.lora_A.default"] == "an adapter of peft, which is trained"
@@ -187,6 +192,7 @@ model = torch.nn.Sequential(torch.nn.Linear(32, 32))
 lowbit.quantize_(model, lowbit.int8_weight_only())
 model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
 model.merge_adapter()
-print(type(model.base_model.model[0]).__name__, [type(f).__name__ for f in sys.meta_path if "lowbit" in type(f).__module__])
+hooks = [finder for finder in sys.meta_path if "lowbit" in type(finder).__module__]
+print(type(model.base_model.model[0]).__name__, hooks)
 """
     assert python(code).strip() == "QuantLoraLinear []"

@@ -12,11 +12,21 @@ import lowbit
 
 transformers = pytest.importorskip("transformers")
 
-LLAMA = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 MODELS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
     "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4)),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4),
+    ),
 }
 
 
@@ -39,7 +49,9 @@ def test_a_saved_model_comes_back_bit_for_bit(saved, device: str, shard: str) ->
     assert (len(list(Path(folder).glob("*.safetensors"))) > 1) == (shard == "20KB")
     with torch.device(device):
         fresh = build()
-    assert set(lowbit.load(fresh, folder)) == {name for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)}
+    assert set(lowbit.load(fresh, folder)) == {
+        name for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)
+    }
     assert not [name for name, tensor in (*fresh.named_buffers(), *fresh.named_parameters()) if tensor.is_meta]
     with torch.no_grad():
         assert torch.equal(fresh(ids).logits, wanted)

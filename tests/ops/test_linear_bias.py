@@ -24,14 +24,18 @@ def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [0, 4])
 def test_what_wants_a_gradient_does_not_change_the_result(dtype, bias_dtype, activation):
-    """Bit for bit without an activation; torch applies it to the rounded sum, so a rounding is allowed where there is one."""
+    """Bit for bit; torch applies an activation to the rounded sum, so there a rounding is allowed."""
     x, packed = data(dtype)
     u = testing.ROUNDOFF[str(dtype).removeprefix("torch.")]
-    bias = (-(x.float() @ testing.decode_weight(packed, 20, 70, "int8", 0, "symmetric").decode().float().T)[0]).to(bias_dtype)  # cancels
+    bias = (-(x.float() @ testing.decode_weight(packed, 20, 70, "int8", 0, "symmetric").decode().float().T)[0]).to(
+        bias_dtype
+    )  # cancels
     with torch.no_grad():
         wanted = linear(x, packed, CASE.op_args, bias, activation)
     for grad_x, grad_bias in itertools.product((False, True), repeat=2):
-        y = linear(x.clone().requires_grad_(grad_x), packed, CASE.op_args, bias.clone().requires_grad_(grad_bias), activation)
+        y = linear(
+            x.clone().requires_grad_(grad_x), packed, CASE.op_args, bias.clone().requires_grad_(grad_bias), activation
+        )
         assert y.requires_grad == (grad_x or grad_bias) and y.dtype == dtype
         if activation and y.requires_grad:
             torch.testing.assert_close(y, wanted, rtol=4 * u, atol=2 * u * wanted.abs().max().item())
@@ -40,7 +44,9 @@ def test_what_wants_a_gradient_does_not_change_the_result(dtype, bias_dtype, act
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [lambda b: b.repeat_interleave(2)[::2], lambda b: b[:1].expand(20)], ids=["step", "expanded"])
+@pytest.mark.parametrize(
+    "make", [lambda b: b.repeat_interleave(2)[::2], lambda b: b[:1].expand(20)], ids=["step", "expanded"]
+)
 def test_a_bias_of_any_strides_with_any_gradient(dtype, make):
     x, packed = data(dtype)
     bias = make(torch.randn(20))

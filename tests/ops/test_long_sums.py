@@ -17,7 +17,9 @@ EXACT_K = 1 << 17  # csrc/cpu/linear/activations.hpp: a longer row is summed in 
 @pytest.mark.parametrize("k", [EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65])
 def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, format: str, code: int, k: int) -> None:
     packed = torch.zeros(2, _C.panel_bytes(_C.FORMATS[format], k, 0, False), dtype=torch.uint8)
-    _C.pack(torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, 1), None, packed, N, k, _C.FORMATS[format], 0, False)
+    _C.pack(
+        torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, 1), None, packed, N, k, _C.FORMATS[format], 0, False
+    )
     step = code - (128 if format == "int8" else 8)
     for m in (1, 17):
         for x_format in _C.X_FORMATS:
@@ -55,6 +57,10 @@ def test_rows_agree_bit_for_bit_on_long_sums() -> None:
     for format in ("int8", "int4"):
         case = LinearCase(3, 5, 150_016, "float32", format, 0, "asymmetric", "int8_row")
         data = testing.make_data(case, torch.randn(3, case.k) + 1, torch.randn(5, case.k) + 1)
-        names = [str(row["name"]) for row in testing.rows("linear") if row["available"] and testing.serves(str(row["name"]), case)]
+        names = [
+            str(row["name"])
+            for row in testing.rows("linear")
+            if row["available"] and testing.serves(str(row["name"]), case)
+        ]
         results = [testing.run_linear(case, data, name) for name in names]
         assert len(results) > 1 and all(torch.equal(result, results[0]) for result in results), names

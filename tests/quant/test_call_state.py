@@ -53,9 +53,13 @@ def whole_dictionary(module: QuantLinear, other: QuantLinear) -> None:
     module._parameters = other._parameters
 
 
-@pytest.mark.parametrize("change", [weight_data, in_place, state_dict, assigned_state_dict, parameters, whole_dictionary])
+@pytest.mark.parametrize(
+    "change", [weight_data, in_place, state_dict, assigned_state_dict, parameters, whole_dictionary]
+)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_other_values_are_seen_however_they_came(change: Callable[[QuantLinear, QuantLinear], None], compiled: bool) -> None:
+def test_other_values_are_seen_however_they_came(
+    change: Callable[[QuantLinear, QuantLinear], None], compiled: bool
+) -> None:
     module, other = layer(0), layer(1)
     call = torch.compile(module, backend="aot_eager") if compiled else module
     for grad in (False, True):
@@ -166,7 +170,9 @@ def test_torch_func_transforms_after_plain_calls_and_before():
         torch.testing.assert_close(tangent, module.dequantize().sum(0).expand_as(X), rtol=1e-4, atol=1e-5)
         assert torch.equal(module(X), wanted)
     changed = parameters | {"bias": torch.zeros(33)}
-    torch.testing.assert_close(torch.func.functional_call(module, changed, X), wanted - module.bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.func.functional_call(module, changed, X), wanted - module.bias, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_other_threads_see_the_layer_as_it_is():

@@ -44,7 +44,11 @@ def test_quantize_unpack_pack_and_back(config, other_default):
     assert y.dtype == torch.float32 and y.device.type == "cpu"
     if not layer.spec.is_float:
         codes, scale, zero = layer.unpack()
-        assert codes.dtype == torch.uint8 and scale.dtype == zero.dtype == torch.float32 and codes.device.type == scale.device.type == "cpu"
+        assert (
+            codes.dtype == torch.uint8
+            and scale.dtype == zero.dtype == torch.float32
+            and codes.device.type == scale.device.type == "cpu"
+        )
         again = QuantLinear.pack(codes, scale, zero if layer.spec.asymmetric else None, layer.spec, layer.bias)
         assert torch.equal(again.unpack()[0], codes)
     assert layer.to_linear().weight.dtype == torch.float32
@@ -55,7 +59,11 @@ def test_quantize_unpack_pack_and_back(config, other_default):
 
 
 def test_the_reference_packs_the_same_bytes(other_default):
-    for format, group_size, mapping in (("int8", 0, "symmetric"), ("int4", 32, "asymmetric"), ("int4", 64, "symmetric")):
+    for format, group_size, mapping in (
+        ("int8", 0, "symmetric"),
+        ("int4", 32, "asymmetric"),
+        ("int4", 64, "symmetric"),
+    ):
         quantized = reference.quantize(weights(), format, group_size, mapping)
         packed = layout.pack(quantized)
         again = layout.unpack(packed, 33, 100, format, group_size, mapping == "asymmetric")

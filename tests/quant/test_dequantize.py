@@ -16,13 +16,17 @@ from lowbit.quant.gated_mlp import FusedGatedMLP
 def test_every_layer_becomes_the_nn_linear_of_its_decoded_weight(config, model, x):
     first, bias = model[0], model[0].bias
     lowbit.quantize_(model, config)
-    weights = {name: module.dequantize() for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)}
+    weights = {
+        name: module.dequantize() for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)
+    }
     assert lowbit.dequantize_(model) == list(weights)
     assert model[0] is first and type(first) is nn.Linear and first.bias is bias
     for name, weight in weights.items():
         layer = model.get_submodule(name)
         assert torch.equal(layer.weight, weight) and layer.weight.requires_grad
-    fresh = nn.Sequential(nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7)))
+    fresh = nn.Sequential(
+        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+    )
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x)) and "layout" not in "".join(model.state_dict())
     assert lowbit.dequantize_(model) == []
@@ -60,7 +64,12 @@ def test_a_fused_gated_mlp_becomes_what_it_was():
     class MLP(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64), nn.SiLU()
+            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+                nn.Linear(64, 96),
+                nn.Linear(64, 96),
+                nn.Linear(96, 64),
+                nn.SiLU(),
+            )
 
         def forward(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -77,7 +86,9 @@ def test_a_fused_gated_mlp_becomes_what_it_was():
 
 def test_conv1d_becomes_an_nn_linear_with_the_same_result():
     transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2Model(transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)).eval()
+    model = transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    ).eval()
     ids = torch.randint(0, 50, (1, 5))
     with torch.no_grad():
         lowbit.quantize_(model, lowbit.int8_weight_only())

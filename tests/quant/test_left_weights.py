@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are in no nn.Linear: Conv1D of transformers is quantized, the rest is said in the report with its size."""
+"""Weights in no nn.Linear: Conv1D of transformers is quantized, the rest is said in the report with its size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_conv1d_of_gpt2_becomes_a_quant_linear_with_the_transposed_weight(config
         wanted = model(ids).logits
         report = lowbit.quantize_(model, config)
         y = model(ids).logits
-    assert isinstance(layer, QuantLinear) and (layer.in_features, layer.out_features) == (48, 144) and layer.bias is bias
+    assert (
+        isinstance(layer, QuantLinear) and (layer.in_features, layer.out_features) == (48, 144) and layer.bias is bias
+    )
     assert len(report.quantized) == 9 and not report.skipped
     spec = layer.spec
     assert torch.equal(layer.weight, QuantLinear.from_linear(_linear(weight.T, bias), spec).weight)
@@ -113,11 +115,19 @@ def test_weights_in_no_linear_layer_are_said_with_their_size():
         ("attention.in_proj_weight", 49152),
     ]
     text = repr(report)
-    assert "stays float: 133.12 kB in Embedding, no linear layer: embed.weight [500, 64], positions.weight [20, 64]" in text
+    assert (
+        "stays float: 133.12 kB in Embedding, no linear layer: embed.weight [500, 64], positions.weight [20, 64]"
+        in text
+    )
     assert "stays float: 32.77 kB in Experts, no linear layer: experts.gate_up_proj [4, 32, 64]" in text
     assert text.index("Embedding") < text.index("MultiheadAttention,") < text.index("Experts")
     assert "experts.gate_up_proj" in report._repr_html_()
-    assert report.to_dict()["left"][2] == {"name": "experts.gate_up_proj", "kind": "Experts", "shape": [4, 32, 64], "bytes": 32768}
+    assert report.to_dict()["left"][2] == {
+        "name": "experts.gate_up_proj",
+        "kind": "Experts",
+        "shape": [4, 32, 64],
+        "bytes": 32768,
+    }
 
 
 def test_a_weight_shared_by_many_is_said_once_and_many_are_counted():

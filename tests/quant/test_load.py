@@ -17,7 +17,10 @@ from lowbit.quant import QuantLinear
 def build(device: str = "cpu") -> nn.Module:
     with torch.device(device):
         return nn.Sequential(
-            nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7)), nn.LayerNorm(7)
+            nn.Linear(100, 33),
+            nn.ReLU(),
+            nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7)),
+            nn.LayerNorm(7),
         )
 
 
@@ -38,7 +41,9 @@ def test_a_file_comes_back_bit_for_bit(config, model, x, tmp_path, suffix, devic
     fresh = build(device)
     first = fresh[0]
     assert lowbit.load(fresh, file) == ["0", "2.0", "2.2"]
-    assert fresh[0] is first and type(first) is QuantLinear and first.spec.layout(33, 100) == model[0].spec.layout(33, 100)
+    assert (
+        fresh[0] is first and type(first) is QuantLinear and first.spec.layout(33, 100) == model[0].spec.layout(33, 100)
+    )
     assert torch.equal(fresh(x), model(x))
     assert not any(tensor.is_meta for tensor in fresh.state_dict().values())
     assert first.bias.requires_grad and not first.weight.requires_grad
@@ -94,7 +99,9 @@ def test_a_head_untied_from_its_embedding_by_quantizing_stays_untied():
     assert type(fresh.head) is QuantLinear and torch.equal(fresh(ids), model(ids))
     state = model.state_dict()
     del state["head.weight"]
-    with pytest.raises(ValueError, match=r"load: head.weight must be a packed weight of n=50 k=40 .*got float32 \[50, 40\]"):
+    with pytest.raises(
+        ValueError, match=r"load: head.weight must be a packed weight of n=50 k=40 .*got float32 \[50, 40\]"
+    ):
         lowbit.load(Tied(), state)
 
 
@@ -125,7 +132,10 @@ def cut_short(state):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (without_layout, r"0.weight must be a packed weight of n=33 k=100 with its layout of 7 numbers, got uint8 .* without one"),
+        (
+            without_layout,
+            r"0.weight must be a packed weight of n=33 k=100 with its layout of 7 numbers, got uint8 .* without one",
+        ),
         (another_layer, "0.weight must be a packed weight of n=33 k=100 .*n=7 k=65"),
         (another_version, "0.weight must be .* layout version 2"),
         (cut_short, r"0.weight must be .*got uint8 \[1, "),
@@ -169,7 +179,9 @@ def test_a_buffer_that_no_file_holds_is_not_left_on_the_meta_device(model):
     lowbit.quantize_(model, lowbit.int8_weight_only())
     with torch.device("meta"):
         fresh = with_table()
-    with pytest.raises(ValueError, match="load: table would stay without values, no file holds them; build the model on the cpu"):
+    with pytest.raises(
+        ValueError, match="load: table would stay without values, no file holds them; build the model on the cpu"
+    ):
         lowbit.load(fresh, model.state_dict())
     lowbit.load(with_table(), model.state_dict())
 

@@ -27,7 +27,10 @@ def test_every_format_refuses_every_other_size(config, shape, grad):
     model = layer(config)
     for k in WRONG:
         x = torch.randn(*shape, k, requires_grad=grad)
-        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=rf"must be k=130 \(in_features\), got x of shape \[.*{k}\]"):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=rf"must be k=130 \(in_features\), got x of shape \[.*{k}\]"),
+        ):
             model(x)
     assert model(torch.randn(*shape, K)).shape == (*shape, 33)
 
@@ -65,7 +68,12 @@ def test_the_meta_device_refuses_too(config):
 class GatedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = nn.Linear(K, 40), nn.Linear(K, 40), nn.Linear(40, K), nn.SiLU()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            nn.Linear(K, 40),
+            nn.Linear(K, 40),
+            nn.Linear(40, K),
+            nn.SiLU(),
+        )
 
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

@@ -61,7 +61,10 @@ def test_outside_and_switched_off_nothing_is_cast():
 
 def test_float64_is_not_cast_and_still_refused():
     _, quantized = pair(lowbit.int8_weight_only())
-    with torch.autocast("cpu"), pytest.raises(TypeError, match="linear: x must be float32, bfloat16 or float16, got float64"):
+    with (
+        torch.autocast("cpu"),
+        pytest.raises(TypeError, match="linear: x must be float32, bfloat16 or float16, got float64"),
+    ):
         quantized(torch.randn(5, 70, dtype=torch.float64))
 
 
@@ -83,7 +86,12 @@ def test_a_fused_gated_mlp_computes_in_autocasts_dtype():
     class MLP(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64), nn.SiLU()
+            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+                nn.Linear(64, 96),
+                nn.Linear(64, 96),
+                nn.Linear(96, 64),
+                nn.SiLU(),
+            )
 
         def forward(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

@@ -92,7 +92,7 @@ def group_size_of(function: str, group_size: int | None) -> int:
 
 
 def granularity_of(function: str, argument: str, granularity: Any) -> int:
-    """Return the group size that a granularity stands for, 0 for None; torchao's own classes of these names are understood too."""
+    """Return the group size of a granularity, 0 for None; torchao's own classes of these names are understood too."""
     kind = type(granularity).__name__
     per_row = {"PerRow": ("dim", (-1, 1)), "PerAxis": ("axis", (0,)), "PerToken": ("", ())}
     if granularity is None:

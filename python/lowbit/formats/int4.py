@@ -52,7 +52,8 @@ class Int4WeightOnlyConfig(FormatConfig):
         packing = getattr(self.int4_packing_format, "value", self.int4_packing_format)
         require(self.function, "int4_packing_format", packing, "plain", "the packed form is lowbit's own")
         algorithm = getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)
-        require(self.function, "int4_choose_qparams_algorithm", algorithm, "tinygemm", "a scale comes from the range of its group")
+        why = "a scale comes from the range of its group"
+        require(self.function, "int4_choose_qparams_algorithm", algorithm, "tinygemm", why)
         require(self.function, "int4_tile_packed_ntile", self.int4_tile_packed_ntile, 8, "a CUDA layout's")
         require(self.function, "version", self.version, 2, "the only one")
         self.spec(torch.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's own configuration objects read as ours, and what to take instead of those of its names that are not here."""
+"""torchao's own configuration objects, read as ours; and what to take in place of its names that are not here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 
 from lowbit.formats.base import FormatConfig, granularity_of, mapping_of, require
 from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
-from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, int8_dynamic_activation_int8_weight
+from lowbit.formats.int8 import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    int8_dynamic_activation_int8_weight,
+)
 
 _SAME_NAME = (
     Int4WeightOnlyConfig,
@@ -48,7 +52,7 @@ INSTEAD = {
     "Int8DynActInt4WeightLinear": "QuantLinear",
     "Int8DynActInt4WeightQuantizer": "quantize_(model, int8_dynamic_activation_int4_weight())",
     "Int8DynamicActivationIntxWeightConfig": f"{_DYNAMIC_INTX}; quantize_ takes torchao's own object too",
-    "Int8StaticActivationInt8WeightConfig": "int8_dynamic_activation_int8_weight(): scales of activations are found on the fly",
+    "Int8StaticActivationInt8WeightConfig": "int8_dynamic_activation_int8_weight(): its activation scales need no data",
     "Int8Tensor": _TENSOR,
     "IntxOpaqueTensor": _TENSOR,
     "IntxUnpackedToInt8Tensor": _TENSOR,
@@ -106,7 +110,10 @@ def from_torchao(config: Any) -> Any:
     if name == "IntxWeightOnlyConfig":
         return _intx(config)
     instead = INSTEAD.get(name, "a configuration such as int8_weight_only()")
-    raise TypeError(f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got torchao's {name}; use {instead}")
+    raise TypeError(
+        f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), "
+        f"got torchao's {name}; use {instead}"
+    )
 
 
 def _same_fields(config: Any, cls: type[FormatConfig]) -> FormatConfig:
@@ -121,8 +128,12 @@ def _dynamic_intx(config: Any) -> FormatConfig:
     bits, group_size = _bits_and_group("Int8DynamicActivationIntxWeightConfig", config, "weight_granularity")
     mapping = mapping_of("quantize_", "weight_mapping_type", config.weight_mapping_type)
     if bits == 4:
-        return Int8DynamicActivationInt4WeightConfig(group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type))
-    return int8_dynamic_activation_int8_weight(group_size, act_mapping_type=_ours(config.act_mapping_type), mapping_type=mapping)
+        return Int8DynamicActivationInt4WeightConfig(
+            group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type)
+        )
+    return int8_dynamic_activation_int8_weight(
+        group_size, act_mapping_type=_ours(config.act_mapping_type), mapping_type=mapping
+    )
 
 
 def _intx(config: Any) -> FormatConfig:
@@ -134,9 +145,17 @@ def _intx(config: Any) -> FormatConfig:
 def _bits_and_group(name: str, config: Any, granularity: str) -> tuple[int, int | None]:
     bits = {torch.int4: 4, torch.int8: 8}.get(config.weight_dtype)
     if bits is None:
-        raise ValueError(f"quantize_: weight_dtype of {name} must be torch.int4 or torch.int8, got {config.weight_dtype}")
+        raise ValueError(
+            f"quantize_: weight_dtype of {name} must be torch.int4 or torch.int8, got {config.weight_dtype}"
+        )
     algorithm = getattr(config, "intx_choose_qparams_algorithm", "affine")
-    require("quantize_", "intx_choose_qparams_algorithm", getattr(algorithm, "value", algorithm), "affine", "scales are not searched for")
+    require(
+        "quantize_",
+        "intx_choose_qparams_algorithm",
+        getattr(algorithm, "value", algorithm),
+        "affine",
+        "scales are not searched for",
+    )
     return bits, granularity_of("quantize_", granularity, getattr(config, granularity)) or None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing models: quantize_ and dequantize_, the layer between them, the report; load, fuse_gated_mlps, adapters of peft."""
+"""Quantizing models: quantize_, dequantize_, the layer between them, the report; load, fuse_gated_mlps, adapters of peft."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
 
-__all__ = ["FloatWeight", "QuantLinear", "QuantizationReport", "ReportRow", "dequantize_", "fuse_gated_mlps", "load", "quantize_"]
+__all__ = [
+    "FloatWeight",
+    "QuantLinear",
+    "QuantizationReport",
+    "ReportRow",
+    "dequantize_",
+    "fuse_gated_mlps",
+    "load",
+    "quantize_",
+]
 
 watch_for_peft()

@@ -22,26 +22,32 @@ from lowbit.quant.linear_layers import features_of, is_linear
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
 
-_INDEX_OR_FILE = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+_INDEX_OR_FILE = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
-    """Load the state dict of a quantized model into ``model``, in place; float linear layers become the QuantLinear that the file holds.
+    """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
 
-    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's tensors, so that
-    layers that share a weight share it again.
+    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's tensors; layers
+    that share a weight share it again.
 
     Args:
         model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
-        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained`` wrote, or a state dict.
+        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained`` wrote, or
+            a state dict.
 
     Returns:
         Names of the layers that were turned into QuantLinear.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: names are missing or not the model's, a packed weight does not fit its layer, or a buffer that no file holds would
-            stay on the meta device. Names and packed weights are checked before the model is changed.
+        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the model is
+            changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
@@ -93,19 +99,33 @@ def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
-        if weight is None or not is_linear(module) or (layout is None and weight.is_floating_point() and not isinstance(module, QuantLinear)):
+        if (
+            weight is None
+            or not is_linear(module)
+            or (layout is None and weight.is_floating_point() and not isinstance(module, QuantLinear))
+        ):
             continue
         n, k = features_of(module)
         wanted = f"load: {prefix}weight must be a packed weight of n={n} k={k} with its layout of {len(LAYOUT_FIELDS)} numbers"
         got = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
-        if layout is None or layout.dtype != torch.int64 or layout.numel() != len(LAYOUT_FIELDS) or weight.dtype != torch.uint8:
-            raise ValueError(f"{wanted}, got {got} {'without one' if layout is None else f'and {layout.numel()} numbers'}")
+        if (
+            layout is None
+            or layout.dtype != torch.int64
+            or layout.numel() != len(LAYOUT_FIELDS)
+            or weight.dtype != torch.uint8
+        ):
+            raise ValueError(
+                f"{wanted}, got {got} {'without one' if layout is None else f'and {layout.numel()} numbers'}"
+            )
         numbers = layout.flatten().tolist()
         spec = _spec(numbers)
         if spec is None or numbers[2:4] != [n, k] or tuple(weight.shape) != spec.shape(n, k):
             raise ValueError(f"{wanted}, got {got} as {describe_layout(numbers)}")
         if isinstance(module, QuantLinear) and module.spec.layout(n, k) != tuple(numbers):
-            raise ValueError(f"load: {name} is quantized as {module.spec.name}, got {describe_layout(numbers)}; load into the float model")
+            raise ValueError(
+                f"load: {name} is quantized as {module.spec.name}, "
+                f"got {describe_layout(numbers)}; load into the float model"
+            )
         yield name, (module, spec)
 
 
@@ -134,11 +154,15 @@ def _shared_names(model: nn.Module) -> dict[str, str]:
 def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     known = set(model.state_dict(keep_vars=True))
     layouts = {
-        f"{name}.layout" if name else "layout" for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)
+        f"{name}.layout" if name else "layout"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_linear(module)
     }
     missing, unexpected = known - state.keys(), state.keys() - known - layouts
     if missing or unexpected:
-        raise ValueError(f"load: names must be those of the model, missing {_few(missing)}, unexpected {_few(unexpected)}")
+        raise ValueError(
+            f"load: names must be those of the model, missing {_few(missing)}, unexpected {_few(unexpected)}"
+        )
 
 
 def _few(names: Any) -> str:
@@ -147,7 +171,7 @@ def _few(names: Any) -> str:
 
 
 def _share_again(model: nn.Module, shared: Mapping[str, str]) -> None:
-    """Loading gives each name a parameter of its own; names of one parameter get one again, unless the file holds two weights."""
+    """Loading gives each name a parameter of its own; names of one get one again, unless the file holds two weights."""
     for other, first in shared.items():
         (to, key), (of, first_key) = _owner(model, other), _owner(model, first)
         mine, theirs = to._parameters[key], of._parameters[first_key]
@@ -161,17 +185,18 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Make the buffers that no state dict holds (not persistent: tables of rotary embeddings) where they are still on the meta device."""
-    for module in model.modules():
-        if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-            continue
-        initialize = getattr(model, "_init_weights", None)  # of transformers' models: knows such modules
-        if initialize is not None and not module._parameters:
+    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on the meta device."""
+    initialize = getattr(model, "_init_weights", None)  # of transformers' models: fills such modules
+    left = []
+    for prefix, module in model.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if names and initialize is not None and not module._parameters:
             module.to_empty(device="cpu", recurse=False)
-            for buffer in module._buffers.values():
-                buffer.fill_(torch.nan) if buffer is not None and buffer.is_floating_point() else None
+            floats = [name for name in names if module._buffers[name].is_floating_point()]
+            for name in floats:
+                module._buffers[name].fill_(torch.nan)  # what is left of it was not filled
             initialize(module)
-    left = [name for name, tensor in model.named_buffers() if tensor.is_meta or (tensor.is_floating_point() and tensor.isnan().all())]
-    left += [name for name, tensor in model.named_parameters() if tensor.is_meta]
+            names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
+        left += [f"{prefix}.{name}" if prefix else name for name in names]
     if left:
         raise ValueError(f"load: {_few(left)} would stay without values, no file holds them; build the model on the cpu")

@@ -142,7 +142,7 @@ class QuantLinear(nn.Linear):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
-        """The packed weight. peft asks for this name, and where it is there takes ``dequantize()`` for the weight (DoRA and others)."""
+        """The packed weight. Where peft finds this name it takes ``dequantize()`` for the weight (DoRA and others)."""
         return self._parameters["weight"]
 
     def extra_repr(self) -> str:

@@ -40,7 +40,7 @@ def quantize_(
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
-        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``; one of torchao's objects is
+        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``; an object of torchao's is
             read as ours of its name, or refused with what to take instead.
         filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of transformers,
             whose weight nobody else reads; the report says what was left and why. Adapters of peft are left.
@@ -51,8 +51,8 @@ def quantize_(
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
 
     Raises:
-        TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than nn.Linear,
-            or a weight is not float32, bfloat16 or float16.
+        TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than
+            nn.Linear, or a weight is not float32, bfloat16 or float16.
         ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict.
 
     Example:

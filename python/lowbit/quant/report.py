@@ -37,7 +37,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
-    """A weight of two dimensions or more that is in no linear layer, and stays float: an embedding, a convolution, experts of an MoE.
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts of an MoE.
 
     Args:
         name: of the parameter.
@@ -148,7 +148,8 @@ class QuantizationReport:
         for kind, weights in sorted(kinds.items(), key=lambda item: -sum(weight.bytes for weight in item[1])):
             told = ", ".join(f"{weight.name} {list(weight.shape)}" for weight in weights[:2])
             more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
-            lines.append(f"stays float: {_size(sum(weight.bytes for weight in weights))} in {kind}, no linear layer: {told}{more}")
+            size = _size(sum(weight.bytes for weight in weights))
+            lines.append(f"stays float: {size} in {kind}, no linear layer: {told}{more}")
         return lines
 
 
