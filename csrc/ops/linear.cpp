@@ -49,7 +49,8 @@ void check_like_y(const TensorView& tensor, const TensorView& y, std::string_vie
 LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {
   const auto& [x, weight, bias, mul, add, y] = tensors;
   check(is_activation(x.dtype), type, "linear: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
-  check(x.rank >= 1 && x.size(-1) == spec.k, value, "linear: the last dimension of x must be k=", spec.k, ", got x of shape ", shape_text(x));
+  // Padding hides a wrong k from the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises it.
+  check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k, " (in_features), got x of shape ", shape_text(x));
   check(x.is_contiguous(), value, "linear: x must be contiguous, got strides of a non-contiguous view");
   check(y.rank == x.rank && y.size(-1) == spec.n && y.dtype == x.dtype && y.is_contiguous(), value,
         "linear: the result must be contiguous with last dimension n=", spec.n, " and the dtype of x, got ", shape_text(y));

@@ -93,6 +93,7 @@ def linear(
     weight: _Tensor,
     out: _Tensor,
     n: int,
+    k: int,
     format: int,
     group_size: int,
     asymmetric: bool,

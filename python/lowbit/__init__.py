@@ -12,7 +12,9 @@ must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
 
 from __future__ import annotations
 
+import dis
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
         Int8DynamicActivationInt8WeightConfig,
         Int8WeightOnlyConfig,
         MappingType,
+        PerAxis,
+        PerGroup,
+        PerRow,
+        PerToken,
         float_weight,
         int4_weight_only,
         int8_dynamic_activation_int4_weight,
@@ -47,11 +53,13 @@ if TYPE_CHECKING:
         int8_weight_only,
     )
     from lowbit.ops.linear import linear
-    from lowbit.quant import QuantizationReport, QuantLinear, fuse_gated_mlps, quantize_
+    from lowbit.quant import QuantizationReport, QuantLinear, dequantize_, fuse_gated_mlps, load, quantize_
 
 _HOME = {
     "quantize_": "lowbit.quant",
+    "dequantize_": "lowbit.quant",
     "fuse_gated_mlps": "lowbit.quant",
+    "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
     "QuantizedKVCache": "lowbit.attention.kv_cache",
@@ -61,6 +69,10 @@ _HOME = {
     "Int8DynamicActivationInt4WeightConfig": "lowbit.formats",
     "FloatWeightConfig": "lowbit.formats",
     "MappingType": "lowbit.formats",
+    "PerAxis": "lowbit.formats",
+    "PerGroup": "lowbit.formats",
+    "PerRow": "lowbit.formats",
+    "PerToken": "lowbit.formats",
     "int8_weight_only": "lowbit.formats",
     "int4_weight_only": "lowbit.formats",
     "int8_dynamic_activation_int8_weight": "lowbit.formats",
@@ -93,6 +105,10 @@ __all__ = [
     "Int8DynamicActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
     "MappingType",
+    "PerAxis",
+    "PerGroup",
+    "PerRow",
+    "PerToken",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",
@@ -101,6 +117,7 @@ __all__ = [
     "attention",
     "create_block_mask",
     "create_mask",
+    "dequantize_",
     "explain",
     "flex_attention",
     "float_weight",
@@ -113,6 +130,7 @@ __all__ = [
     "int8_weight_only",
     "kernels",
     "linear",
+    "load",
     "noop_mask",
     "optim",
     "or_masks",
@@ -133,10 +151,23 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOME:
-        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+        instead = _instead(name)
+        caller = sys._getframe(1)  # `from lowbit import name` would replace the text of an AttributeError with its own
+        if instead and caller.f_code.co_code[caller.f_lasti] == dis.opmap["IMPORT_FROM"]:
+            raise ImportError(f"cannot import name {name!r} from 'lowbit'{instead}", name="lowbit")
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}{instead}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _instead(name: str) -> str:
+    """What to use instead of a name of torchao or bitsandbytes that is not here."""
+    if name.startswith("_"):  # asked for by inspect, pickle and others
+        return ""
+    from lowbit.formats.torchao import INSTEAD
+
+    return f"; use {INSTEAD[name]}" if name in INSTEAD else ""
 
 
 def __dir__() -> list[str]:

@@ -55,9 +55,9 @@ class LinearCase:
         return self.mapping == "asymmetric"
 
     @property
-    def op_args(self) -> tuple[int, int, int, bool, int]:
+    def op_args(self) -> tuple[int, int, int, int, bool, int]:
         """The arguments of the op between weight and bias."""
-        return self.n, _C.FORMATS[self.format], self.group_size, self.asymmetric, _C.X_FORMATS[self.x_format]
+        return self.n, self.k, _C.FORMATS[self.format], self.group_size, self.asymmetric, _C.X_FORMATS[self.x_format]
 
 
 def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post: LinearCase | None = None,
@@ -133,10 +133,10 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
 
 def serves(row: str, case: LinearCase) -> bool:
     """Whether the row of this name takes this call."""
-    n, format, group_size, asymmetric, x_format = case.op_args
+    n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, case.k, format, group_size, asymmetric, x_format, case.dtype)
+        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)

@@ -38,8 +38,8 @@ def test_names_of_all_specs_differ():
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_op_args_are_the_numbers_of_the_extension(spec):
-    n, format, group_size, asymmetric, x_format = spec.op_args(48)
-    assert (n, group_size, asymmetric) == (48, spec.group_size, spec.asymmetric)
+    n, k, format, group_size, asymmetric, x_format = spec.op_args(48, 100)
+    assert (n, k, group_size, asymmetric) == (48, 100, spec.group_size, spec.asymmetric)
     assert format == _C.FORMATS[spec.format] and x_format == _C.X_FORMATS[spec.x_format]
     assert spec.mapping in _C.MAPPINGS
 

@@ -17,15 +17,17 @@ INT4 = _C.FORMATS["int4"]
 
 def arguments(**changes: Any) -> dict[str, Any]:
     packed = testing.pack_weight(torch.randn(N, K), "int4", GROUP)
-    return {"x": torch.randn(3, K), "weight": packed, "n": N, "format": INT4, "group_size": GROUP, "asymmetric": False,
+    return {"x": torch.randn(3, K), "weight": packed, "n": N, "k": K, "format": INT4, "group_size": GROUP, "asymmetric": False,
             "x_format": 0, **changes}  # fmt: skip
 
 
 BAD = {
     "x of integers": (dict(x=torch.ones(3, K, dtype=torch.int32)), TypeError, "linear: x must be float32, bfloat16 or float16, got"),
     "x of float64": (dict(x=torch.ones(3, K, dtype=torch.float64)), TypeError, "linear: x must be float32, bfloat16 or float16, got"),
-    "wrong k": (dict(x=torch.ones(3, 64)), ValueError, r"linear: weight must have the packed shape .* k=64"),
-    "scalar x": (dict(x=torch.ones(())), ValueError, r"linear: the last dimension of x must be k=1, got x of shape \[\]"),
+    "wrong k": (dict(x=torch.ones(3, 64)), RuntimeError, r"linear: the last dimension of x must be k=100 \(in_features\), got x of shape \[3, 64\]"),
+    "wrong k of as many tiles": (dict(x=torch.ones(3, K + 28)), RuntimeError, r"linear: the last dimension of x must be k=100 .*\[3, 128\]"),
+    "weight of another k": (dict(k=300, x=torch.ones(3, 300)), ValueError, r"linear: weight must have the packed shape .* k=300"),
+    "scalar x": (dict(x=torch.ones(())), RuntimeError, r"linear: the last dimension of x must be k=100 \(in_features\), got x of shape \[\]"),
     "weight of another n": (dict(n=40), ValueError, r"linear: weight must have the packed shape \[3, \d+\] of int4 with n=40"),
     "weight of another group size": (dict(group_size=64), ValueError, "linear: weight must have the packed shape"),
     "group size 48": (dict(group_size=48), ValueError, r"linear: group_size must be 32, 64, 128, 256 or 0 .*got group_size=48"),
@@ -52,7 +54,7 @@ def test_bad_input_names_op_argument_got_and_wanted(changes: dict[str, Any], kin
 
 @pytest.mark.parametrize("changes", [entry[0] for entry in BAD.values()], ids=BAD)
 def test_fake_kernel_refuses_with_the_same_text(changes: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError)) as real:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as real:
         torch.ops.lowbit.linear(**arguments(**changes))
     values, mode = arguments(**changes), FakeTensorMode()
     fakes = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
@@ -68,7 +70,7 @@ def test_the_kernel_itself_wants_contiguous_tensors_and_the_public_function_make
     with pytest.raises(ValueError, match="linear: x must be contiguous"):
         torch.ops.lowbit.linear(**arguments(x=x))
     values = arguments(x=x)
-    op_args = tuple(values[name] for name in ("n", "format", "group_size", "asymmetric", "x_format"))
+    op_args = tuple(values[name] for name in ("n", "k", "format", "group_size", "asymmetric", "x_format"))
     bias, mul = torch.randn(2 * N)[::2], torch.randn(N, 3).T
     y = linear(x, values["weight"], op_args, bias, 1, mul, mul)
     plain = linear(x.contiguous(), values["weight"], op_args, bias.contiguous(), 1, mul.contiguous(), mul.contiguous())
@@ -78,7 +80,7 @@ def test_the_kernel_itself_wants_contiguous_tensors_and_the_public_function_make
 def test_quantized_activations_of_a_float_weight_are_refused() -> None:
     packed = testing.pack_weight(torch.randn(N, K), "float32")
     with pytest.raises(ValueError, match="linear: x_format must be float for a float32 weight, got int8_row"):
-        torch.ops.lowbit.linear(torch.randn(3, K), packed, N, 0, 0, False, _C.X_FORMATS["int8_row"])
+        torch.ops.lowbit.linear(torch.randn(3, K), packed, N, K, 0, 0, False, _C.X_FORMATS["int8_row"])
 
 
 def test_dequantize_refuses_a_weight_of_another_shape() -> None:

@@ -24,7 +24,7 @@ for case in testing.linear_cases(1)[::9]:
     data = testing.make_data(case)
     testing.assert_within(testing.run_linear(case, data), data.wanted, data.allowed, str(case))
 try:
-    torch.ops.lowbit.linear(torch.ones(1, 5), torch.zeros(1, 7, dtype=torch.uint8), 3, 3, 0, False, 0)
+    torch.ops.lowbit.linear(torch.ones(1, 5), torch.zeros(1, 7, dtype=torch.uint8), 3, 5, 3, 0, False, 0)
 except ValueError as error:
     print(str(error).splitlines()[0])
 print(lowbit.info()["torch.ops.lowbit.linear"])
@@ -100,7 +100,7 @@ testing.run_linear(case, testing.make_data(case))
 with torch._subclasses.FakeTensorMode() as mode:
     x = torch.empty(1, 7)
     weight = torch.empty(1, _C.panel_bytes(3, 7, 0, False), dtype=torch.uint8)
-    assert torch.ops.lowbit.linear(x, weight, 5, 3, 0, False, 0).shape == (1, 5)
+    assert torch.ops.lowbit.linear(x, weight, 5, 7, 3, 0, False, 0).shape == (1, 5)
 print(lowbit.info()["torch.ops.lowbit.linear"])
 """
     if shims:

@@ -18,8 +18,8 @@ def weight_only(format: str = "int8", group_size: int = 0, **changes: object) ->
 
 def dense(case: LinearCase) -> Tensor:
     data = cached_data(case)
-    n, format, group_size, asymmetric, _ = case.op_args
-    return torch.ops.lowbit.dequantize(data.packed, n, case.k, format, group_size, asymmetric)
+    n, k, format, group_size, asymmetric, _ = case.op_args
+    return torch.ops.lowbit.dequantize(data.packed, n, k, format, group_size, asymmetric)
 
 
 @pytest.mark.parametrize("case", [weight_only(), weight_only("int4", 32), weight_only("int4", 32, mapping="asymmetric"),

@@ -5,6 +5,7 @@
 #include "core/parallel.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/linear/epilogue.hpp"
+#include "cpu/panel.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -25,10 +26,21 @@ LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float*
   return buffer;
 }
 
-// One row of one weight group. The product of a group is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over k of code * q:
+// A product of codes is at most 128 * 127 in size (int4: 15 * 127), so an int32 sum holds floor((2^31 - 1) / (128 * 127)) = 132,104 of them
+// whatever the codes are, and so does -128 * sum(q). A longer row without groups is summed in pieces of this many k, each with its own float steps.
+constexpr int64_t kExactK = 1 << 17;
+
+// The sums of one row: one per group of the weight, or per piece of a row without groups.
+struct Sums {
+  int64_t k, count;
+  LOWBIT_INLINE explicit Sums(const WeightSpec& spec)
+      : k(spec.group_size ? spec.group_size : smaller(spec.padded_k(), kExactK)), count(ceil_div(spec.k, k)) {}
+};
+
+// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over its k of code * q:
 // zero = -8 * scale * sum(q) for symmetric int4, else 0; sum = scale * sum(q) for asymmetric weights, else 0;
 // start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the signed code.
-struct RowGroup {
+struct RowSum {
   float scale, zero, sum;
   int32_t start;
 };
@@ -37,8 +49,8 @@ template <class Step>
 struct Int8Rows {
   Step* codes;       // [rows][code_stride]
   int64_t code_stride;
-  RowGroup* groups;  // [rows][group_count]
-  int64_t group_count;
+  RowSum* sums;  // [rows][sum_count]
+  int64_t sum_count;
   float* offset;     // [rows], asymmetric activations only, else null
 };
 
@@ -78,15 +90,15 @@ inline Range asymmetric_range(const float* x, int64_t k) {
 template <class Dot, class Step>
 LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const Int8Rows<Step>& rows, int64_t row) {
   const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), group_k = spec.group_k();
+  const int64_t padded = spec.padded_k(), sum_k = Sums(spec).k;
   const bool per_row = args.x_format != XFormat::int8_group || spec.group_size == 0;
   const bool asymmetric = args.x_format == XFormat::int8_row_asymmetric;
   Range range{};
   if (per_row) range = asymmetric ? asymmetric_range(x, padded) : symmetric_range(x, padded);
   if (asymmetric) rows.offset[row] = -range.scale * range.zero_point;
   int8_t* q = reinterpret_cast<int8_t*>(rows.codes + row * rows.code_stride);
-  for (int64_t g = 0; g < rows.group_count; g++) {
-    const int64_t begin = g * group_k, end = begin + group_k < padded ? begin + group_k : padded;
+  for (int64_t s = 0; s < rows.sum_count; s++) {
+    const int64_t begin = s * sum_k, end = smaller(padded, begin + sum_k);
     if (!per_row) range = symmetric_range(x + begin, end - begin);
     const f32x16 inverse = set1(range.inverse), shift = set1(range.zero_point), limit = set1(127.0f);
     i32x16 total = set1(int32_t{0});
@@ -101,9 +113,9 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
     for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++) sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
-    rows.groups[row * rows.group_count + g] = {.scale = range.scale, .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
-                                               .sum = spec.asymmetric ? scaled_sum : 0.0f,
-                                               .start = -Dot::kOffset * sum_q};
+    rows.sums[row * rows.sum_count + s] = {.scale = range.scale, .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
+                                           .sum = spec.asymmetric ? scaled_sum : 0.0f,
+                                           .start = -Dot::kOffset * sum_q};
   }
   if constexpr (sizeof(Step) == 2) {  // widen in place, from the end: k 0, 2, 1, 3
     int16_t* wide = reinterpret_cast<int16_t*>(q);
@@ -126,11 +138,11 @@ template <class Dot>
 Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count) {
   using Step = typename Dot::Step;
   const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), groups = spec.groups();
+  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), sums = Sums(spec).count;
   char* cursor = static_cast<char*>(
-      scratch(Scratch::call, count * (stride * sizeof(Step) + groups * sizeof(RowGroup) + sizeof(float)) + 256));
+      scratch(Scratch::call, count * (stride * sizeof(Step) + sums * sizeof(RowSum) + sizeof(float)) + 256));
   Int8Rows<Step> rows{.codes = take<Step>(cursor, count * stride), .code_stride = stride,
-                      .groups = take<RowGroup>(cursor, count * groups), .group_count = groups, .offset = nullptr};
+                      .sums = take<RowSum>(cursor, count * sums), .sum_count = sums, .offset = nullptr};
   if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = take<float>(cursor, count);
   constexpr int64_t kBlock = 8;
   parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k the product is exact in int32; the float steps
+// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k, or piece of a k without groups, the product is exact in int32; the float steps
 //   t = fma(dot, scale, zero) [ - w_zero * sum ];  result = fma(t, w_scale, result)
 // are the same on every instruction set, so all rows give the same bits.
 #pragma once
@@ -94,7 +94,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
               const typename DotOf<kFormat>::Codes* expanded, const uint8_t* ahead, int64_t ahead_lines) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
-  const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
+  const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
   PanelView panels[kPanels];
   Ahead<kFormat == Format::int4> next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
@@ -103,20 +103,20 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     if constexpr (!kExpanded) next[p] = Ahead<kFormat == Format::int4>(spec, panels[p], next_step);
   }
   const typename Dot::Step* a[kRows];
-  const RowGroup* group[kRows];
+  const RowSum* sums[kRows];
   for (int r = 0; r < kRows; r++) {
     a[r] = rows.codes + (row + r) * rows.code_stride;
-    group[r] = rows.groups + (row + r) * rows.group_count;
+    sums[r] = rows.sums + (row + r) * rows.sum_count;
   }
   f32x16 result[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) result[r][p] = set1(0.0f);
 
-  for (int64_t g = 0, half = 0; half < halves; g++) {
-    const int64_t end = half + halves_per_group < halves ? half + halves_per_group : halves;
+  for (int64_t s = 0, half = 0; half < halves; s++) {
+    const int64_t g = spec.group_size ? s : 0, end = smaller(halves, half + halves_per_sum);
     i32x16 total[kRows][kPanels];
     for (int r = 0; r < kRows; r++)
-      for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? group[r][g].start : 0);
+      for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? sums[r][s].start : 0);
     do {
       for (int64_t line = 0; kExpanded && line < ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
@@ -128,10 +128,10 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
       const f32x16 w_scale = scale_of(panels[p], g);
       if constexpr (!kExpanded) fetch_group<kFormat == Format::int4>(panels[p], g, next_step);
       for (int r = 0; r < kRows; r++) {
-        f32x16 t = fma(to_float(total[r][p]), set1(group[r][g].scale), set1(group[r][g].zero));
+        f32x16 t = fma(to_float(total[r][p]), set1(sums[r][s].scale), set1(sums[r][s].zero));
         if (panels[p].zero) {
           const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
-          t = fma(w_zero, set1(-group[r][g].sum), t);
+          t = fma(w_zero, set1(-sums[r][s].sum), t);
         }
         result[r][p] = fma(t, w_scale, result[r][p]);
       }

@@ -78,9 +78,8 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 
 
 def _explain_layer(name: str, layer: Any, m: int, dtype: torch.dtype) -> LayerExplanation:
-    n, format, group_size, asymmetric, x_format = layer.op_args
-    k = layer.in_features
-    rows = _C.explain_linear(m, n, k, format, group_size, asymmetric, x_format, str(dtype).removeprefix("torch."))
+    n, k, *_ = layer.op_args
+    rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."))
     chosen = next((str(row["name"]) for row in rows if row["chosen"]), "none")
     others = tuple((str(row["name"]), str(row["reason"])) for row in rows if not row["chosen"])
     return LayerExplanation(name, layer.spec.name, f"{n} x {k}", chosen, others)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lowbit.formats.base import FormatConfig, MappingType, PerGroup, PerRow
+from lowbit.formats.base import FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FloatWeightConfig, float_weight
 from lowbit.formats.int4 import (
     Int4WeightOnlyConfig,
@@ -37,8 +37,10 @@ __all__ = [
     "Int8WeightOnlyConfig",
     "LinearSpec",
     "MappingType",
+    "PerAxis",
     "PerGroup",
     "PerRow",
+    "PerToken",
     "float_weight",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",

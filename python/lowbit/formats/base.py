@@ -24,7 +24,25 @@ class MappingType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """One scale per row: per output channel of a weight, per token of an activation."""
+    """One scale per row: per output channel of a weight, per token of an activation.
+
+    Args:
+        dim: torchao's; the dimension that a scale spans, -1.
+    """
+
+    dim: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PerAxis:
+    """One scale per index of ``axis``: ``PerAxis(0)`` of a weight is `PerRow`."""
+
+    axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """One scale per token of an activation: `PerRow`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +52,7 @@ class PerGroup:
     group_size: int
 
 
-Granularity = PerRow | PerGroup
+Granularity = PerRow | PerAxis | PerToken | PerGroup
 
 
 class FormatConfig:
@@ -74,13 +92,19 @@ def group_size_of(function: str, group_size: int | None) -> int:
 
 
 def granularity_of(function: str, argument: str, granularity: Any) -> int:
-    """Return the group size that a granularity stands for; torchao's own PerRow and PerGroup are understood too."""
+    """Return the group size of a granularity, 0 for None; torchao's own classes of these names are understood too."""
     kind = type(granularity).__name__
-    if kind == "PerRow":
+    per_row = {"PerRow": ("dim", (-1, 1)), "PerAxis": ("axis", (0,)), "PerToken": ("", ())}
+    if granularity is None:
         return 0
+    if kind in per_row:
+        field, values = per_row[kind]
+        if not field or getattr(granularity, field, values[0]) in values:
+            return 0
     if kind == "PerGroup":
         return group_size_of(function, granularity.group_size)
-    raise ValueError(f"{function}: {argument} must be PerRow() or PerGroup(n), got {argument}={granularity!r}")
+    why = "; one scale for a whole tensor is less precise and no faster" if kind == "PerTensor" else ""
+    raise ValueError(f"{function}: {argument} must be PerRow() or PerGroup(n), got {argument}={granularity!r}{why}")
 
 
 def mapping_of(

@@ -31,16 +31,17 @@ class Int4WeightOnlyConfig(FormatConfig):
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         int4_packing_format: "plain"; the packed form is always lowbit's own.
-        int4_choose_qparams_algorithm: None; scales are chosen by ``mapping_type`` (torchao's tinygemm and hqq are not here).
+        int4_choose_qparams_algorithm: "tinygemm" (or torchao's enum): a scale comes from the range of its group, in the way
+            that ``mapping_type`` says. torchao's "hqq", which searches for scales, is not here.
         int4_tile_packed_ntile: torchao's; 8.
         version: torchao's; 2.
-        mapping_type: symmetric or asymmetric weights (torchao's tinygemm is asymmetric).
+        mapping_type: symmetric or asymmetric weights. Symmetric is the default here (torchao's tinygemm: asymmetric).
     """
 
     group_size: int | None = 128
     set_inductor_config: bool = True
     int4_packing_format: str = "plain"
-    int4_choose_qparams_algorithm: str | None = None
+    int4_choose_qparams_algorithm: str = "tinygemm"
     int4_tile_packed_ntile: int = 8
     version: int = 2
     _: KW_ONLY
@@ -50,13 +51,9 @@ class Int4WeightOnlyConfig(FormatConfig):
     def __post_init__(self) -> None:
         packing = getattr(self.int4_packing_format, "value", self.int4_packing_format)
         require(self.function, "int4_packing_format", packing, "plain", "the packed form is lowbit's own")
-        require(
-            self.function,
-            "int4_choose_qparams_algorithm",
-            self.int4_choose_qparams_algorithm,
-            None,
-            "scales are chosen by mapping_type",
-        )
+        algorithm = getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)
+        why = "a scale comes from the range of its group"
+        require(self.function, "int4_choose_qparams_algorithm", algorithm, "tinygemm", why)
         require(self.function, "int4_tile_packed_ntile", self.int4_tile_packed_ntile, 8, "a CUDA layout's")
         require(self.function, "version", self.version, 2, "the only one")
         self.spec(torch.float32)

@@ -31,14 +31,14 @@ class Int8WeightOnlyConfig(FormatConfig):
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
-        granularity: torchao's newer way to say the same: ``PerRow()`` or ``PerGroup(n)``.
+        granularity: torchao's newer way to say the same: ``PerRow()`` or ``PerGroup(n)``; None is ``PerRow()``.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         version: torchao's; 2.
         mapping_type: symmetric or asymmetric weights.
     """
 
     group_size: int | None = None
-    granularity: Granularity = PerRow()
+    granularity: Granularity | None = PerRow()
     set_inductor_config: bool = True
     version: int = 2
     _: KW_ONLY
@@ -79,7 +79,7 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
     Args:
         act_mapping_type: symmetric or asymmetric activations; asymmetric ones are per row.
         weight_only_decode: False; a decode step uses the same weight and is fast.
-        granularity: ``PerRow()``, ``PerGroup(n)``, or a pair (activations, weight).
+        granularity: ``PerRow()``, ``PerGroup(n)``, or a pair (activations, weight); None is ``PerRow()`` for both.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         version: torchao's; 2.
         reduce_range: False; the integer product is exact on every ISA, so nothing can saturate.
@@ -88,7 +88,7 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
     weight_only_decode: bool = False
-    granularity: Granularity | tuple[Granularity, Granularity] = PerRow()
+    granularity: Granularity | tuple[Granularity, Granularity] | None = PerRow()
     set_inductor_config: bool = True
     version: int = 2
     reduce_range: bool = False

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from lowbit import _C
 
-OpArgs = tuple[
-    int, int, int, bool, int
-]  # n, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them
+OpArgs = tuple[int, int, int, int, bool, int]
+"""n, k, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them."""
 
 PANEL_COLUMNS = 16
 LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format")
@@ -57,15 +56,9 @@ class LinearSpec:
         words += [_X_FORMAT_TEXT[self.x_format]] if self.x_format != "float" else []
         return " ".join(words)
 
-    def op_args(self, n: int) -> OpArgs:
+    def op_args(self, n: int, k: int) -> OpArgs:
         """Arguments that follow ``x, weight`` in ``torch.ops.lowbit.linear``."""
-        return (
-            n,
-            _C.FORMATS[self.format],
-            self.group_size,
-            self.asymmetric,
-            _C.X_FORMATS[self.x_format],
-        )
+        return *self.weight_args(n, k), _C.X_FORMATS[self.x_format]
 
     def weight_args(self, n: int, k: int) -> tuple[int, int, int, int, bool]:
         """Arguments that follow ``weight`` in ``torch.ops.lowbit.dequantize``."""
@@ -86,7 +79,7 @@ class LinearSpec:
 
     def layout(self, n: int, k: int) -> tuple[int, ...]:
         """The numbers, named by ``LAYOUT_FIELDS``, that travel with a packed weight in a state dict."""
-        _, format, group_size, asymmetric, x_format = self.op_args(n)
+        n, k, format, group_size, asymmetric, x_format = self.op_args(n, k)
         return _C.LAYOUT_VERSION, format, n, k, group_size, int(asymmetric), x_format
 
 

@@ -24,6 +24,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     n: int,
+    k: int,
     format: int,
     group_size: int,
     asymmetric: bool,
@@ -33,12 +34,11 @@ def linear(
     mul: Tensor | None = None,
     add: Tensor | None = None,
 ) -> Tensor:
-    k = x.shape[-1] if x.dim() else 1
     _check_spec("linear", n, k, format, group_size, asymmetric)
     if x.dtype not in _FLOATS:
         raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {_name(x.dtype)}")
-    if x.dim() < 1:
-        raise ValueError(f"linear: the last dimension of x must be k={k}, got x of shape []")
+    if x.dim() < 1 or x.shape[-1] != k:
+        raise RuntimeError(f"linear: the last dimension of x must be k={k} (in_features), got x of shape {_text(x.shape)}")
     _check_weight("linear", weight, n, k, format, group_size, asymmetric)
     shape = (*x.shape[:-1], n)
     if bias is not None and bias.dtype not in _FLOATS:
@@ -79,8 +79,7 @@ def _check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetri
 def _check_weight(op: str, weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
     if weight.dtype != torch.uint8:
         raise TypeError(f"{op}: weight must be packed uint8, got {_name(weight.dtype)}")
-    # int(k): a traced k is as fixed as the weight packed for it
-    packed = (-(-n // 16), _C.panel_bytes(format, int(k), group_size, asymmetric))
+    packed = (-(-n // 16), _C.panel_bytes(format, k, group_size, asymmetric))
     if weight.dim() != 2 or weight.shape[0] != packed[0] or weight.shape[1] != packed[1]:
         raise ValueError(
             f"{op}: weight must have the packed shape {_text(packed)} of {_FORMAT_NAMES[format]} with n={n} k={k} "

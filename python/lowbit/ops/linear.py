@@ -23,8 +23,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
-LinearArgs = tuple[int, int, int, bool, int]
-"""(n, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
+LinearArgs = tuple[int, int, int, int, bool, int]
+"""(n, k, format, group_size, asymmetric, x_format), the numbers of `_C.FORMATS` and `_C.X_FORMATS`."""
 
 
 def linear(
@@ -44,17 +44,18 @@ def linear(
     Args:
         x: activations ``[..., k]``, float32, bfloat16 or float16.
         weight: packed weight, uint8 ``[ceil(n / 16), panel_bytes]``.
-        op_args: ``(n, format, group_size, asymmetric, x_format)``.
+        op_args: ``(n, k, format, group_size, asymmetric, x_format)``, as `QuantLinear.op_args` holds them.
         bias: ``[n]``, any of the three float dtypes.
         activation: a value of ``_C.ACTIVATIONS``: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu.
         mul: factor after the activation, shape and dtype of the result.
         add: term added last, shape and dtype of the result.
 
     Returns:
-        ``[..., n]``, dtype of x, accumulated in float32.
+        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast("cpu")``), accumulated in float32.
 
     Raises:
-        ValueError: a shape, ``group_size`` or ``k`` does not fit the weight.
+        RuntimeError: the last dimension of x is not ``k``, as in torch.nn.functional.linear.
+        ValueError: another shape, or ``group_size``, does not fit the weight.
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
     """
@@ -66,21 +67,32 @@ def linear(
         or (mul is not None and mul.requires_grad)
         or (add is not None and add.requires_grad)
     ):
-        if transformed or x.requires_grad:
+        if transformed or x.requires_grad or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args)):
             return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
-        product = _linear_op(x.contiguous(), weight, *op_args)  # a trainable bias alone: 5 us where the Function takes 30
-        return _post_ops(product if bias is None else product + bias.to(product.dtype), activation, mul, add)
+        if bias is None or not bias.requires_grad:
+            return _post_ops(_product(x, weight, bias, op_args), activation, mul, add)
+        product = _product(x, weight, None, op_args) + bias  # a trainable bias alone: 5 us where the Function takes 30
+        return _post_ops(product, activation, mul, add)
     if not x.is_contiguous():
         x = x.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     op = _linear_op if _is_dynamo_compiling() else _linear_function
-    n, format, group_size, asymmetric, x_format = op_args
+    n, k, format, group_size, asymmetric, x_format = op_args
     if activation == 0 and mul is None and add is None:  # each argument costs 0.05 us
-        return op(x, weight, n, format, group_size, asymmetric, x_format, bias)
+        return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias)
     mul = None if mul is None else mul.contiguous()
     add = None if add is None else add.contiguous()
-    return op(x, weight, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+    return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
+    return _linear_op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous())
+
+
+def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
+    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds once."""
+    return x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1] and not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):
@@ -90,22 +102,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
-        return _linear_op(x.contiguous(), weight, *op_args, bias)
+        return _product(x, weight, bias, op_args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, op_args = inputs
         ctx.save_for_backward(weight)
-        ctx.op_args, ctx.k, ctx.x_dtype = op_args, x.shape[-1], x.dtype
+        ctx.op_args, ctx.x_dtype = op_args, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        n, format, group_size, asymmetric, _ = ctx.op_args
+        n, k, format, group_size, asymmetric, _ = ctx.op_args
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            dense = _dequantize_op(weight, n, ctx.k, format, group_size, asymmetric)
+            dense = _dequantize_op(weight, n, k, format, group_size, asymmetric)
             grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_out.float().reshape(-1, n).sum(0).to(ctx.bias_dtype)

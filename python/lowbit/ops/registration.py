@@ -13,7 +13,7 @@ import threading
 import torch
 
 from lowbit import _C
-from lowbit.ops import attention_op, decode_op, fakes
+from lowbit.ops import attention_op, autocast, decode_op, fakes
 
 _lock = threading.Lock()
 _registered: list[dict[str, str]] = _C.__dict__.setdefault("_registered", [])  # like the ops, outlives the package where that is loaded again
@@ -35,6 +35,7 @@ def register() -> None:
             torch.library.register_fake(f"lowbit::{name}", fake, lib=library)
             row["op"] = f"lowbit::{name}"
             _registered.append(row)
+        autocast.register_linear(library)
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
@@ -48,9 +49,9 @@ def registered() -> list[dict[str, str]]:
     return [dict(row) for row in _registered]
 
 
-def _linear(x, weight, n, format, group_size, asymmetric, x_format, bias=None, activation=0, mul=None, add=None):
+def _linear(x, weight, n, k, format, group_size, asymmetric, x_format, bias=None, activation=0, mul=None, add=None):
     out = x.new_empty((*x.shape[:-1], n))
-    _C.linear(x, weight, out, n, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+    _C.linear(x, weight, out, n, k, format, group_size, asymmetric, x_format, bias, activation, mul, add)
     return out
 
 
@@ -62,8 +63,8 @@ def _dequantize(weight, n, k, format, group_size, asymmetric):
 
 _OPS = {
     "linear": (
-        "(Tensor x, Tensor weight, int n, int format, int group_size, bool asymmetric, int x_format, Tensor? bias=None, "
-        "int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor",
+        "(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
+        "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor",
         _linear,
         fakes.linear,
     ),

@@ -1,11 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing models: quantize_, the layer it makes, the report it returns; fuse_gated_mlps for what follows."""
+"""Quantizing models: quantize_, dequantize_, the layer between them, the report; load, fuse_gated_mlps, adapters of peft."""
 
 from __future__ import annotations
 
+from lowbit.quant.adapters import watch_for_peft
+from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
+from lowbit.quant.load import load
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
-from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
 
-__all__ = ["QuantLinear", "QuantizationReport", "ReportRow", "fuse_gated_mlps", "quantize_"]
+__all__ = [
+    "FloatWeight",
+    "QuantLinear",
+    "QuantizationReport",
+    "ReportRow",
+    "dequantize_",
+    "fuse_gated_mlps",
+    "load",
+    "quantize_",
+]
+
+watch_for_peft()

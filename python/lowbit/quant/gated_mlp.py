@@ -27,6 +27,7 @@ class FusedGatedMLP(nn.Module):
     up_proj: QuantLinear
     down_proj: QuantLinear
     activation: int
+    unfused: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
@@ -60,10 +61,18 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
             raise ValueError(f"fuse_gated_mlps: {name} must have its weights in memory, got the meta device")
         if _agrees(module, activation):
             # The class is changed in place, as quantize_ does it: other owners of the module, its hooks and its name stay valid.
-            module.__class__ = FusedGatedMLP
+            module.unfused, module.__class__ = type(module), FusedGatedMLP
             module.activation = activation
             fused.append(name)
     return fused
+
+
+def unfuse_gated_mlps(model: nn.Module) -> None:
+    """Turn every fused MLP of ``model`` back into the class that it was."""
+    for module in model.modules():
+        if isinstance(module, FusedGatedMLP):
+            module.__class__ = module.unfused
+            del module.activation, module.unfused
 
 
 def _has_gated_layers(module: nn.Module) -> bool:
@@ -81,7 +90,7 @@ def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
     """The number of the activation that ``function`` computes, found by its values: classes and names of them change."""
     if not callable(function):
         return None
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
     try:
         y = function(x)
     except (TypeError, RuntimeError, ValueError):  # it takes something else than a tensor
@@ -93,7 +102,8 @@ def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
 
 
 def _agrees(module: nn.Module, activation: int) -> bool:
-    x = torch.randn(2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
     fused = FusedGatedMLP()
     for layer in _LAYERS:
         setattr(fused, layer, getattr(module, layer))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec, OpArgs, describe_layout
 from lowbit.ops.linear import linear
+from lowbit.quant.linear_layers import features_of
 
 
 class QuantLinear(nn.Linear):
@@ -57,8 +58,8 @@ class QuantLinear(nn.Linear):
     def _hold(self, weight: nn.Parameter, spec: LinearSpec) -> None:
         self._parameters["weight"] = weight
         self.spec = spec
-        self.op_args = spec.op_args(self.out_features)
-        layout = torch.tensor(spec.layout(self.out_features, self.in_features), device=weight.device)
+        self.op_args = spec.op_args(self.out_features, self.in_features)
+        layout = torch.tensor(spec.layout(self.out_features, self.in_features), dtype=torch.int64, device=weight.device)
         self.register_buffer("layout", layout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class QuantLinear(nn.Linear):
         ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
         """
         n, k = codes.shape
-        packed = torch.zeros(spec.shape(n, k), dtype=torch.uint8)
+        packed = codes.new_zeros(spec.shape(n, k))
         zero = None if zero is None else zero.contiguous()
         _C.pack(codes.contiguous(), scale.contiguous(), zero, packed, *spec.weight_args(n, k))
         return cls.from_packed(packed, n, k, spec, bias)
@@ -117,9 +118,10 @@ class QuantLinear(nn.Linear):
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code - zero)``."""
         n, k, groups = self.out_features, self.in_features, self.spec.groups(self.in_features)
-        codes = torch.empty(n, k, dtype=torch.uint8)
-        scale, zero = torch.empty(n, groups), torch.empty(n, groups)
-        _C.unpack(self.weight.detach(), *self.spec.weight_args(n, k), codes, scale, zero)
+        weight = self.weight.detach()
+        codes = weight.new_empty(n, k)
+        scale, zero = (weight.new_empty(n, groups, dtype=torch.float32) for _ in range(2))
+        _C.unpack(weight, *self.spec.weight_args(n, k), codes, scale, zero)
         return codes, scale, zero
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,6 +139,11 @@ class QuantLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         raise RuntimeError("QuantLinear: a packed weight has no initial value; load a state dict or use quantize_")
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """The packed weight. Where peft finds this name it takes ``dequantize()`` for the weight (DoRA and others)."""
+        return self._parameters["weight"]
 
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None
@@ -186,11 +193,12 @@ def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, 
     return nn.Parameter(packed, requires_grad=False), signal, noise
 
 
-def quantize_in_place(module: nn.Linear, weight: nn.Parameter, spec: LinearSpec) -> None:
+def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec) -> None:
     """Turn a float layer into the QuantLinear that holds the packed ``weight``.
 
     The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and names stay valid.
     """
+    module.out_features, module.in_features = features_of(module)
     module.__class__ = QuantLinear
     module._hold(weight, spec)
 

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from lowbit.formats.base import FormatConfig
+from lowbit.formats.torchao import from_torchao
+from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_linear import pack_weight, quantize_in_place
-from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
 from lowbit.quant.select import FilterFn, Selected, Skipped, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
@@ -23,10 +26,10 @@ PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
 def quantize_(
     model: nn.Module,
-    config: FormatConfig,
+    config: FormatConfig | Any,
     filter_fn: FilterFn | None = None,
-    *,
     device: torch.device | str | None = None,
+    *,
     strict: bool = False,
 ) -> QuantizationReport:
     """Quantize the selected linear layers of ``model`` in place and return what was done.
@@ -37,9 +40,10 @@ def quantize_(
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
-        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``.
-        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear whose weight nobody else
-            reads; the report says what was left and why.
+        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``; an object of torchao's is
+            read as ours of its name, or refused with what to take instead.
+        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of transformers,
+            whose weight nobody else reads; the report says what was left and why. Adapters of peft are left.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
 
@@ -47,14 +51,14 @@ def quantize_(
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
 
     Raises:
-        TypeError: config is no configuration, filter_fn selects something else than nn.Linear, or a weight is not
-            float32, bfloat16 or float16.
+        TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than
+            nn.Linear, or a weight is not float32, bfloat16 or float16.
         ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict.
 
     Example:
         >>> report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
-    _check_arguments(model, config)
+    config = _check_arguments(model, config)
     device = _cpu_or_none(device)
     selected, skipped = select(model, config, filter_fn, device, strict)
     report = QuantizationReport(str(config), model_bytes_before=_bytes(model))
@@ -68,19 +72,23 @@ def quantize_(
         report.notes.append(
             "no layer was selected" if filter_fn else "the model has no nn.Linear that can be quantized"
         )
+    report.left = _left(model, rows)
     fast_path = disable_encoder_fast_path(model)
     report.notes += [fast_path] if fast_path else []
     check_state_dicts_of(model)
+    adopt_lora_layers(model)
     report.model_bytes_after = _bytes(model)
     return report
 
 
-def _check_arguments(model: Any, config: Any) -> None:
+def _check_arguments(model: Any, config: Any) -> FormatConfig:
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
+    config = from_torchao(config)
     if not isinstance(config, FormatConfig):
         got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
         raise TypeError(f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}")
+    return config
 
 
 def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:
@@ -94,9 +102,9 @@ def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:
 
 def _by_weight(selected: list[Selected]) -> list[list[Selected]]:
     """Group layers that share one Parameter."""
-    groups: dict[int, list[Selected]] = defaultdict(list)
+    groups: dict[tuple[int, bool], list[Selected]] = defaultdict(list)
     for item in selected:
-        groups[id(item.module.weight)].append(item)
+        groups[id(item.module.weight), is_conv1d(item.module)].append(item)
     return list(groups.values())
 
 
@@ -114,8 +122,8 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
 def _quantize_group(group: list[Selected], device: torch.device | None) -> Iterator[tuple[str, ReportRow]]:
     """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner here."""
     first = group[0]
-    weight: torch.Tensor = first.module.weight
-    before, shape = weight.nbytes, (first.module.out_features, first.module.in_features)
+    weight: torch.Tensor = matrix_of(first.module, first.module.weight)
+    before, shape = weight.nbytes, features_of(first.module)
     if device is not None and weight.device.type not in (device.type, "meta"):
         weight = weight.detach().to(device)
         for item in group:
@@ -136,7 +144,7 @@ def _quantize_group(group: list[Selected], device: torch.device | None) -> Itera
         )
 
 
-def _move_bias(module: nn.Linear, device: torch.device) -> None:
+def _move_bias(module: nn.Module, device: torch.device) -> None:
     if module.bias is not None:
         module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
 
@@ -145,7 +153,20 @@ def _skipped_row(item: Skipped) -> ReportRow:
     module = item.module
     weight = getattr(module, "weight", None)
     count = weight.nbytes if isinstance(weight, torch.Tensor) else 0
-    return ReportRow(item.name, "", (module.out_features, module.in_features), count, count, note=item.reason)
+    return ReportRow(item.name, "", features_of(module), count, count, note=item.reason)
+
+
+def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
+    """The float weights (two dimensions or more) that no row is about: embeddings, convolutions, experts."""
+    told = {id(parameter) for name in rows for parameter in model.get_submodule(name).parameters(recurse=False)}
+    left: dict[int, FloatWeight] = {}
+    for prefix, module in model.named_modules():
+        for key, weight in module._parameters.items():
+            if weight is None or id(weight) in told | left.keys() or weight.dim() < 2 or not weight.is_floating_point():
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            left[id(weight)] = FloatWeight(name, type(module).__name__, tuple(weight.shape), weight.nbytes)
+    return list(left.values())
 
 
 def _bytes(model: nn.Module) -> int:

@@ -35,6 +35,22 @@ class ReportRow:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FloatWeight:
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts of an MoE.
+
+    Args:
+        name: of the parameter.
+        kind: class of the module that holds it.
+        shape, bytes: as it is.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
 @dataclass
 class QuantizationReport:
     """Say what ``quantize_`` did. Print it, or let a notebook show it.
@@ -44,6 +60,7 @@ class QuantizationReport:
         rows: one per linear layer, in the order of ``named_modules``.
         notes: about the model as a whole.
         model_bytes_before, model_bytes_after: all parameters and buffers.
+        left: weights that are in no linear layer, and stay float.
     """
 
     config: str
@@ -51,6 +68,7 @@ class QuantizationReport:
     notes: list[str] = field(default_factory=list)
     model_bytes_before: int = 0
     model_bytes_after: int = 0
+    left: list[FloatWeight] = field(default_factory=list)
 
     @property
     def quantized(self) -> list[ReportRow]:
@@ -79,13 +97,12 @@ class QuantizationReport:
             "model_bytes_before": self.model_bytes_before,
             "model_bytes_after": self.model_bytes_after,
             "notes": list(self.notes),
+            "left": [asdict(weight) | {"shape": list(weight.shape)} for weight in self.left],
             "rows": [asdict(row) | {"shape": list(row.shape)} for row in self.rows],
         }
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [self._title(), *self._text_table(), *self._totals(), *(f"note: {note}" for note in self.notes)]
-        )
+        return "\n".join([self._title(), *self._text_table(), *self._below()])
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
@@ -93,7 +110,7 @@ class QuantizationReport:
 
         rows = "".join(line("td", _cells(row)) for row in self.rows)
         table = f"<table><thead>{line('th', COLUMNS)}</thead><tbody>{rows}</tbody></table>" if self.rows else ""
-        after = [*self._totals(), *(f"note: {note}" for note in self.notes)]
+        after = self._below()
         return f"<p>{html.escape(self._title())}</p>{table}" + "".join(f"<p>{html.escape(text)}</p>" for text in after)
 
     def _title(self) -> str:
@@ -118,6 +135,22 @@ class QuantizationReport:
         if self.quantized:
             lines.append(f"quantized weights: {_change(self.bytes_before, self.bytes_after)}")
         return [*lines, f"whole model: {_change(self.model_bytes_before, self.model_bytes_after)}"]
+
+    def _below(self) -> list[str]:
+        return [*self._totals(), *self._left(), *(f"note: {note}" for note in self.notes)]
+
+    def _left(self) -> list[str]:
+        """One line per kind of module that keeps float weights, the largest first."""
+        kinds: dict[str, list[FloatWeight]] = {}
+        for weight in self.left:
+            kinds.setdefault(weight.kind, []).append(weight)
+        lines = []
+        for kind, weights in sorted(kinds.items(), key=lambda item: -sum(weight.bytes for weight in item[1])):
+            told = ", ".join(f"{weight.name} {list(weight.shape)}" for weight in weights[:2])
+            more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
+            size = _size(sum(weight.bytes for weight in weights))
+            lines.append(f"stays float: {size} in {kind}, no linear layer: {told}{more}")
+        return lines
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from lowbit import _C
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.adapters import adapter_modules
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear, matrix_of
 from lowbit.quant.quant_linear import QuantLinear, all_finite
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -26,7 +30,7 @@ class Selected:
     """A layer to quantize."""
 
     name: str
-    module: nn.Linear
+    module: nn.Module  # nn.Linear or Conv1D
     spec: LinearSpec
     kernel: str
     tied_to: tuple[str, ...]  # parameters that share its weight and stay float
@@ -37,7 +41,7 @@ class Skipped:
     """A linear layer that stays as it is, and why."""
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     reason: str
 
 
@@ -45,18 +49,24 @@ def select(
     model: nn.Module, config: FormatConfig, filter_fn: FilterFn | None, device: torch.device | None, strict: bool
 ) -> tuple[list[Selected], list[Skipped]]:
     """Return the layers to quantize and the linear layers that are left, or raise; changes nothing."""
-    taken: list[tuple[str, nn.Linear]] = []
+    _check_filter(filter_fn, model)
+    taken: list[tuple[str, nn.Module]] = []
     skipped: list[Skipped] = []
+    adapters = adapter_modules(model)
     for name, module in model.named_modules():
+        if id(module) in adapters:
+            if is_linear(module):
+                skipped.append(Skipped(name, module, "an adapter of peft, which is trained"))
+            continue
         reason = _reason_to_skip(module)
         if filter_fn is None:
-            if not isinstance(module, nn.Linear):
+            if not is_linear(module):
                 continue
             if reason:
                 skipped.append(Skipped(name, module, reason))
                 continue
         elif not filter_fn(module, name):
-            if isinstance(module, nn.Linear):
+            if is_linear(module):
                 skipped.append(Skipped(name, module, "not selected by filter_fn"))
             continue
         elif reason and not _may_be_forced(module):
@@ -69,19 +79,35 @@ def select(
     return _with_specs(model, config, taken), skipped
 
 
+def _check_filter(filter_fn: Any, model: nn.Module) -> None:
+    if filter_fn is None:
+        return
+    wanted = "quantize_: filter_fn must be a function of (module, qualified name), True selects"
+    if not callable(filter_fn):
+        raise TypeError(f"{wanted}; got {type(filter_fn).__name__}")
+    try:
+        signature = inspect.signature(filter_fn)
+    except (TypeError, ValueError):  # a callable of C tells nothing
+        return
+    try:
+        signature.bind(model, "")
+    except TypeError as error:
+        raise TypeError(f"{wanted}; got one of {signature}") from error
+
+
 def _reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
-    if not isinstance(module, nn.Linear) or isinstance(module, QuantLinear):
+    if not is_linear(module) or isinstance(module, QuantLinear):
         return ""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight directly"
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear and not is_conv1d(module):
         return f"{type(module).__name__} is a subclass of nn.Linear, whose users may read its weight"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from other parameters (weight_norm, pruning)"
-    if not module.in_features or not module.out_features:
+    if not all(features_of(module)):
         return "its weight is empty"
     return ""
 
@@ -89,7 +115,8 @@ def _reason_to_skip(module: nn.Module) -> str:
 def _may_be_forced(module: nn.Module) -> bool:
     """Whether an explicit filter may take this layer in spite of the reason: a subclass that computes like nn.Linear."""
     return (
-        type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)
+        isinstance(module, nn.Linear)
+        and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)
         and type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
         and isinstance(module._parameters.get("weight"), nn.Parameter)
@@ -101,11 +128,12 @@ def _check_module(name: str, module: nn.Module, device: torch.device | None) -> 
     if isinstance(module, QuantLinear):
         raise ValueError(
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
-            "select others with filter_fn, or go back with to_linear()"
+            "select others with filter_fn, or go back with lowbit.dequantize_(model)"
         )
-    if not isinstance(module, nn.Linear):
+    if not is_linear(module):
         raise TypeError(
-            f"quantize_: filter_fn must select nn.Linear layers only, got {_label(name)}: {type(module).__name__}"
+            f"quantize_: filter_fn must select nn.Linear layers only, got {_label(name)}: {type(module).__name__}; "
+            "it is asked about every module: begin it with `isinstance(module, torch.nn.Linear) and`"
         )
     weight = module._parameters["weight"]
     if type(weight) is not nn.Parameter:
@@ -114,8 +142,9 @@ def _check_module(name: str, module: nn.Module, device: torch.device | None) -> 
         )
     if weight.dtype not in FLOAT_FORMATS:
         raise TypeError(f"quantize_: weight of {_label(name)} must be float32, bfloat16 or float16, got {weight.dtype}")
-    if tuple(weight.shape) != (module.out_features, module.in_features):
-        wanted = [module.out_features, module.in_features]
+    wanted = features_of(module)
+    if tuple(matrix_of(module, weight).shape) != wanted:
+        wanted = list(reversed(wanted) if is_conv1d(module) else wanted)
         raise ValueError(f"quantize_: weight of {_label(name)} must have shape {wanted}, got {list(weight.shape)}")
     if module.bias is not None and module.bias.dtype not in FLOAT_FORMATS:
         raise TypeError(
@@ -127,7 +156,7 @@ def _check_module(name: str, module: nn.Module, device: torch.device | None) -> 
         )
 
 
-def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, nn.Linear]]) -> list[Selected]:
+def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, nn.Module]]) -> list[Selected]:
     modules = {id(module) for _, module in taken}
     owners: dict[int, list[str]] = defaultdict(list)  # of weights that stay float
     for prefix, module in model.named_modules():
@@ -141,7 +170,7 @@ def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, n
         if id(weight) not in finite:
             _check_values(name, weight, spec)
             finite.add(id(weight))
-        kernel = serving_kernel(spec, module.out_features, module.in_features, weight.dtype)
+        kernel = serving_kernel(spec, *features_of(module), weight.dtype)
         selected.append(Selected(name, module, spec, kernel, tuple(owners[id(weight)])))
     return selected
 
@@ -163,8 +192,7 @@ def serving_kernel(spec: LinearSpec, n: int, k: int, dtype: torch.dtype) -> str:
     """Name the row that will serve this layer with activations of ``dtype``; both where one token takes another row."""
     names = []
     for m in (1, 64):
-        n_, format, group_size, asymmetric, x_format = spec.op_args(n)
-        rows = _C.explain_linear(m, n_, k, format, group_size, asymmetric, x_format, str(dtype).removeprefix("torch."))
+        rows = _C.explain_linear(m, *spec.op_args(n, k), str(dtype).removeprefix("torch."))
         names.append(next(row["name"] for row in rows if row["chosen"]))
     return names[0] if names[0] == names[1] else f"{names[0]} (m=1), {names[1]}"
 

@@ -78,7 +78,8 @@ def _padded_codes(weight: QuantizedWeight) -> Tensor:
     """Padding decodes to zero: its codes are the zero point of their group, and 0 where no group reaches."""
     n, k = weight.codes.shape
     rows, columns = n + -n % COLUMNS, k + -k % TILE
-    zero = torch.full((rows, weight.scale.shape[1]), 0.0 if weight.zero is not None else 2.0 ** (BITS[weight.format] - 1))
+    fixed = 0.0 if weight.zero is not None else 2.0 ** (BITS[weight.format] - 1)
+    zero = weight.scale.new_full((rows, weight.scale.shape[1]), fixed)
     zero[:n] = weight.zero_or_symmetric
     spread = zero.repeat_interleave(weight.group_size or columns, dim=1)[:, :columns]
     codes = torch.nn.functional.pad(spread, (0, columns - spread.shape[1])).byte()

@@ -104,7 +104,8 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
     low, high = group_ranges(weight, group_size)
     ideal = choose_scale(low, high, format, mapping)
     column_scale, group_scale = split_scale(torch.where(ideal >= SMALLEST, ideal, 0), group_size)
-    stored = QuantizedWeight(format, group_size, torch.empty(weight.shape, dtype=torch.uint8), column_scale, group_scale, None)
+    codes = torch.empty_like(weight, dtype=torch.uint8)
+    stored = QuantizedWeight(format, group_size, codes, column_scale, group_scale, None)
     divisor = torch.where(stored.scale > 0, stored.scale, 1)
     largest = 2 ** BITS[format] - 1
     zero = stored.zero_or_symmetric

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's own configuration objects, read as ours; and what to take in place of its names that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from lowbit.formats.base import FormatConfig, granularity_of, mapping_of, require
+from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
+from lowbit.formats.int8 import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    int8_dynamic_activation_int8_weight,
+)
+
+_SAME_NAME = (
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+)
+
+_EIGHT_BIT = "int8_weight_only() or int8_dynamic_activation_int8_weight(); float8 is not here"
+_INTX = "int4_weight_only() or int8_weight_only()"
+_DYNAMIC_INTX = "int8_dynamic_activation_int4_weight() or int8_dynamic_activation_int8_weight()"
+_BY_NAME = "quantize_ once per format, each with a filter_fn(module, name)"
+_PRIMITIVE = "QuantLinear.pack() and .unpack(), which take and give plain codes, scales and zero points"
+_TENSOR = "QuantLinear, a module: the packed weight is a plain uint8 tensor"
+
+INSTEAD = {
+    "AOPerModuleConfig": _BY_NAME,
+    "FqnToConfig": _BY_NAME,
+    "ModuleFqnToConfig": _BY_NAME,
+    "fqn_matches_fqn_config": _BY_NAME,
+    "AffineQuantizedMinMaxObserver": "MappingType and quantize_, which reads the range of each weight itself",
+    "AffineQuantizedObserverBase": "MappingType and quantize_, which reads the range of each weight itself",
+    "Float8DynamicActivationFloat8WeightConfig": _EIGHT_BIT,
+    "Float8DynamicActivationInt4WeightConfig": "int8_dynamic_activation_int4_weight(); float8 is not here",
+    "Float8MMConfig": _EIGHT_BIT,
+    "Float8StaticActivationFloat8WeightConfig": _EIGHT_BIT,
+    "Float8Tensor": _TENSOR,
+    "Float8WeightOnlyConfig": _EIGHT_BIT,
+    "Granularity": "PerRow() or PerGroup(n)",
+    "Int4PlainInt32Tensor": _TENSOR,
+    "Int4PreshuffledTensor": _TENSOR,
+    "Int4Tensor": _TENSOR,
+    "Int4TilePackedTo4dTensor": _TENSOR,
+    "Int4WeightOnlyQuantizer": "quantize_(model, int4_weight_only())",
+    "Int8DynActInt4WeightLinear": "QuantLinear",
+    "Int8DynActInt4WeightQuantizer": "quantize_(model, int8_dynamic_activation_int4_weight())",
+    "Int8DynamicActivationIntxWeightConfig": f"{_DYNAMIC_INTX}; quantize_ takes torchao's own object too",
+    "Int8StaticActivationInt8WeightConfig": "int8_dynamic_activation_int8_weight(): its activation scales need no data",
+    "Int8Tensor": _TENSOR,
+    "IntxOpaqueTensor": _TENSOR,
+    "IntxUnpackedToInt8Tensor": _TENSOR,
+    "IntxWeightOnlyConfig": f"{_INTX}; quantize_ takes torchao's own object too",
+    "Linear4bit": "quantize_(model, int4_weight_only()), which makes QuantLinear",
+    "Linear8bitLt": "quantize_(model, int8_weight_only()), which makes QuantLinear",
+    "NF4Tensor": "int4_weight_only(); nf4 is not here",
+    "CPUOffloadOptimizer": "lowbit.optim.AdamW8bit, whose state is an eighth of Adam's; offloading is not here",
+    "PerBlock": "PerGroup(n): one scale per n neighbours along k",
+    "PerTensor": "PerRow(): one scale for a whole tensor is less precise and no faster",
+    "QATConfig": "quantize_ after training: fake quantization is not here",
+    "TorchAODType": _INTX,
+    "ZeroPointDomain": "MappingType: zero points are integers, present when it is ASYMMETRIC",
+    "autoquant": "quantize_, and the error dB of its report to compare formats by",
+    "choose_qparams_affine": _PRIMITIVE,
+    "choose_qparams_affine_with_min_max": _PRIMITIVE,
+    "compute_error": "the error dB in the report of quantize_",
+    "dequantize": "dequantize_(model), or QuantLinear.dequantize()",
+    "dequantize_affine": _PRIMITIVE,
+    "float8_dynamic_activation_float8_weight": _EIGHT_BIT,
+    "float8_weight_only": _EIGHT_BIT,
+    "int4_dynamic_activation_int4_weight": "int8_dynamic_activation_int4_weight()",
+    "int8_dynamic_activation_int8_semi_sparse_weight": "int8_dynamic_activation_int8_weight(); sparsity is not here",
+    "int_scaled_matmul": "linear(), whose int8 product is exact",
+    "intx_quantization_aware_training": "quantize_ after training: fake quantization is not here",
+    "quantize": "quantize_(model, config), in place",
+    "quantize_affine": _PRIMITIVE,
+    "register_quantize_module_handler": "docs/recipes/add_a_format.md",
+    "safe_int_mm": "linear(), whose int8 product is exact",
+    "swap_conv2d_1x1_to_linear": "torch.nn.Linear in the model's own code: convolutions stay float",
+    "to_nf4": "int4_weight_only(); nf4 is not here",
+    "uintx_weight_only": _INTX,
+} | {
+    name: f"lowbit.optim.{name}"
+    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit")
+}
+"""What to take here in place of a name of torchao or bitsandbytes."""
+
+
+def from_torchao(config: Any) -> Any:
+    """Return our configuration for an object of torchao's, and anything else as it is.
+
+    Raises:
+        TypeError: torchao's object asks for what is not here; says what to take instead.
+        ValueError: one of its fields cannot be honoured.
+    """
+    if isinstance(config, type) or not is_dataclass(config) or not type(config).__module__.startswith("torchao."):
+        return config
+    name = type(config).__name__
+    for cls in _SAME_NAME:
+        if cls.__name__ == name:
+            return _same_fields(config, cls)
+    if name == "Int8DynamicActivationIntxWeightConfig":
+        return _dynamic_intx(config)
+    if name == "IntxWeightOnlyConfig":
+        return _intx(config)
+    instead = INSTEAD.get(name, "a configuration such as int8_weight_only()")
+    raise TypeError(
+        f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), "
+        f"got torchao's {name}; use {instead}"
+    )
+
+
+def _same_fields(config: Any, cls: type[FormatConfig]) -> FormatConfig:
+    ours = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    for field in fields(config):
+        if field.name not in ours:
+            require(cls.function, field.name, getattr(config, field.name), field.default, "the only one")
+    return cls(**{field.name: getattr(config, field.name) for field in fields(config) if field.name in ours})
+
+
+def _dynamic_intx(config: Any) -> FormatConfig:
+    bits, group_size = _bits_and_group("Int8DynamicActivationIntxWeightConfig", config, "weight_granularity")
+    mapping = mapping_of("quantize_", "weight_mapping_type", config.weight_mapping_type)
+    if bits == 4:
+        return Int8DynamicActivationInt4WeightConfig(
+            group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type)
+        )
+    return int8_dynamic_activation_int8_weight(
+        group_size, act_mapping_type=_ours(config.act_mapping_type), mapping_type=mapping
+    )
+
+
+def _intx(config: Any) -> FormatConfig:
+    bits, group_size = _bits_and_group("IntxWeightOnlyConfig", config, "granularity")
+    cls = Int4WeightOnlyConfig if bits == 4 else Int8WeightOnlyConfig
+    return cls(group_size, mapping_type=mapping_of("quantize_", "mapping_type", config.mapping_type))
+
+
+def _bits_and_group(name: str, config: Any, granularity: str) -> tuple[int, int | None]:
+    bits = {torch.int4: 4, torch.int8: 8}.get(config.weight_dtype)
+    if bits is None:
+        raise ValueError(
+            f"quantize_: weight_dtype of {name} must be torch.int4 or torch.int8, got {config.weight_dtype}"
+        )
+    algorithm = getattr(config, "intx_choose_qparams_algorithm", "affine")
+    require(
+        "quantize_",
+        "intx_choose_qparams_algorithm",
+        getattr(algorithm, "value", algorithm),
+        "affine",
+        "scales are not searched for",
+    )
+    return bits, granularity_of("quantize_", granularity, getattr(config, granularity)) or None
+
+
+def _ours(mapping: Any) -> Any:
+    return mapping_of("quantize_", "act_mapping_type", mapping)

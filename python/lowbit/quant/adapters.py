@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of peft on quantized layers: quantize_ leaves them float, and a LoRA layer merges into a QuantLinear.
+
+peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds to the
+stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported, before or after this
+package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back the very bytes that were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from lowbit.quant.quant_linear import QuantLinear, pack_weight
+
+_DISPATCH = "peft.tuners.lora.model"
+
+
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Return the ids of all modules that are adapters of peft or copies that it trains."""
+    found: set[int] = set()
+    for module in model.modules():
+        if not any(cls.__module__.startswith("peft.") for cls in type(module).__mro__):
+            continue
+        for path in getattr(module, "adapter_layer_names", ()):
+            child: Any = module
+            for name in path.split("."):
+                child = getattr(child, name, None)
+            if isinstance(child, nn.Module):
+                found.update(map(id, child.modules()))
+    return found
+
+
+def adopt_lora_layers(model: nn.Module) -> None:
+    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the one that merges."""
+    peft = sys.modules.get("peft.tuners.lora.layer")
+    for module in model.modules() if peft is not None else ():
+        if type(module) is peft.Linear and isinstance(module.get_base_layer(), QuantLinear):
+            module.__class__ = _lora_linear(peft.Linear)
+
+
+def watch_for_peft() -> None:
+    """Put `QuantLoraLinear` into peft's dispatch now, or as soon as peft is imported."""
+    if _DISPATCH in sys.modules:
+        _extend(sys.modules[_DISPATCH])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Find peft's dispatch as the others do, once, and extend it after it ran."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name != _DISPATCH:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_extend(module: ModuleType) -> None:
+                run(module)
+                _extend(module)
+
+            spec.loader.exec_module = run_and_extend  # type: ignore[method-assign]
+        return spec
+
+
+def _extend(module: ModuleType) -> None:
+    """Wrap the last of peft's dispatchers; one that is already wrapped, or has gone, stays."""
+    dispatch = getattr(module, "dispatch_default", None)
+    if dispatch is None or hasattr(dispatch, "_before_lowbit"):
+        return
+
+    @functools.wraps(dispatch)
+    def dispatch_default(target: nn.Module, adapter_name: str, *args: Any, **options: Any) -> nn.Module | None:
+        layer = dispatch(target, adapter_name, *args, **options)
+        linear = sys.modules["peft.tuners.lora.layer"].Linear
+        if type(layer) is linear and isinstance(layer.get_base_layer(), QuantLinear):
+            layer.__class__ = _lora_linear(linear)
+        return layer
+
+    dispatch_default._before_lowbit = dispatch  # type: ignore[attr-defined]
+    module.dispatch_default = dispatch_default  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass of peft's ``lora.Linear``; importable by its name, so that models pickle."""
+
+    class QuantLoraLinear(linear):  # type: ignore[misc, valid-type]
+        """LoRA on a QuantLinear: merged, the packed weight holds the sum; unmerged, it is the one from before."""
+
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            base = self.get_base_layer()
+            if not isinstance(base, QuantLinear):
+                return super().merge(safe_merge, adapter_names)
+            packed, merged = base.weight, list(self.merged_adapters)
+            bias = None if base.bias is None else base.bias.detach().clone()
+            try:
+                with _decoded(base) as dense:
+                    super().merge(safe_merge, adapter_names)
+                    changed = self.merged_adapters != merged
+                    weight = pack_weight(dense.weight, base.spec)[0] if changed else packed
+            except BaseException:
+                self.merged_adapters[:] = merged
+                if bias is not None:
+                    base.bias.data.copy_(bias)
+                raise
+            base.weight = weight
+            if changed and not merged:
+                self.__dict__["packed_before_merge"] = packed
+
+        def unmerge(self) -> None:
+            base, packed = self.get_base_layer(), self.__dict__.pop("packed_before_merge", None)
+            if not isinstance(base, QuantLinear) or not self.merged:
+                return super().unmerge()
+            with _decoded(base) as dense:
+                super().unmerge()
+                weight = pack_weight(dense.weight, base.spec)[0] if packed is None else packed
+            base.weight = weight
+
+        def __repr__(self) -> str:
+            return super().__repr__().replace("lora.Linear", "lora.QuantLoraLinear")
+
+    QuantLoraLinear.__qualname__ = "QuantLoraLinear"
+    globals()["QuantLoraLinear"] = QuantLoraLinear
+    return QuantLoraLinear
+
+
+@contextlib.contextmanager
+def _decoded(base: QuantLinear) -> Iterator[nn.Linear]:
+    """Make the layer an nn.Linear with the decoded weight while peft changes it; at the end it is what it was."""
+    kind, packed = type(base), base.weight
+    base._parameters["weight"] = nn.Parameter(base.dequantize(), requires_grad=False)
+    base.__class__ = nn.Linear  # also for calls of merge and unmerge from inside, as DoRA makes them
+    try:
+        yield base
+    finally:
+        base.__class__ = kind
+        base._parameters["weight"] = packed
+
+
+def __getattr__(name: str) -> Any:
+    if name != "QuantLoraLinear":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import peft.tuners.lora.layer as layer
+
+    return _lora_linear(layer.Linear)

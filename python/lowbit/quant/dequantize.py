@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dequantize_: turn the QuantLinear layers of a model back into nn.Linear, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.quant.gated_mlp import unfuse_gated_mlps
+from lowbit.quant.quant_linear import QuantLinear
+
+
+@torch.no_grad()
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
+    """Turn every `QuantLinear` of ``model`` into an nn.Linear with the decoded weight, in place.
+
+    The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their identity,
+    hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they were; a layer that
+    was a Conv1D of transformers becomes an nn.Linear, which computes the same.
+
+    Args:
+        model: any module, also a QuantLinear by itself.
+        dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first float
+            parameter of the model, or float32.
+
+    Returns:
+        Names of the layers, in the order of ``named_modules``; empty where there is none.
+
+    Example:
+        >>> lowbit.dequantize_(model)
+        ['layers.0', 'layers.2']
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
+    unfuse_gated_mlps(model)
+    others = next(
+        (parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOAT_FORMATS), torch.float32
+    )
+    decoded: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # with the packed weight, whose id stays its own as long as it lives
+    names = []
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear):
+            continue
+        packed, bias = module.weight, module.bias
+        wanted = dtype or (others if bias is None else bias.dtype)
+        if id(packed) not in decoded:
+            decoded[id(packed)] = packed, nn.Parameter(module.dequantize(wanted))
+        _become_linear(module, decoded[id(packed)][1])
+        if bias is not None and bias.dtype != module.weight.dtype:
+            bias.data = bias.data.to(module.weight.dtype)
+        names.append(name)
+    return names
+
+
+def _become_linear(module: QuantLinear, weight: nn.Parameter) -> None:
+    module.__class__ = nn.Linear
+    module._parameters["weight"] = weight
+    del module._buffers["layout"], module.spec, module.op_args

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that quantize_ takes: nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies as [k, n].
+
+Conv1D is known by the name and home of its class, so that transformers need not be there.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the Conv1D of transformers itself, no subclass of it."""
+    return (type(module).__module__, type(module).__name__) == _CONV1D
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the layer multiplies by a matrix: a linear layer, or a Conv1D."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """Return (n, k): the features that come out and go in."""
+    return (module.nf, module.nx) if is_conv1d(module) else (module.out_features, module.in_features)
+
+
+def matrix_of(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return the weight of the layer as ``[n, k]``; a view."""
+    return weight.T if is_conv1d(module) else weight

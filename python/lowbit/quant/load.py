@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""load: the weights of a quantized model from a file into a float model, whose layers become what the file holds.
+
+A packed weight says in `layout`, seven numbers beside it, what its bytes mean: the file needs no configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import _C
+from lowbit.formats.spec import LAYOUT_FIELDS, LinearSpec, describe_layout
+from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
+
+_INDEX_OR_FILE = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+
+def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
+    """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
+
+    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's tensors; layers
+    that share a weight share it again.
+
+    Args:
+        model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
+        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained`` wrote, or
+            a state dict.
+
+    Returns:
+        Names of the layers that were turned into QuantLinear.
+
+    Raises:
+        FileNotFoundError: there is no such file, or none in the folder.
+        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the model is
+            changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
+
+    Example:
+        >>> torch.save(quantized.state_dict(), "model.pt")
+        >>> lowbit.load(build_model(), "model.pt")
+    """
+    state = dict(file) if isinstance(file, Mapping) else _read(Path(file))
+    shared = _shared_names(model)
+    state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
+    _check_names(model, state)
+    packed = dict(_packed_layers(model, state))
+    turned = [name for name, (module, _) in packed.items() if not isinstance(module, QuantLinear)]
+    for name in turned:
+        module, spec = packed[name]
+        if not isinstance(module, QuantLinear):  # one layer may have two names
+            weight = torch.empty(spec.shape(*features_of(module)), dtype=torch.uint8, device="meta")
+            quantize_in_place(module, nn.Parameter(weight, requires_grad=False), spec)
+    model.load_state_dict(state, assign=True)
+    _share_again(model, shared)
+    _fill_buffers(model)
+    disable_encoder_fast_path(model)
+    check_state_dicts_of(model)
+    adopt_lora_layers(model)
+    return turned
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        found = next((path / name for name in _INDEX_OR_FILE if (path / name).exists()), None)
+        if found is None:
+            raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
+        path = found
+    if path.name.endswith(".index.json"):
+        parts = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        return {name: tensor for part in parts for name, tensor in _read(path.parent / part).items()}
+    if not path.exists():
+        raise FileNotFoundError(f"load: there is no file {path}")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"load: {path} must hold a state dict of tensors; save model.state_dict()")
+    return dict(state)
+
+
+def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, LinearSpec]]]:
+    """The layers whose packed weight the state dict holds; one that it cannot serve is refused here."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
+        if (
+            weight is None
+            or not is_linear(module)
+            or (layout is None and weight.is_floating_point() and not isinstance(module, QuantLinear))
+        ):
+            continue
+        n, k = features_of(module)
+        wanted = f"load: {prefix}weight must be a packed weight of n={n} k={k} with its layout of {len(LAYOUT_FIELDS)} numbers"
+        got = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+        if (
+            layout is None
+            or layout.dtype != torch.int64
+            or layout.numel() != len(LAYOUT_FIELDS)
+            or weight.dtype != torch.uint8
+        ):
+            raise ValueError(
+                f"{wanted}, got {got} {'without one' if layout is None else f'and {layout.numel()} numbers'}"
+            )
+        numbers = layout.flatten().tolist()
+        spec = _spec(numbers)
+        if spec is None or numbers[2:4] != [n, k] or tuple(weight.shape) != spec.shape(n, k):
+            raise ValueError(f"{wanted}, got {got} as {describe_layout(numbers)}")
+        if isinstance(module, QuantLinear) and module.spec.layout(n, k) != tuple(numbers):
+            raise ValueError(
+                f"load: {name} is quantized as {module.spec.name}, "
+                f"got {describe_layout(numbers)}; load into the float model"
+            )
+        yield name, (module, spec)
+
+
+def _spec(layout: list[int]) -> LinearSpec | None:
+    """The spec that a layout tells, or None of a version or a format that is not ours."""
+    version, format, _, _, group_size, asymmetric, x_format = layout
+    formats = {number: name for name, number in _C.FORMATS.items()}
+    x_formats = {number: name for name, number in _C.X_FORMATS.items()}
+    if version != _C.LAYOUT_VERSION or format not in formats or x_format not in x_formats:
+        return None
+    mapping = "asymmetric" if asymmetric else "symmetric"
+    return LinearSpec(formats[format], group_size, bool(asymmetric), x_formats[x_format], mapping)
+
+
+def _shared_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter that has several, and its first: safetensors stores the first alone."""
+    first: dict[int, str] = {}
+    shared = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            shared[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return shared
+
+
+def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    known = set(model.state_dict(keep_vars=True))
+    layouts = {
+        f"{name}.layout" if name else "layout"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_linear(module)
+    }
+    missing, unexpected = known - state.keys(), state.keys() - known - layouts
+    if missing or unexpected:
+        raise ValueError(
+            f"load: names must be those of the model, missing {_few(missing)}, unexpected {_few(unexpected)}"
+        )
+
+
+def _few(names: Any) -> str:
+    names = sorted(names)
+    return f"{', '.join(names[:5]) or 'none'}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+def _share_again(model: nn.Module, shared: Mapping[str, str]) -> None:
+    """Loading gives each name a parameter of its own; names of one get one again, unless the file holds two weights."""
+    for other, first in shared.items():
+        (to, key), (of, first_key) = _owner(model, other), _owner(model, first)
+        mine, theirs = to._parameters[key], of._parameters[first_key]
+        if mine.dtype == theirs.dtype and torch.equal(mine, theirs):
+            to._parameters[key] = theirs
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _fill_buffers(model: nn.Module) -> None:
+    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on the meta device."""
+    initialize = getattr(model, "_init_weights", None)  # of transformers' models: fills such modules
+    left = []
+    for prefix, module in model.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if names and initialize is not None and not module._parameters:
+            module.to_empty(device="cpu", recurse=False)
+            floats = [name for name in names if module._buffers[name].is_floating_point()]
+            for name in floats:
+                module._buffers[name].fill_(torch.nan)  # what is left of it was not filled
+            initialize(module)
+            names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
+        left += [f"{prefix}.{name}" if prefix else name for name in names]
+    if left:
+        raise ValueError(f"load: {_few(left)} would stay without values, no file holds them; build the model on the cpu")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A change of the import: torchao's objects are read, and a name that is not here says what to take."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit.formats import LinearSpec
+from lowbit.formats.torchao import INSTEAD, from_torchao
+
+
+@pytest.mark.parametrize(
+    "granularity", [None, lowbit.PerRow(), lowbit.PerRow(dim=-1), lowbit.PerAxis(0), lowbit.PerToken()]
+)
+def test_every_way_to_say_per_row(granularity):
+    assert lowbit.Int8WeightOnlyConfig(granularity=granularity).spec(torch.float32) == LinearSpec("int8")
+    dynamic = lowbit.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
+    assert dynamic.spec(torch.float32) == LinearSpec("int8", x_format="int8_row")
+
+
+@pytest.mark.parametrize("granularity", [lowbit.PerAxis(1), lowbit.PerRow(dim=0), "PerRow", 64])
+def test_another_axis_is_refused(granularity):
+    with pytest.raises(
+        ValueError, match=r"int8_weight_only: granularity must be PerRow\(\) or PerGroup\(n\), got granularity="
+    ):
+        lowbit.Int8WeightOnlyConfig(granularity=granularity)
+
+
+def test_torchaos_default_of_the_algorithm_is_ours_and_hqq_is_refused():
+    assert lowbit.Int4WeightOnlyConfig().int4_choose_qparams_algorithm == "tinygemm"
+    assert lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="tinygemm") == lowbit.int4_weight_only()
+    with pytest.raises(
+        ValueError, match="int4_choose_qparams_algorithm must be 'tinygemm' .*, got int4_choose_qparams_algorithm='hqq'"
+    ):
+        lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq")
+
+
+def test_device_is_the_fourth_argument_as_in_torchao():
+    model = nn.Sequential(nn.Linear(32, 32))
+    lowbit.quantize_(model, lowbit.int8_weight_only(), None, "cpu")
+    assert isinstance(model[0], lowbit.QuantLinear)
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_name_that_is_not_here_says_what_to_take_instead(name):
+    with pytest.raises(AttributeError, match=f"module 'lowbit' has no attribute '{name}'; use .+"):
+        getattr(lowbit, name)
+    assert not hasattr(lowbit, name) and name not in dir(lowbit)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'lowbit'; use .+"):
+        exec(f"from lowbit import {name}")
+
+
+def test_an_unknown_name_is_refused_as_python_refuses_it():
+    with pytest.raises(AttributeError, match="^module 'lowbit' has no attribute 'nonsense'$"):
+        getattr(lowbit, "nonsense")  # noqa: B009
+    with pytest.raises(ImportError, match="cannot import name 'nonsense' from 'lowbit'"):
+        from lowbit import nonsense  # noqa: F401
+
+
+def test_what_is_told_to_use_exists():
+    for name, text in INSTEAD.items():
+        words = [word.strip("`,;:()") for word in text.replace("(", " ").split()]
+        assert any(
+            word.removeprefix("lowbit.").split(".")[0] in (*dir(lowbit), "docs/recipes/add_a_format", "torch")
+            for word in words
+        ), name
+        assert not hasattr(lowbit, name)
+
+
+def test_every_public_name_of_torchao_is_here_or_says_what_to_take():
+    torchao = pytest.importorskip("torchao.quantization")
+    names = [*torchao.__all__, *importlib.import_module("torchao.optim").__all__]
+    for name in names:
+        if name.startswith("_") or hasattr(lowbit, name):
+            continue
+        assert name in INSTEAD, name
+
+
+def read(config: object) -> LinearSpec:
+    return from_torchao(config).spec(torch.float32)
+
+
+def test_torchaos_own_objects_are_read():
+    ao = pytest.importorskip("torchao.quantization")
+    cases = [
+        (ao.Int8WeightOnlyConfig(), LinearSpec("int8")),
+        (ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(64)), LinearSpec("int8", 64)),
+        (ao.Int4WeightOnlyConfig(), LinearSpec("int4", 128)),
+        (ao.Int4WeightOnlyConfig(group_size=32), LinearSpec("int4", 32)),
+        (ao.Int8DynamicActivationInt8WeightConfig(), LinearSpec("int8", x_format="int8_row")),
+        (
+            ao.Int8DynamicActivationInt8WeightConfig(granularity=[ao.PerRow(), ao.PerRow()]),
+            LinearSpec("int8", x_format="int8_row"),
+        ),
+        (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32)),
+        (ao.IntxWeightOnlyConfig(torch.int8), LinearSpec("int8")),
+        (
+            ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(64), ao.MappingType.ASYMMETRIC),
+            LinearSpec("int4", 64, True, mapping="asymmetric"),
+        ),
+        (
+            ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(32)),
+            LinearSpec("int4", 32, x_format="int8_row_asymmetric"),
+        ),
+        (
+            ao.Int8DynamicActivationIntxWeightConfig(
+                torch.int4, ao.PerGroup(32), act_mapping_type=ao.MappingType.SYMMETRIC
+            ),
+            LinearSpec("int4", 32, x_format="int8_group"),
+        ),
+        (
+            ao.Int8DynamicActivationIntxWeightConfig(
+                torch.int8, ao.PerAxis(0), act_mapping_type=ao.MappingType.SYMMETRIC
+            ),
+            LinearSpec("int8", x_format="int8_row"),
+        ),
+    ]
+    for config, wanted in cases:
+        assert read(config) == wanted, config
+        model = nn.Sequential(nn.Linear(64, 32))
+        report = lowbit.quantize_(model, config)
+        assert report.rows[0].format == model[0].spec.name == wanted.name
+
+
+def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_take():
+    ao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 32))
+    for config, kind, text in [
+        (ao.Float8WeightOnlyConfig(), TypeError, "got torchao's Float8WeightOnlyConfig; use int8_weight_only"),
+        (ao.FqnToConfig({"0": ao.Int8WeightOnlyConfig()}), TypeError, "FqnToConfig; use quantize_ once per format"),
+        (
+            ao.IntxWeightOnlyConfig(torch.int2),
+            ValueError,
+            "weight_dtype of IntxWeightOnlyConfig must be torch.int4 or torch.int8, got torch.int2",
+        ),
+        (ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), ValueError, "int4_packing_format must be 'plain'"),
+        (
+            ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()),
+            ValueError,
+            r"must be PerRow\(\) or PerGroup\(n\), got .*less precise",
+        ),
+    ]:
+        with pytest.raises(kind, match=text):
+            lowbit.quantize_(model, config)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("filter_fn", "text"),
+    [
+        (["0"], "filter_fn must be a function of .module, qualified name., True selects; got list"),
+        ("0", "got str"),
+        (lambda module: True, r"got one of \(module\)"),
+        (lambda a, b, c: True, r"got one of \(a, b, c\)"),
+        (
+            lambda module, name: "0" in name or not name,
+            "got the model itself: Sequential; it is asked about every module",
+        ),
+    ],
+)
+def test_a_filter_that_cannot_work_is_refused(filter_fn, text):
+    with pytest.raises(TypeError, match=text):
+        lowbit.quantize_(nn.Sequential(nn.Linear(32, 32)), lowbit.int8_weight_only(), filter_fn)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dequantize_: back to nn.Linear in place, with what the packed weights stand for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit.quant.gated_mlp import FusedGatedMLP
+
+
+def test_every_layer_becomes_the_nn_linear_of_its_decoded_weight(config, model, x):
+    first, bias = model[0], model[0].bias
+    lowbit.quantize_(model, config)
+    weights = {
+        name: module.dequantize() for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)
+    }
+    assert lowbit.dequantize_(model) == list(weights)
+    assert model[0] is first and type(first) is nn.Linear and first.bias is bias
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        assert torch.equal(layer.weight, weight) and layer.weight.requires_grad
+    fresh = nn.Sequential(
+        nn.Linear(100, 33), nn.ReLU(), nn.Sequential(nn.Linear(33, 65, bias=False), nn.Tanh(), nn.Linear(65, 7))
+    )
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), model(x)) and "layout" not in "".join(model.state_dict())
+    assert lowbit.dequantize_(model) == []
+
+
+def test_it_can_be_quantized_again_copied_and_pickled(config, model, x):
+    lowbit.quantize_(model, config)
+    lowbit.dequantize_(model)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    report = lowbit.quantize_(model, config)
+    assert len(report.quantized) == 3 and model(x).isfinite().all()
+
+
+def test_shared_weights_stay_shared():
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50), nn.Linear(50, 50))
+    model[1].weight = model[0].weight
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    lowbit.dequantize_(model)
+    assert model[0].weight is model[1].weight and model[2].weight is not model[0].weight
+
+
+def test_the_dtype_is_that_of_the_bias_or_of_the_model_or_the_one_asked_for(model):
+    model.to(torch.bfloat16)
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    half = copy.deepcopy(model)
+    lowbit.dequantize_(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    lowbit.dequantize_(half, torch.float32)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="dequantize_: dtype must be a float dtype or None, got dtype=torch.int8"):
+        lowbit.dequantize_(half, torch.int8)
+
+
+def test_a_fused_gated_mlp_becomes_what_it_was():
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+                nn.Linear(64, 96),
+                nn.Linear(64, 96),
+                nn.Linear(96, 64),
+                nn.SiLU(),
+            )
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    model, x = nn.ModuleDict({"mlp": MLP()}), torch.randn(3, 64)
+    lowbit.quantize_(model, lowbit.int8_weight_only())
+    lowbit.fuse_gated_mlps(model)
+    fused = model["mlp"](x)
+    assert type(model["mlp"]) is FusedGatedMLP
+    lowbit.dequantize_(model)
+    assert type(model["mlp"]) is MLP
+    torch.testing.assert_close(model["mlp"](x), fused, rtol=1e-4, atol=1e-5)
+
+
+def test_conv1d_becomes_an_nn_linear_with_the_same_result():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=1, n_head=2)
+    ).eval()
+    ids = torch.randint(0, 50, (1, 5))
+    with torch.no_grad():
+        lowbit.quantize_(model, lowbit.int8_weight_only())
+        wanted = model(ids).last_hidden_state
+        lowbit.dequantize_(model)
+        torch.testing.assert_close(model(ids).last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
+    assert type(model.h[0].mlp.c_fc) is nn.Linear
+
+
+def test_on_the_meta_device_and_by_itself():
+    with torch.device("meta"):
+        model = nn.Linear(40, 20)
+    lowbit.quantize_(model, lowbit.int4_weight_only())
+    assert lowbit.dequantize_(model) == [""] and model.weight.is_meta and model.weight.shape == (20, 40)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An input of another feature size is refused as nn.Linear refuses it, also where the padded panels would hold it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowbit
+from lowbit.formats import FORMATS
+
+K = 128 + 2  # padded to 192
+WRONG = (1, 129, 131, 160, 191, 192, 193, 256)
+
+
+def layer(config: object, k: int = K) -> nn.Module:
+    model = nn.Sequential(nn.Linear(k, 33))
+    lowbit.quantize_(model, config)
+    return model
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (), (2, 40), (2, 2)], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_every_format_refuses_every_other_size(config, shape, grad):
+    model = layer(config)
+    for k in WRONG:
+        x = torch.randn(*shape, k, requires_grad=grad)
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=rf"must be k=130 \(in_features\), got x of shape \[.*{k}\]"),
+        ):
+            model(x)
+    assert model(torch.randn(*shape, K)).shape == (*shape, 33)
+
+
+def test_nn_linear_raises_the_same_kind():
+    with pytest.raises(RuntimeError):
+        nn.Linear(K, 33)(torch.randn(2, K + 1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers_refuse_too(dynamic):
+    for cls in FORMATS:
+        model = layer(cls())
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        assert compiled(torch.randn(2, K)).shape == (2, 33)
+        with pytest.raises(RuntimeError, match="must be k=130"):
+            compiled(torch.randn(2, 192))
+        torch.compiler.reset()
+
+
+def test_fake_tensors_are_refused_too(config):
+    model = layer(config)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="must be k=130"):
+        model(torch.randn(2, 192))
+
+
+def test_the_meta_device_refuses_too(config):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, 33))
+    lowbit.quantize_(model, config)
+    with pytest.raises(RuntimeError, match="must be k=130"):
+        model(torch.randn(2, 192, device="meta"))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
+            nn.Linear(K, 40),
+            nn.Linear(K, 40),
+            nn.Linear(40, K),
+            nn.SiLU(),
+        )
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_a_fused_gated_mlp_refuses_too(config):
+    model = nn.ModuleDict({"mlp": GatedMLP()}).eval()
+    lowbit.quantize_(model, config)
+    assert lowbit.fuse_gated_mlps(model) == ["mlp"]
+    for grad in (False, True):
+        with pytest.raises(RuntimeError, match="must be k=130"):
+            model["mlp"](torch.randn(2, 190, requires_grad=grad))
+
+
+def test_an_encoder_layer_refuses_too():
+    encoder = nn.TransformerEncoderLayer(36, 4, 100, batch_first=True).eval()
+    lowbit.quantize_(encoder, lowbit.int8_weight_only())
+    with pytest.raises((RuntimeError, AssertionError)):
+        encoder.linear1(torch.randn(2, 5, 64))
