@@ -26,6 +26,7 @@ class _Schema:
     """What a call must know of its op: which arguments are `out=`, which name a device."""
 
     outs: frozenset[str]
+    tensors: frozenset[str]
     device: str | None
     takes_host: bool
     names: tuple[str, ...]
@@ -36,6 +37,7 @@ def _schema_of(op: Any) -> _Schema:
     arguments = op._schema.arguments
     return _Schema(
         outs=frozenset(a.name for a in arguments if a.is_out),
+        tensors=frozenset(a.name for a in arguments if str(a.type) == "Tensor"),
         device=next((a.name for a in arguments if str(a.type) in ("Device", "Optional[Device]", "Device?")), None),
         takes_host=op._schema.name in _HOST_INDICES,
         names=tuple(a.name for a in arguments),
@@ -78,6 +80,8 @@ class _Call:
             raise NotImplementedError(f"{self.op}: a {host.layout} result on {host.device} cannot be on {DEVICE}")
         viewed = self._viewed_by(host)
         if viewed is not None:
+            if viewed.dtype != host.dtype:
+                raise NotImplementedError(f"{self.op}: a view of another dtype, {host.dtype} of {viewed.dtype}, needs a kernel on {DEVICE}")
             return viewed.as_strided(host.shape, host.stride(), viewed.storage_offset() + _elements_between(viewed, host))
         made = memory.empty_strided(host.shape, _strides_for(host), dtype=host.dtype, device=device)
         memory.on_host(made).copy_(host)
@@ -91,8 +95,8 @@ class _Call:
         for ours, host in self.outs:
             if ours.shape != host.shape:
                 ours.resize_(host.shape)
-                if ours.stride() != host.stride():
-                    ours.as_strided_(host.shape, host.stride())
+                if ours.stride() != host.stride():  # LAPACK's order, with gaps
+                    ours.set_(memory.empty_strided(host.shape, host.stride(), dtype=ours.dtype, device=ours.device))
             memory.on_host(ours).copy_(host)
 
 
@@ -105,11 +109,18 @@ def fallback(op: Any, *args: Any, **options: Any) -> Any:
     device = _result_device(schema, args, options, ours)
     call = _Call(op, schema)
     with memory.run(*[tensor.device for tensor in ours], device):
-        host_args = [call.to_host(value, name in schema.outs) for name, value in zip(schema.names, args, strict=False)]
+        host_args = [call.to_host(_as_tensor(value, name, schema), name in schema.outs) for name, value in zip(schema.names, args, strict=False)]
         host_options = {name: call.to_host(value, name in schema.outs) for name, value in options.items()}
         result = op(*host_args, **host_options)
         call.take_outs()
         return call.to_device(result, device) if device.type == DEVICE else result
+
+
+def _as_tensor(value: Any, name: str, schema: _Schema) -> Any:
+    """A number where the schema has a tensor: the dispatcher hands those over that stood for a number in Python."""
+    if name not in schema.tensors or not isinstance(value, int | float | complex):
+        return value
+    return torch.tensor(value)
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

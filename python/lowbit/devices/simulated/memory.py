@@ -82,19 +82,14 @@ def dense_strides(size: Sequence[int], memory_format: torch.memory_format | None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor over the same memory, for use inside ``run()``: the same address, shape, strides, lazy conj and neg."""
-    known = CODES.get(tensor.dtype)
-    if known is None:
-        raw = tensor.detach().as_strided(tensor.shape, tensor.stride()).view(torch.uint8)  # float8: one byte an element
-        return _host_view(raw, CODES[torch.uint8]).view(tensor.dtype)
-    host = _host_view(tensor, known)
+    """Return a CPU tensor over the same memory, for use inside ``run()``: the same storage, offset, shape, strides, lazy conj and neg."""
+    dtype, storage = tensor.dtype, tensor.untyped_storage()
+    code, bits = CODES.get(dtype, CODES[torch.uint8])
+    whole = _from_dlpack(_C.simulated.host_view(storage.data_ptr(), [storage.nbytes() * 8 // bits], [1], code, bits))
+    host = (whole if dtype in CODES else whole.view(dtype)).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     if tensor.is_conj():
         host = host.conj()
     return torch._neg_view(host) if tensor.is_neg() else host
-
-
-def _host_view(tensor: Tensor, known: tuple[int, int]) -> Tensor:
-    return _from_dlpack(_C.simulated.host_view(tensor.data_ptr(), tensor.shape, tensor.stride(), *known))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch.utils import backend_registration
 
 from lowbit import _C
-from lowbit.devices.simulated import attention, autocast, shim
+from lowbit.devices.simulated import autocast, overridden, shim
 from lowbit.devices.simulated.device_module import DeviceModule
 from lowbit.devices.simulated.fallback import fallback
 from lowbit.devices.simulated.name import DEVICE
@@ -38,7 +38,7 @@ def _register_kernels() -> None:
         aten.impl(op.name().removeprefix("aten::"), kernel, "PrivateUse1")
     for key in ("Conjugate", "Negative"):  # a lazy bit goes into the copy, where the host tensor carries it on
         aten.impl("_copy_from", torch.library.fallthrough_kernel, key)
-    attention.register(aten)
+    overridden.register(aten)
     everything = keep(torch.library.Library("_", "IMPL"))
     everything.fallback(fallback, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

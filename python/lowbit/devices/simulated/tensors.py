@@ -24,6 +24,8 @@ _VIEWS = (
     aten.view.dtype,
     aten._reshape_alias.default,
     aten.unfold.default,
+    aten.view_as_complex.default,
+    aten.view_as_real.default,
     aten.set_.source_Storage,
     aten.set_.source_Storage_storage_offset,
 )

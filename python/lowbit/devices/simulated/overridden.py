@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that torch gives to a device as a whole, where the CPU's kernel has another name: attention and convolution."""
+"""Ops that torch does not leave to the fallback: it has a decomposition, or another name for the kernel of a device that is not the CPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ def register(library: torch.library.Library) -> None:
     """Give ``library`` (of `aten`) the kernels."""
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    library.impl("native_layer_norm", partial(fallback, aten.native_layer_norm.default), "PrivateUse1")
     library.impl("convolution_overrideable", _convolution, "PrivateUse1")
     library.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
 
