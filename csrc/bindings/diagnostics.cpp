@@ -96,6 +96,8 @@ void register_diagnostics(py::module_& m) {
   m.def("isa", isa, "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
   m.def("register_torch", register_torch, "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
+  m.def("register_torch_key", torch::register_key, py::arg("key"),
+        "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
   m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize, optim), best first.");
   m.def("force_kernel", force, py::arg("name"),
         "Make this thread use the named row only, None for the automatic choice; return what was forced before.");

@@ -6,7 +6,7 @@
 
 namespace lowbit::dlpack {
 
-enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11 };
+enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11, kExtDev = 12 };  // kExtDev: torch's PrivateUse1
 enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 struct Tensor {
@@ -22,6 +22,13 @@ struct Tensor {
   int64_t* shape;
   int64_t* strides;  // in elements; null: contiguous
   uint64_t byte_offset;
+};
+
+// An owned tensor, as a capsule of the name "dltensor" holds it until somebody takes it.
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
 };
 
 struct ExchangeApi {

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_attention(m);
   lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
+  lowbit::register_simulated(m);
 }

@@ -58,7 +58,9 @@ OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::ha
   const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"), inf = optional(found_inf, "optim_step: found_inf");
   OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
   const std::size_t count = py::len(params);
-  const List param_list = list_of(params, "optim_step: params", count), grad_list = list_of(grads, "optim_step: grads", count);
+  const List param_list = list_of(params, "optim_step: params", count);
+  const TensorArgument first(count ? py::object(param_list[0]) : py::none(), "optim_step: params", Access::write, true);  // keeps its device open
+  const List grad_list = list_of(grads, "optim_step: grads", count);
   const List step_list = list_of(steps, "optim_step: steps", count);
   const std::vector<List> moment_lists = lists_of(states, "optim_step: states", step.moments(), count);
   const std::vector<List> scale_lists = lists_of(scales, "optim_step: scales", step.has_scales() ? step.moments() : 0, count);

@@ -123,7 +123,8 @@ bool TensorArgument::from_dlpack(py::handle object, const char* what) {
     throw Error(type, concat(what, " must be a dense CPU tensor: ", take_python_error()));
   check_rank(tensor.rank, what);
   const bool cpu = tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost || tensor.device.type == dlpack::kRocmHost;
-  check(cpu, value, what, " must be on the CPU, got DLPack device type ", tensor.device.type);
+  if (tensor.device.type == dlpack::kExtDev && sim::device_count() > 0) open_.emplace(tensor.device.id);
+  else check(cpu, value, what, " must be on the CPU, got DLPack device type ", tensor.device.type);
   view_.dtype = tensor.dtype.lanes == 1 ? dtype_of_dlpack(tensor.dtype.code, tensor.dtype.bits) : DType::other;
   view_.rank = tensor.rank;
   int64_t contiguous = 1;

@@ -39,8 +39,12 @@ DType dtype_of(int32_t torch_dtype) {
 }
 
 void ensure(Status status, std::string_view op, std::string_view what) {
-  check(status == 0, ErrorKind::runtime, op, ": torch failed: ", what);
+  if (status == 0) [[likely]] return;
+  const Symbols& torch = loaded_symbols();
+  throw Error(ErrorKind::runtime, concat(op, ": torch failed: ", what, torch.exception_text ? concat(": ", torch.exception_text()) : ""));
 }
+
+thread_local Call* current_call = nullptr;
 
 }  // namespace
 
@@ -53,6 +57,34 @@ void rethrow_for_torch(const Error& error) {
     case ErrorKind::runtime: break;
   }
   throw std::runtime_error(error.what());
+}
+
+void Call::enter() {
+  entered_ = true;
+  outer_ = std::exchange(current_call, this);
+}
+
+void Call::leave() { current_call = outer_; }
+
+void Call::see(TensorHandle tensor, std::string_view op, std::string_view name) {
+  Call* const call = current_call;
+  if (!call) return;
+  const Symbols& torch = loaded_symbols();
+  int32_t type = 0, index = 0;
+  ensure(torch.get_device_type(tensor, &type), op, "device of a tensor");
+  ensure(torch.get_device_index(tensor, &index), op, "device of a tensor");
+  if (call->type_ < 0) {
+    call->type_ = type, call->index_ = index;
+    if (type != torch.device_cpu) call->open_.emplace(index);
+  }
+  const auto text = [&](int32_t type, int32_t index) { return type == torch.device_cpu ? "cpu" : concat("lowbit_sim:", index); };
+  check(type == call->type_ && (type == torch.device_cpu || index == call->index_), ErrorKind::value, op, ": ", name, " must be on ",
+        text(call->type_, call->index_), ", got ", text(type, index));
+}
+
+std::pair<int32_t, int32_t> Call::device() {
+  if (!current_call || current_call->type_ < 0) return {loaded_symbols().device_cpu, 0};
+  return {current_call->type_, current_call->index_};
 }
 
 TensorView contiguous_view(DType dtype, int rank, const int64_t* shape) {
@@ -69,6 +101,7 @@ TensorView contiguous_view(DType dtype, int rank, const int64_t* shape) {
 TensorView Tensor::view(std::string_view op, std::string_view name) const {
   TensorView view;
   if (!handle_) return view;
+  if (sim::device_count() > 0) Call::see(handle_, op, name);
   const Symbols& torch = loaded_symbols();
   int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0;
@@ -95,9 +128,10 @@ TensorView Tensor::view(std::string_view op, std::string_view name) const {
 Tensor Tensor::empty(std::string_view op, TensorView& view) {
   const Symbols& torch = loaded_symbols();
   check(view.dtype != DType::other, ErrorKind::type, op, ": the dtype of a result is none that is supported");
+  const auto [device_type, device_index] = Call::device();
   TensorHandle handle = nullptr;
   ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(), torch.dtypes[static_cast<int>(view.dtype)],
-                             torch.device_cpu, 0, &handle), op, "allocation of the result");
+                             device_type, device_index, &handle), op, "allocation of the result");
   Tensor tensor(handle);
   ensure(torch.get_data_ptr(handle, &view.data), op, "data of the result");
   return tensor;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops that torch's dispatcher gets, each with its schema and CPU kernel. A new op is one file and one line in registration.cpp.
+// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file and one line in registration.cpp.
 #pragma once
 
 #include "torch/symbols.hpp"
@@ -9,7 +9,7 @@ namespace lowbit::torch {
 struct Op {
   const char* name;    // in namespace lowbit
   const char* schema;
-  BoxedKernel cpu;
+  BoxedKernel kernel;
   bool lists = false;  // among its arguments or results: torch >= 2.10
 };
 

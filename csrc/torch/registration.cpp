@@ -2,6 +2,7 @@
 #include "torch/registration.hpp"
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 
 #include "torch/ops.hpp"
@@ -20,13 +21,19 @@ struct Libraries {
   LibraryHandle definitions = nullptr, cpu = nullptr;
 };
 
+bool register_kernel(const Symbols& torch, LibraryHandle library, const Op& op) {
+  return (torch.library_impl_versioned ? torch.library_impl_versioned(library, op.name, op.kernel, kAbi)
+                                       : torch.library_impl(library, op.name, op.kernel)) == 0;
+}
+
 std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
   if (op.lists && !torch.has_lists()) return "this torch has no lists in its stable ABI (2.10 has)";
   if (torch.library_def(libraries.definitions, op.schema) != 0) return "torch refused the schema (it wrote why to stderr)";
-  const Status status = torch.library_impl_versioned ? torch.library_impl_versioned(libraries.cpu, op.name, op.cpu, kAbi)
-                                                     : torch.library_impl(libraries.cpu, op.name, op.cpu);
-  return status == 0 ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
+  return register_kernel(torch, libraries.cpu, op) ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
 }
+
+std::mutex mutex;
+std::vector<Registration> done;
 
 }  // namespace
 
@@ -37,8 +44,6 @@ std::vector<std::string> op_names() {
 }
 
 std::vector<Registration> register_ops(const std::vector<std::string>& taken) {
-  static std::mutex mutex;
-  static std::vector<Registration> done;
   const std::lock_guard lock(mutex);
   if (!done.empty()) return done;
 
@@ -62,6 +67,20 @@ std::vector<Registration> register_ops(const std::vector<std::string>& taken) {
   }
   if (torch) done = registrations;
   return registrations;
+}
+
+std::vector<std::string> register_key(const std::string& key) {
+  static std::map<std::string, std::vector<std::string>> keys;
+  const std::lock_guard lock(mutex);
+  if (const auto known = keys.find(key); known != keys.end()) return known->second;
+  std::vector<std::string> names;
+  std::string reason;
+  const Symbols* torch = symbols(&reason);
+  LibraryHandle library = nullptr;
+  if (!torch || done.empty() || torch->library_init_impl("lowbit", key.c_str(), kFile, __LINE__, &library) != 0) return names;
+  for (std::size_t i = 0; i < done.size(); i++)
+    if (done[i].how == "c++ shims" && register_kernel(*torch, library, *kOps[i])) names.push_back(done[i].op);
+  return keys[key] = names;
 }
 
 }  // namespace lowbit::torch

@@ -18,6 +18,9 @@ std::vector<std::string> op_names();  // "lowbit::linear", ...
 // `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function for it.
 std::vector<Registration> register_ops(const std::vector<std::string>& taken);
 
+// Gives the ops that register_ops has registered to one more dispatch key ("PrivateUse1"), with the same kernels; their names. Idempotent.
+std::vector<std::string> register_key(const std::string& key);
+
 }  // namespace lowbit::torch
 
 // For a C++ program that runs an exported model: call once after torch is loaded. Returns how many ops can be called.

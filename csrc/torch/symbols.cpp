@@ -58,11 +58,14 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.get_strides, "aoti_torch_get_strides");
   loader.required(s.get_dtype, "aoti_torch_get_dtype");
   loader.required(s.get_data_ptr, "aoti_torch_get_data_ptr");
+  loader.required(s.get_device_type, "aoti_torch_get_device_type");
+  loader.required(s.get_device_index, "aoti_torch_get_device_index");
   loader.optional(s.get_const_data_ptr, "torch_get_const_data_ptr");
   loader.required(s.empty_strided, "aoti_torch_empty_strided");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");
+  loader.optional(s.exception_text, "torch_exception_get_what_without_backtrace");
   loader.optional(s.new_list, "torch_new_list_reserve_size");
   loader.optional(s.delete_list, "torch_delete_list");
   loader.optional(s.list_size, "torch_list_size");

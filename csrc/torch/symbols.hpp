@@ -30,12 +30,15 @@ struct Symbols {
   Status (*get_strides)(TensorHandle, int64_t**) = nullptr;
   Status (*get_dtype)(TensorHandle, int32_t*) = nullptr;
   Status (*get_data_ptr)(TensorHandle, void**) = nullptr;
+  Status (*get_device_type)(TensorHandle, int32_t*) = nullptr;
+  Status (*get_device_index)(TensorHandle, int32_t*) = nullptr;
   Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // torch >= 2.10 (leaves copy-on-write tensors alone), else null
   Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                           int32_t device_index, TensorHandle*) = nullptr;
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
+  const char* (*exception_text)() = nullptr;                      // torch >= 2.13, else null: what the last call that failed said
   // lists: torch >= 2.10, else all null
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
   Status (*delete_list)(ListHandle) = nullptr;

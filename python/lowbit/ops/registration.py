@@ -38,6 +38,15 @@ def register() -> None:
         autocast.register_linear(library)
 
 
+def register_key(key: str) -> None:
+    """Register every op for one more dispatch key of torch (``"PrivateUse1"``), with the kernels that the CPU has."""
+    done = {name.removeprefix("lowbit::") for name in _C.register_torch_key(key)}
+    library = keep(torch.library.Library("lowbit", "IMPL"))
+    for name, (_, kernel, _) in _OPS.items():
+        if name not in done:
+            library.impl(name, kernel, key)
+
+
 def keep(library: torch.library.Library) -> torch.library.Library:
     """Return ``library``, which now lives as long as `_C`: one that dies takes its registrations with it, also those of a reloaded package."""
     _C.__dict__.setdefault("_libraries", []).append(library)

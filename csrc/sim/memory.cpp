@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "sim/memory.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+
+#include "sim/faults.hpp"
+#include "sim/stray_access.hpp"
+
+namespace lowbit::sim {
+namespace {
+
+constexpr std::size_t kAlignment = 256, kPage = 4096, kLarge = std::size_t{1} << 20;
+
+std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+// One device. Blocks lie at offsets from `base`: `live` and `holes` are disjoint and fill [0, end). Pages of [0, touched) have been handed
+// out at least once, and only they are ever opened.
+struct Device {
+  char* base = nullptr;
+  std::mutex mutex;
+  std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes
+  std::size_t end = 0, touched = 0;
+  int open = 0;
+  Usage usage;
+
+  void protect(std::size_t from, std::size_t to, int protection) {
+    if (from == to) return;
+    check(mprotect(base + from, to - from, protection) == 0, ErrorKind::runtime, "lowbit_sim: mprotect failed: ", std::strerror(errno));
+  }
+
+  // The first hole that is large enough, else the end.
+  std::size_t take(std::size_t bytes) {
+    for (auto hole = holes.begin(); hole != holes.end(); ++hole) {
+      if (hole->second < bytes) continue;
+      const auto [offset, size] = *hole;
+      holes.erase(hole);
+      if (size > bytes) holes[offset + bytes] = size - bytes;
+      return offset;
+    }
+    const std::size_t offset = end;
+    if (bytes > static_cast<std::size_t>(usage.capacity) - end) return SIZE_MAX;
+    const std::size_t needed = round_up(end + bytes, kPage);
+    if (needed > touched) {
+      if (open) protect(touched, needed, PROT_READ | PROT_WRITE);
+      touched = needed;
+    }
+    end += bytes;
+    return offset;
+  }
+
+  // Joins a hole with its neighbours; whole pages of a large one go back to the system.
+  void give_back(std::size_t offset, std::size_t bytes) {
+    if (bytes >= kLarge) {
+      const std::size_t from = round_up(offset, kPage), to = (offset + bytes) / kPage * kPage;
+      madvise(base + from, to - from, MADV_DONTNEED);
+    }
+    auto after = holes.lower_bound(offset);
+    if (after != holes.end() && after->first == offset + bytes) bytes += after->second, after = holes.erase(after);
+    if (after != holes.begin()) {
+      const auto before = std::prev(after);
+      if (before->first + before->second == offset) offset = before->first, bytes += before->second, holes.erase(before);
+    }
+    if (offset + bytes == end) end = offset;
+    else holes[offset] = bytes;
+  }
+};
+
+std::array<Device, kMostDevices>& devices() {
+  static auto* all = new std::array<Device, kMostDevices>;  // tensors may be freed after static destructors
+  return *all;
+}
+
+std::atomic<int> count{0};
+char* lowest = nullptr;
+std::size_t capacity = 0;  // of one device: device i starts at lowest + i * capacity
+thread_local int depth = 0;
+
+Device& device_at(int device) {
+  check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device, ", there are ", device_count());
+  return devices()[static_cast<std::size_t>(device)];
+}
+
+}  // namespace
+
+void start(int wanted, std::size_t bytes) {
+  check(count == 0, ErrorKind::runtime, "lowbit_sim: the simulated devices run already");
+  check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices, ", got ", wanted);
+  check(bytes >= kLarge, ErrorKind::value, "lowbit_sim: memory must be at least ", kLarge, " bytes, got ", bytes);
+  capacity = round_up(bytes, kPage);
+  const std::size_t all = capacity * static_cast<std::size_t>(wanted);
+  void* const memory = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  check(memory != MAP_FAILED, ErrorKind::runtime, "lowbit_sim: no address space for ", all, " bytes: ", std::strerror(errno));
+  lowest = static_cast<char*>(memory);
+  for (int i = 0; i < wanted; i++) {
+    Device& device = devices()[static_cast<std::size_t>(i)];
+    device.base = lowest + capacity * static_cast<std::size_t>(i);
+    device.usage.capacity = static_cast<int64_t>(capacity);
+  }
+  watch_for_stray_access(lowest, all, capacity);
+  count = wanted;
+}
+
+int device_count() { return count.load(std::memory_order_acquire); }
+
+void* allocate(int index, std::size_t bytes) {
+  Device& device = device_at(index);
+  if (bytes == 0) return nullptr;
+  if (allocation_fails(index)) return nullptr;
+  const std::lock_guard lock(device.mutex);
+  if (bytes > static_cast<std::size_t>(device.usage.capacity)) return nullptr;
+  const std::size_t size = round_up(bytes, kAlignment), offset = device.take(size);
+  if (offset == SIZE_MAX) return nullptr;
+  device.live[offset] = size;
+  Usage& usage = device.usage;
+  usage.live_bytes += static_cast<int64_t>(size);
+  usage.peak_bytes = std::max(usage.peak_bytes, usage.live_bytes);
+  usage.live_blocks++, usage.blocks++;
+  return device.base + offset;
+}
+
+void deallocate(void* pointer) noexcept {
+  const int index = device_of(pointer);
+  if (index < 0) return;
+  Device& device = devices()[static_cast<std::size_t>(index)];
+  const std::lock_guard lock(device.mutex);
+  const auto block = device.live.find(static_cast<std::size_t>(static_cast<char*>(pointer) - device.base));
+  if (block == device.live.end()) return;
+  device.usage.live_bytes -= static_cast<int64_t>(block->second);
+  device.usage.live_blocks--;
+  const auto [offset, bytes] = *block;
+  device.live.erase(block);
+  device.give_back(offset, bytes);
+}
+
+int device_of(const void* pointer) {
+  const int devices = device_count();
+  if (devices == 0) return -1;
+  const auto offset = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(lowest);  // wraps below
+  return offset < capacity * static_cast<std::size_t>(devices) ? static_cast<int>(offset / capacity) : -1;
+}
+
+Usage usage(int index) {
+  Device& device = device_at(index);
+  const std::lock_guard lock(device.mutex);
+  return device.usage;
+}
+
+void reset_peak(int index) {
+  Device& device = device_at(index);
+  const std::lock_guard lock(device.mutex);
+  device.usage.peak_bytes = device.usage.live_bytes;
+}
+
+Open::Open(int index) : device_(index) {
+  if (index < 0) return;
+  Device& device = device_at(index);
+  if (depth == 0) launch(index);
+  const std::lock_guard lock(device.mutex);
+  if (device.open == 0) device.protect(0, device.touched, PROT_READ | PROT_WRITE);
+  device.open++;
+  depth++;
+}
+
+Open::~Open() {
+  if (device_ < 0) return;
+  Device& device = devices()[static_cast<std::size_t>(device_)];
+  depth--;
+  const std::lock_guard lock(device.mutex);
+  if (--device.open == 0 && device.touched) mprotect(device.base, device.touched, PROT_NONE);
+}
+
+}  // namespace lowbit::sim
+
+void* lowbit_sim_allocate(int device, std::size_t bytes) { return lowbit::sim::allocate(device, bytes); }
+
+void lowbit_sim_deallocate(void* pointer) { lowbit::sim::deallocate(pointer); }
+
+void lowbit_sim_copy(void* to, const void* from, std::size_t bytes) {
+  const lowbit::sim::Open into(lowbit::sim::device_of(to)), out_of(lowbit::sim::device_of(from));
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
+void lowbit_sim_usage(int device, lowbit::sim::Usage* usage) { *usage = lowbit::sim::usage(device); }
+
+void lowbit_sim_reset_peak(int device) { lowbit::sim::reset_peak(device); }

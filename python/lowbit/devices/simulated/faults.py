@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program can ask of a simulated device and of no real one: its faults on demand, and exact counts."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit import _C
+from lowbit.devices.simulated.name import DEVICE
+
+
+def inject(fault: str, device: int | str | torch.device = 0, *, after: int = 0, times: int = 1, microseconds: int = 0) -> None:
+    """Let a device fail: the next ``after`` allocations or launches go well, the ``times`` after them do not.
+
+    Args:
+        fault: ``"memory"``: an allocation raises torch.OutOfMemoryError. ``"launch"``: a kernel or a copy raises RuntimeError and has done
+            nothing. ``"lost"``: the same, and so does everything on the device until :func:`recover`. ``"slow"``: a launch takes longer.
+        device: number or name.
+        microseconds: what a slow launch takes more.
+
+    Raises:
+        ValueError: an unknown fault, a device that is none of ours, a negative number.
+    """
+    _C.simulated.inject(_index(device), fault, after, times, microseconds)
+
+
+def recover(device: int | str | torch.device = 0) -> None:
+    """Take back every fault of a device; a lost one is there again, with its memory as it was."""
+    _C.simulated.recover(_index(device))
+
+
+def live_bytes(device: int | str | torch.device = 0) -> int:
+    """Return the bytes of device memory in use, in blocks of 256."""
+    return _C.simulated.usage(_index(device))["live_bytes"]
+
+
+def usage(device: int | str | torch.device = 0) -> dict[str, int]:
+    """Return ``live_bytes``, ``peak_bytes``, ``live_blocks``, ``blocks`` (allocated so far) and ``capacity``."""
+    return dict(_C.simulated.usage(_index(device)))
+
+
+def launches(device: int | str | torch.device = 0) -> int:
+    """Return how many kernels and copies have been launched on a device."""
+    return _C.simulated.launches(_index(device))
+
+
+def _index(device: int | str | torch.device) -> int:
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    if device.type != DEVICE:
+        raise ValueError(f"simulated: device must be one of {DEVICE}, got {device}")
+    return device.index or 0
