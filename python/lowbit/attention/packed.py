@@ -33,8 +33,8 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
         torch._assert_async(ascends, "flex_attention: cu_seqlens must ascend from 0 to the length")
     elif not ascends:
         raise ValueError(f"flex_attention: cu_seqlens must ascend from 0 to the length {length}, got {cu_seqlens.tolist()[:8]}...")
-    places = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True, out_int32=True)
+    tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
     def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return document[q_idx] == document[kv_idx]
