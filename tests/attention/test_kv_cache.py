@@ -156,3 +156,73 @@ def test_bad_arguments_are_named() -> None:
             cache.attend(0, normal(*shape))
     with pytest.raises(TypeError, match="query must be float32"):
         cache.attend(0, normal(2, 8, 1, 64).double())
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_an_append_that_fails_leaves_an_empty_cache_empty(format: str) -> None:
+    cache = lowbit.QuantizedKVCache(format)
+    for key, value in (((1, 2, 3, 1000), (1, 2, 3, 64)), ((1, 2, 3, 64), (1, 2, 3, 1000))):
+        with pytest.raises(ValueError, match="head dimensions of codes must be 1..512"):
+            cache.append(0, normal(*key), normal(*value))
+        assert cache.layers[0].shape is None and cache.length == 0 and cache.nbytes == 0
+    cache.append(0, normal(1, 2, 3, 64), normal(1, 2, 3, 64))
+    assert cache.length == 3
+
+
+def test_a_crop_or_reorder_that_one_layer_refuses_changes_none() -> None:
+    cache = lowbit.QuantizedKVCache("int8")
+    for layer, length in ((0, 9), (1, 4)):
+        cache.append(layer, normal(2, 2, length, 64), normal(2, 2, length, 64))
+    for length in (-5, 7, -100):
+        with pytest.raises(ValueError, match="crop must keep"):
+            cache.crop(length)
+        assert [layer.length for layer in cache.layers] == [9, 4]
+    cache.append(2, normal(1, 2, 4, 64), normal(1, 2, 4, 64))
+    keys = cache.layers[0].keys()
+    with pytest.raises(IndexError, match="reorder must name entries 0 to 0"):
+        cache.reorder(torch.tensor([1, 1]))
+    assert torch.equal(cache.layers[0].keys(), keys)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_other_defaults_of_torch_change_nothing(format: str) -> None:
+    k, v, few, many = normal(1, 2, 300, 64), normal(1, 2, 300, 64), normal(1, 4, 1, 64), normal(1, 4, 100, 64)
+
+    def results() -> list[Tensor]:
+        cache = lowbit.QuantizedKVCache(format)
+        cache.append(0, k, v)
+        cache.append(0, k, v)
+        return [cache.attend(0, few), cache.attend(0, many, window=50), cache.layers[0].keys()]
+
+    wanted, before = results(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            again = results()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+
+
+@pytest.mark.parametrize("window", [1, 4, 33])
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_a_window_of_the_cache_has_that_many_keys(window: int, length: int) -> None:
+    """The query's own is one of them, as transformers' sliding_window counts."""
+    cache = filled("int8", 200)
+    out = cache.attend(0, normal(2, 4, length, 64), window=window, scale=0.0)  # averages what it sees
+    values = cache.layers[0].values().repeat_interleave(2, 1)
+    for i in range(length):
+        end = 200 - length + i + 1
+        torch.testing.assert_close(out[:, :, i], values[:, :, max(0, end - window) : end].mean(2), rtol=1e-3, atol=1e-3)
+
+
+def test_copy_on_write_clones_keep_their_original() -> None:
+    for format in ("int8", "int4"):
+        codes, scale = torch.zeros(1, 1, 2, 32 if format == "int8" else 16, dtype=torch.int8 if format == "int8" else torch.uint8), torch.zeros(1, 1, 2, 1)
+        others = torch._lazy_clone(codes), torch._lazy_clone(scale)
+        torch.ops.lowbit.kv_quantize_(normal(1, 1, 2, 32), *others, False)
+        assert not codes.any() and not scale.any() and others[0].any() and others[1].any()
+        x = torch.zeros(1, 1, 2, 32)
+        other = torch._lazy_clone(x)
+        torch.ops.lowbit.kv_dequantize_(*others, other, False)
+        assert not x.any() and other.any()

@@ -314,3 +314,35 @@ def test_torchs_causal_bias_is_its_matrix(make: Callable[..., CausalBias], lengt
     torch.testing.assert_close(found, wanted)
     for a, b in zip(torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_a_mask_and_causality_hold_together_as_in_torch(kind: torch.dtype) -> None:
+    q, k, v = torch.randn(2, 4, 20, 16), torch.randn(2, 4, 30, 16), torch.randn(2, 4, 30, 16)
+    mask = torch.randn(2, 1, 20, 30)
+    mask = mask > -1 if kind == torch.bool else mask
+    torch.testing.assert_close(sdpa(q, k, v, mask, is_causal=True), functional.scaled_dot_product_attention(q, k, v, mask, is_causal=True))
+
+
+@pytest.mark.parametrize("kv_heads", [(2, 1), (1, 4), (8, 2), (4, 8)], ids=str)
+def test_keys_and_values_may_differ_in_heads_as_in_torch(kv_heads: tuple[int, int]) -> None:
+    inputs = [torch.randn(2, h, n, 16, requires_grad=True) for h, n in ((8, 20), (kv_heads[0], 30), (kv_heads[1], 30))]
+    ours, theirs = sdpa(*inputs, enable_gqa=True), functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs)
+    for a, w in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(theirs.sum(), inputs), strict=True):
+        torch.testing.assert_close(a, w)
+
+
+def test_other_defaults_of_torch_change_nothing() -> None:
+    q, k, v = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
+    biases = (None, causal_lower_right(20, 30), torch.randn(20, 30))
+    wanted = [sdpa(q, k, v, bias, enable_gqa=True) for bias in biases]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            results = [sdpa(q, k, v, bias, enable_gqa=True) for bias in biases]
+            dropped = sdpa(q, k, v, dropout_p=0.5, enable_gqa=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True)) and dropped.device.type == "cpu" and dropped.isfinite().all()

@@ -163,3 +163,25 @@ def test_second_derivative_through_sink_and_lse() -> None:
         return attention(q, k[:, :1], v[:, :1], scale=0.4, causal=True, sink=sink)[:2]
 
     assert torch.autograd.gradgradcheck(both, (q, k, v, sink))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_causality_and_a_mask_hold_together_in_every_derivative(kind: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = torch.randn(1, 1, 6, 6, dtype=torch.float64)
+    mask = mask > -1 if kind == torch.bool else mask
+
+    def call(*inputs: Tensor) -> Tensor:
+        return attention(*inputs, scale=0.5, causal=True, mask=mask)[0]
+
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    both = mask & causal if kind == torch.bool else mask.masked_fill(~causal, -torch.inf)
+    wanted = torch.autograd.grad(functional.scaled_dot_product_attention(q, k, v, both, scale=0.5).pow(2).sum(), (q, k, v))
+    for create_graph in (False, True):
+        grads = torch.autograd.grad(call(q, k, v).pow(2).sum(), (q, k, v), create_graph=create_graph)
+        for a, w in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a, w)
+    transformed = torch.func.grad(lambda *inputs: call(*inputs).pow(2).sum(), argnums=(0, 1, 2))(*(x.detach() for x in (q, k, v)))
+    for a, w in zip(transformed, wanted, strict=True):
+        torch.testing.assert_close(a, w)
+    assert torch.autograd.gradgradcheck(call, (q, k, v))

@@ -70,6 +70,8 @@ class QuantizedKVCache:
         Raises:
             ValueError: a layer holds fewer.
         """
+        for layer in self.layers:  # all are asked before one is changed
+            layer.cropped_length(length)
         for layer in self.layers:
             layer.crop(length)
 
@@ -78,6 +80,11 @@ class QuantizedKVCache:
 
         Args:
             index: ``[new B]``.
+
+        Raises:
+            IndexError: an entry is not in the batch.
         """
+        for layer in self.layers:
+            layer.check_reorder(index)
         for layer in self.layers:
             layer.reorder(index)

@@ -65,17 +65,18 @@ class QuantizedKVLayer:
         self._check_append(key, value)
         key, value = (tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value))
         batch, heads, length, _ = key.shape
-        if self._k is None or self._v is None:
-            self._k = _Rows.empty(self.format, batch, heads, length, key.shape[-1])
-            self._v = _Rows.empty(self.format, batch, heads, length, value.shape[-1])
+        k, v = self._k, self._v
+        if k is None or v is None:
+            k = _Rows.empty(self.format, batch, heads, length, key.shape[-1])
+            v = _Rows.empty(self.format, batch, heads, length, value.shape[-1])
         end = self.length + length
-        if end > self._k.codes.shape[2]:
-            self._k, self._v = self._k.grown(self.length, end), self._v.grown(self.length, end)
-        _quantize(key, *self._k.part(self.length, end), self.rotated)
-        _quantize(value, *self._v.part(self.length, end), False)
+        if end > k.codes.shape[2]:
+            k, v = k.grown(self.length, end), v.grown(self.length, end)
+        _quantize(key, *k.part(self.length, end), self.rotated)
+        _quantize(value, *v.part(self.length, end), False)
         # The kernels write behind autograd's back: a graph that saved a part of the cache has to notice (0.5 us).
-        torch.autograd.graph.increment_version((self._k.codes, self._k.scale, self._v.codes, self._v.scale))
-        self.length = end
+        torch.autograd.graph.increment_version((k.codes, k.scale, v.codes, v.scale))
+        self._k, self._v, self.length = k, v, end  # only now: what fails above leaves the cache as it was
 
     def _check_append(self, key: Tensor, value: Tensor) -> None:
         for name, tensor in (("key", key), ("value", value)):
@@ -113,7 +114,8 @@ class QuantizedKVLayer:
             query: float32, bfloat16 or float16; the L last tokens of the cache are its own.
             scale: default 1 / sqrt(E).
             causal: query i, at position length - L + i, sees no later key.
-            window: if positive, nor a key that is `window` or more before it.
+            window: if positive, query i sees no key that is `window` or more before it: W keys, its own included, as
+                `masks.sliding_window(W)` and transformers' sliding_window count.
             mask: bool (True: seen) or floating (added), broadcastable to ``[B, Hq, L, length]``.
             sink: float32 ``[Hq]``: a score without a value.
 
@@ -124,7 +126,8 @@ class QuantizedKVLayer:
         if self.shape is None or self._k is None or self._v is None:
             raise ValueError("QuantizedKVCache: attend needs a cache that holds something: append first")
         batch, heads, length, e, ev = self.shape
-        if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != e or query.shape[1] % heads:
+        group = query.shape[1] // max(1, heads) if query.dim() == 4 else 0
+        if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != e or query.shape[1] != group * heads:
             raise ValueError(f"QuantizedKVCache: query must be [{batch}, a multiple of {heads}, L, {e}], got {list(query.shape)}")
         if query.dtype not in _DTYPES:
             raise TypeError(f"QuantizedKVCache: query must be float32, bfloat16 or float16, got {query.dtype}")
@@ -133,7 +136,7 @@ class QuantizedKVLayer:
         q_length, position = query.shape[2], length - query.shape[2]
         if mask is not None:
             mask = mask.detach().expand(batch, query.shape[1], q_length, length)
-        if q_length * (query.shape[1] // heads) > _DECODE_ROWS:
+        if q_length * group > _DECODE_ROWS:
             visible = _visible(q_length, length, position, causal, window)
             return self._attend_prompt(query, scale, _both(mask, visible), sink)
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
@@ -142,7 +145,7 @@ class QuantizedKVLayer:
     def _attend_prompt(self, query: Tensor, scale: float, mask: Tensor | None, sink: Tensor | None) -> Tensor:
         """Attend to one kv head at a time in float: of the whole cache, a head is all that is ever held."""
         batch, heads, length, e, ev = self.shape or (0,) * 5
-        group = query.shape[1] // heads
+        group = query.shape[1] // max(1, heads)
         key, value = query.new_empty(batch, 1, length, e), query.new_empty(batch, 1, length, ev)
         results = []
         for head in range(heads):
@@ -170,7 +173,7 @@ class QuantizedKVLayer:
     def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
         if self.shape is None:
             raise ValueError("QuantizedKVCache: the cache is empty")
-        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype)
+        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype, device="cpu")
         self._read(*((result, None) if which == 0 else (None, result)), slice(None))
         return result
 
@@ -180,13 +183,35 @@ class QuantizedKVLayer:
         Raises:
             ValueError: the cache holds fewer.
         """
+        self.length = self.cropped_length(length)
+
+    def cropped_length(self, length: int) -> int:
+        """Return how many tokens `crop` leaves.
+
+        Raises:
+            ValueError: the cache holds fewer.
+        """
         wanted = self.length + length if length < 0 else length
         if not 0 <= wanted <= self.length:
             raise ValueError(f"QuantizedKVCache: crop must keep 0 to {self.length} tokens, got {length}")
-        self.length = wanted
+        return wanted
+
+    def check_reorder(self, index: Tensor) -> None:
+        """Refuse what `reorder` would refuse.
+
+        Raises:
+            IndexError: an entry is not in the batch.
+        """
+        if self._k is not None and index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):
+            raise IndexError(f"QuantizedKVCache: reorder must name entries 0 to {self._k.codes.shape[0] - 1}, got {index.tolist()}")
 
     def reorder(self, index: Tensor) -> None:
-        """Make batch entry i a copy of ``index[i]``: beams that survive, in any number and order."""
+        """Make batch entry i a copy of ``index[i]``: beams that survive, in any number and order.
+
+        Raises:
+            IndexError: an entry is not in the batch.
+        """
+        self.check_reorder(index)
         if self._k is not None and self._v is not None:
             self._k, self._v = self._k.selected(index, self.length), self._v.selected(index, self.length)
 
@@ -207,9 +232,12 @@ class _Rows:
     def empty(format: str, batch: int, heads: int, capacity: int, columns: int) -> _Rows:
         padded = -(-columns // _GROUP) * _GROUP
         int4 = format == "int4"
-        codes = torch.empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
-        scale = torch.empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
-        return _Rows(codes, scale, columns)
+        codes, scale = (padded // 2, padded // _GROUP) if int4 else (padded, 1)
+        return _Rows(
+            torch.empty(batch, heads, capacity, codes, dtype=torch.uint8 if int4 else torch.int8, device="cpu"),
+            torch.empty(batch, heads, capacity, scale, dtype=torch.float16 if int4 else torch.float32, device="cpu"),
+            columns,
+        )
 
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.codes[:, :, begin:end], self.scale[:, :, begin:end]
@@ -230,8 +258,8 @@ class _Rows:
 def _visible(q_length: int, length: int, position: int, causal: bool, window: int) -> Tensor | None:
     if not causal and window <= 0:
         return None
-    query, key = torch.arange(q_length)[:, None] + position, torch.arange(length)
-    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool)
+    query, key = torch.arange(q_length, device="cpu")[:, None] + position, torch.arange(length, device="cpu")
+    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool, device="cpu")
     return visible & (key > query - window) if window > 0 else visible
 
 

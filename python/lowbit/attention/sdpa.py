@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def scaled_dot_product_attention(
         value: ``[..., Hkv, S, Ev]``, dtype of query.
         attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``; or torch's CausalBias.
         dropout_p: probability, in 0..1, to drop each attention probability. Applied whenever it is above 0.
-        is_causal: query i sees keys 0 to i.
+        is_causal: query i sees keys 0 to i, of those that attn_mask lets it see.
         scale: default 1 / sqrt(E).
-        enable_gqa: heads of key and value may be fewer: Hq must be a multiple of Hkv.
+        enable_gqa: heads of key and of value may be fewer: Hq must be a multiple of both numbers.
 
     Returns:
         ``[..., Hq, L, Ev]`` in the dtype of query; dense, in the order of the strides of a 4-d query.
@@ -59,10 +60,16 @@ def scaled_dot_product_attention(
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = _of_causal_bias(attn_mask, query.shape[-2], key.shape[-2])
     q, k, v, leading = _to_heads(query, key, value, enable_gqa)
+    q, k, v = _with_columns(q), _with_columns(k), _with_columns(v)
     mask = None if attn_mask is None else _to_mask(attn_mask, leading, q.shape[:2], query.shape[-2], key.shape[-2])
-    scale = softmax_scale(_NAME, scale, query.shape[-1])
+    scale = softmax_scale(_NAME, scale, q.shape[-1])
     out, _, _ = attention(q, k, v, scale=scale, causal=is_causal, mask=mask, dropout_p=dropout_p)
-    return out.reshape(*leading, *out.shape[-2:])
+    return out[..., : value.shape[-1]].reshape(*leading, out.shape[-2], value.shape[-1])
+
+
+def _with_columns(tensor: Tensor) -> Tensor:
+    """The tensor; one of head dimension 0 with a column of zeros, which adds nothing to a score and to a result what is cut off again."""
+    return tensor if tensor.shape[-1] > 0 else torch.nn.functional.pad(tensor, (0, 1))
 
 
 def _autocast(tensor: Any) -> Any:
@@ -93,8 +100,6 @@ def _check(
         raise ValueError(f"{_NAME}: key must have the head dimension of query, got {key.shape[-1]} and {query.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"{_NAME}: value must have the length of key, got {value.shape[-2]} and {key.shape[-2]}")
-    if query.shape[-1] == 0 or value.shape[-1] == 0:
-        raise ValueError(f"{_NAME}: head dimensions must be at least 1, got {query.shape[-1]} and {value.shape[-1]}")
     if enable_gqa and not (query.dim() > 2 and key.dim() > 2 and value.dim() > 2):
         raise ValueError(f"{_NAME}: enable_gqa needs a dimension of heads, got query of shape {list(query.shape)}")
     if not 0.0 <= dropout_p <= 1.0:
@@ -107,8 +112,6 @@ def _check(
         if is_causal:
             raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True: is_causal must be False")
         return
-    if is_causal:
-        raise ValueError(f"{_NAME}: Explicit attn_mask should not be set when is_causal=True: must be None, got shape {list(attn_mask.shape)}")
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
 
@@ -119,15 +122,17 @@ def _of_causal_bias(bias: CausalBias, q_len: int, kv_len: int) -> tuple[Tensor |
         raise ValueError(f"{_NAME}: attn_mask must be a CausalBias of lengths {q_len}, {kv_len}, got {bias.seq_len_q}, {bias.seq_len_kv}")
     if bias.variant == CausalVariant.UPPER_LEFT or q_len == kv_len:
         return None, True
-    return bias._materialize(), False
+    return bias._materialize("cpu"), False
 
 
 def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k, v as 4-d, and the leading dimensions of the result."""
     if enable_gqa:
         q_heads, k_heads, v_heads = query.shape[-3], key.shape[-3], value.shape[-3]
-        if k_heads != v_heads or k_heads == 0 or q_heads % k_heads:
+        if any(q_heads % heads if heads else q_heads for heads in (k_heads, v_heads)):
             raise ValueError(f"{_NAME}: the heads of query must be a multiple of those of key and value, got {q_heads}, {k_heads}, {v_heads}")
+        if k_heads != v_heads:
+            key, value = _repeated(key, math.lcm(k_heads, v_heads)), _repeated(value, math.lcm(k_heads, v_heads))
         batch = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         expanded = [tensor.expand(*batch, *tensor.shape[-3:]) for tensor in (query, key, value)]
         leading = (*batch, q_heads)
@@ -142,6 +147,11 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
         expanded = [tensor[(None,) * (4 - tensor.dim())] for tensor in expanded]
         return *expanded, leading
     return *(tensor.flatten(0, -4) for tensor in expanded), leading
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Each head as often as it takes to be ``heads``, a multiple of theirs."""
+    return tensor.repeat_interleave(heads // max(1, tensor.shape[-3]), -3)
 
 
 def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
     """
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64) if dropout_p > 0 else None
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if sink is not None:
         sink = sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     compiling = _is_dynamo_compiling()
@@ -192,14 +192,14 @@ def _twice_differentiable(
     """The gradients of q, k, v, mask and sink by torch's own ops, from the whole matrix of scores; see the formulas of the kernel."""
     q, k, v, mask, sink = inputs
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))
     wide_k, wide_v = (x.to(real).repeat_interleave(groups[1], 1) for x in (k, v))
     scores = q.to(real) @ wide_k.transpose(-1, -2) * scale
     visible = None
     if causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
-        visible = mask
+        visible = mask if visible is None else mask & visible
     elif mask is not None:
         scores = scores + mask.to(real)
     if visible is not None:
