@@ -92,11 +92,12 @@ def test_plot_draws_the_mask() -> None:
 def test_a_window_of_w_has_w_keys_as_in_transformers_and_the_cache() -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
+    i = torch.arange(L)
     for window in (1, 4, 7):
         mask = masks.sliding_window(window)
         theirs = sliding_window_causal_mask_function(window)
         assert int(mask.dense(L).sum(-1).max()) == window
-        assert torch.equal(mask.dense(L), torch.tensor([[bool(theirs(0, 0, q, k)) for k in range(L)] for q in range(L)]))
+        assert torch.equal(mask.dense(L), torch.tensor([[bool(theirs(i[0], i[0], i[q], i[k])) for k in range(L)] for q in range(L)]))
         query, key, value = (torch.randn(1, 2, L, 64) for _ in range(3))
         cache = lowbit.QuantizedKVCache("int8")
         cache.append(0, key, value)
@@ -126,7 +127,7 @@ def test_plot_draws_a_block_mask() -> None:
     block_mask = lowbit.create_block_mask(masks.causal, None, None, 64, 64, BLOCK_SIZE=16)
     axes = lowbit.attention.plot(block_mask)
     assert axes.images[0].get_array().tolist() == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
-    assert axes.images[0].get_extent() == (0, 64, 64, 0) and axes.get_title() == "causal, blocks of 16 x 16"
+    assert tuple(axes.images[0].get_extent()) == (0, 64, 64, 0) and axes.get_title() == "causal, blocks of 16 x 16"
     assert lowbit.attention.plot(lambda s, b, h, q, k: s + q - k, 4).images[0].get_array().shape == (4, 4)
     for bad in (3, lambda x: x):
         with pytest.raises(TypeError, match="plot: mod must be a BlockMask, or take 4"):

@@ -124,7 +124,8 @@ def test_op_and_derivative_are_torchs_at_the_ends(score_row: str, name: str, dty
     """Every pair (triple) of infinities, nan, zeros, the largest and the smallest numbers."""
     types = _C.SCORE_OPS[name][1].partition(">")[0]
     choices = {"f": torch.tensor(FLOATS[dtype], dtype=dtype), "i": torch.tensor(INTS, dtype=torch.int32), "b": torch.tensor([False, True])}
-    columns = [column.reshape(-1) for column in torch.meshgrid(*(choices[letter] for letter in types), indexing="ij")]
+    places = torch.meshgrid(*(torch.arange(len(choices[letter])) for letter in types), indexing="ij")
+    columns = [choices[letter][place.reshape(-1)] for letter, place in zip(types, places, strict=True)]
     keep = torch.ones_like(columns[0], dtype=torch.bool)
     if name in NEVER_ZERO and name.endswith("int"):  # torch divides the least integer by -1 with a signal
         keep = (columns[1] != 0) & ~((columns[0] == INTS[-2]) & (columns[1] == -1))

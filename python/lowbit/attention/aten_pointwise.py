@@ -319,10 +319,10 @@ def _hardswish(p: Any, x: Value) -> Value:
 
 @_formula("elu")
 def _elu(p: Any, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
-    if scale != 1 or input_scale != 1:
-        raise UnknownOp("aten.elu with scales")
     zero = p.constant(0.0)
-    return p.op("where", p.op("lt", zero, x), x, p.op("mul", p.op("expm1", p.op("minimum", x, zero)), p.constant(float(alpha))))
+    below = p.op("mul", p.op("minimum", x, zero), p.constant(float(input_scale)))
+    made = p.op("where", p.op("lt", zero, x), x, p.op("mul", p.op("expm1", below), p.constant(float(alpha))))
+    return p.op("mul", made, p.constant(float(scale)))
 
 
 @_formula("log10")

@@ -62,7 +62,8 @@ _known_names: dict[Any, frozenset[str]] = {}  # by the code of a mod: what it an
 
 def captured_by(mod: Callable[..., Any]) -> Captured:
     """List what ``mod`` reads besides its arguments."""
-    root = getattr(mod, "__code__", type(mod))
+    function = mod.function if type(mod) in (MaskMod, ScoreMod) else mod
+    root = getattr(function, "__code__", type(function))
     names = _known_names.get(root, frozenset())
     while True:
         walk = _Walk(names)
