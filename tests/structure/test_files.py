@@ -32,7 +32,7 @@ def test_source_file_names_its_licence_and_is_short(path: Path) -> None:
 
 def test_stub_and_extension_have_the_same_names() -> None:
     tree = ast.parse((ROOT / "python" / "lowbit" / "_C.pyi").read_text())
-    stub = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    stub = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
     stub |= {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     public = {name for name in dir(_C) if not name.startswith("_")}
     assert stub == public
