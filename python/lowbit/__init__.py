@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
     raise ImportError('lowbit needs PyTorch, which is not installed: pip install "lowbit[torch]"') from error
 
 from lowbit._C import version as __version__
+from lowbit.integrations.when_imported import join_when_imported as _join_when_imported
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ __all__ = [
 ]
 
 _register()
+_join_when_imported()
 
 
 def __getattr__(name: str) -> Any:
