@@ -9,7 +9,6 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_quantize(m);
   lowbit::register_optim(m);
   lowbit::register_score_program(m);
-  lowbit::register_attention(m);
   lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
   lowbit::register_simulated(m);

@@ -38,12 +38,6 @@ void unpack_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_
           .codes = *codes_argument, .scale = *scale_argument, .zero = *zero_argument});
 }
 
-void dequantize_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric, py::handle out) {
-  const TensorArgument packed_argument(packed, "dequantize: packed"), out_argument = output(out, "dequantize: out");
-  const py::gil_scoped_release nogil;
-  dequantize(*packed_argument, weight_spec("dequantize", n, k, format, group_size, asymmetric), *out_argument);
-}
-
 bool is_all_finite(py::handle tensor) {
   const TensorArgument argument(tensor, "all_finite: tensor");
   const py::gil_scoped_release nogil;
@@ -77,8 +71,6 @@ Returns:
 symmetric weight (its codes are unsigned: 128 means zero in int8, 8 in int4).)");
   m.def("unpack", unpack_into, arg("packed"), arg("n"), arg("k"), arg("format"), arg("group_size"), arg("asymmetric"), arg("codes"),
         arg("scale"), arg("zero"), "Write the codes, scales and zero points (None for a symmetric weight) of ``packed``; inverse of pack.");
-  m.def("dequantize", dequantize_into, arg("packed"), arg("n"), arg("k"), arg("format"), arg("group_size"), arg("asymmetric"), arg("out"),
-        "Write the weight that ``packed`` stands for into ``out``, float32 ``[n, k]``.");
   m.def("all_finite", is_all_finite, arg("tensor"), "Return True if a float32, bfloat16 or float16 tensor has no inf and no nan.");
 }
 

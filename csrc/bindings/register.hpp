@@ -8,7 +8,6 @@ namespace lowbit {
 void register_linear(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
-void register_attention(pybind11::module_& m);
 void register_score_program(pybind11::module_& m);
 void register_decode(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);

@@ -3,13 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <optional>
-#include <vector>
 
-#include "ops/decode.hpp"
-#include "ops/score_gradient.hpp"
-#include "ops/score_program.hpp"
+#include "score/program.hpp"
 
 namespace lowbit {
 
@@ -51,8 +46,36 @@ void check_statistic(std::string_view op, std::string_view name, const TensorVie
   check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
 }
 
+void check_list(std::string_view op, std::string_view name, const TensorView& tensor, const TensorView& like, int rank) {
+  check_dtype(op, name, tensor, DType::int32);
+  check(tensor.rank == rank && std::equal(tensor.shape.begin(), tensor.shape.begin() + 3, like.shape.begin()), value, op, ": ", name,
+        " must have ", rank, " dimensions and the leading sizes of kv_num_blocks ", lowbit::shape_text(like), ", got ",
+        lowbit::shape_text(tensor));
+}
+
+// Shapes and dtypes; the entries are read and checked by the row.
+void check_lists(std::string_view op, const AttentionForwardArgs& args) {
+  const BlockLists& lists = args.lists;
+  if (!lists.kv_num_blocks) return;
+  const TensorView& counts = lists.kv_num_blocks;
+  check(lists.q_block >= 1 && lists.kv_block >= 1, value, op, ": block_size must be positive, got (", lists.q_block, ", ", lists.kv_block, ")");
+  check(counts.rank == 3, value, op, ": kv_num_blocks must have shape [B, H, q blocks], got ", lowbit::shape_text(counts));
+  check_list(op, "kv_num_blocks", counts, counts, 3);
+  check_list(op, "kv_indices", lists.kv_indices, counts, 4);
+  check(!lists.full_kv_num_blocks == !lists.full_kv_indices, value, op, ": full_kv_num_blocks and full_kv_indices must be given together");
+  if (lists.full_kv_num_blocks) {
+    check_list(op, "full_kv_num_blocks", lists.full_kv_num_blocks, counts, 3);
+    check_list(op, "full_kv_indices", lists.full_kv_indices, counts, 4);
+  }
+  const int64_t b_count = counts.size(0), h_count = counts.size(1), rows = counts.size(2);
+  check((b_count == 1 || b_count == args.batch()) && (h_count == 1 || h_count == args.heads()), value, op,
+        ": the block mask must have B, H of ", args.batch(), " or 1, ", args.heads(), " or 1, got ", b_count, ", ", h_count);
+  check(rows * lists.q_block >= args.q_length(), value, op, ": the block mask must cover q_len=", args.q_length(), ", got ", rows,
+        " blocks of ", lists.q_block);
+}
+
 void check_forward(std::string_view op, const AttentionForwardArgs& args) {
-  const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod, blocks] = args;
+  const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod, lists, blocks, key] = args;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ", lowbit::shape_text(*tensor));
   check(is_activation(q.dtype) || q.dtype == DType::float64, type, op, ": q must be float32, bfloat16, float16 or float64, got ",
@@ -74,64 +97,13 @@ void check_forward(std::string_view op, const AttentionForwardArgs& args) {
     check(floating || mask.dtype == DType::boolean, type, op, ": mask must be bool or floating, got ", name_of(mask.dtype));
     check_shape(op, "mask", mask, {batch, heads, length, kv_length});
   }
+  check_lists(op, args);
+  if (seed) {
+    check(seed.dtype == DType::int64 && seed.numel() == 1, type, op, ": seed must be one int64, got ", name_of(seed.dtype), " ",
+          lowbit::shape_text(seed));
+  }
   check(std::isfinite(scale), value, op, ": scale must be finite, got ", scale);
   check(dropout_p >= 0 && dropout_p <= 1, value, op, ": dropout_p must be between 0 and 1, got ", dropout_p);
-}
-
-void check_list(std::string_view op, std::string_view name, const TensorView& tensor, const TensorView& like, int rank) {
-  check_dtype(op, name, tensor, DType::int32);
-  check(tensor.rank == rank && std::equal(tensor.shape.begin(), tensor.shape.begin() + 3, like.shape.begin()), value, op, ": ", name,
-        " must have ", rank, " dimensions and the leading sizes of kv_num_blocks ", lowbit::shape_text(like), ", got ",
-        lowbit::shape_text(tensor));
-}
-
-int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int64_t i) {
-  return tensor.as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
-}
-
-// The lists as one class per block: every entry is read and checked here, and kernels need not care for order or direction.
-std::vector<BlockClass> block_classes(std::string_view op, AttentionForwardArgs& args, const BlockLists& lists) {
-  if (!lists.kv_num_blocks) return {};
-  const TensorView& counts = lists.kv_num_blocks;
-  check(lists.q_block >= 1 && lists.kv_block >= 1, value, op, ": block_size must be positive, got (", lists.q_block, ", ", lists.kv_block, ")");
-  check(counts.rank == 3, value, op, ": kv_num_blocks must have shape [B, H, q blocks], got ", lowbit::shape_text(counts));
-  check_list(op, "kv_num_blocks", counts, counts, 3);
-  check_list(op, "kv_indices", lists.kv_indices, counts, 4);
-  check(!lists.full_kv_num_blocks == !lists.full_kv_indices, value, op, ": full_kv_num_blocks and full_kv_indices must be given together");
-  if (lists.full_kv_num_blocks) {
-    check_list(op, "full_kv_num_blocks", lists.full_kv_num_blocks, counts, 3);
-    check_list(op, "full_kv_indices", lists.full_kv_indices, counts, 4);
-  }
-  const int64_t b_count = counts.size(0), h_count = counts.size(1), rows = counts.size(2);
-  const int64_t columns = (args.kv_length() + lists.kv_block - 1) / lists.kv_block;
-  check((b_count == 1 || b_count == args.batch()) && (h_count == 1 || h_count == args.heads()), value, op,
-        ": the block mask must have B, H of ", args.batch(), " or 1, ", args.heads(), " or 1, got ", b_count, ", ", h_count);
-  check(rows * lists.q_block >= args.q_length(), value, op, ": the block mask must cover q_len=", args.q_length(), ", got ", rows,
-        " blocks of ", lists.q_block);
-  std::vector<BlockClass> classes(b_count * h_count * rows * columns, BlockClass::empty);
-  BlockClass* row = classes.data();
-  for (int64_t b = 0; b < b_count; b++)
-    for (int64_t h = 0; h < h_count; h++)
-      for (int64_t i = 0; i < rows; i++, row += columns)
-        for (const auto& [name, count, indices, what] : {std::tuple{"kv_indices", &counts, &lists.kv_indices, BlockClass::partial},
-                                                         {"full_kv_indices", &lists.full_kv_num_blocks, &lists.full_kv_indices, BlockClass::full}}) {
-          if (!*count) continue;
-          const int64_t n = element(*count, b, h, i, 0);
-          check(n >= 0 && n <= indices->size(3), value, op, ": a block count must be 0..", indices->size(3), ", got ", n);
-          for (int64_t j = 0; j < n; j++) {
-            const int64_t at = element(*indices, b, h, i, j);
-            check(at >= 0 && at < columns, value, op, ": ", name, " must be 0..", columns - 1, " for kv_len=", args.kv_length(), ", got ", at);
-            row[at] = what;
-          }
-        }
-  args.blocks = {.classes = classes.data(), .batch_stride = b_count > 1 ? h_count * rows * columns : 0,
-                 .head_stride = h_count > 1 ? rows * columns : 0, .columns = columns, .q_block = lists.q_block, .kv_block = lists.kv_block};
-  return classes;  // its memory does not move
-}
-
-void check_faults(const AttentionForwardArgs& args) {
-  for (const ScoreCall* call : {args.score_mod, args.mask_mod})
-    if (call) call->check_fault();
 }
 
 void check_captured_gradients(std::string_view op, const ScoreCall* call, std::span<const TensorView> gradients) {
@@ -150,20 +122,6 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   }
 }
 
-// What is left of a gradient where no query looks: nothing.
-void clear(const TensorView& gradient) {
-  if (!gradient || gradient.numel() == 0) return;
-  const int64_t size = static_cast<int64_t>(size_of(gradient.dtype)), columns = gradient.rank ? gradient.size(-1) : 1;
-  for (int64_t row = 0; row < gradient.numel() / columns; row++) {
-    int64_t at = 0, rest = row;
-    for (int dim = gradient.rank - 2; dim >= 0; dim--) {
-      at += rest % gradient.shape[dim] * gradient.stride[dim];
-      rest /= gradient.shape[dim];
-    }
-    std::memset(gradient.as<char>() + at * size, 0, columns * size);
-  }
-}
-
 // Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that owns its elements.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
@@ -171,18 +129,14 @@ void check_gradient(std::string_view op, std::string_view name, const TensorView
 
 }  // namespace
 
-void attention_forward(AttentionForwardArgs args, const BlockLists& lists) {
-  constexpr std::string_view op = "attention_forward";
-  check_forward(op, args);
-  const std::vector<BlockClass> classes = block_classes(op, args, lists);
-  if (args.out.numel() == 0) return;
-  run(args);
-  check_faults(args);
+void attention_forward(const AttentionForwardArgs& args) {
+  check_forward("attention_forward", args);
+  if (args.out.numel() > 0) run(args);
 }
 
-void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std::span<const TensorView> captured_gradients) {
+void attention_backward(const AttentionBackwardArgs& args) {
   constexpr std::string_view op = "attention_backward";
-  AttentionForwardArgs& forward = args.forward;
+  const AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
   const DType real = real_of(forward.q.dtype);
   const int64_t batch = forward.batch(), heads = forward.heads(), length = forward.q_length();
@@ -199,23 +153,8 @@ void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std
     check_dtype(op, "grad_mask", args.grad_mask, real);
     check_shape(op, "grad_mask", args.grad_mask, {batch, heads, length, forward.kv_length()});
   }
-  const std::vector<BlockClass> classes = block_classes(op, forward, lists);
-  std::optional<ScoreGradientPlan> plan;
-  if (std::any_of(captured_gradients.begin(), captured_gradients.end(), [](const TensorView& view) { return static_cast<bool>(view); })) {
-    check_captured_gradients(op, forward.score_mod, captured_gradients);
-    const Tiling tiles(length, forward.blocks.q_block, kBackwardQTile);
-    plan.emplace(*forward.score_mod, ScoreGradientShape{batch, heads, tiles.count},
-                 std::vector<TensorView>(captured_gradients.begin(), captured_gradients.end()), real);
-    args.captured = &*plan;
-  }
-  if (forward.out.numel() == 0) {  // no tile, no heads to divide by
-    for (const TensorView& gradient : {args.grad_q, args.grad_k, args.grad_v, args.grad_sink}) clear(gradient);
-    for (const TensorView& gradient : captured_gradients) clear(gradient);
-    return;
-  }
+  if (args.wants_captured()) check_captured_gradients(op, forward.score_mod, args.grad_captured);
   run(args);
-  check_faults(forward);
-  if (plan) plan->finish();
 }
 
 }  // namespace lowbit

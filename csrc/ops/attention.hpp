@@ -16,7 +16,7 @@ namespace lowbit {
 LOWBIT_INLINE DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
 class ScoreCall;            // ops/score_program.hpp: a program with its captured tensors
-struct ScoreGradientPlan;   // ops/score_gradient.hpp: their gradients
+struct ScoreGradientPlan;   // cpu/attention/captured_gradients.hpp
 
 // What to visit, per block of q_block queries and kv_block keys. Without classes every block is full.
 enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
@@ -45,6 +45,13 @@ struct Tiling {
 };
 constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
 
+// torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
+struct BlockLists {
+  TensorView kv_num_blocks, kv_indices;            // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
+  TensorView full_kv_num_blocks, full_kv_indices;  // likewise, or empty
+  int64_t q_block = 0, kv_block = 0;
+};
+
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {
   Place place{};
@@ -57,10 +64,13 @@ struct AttentionForwardArgs {
   double scale = 1;
   bool causal = false;    // query i sees keys 0..i
   double dropout_p = 0;   // in [0, 1)
-  uint64_t seed = 0;      // of Philox4x32-10 with the counter (k / 4, q, b * Hq + h, 0): the same in any tiling, and in the backward
+  TensorView seed{};      // one int64: key of Philox4x32-10 with the counter (k / 4, q, b * Hq + h, 0), the same in any tiling and in the backward
   const ScoreCall* score_mod = nullptr;
   const ScoreCall* mask_mod = nullptr;
+  BlockLists lists{};
+  // Made by a CPU row of what lies in memory (cpu/attention/in_memory.hpp); empty until then.
   BlockClasses blocks{};
+  uint64_t key = 0;  // of seed
 
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -76,20 +86,19 @@ struct AttentionBackwardArgs {
   TensorView grad_out;                        // [B, Hq, L, Ev], of the dtype of out, last dimension dense
   TensorView grad_lse;                        // real [B, Hq, L] or empty
   TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
-  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; added to; or empty
+  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; written; or empty
   TensorView grad_sink;                       // real [Hq], written, or empty
-  const ScoreGradientPlan* captured = nullptr;  // gradients of the tensors that score_mod captured, or null
+  // Per tensor that score_mod captured: contiguous, of its shape and dtype, written, or not given; none at all: empty.
+  std::span<const TensorView> grad_captured{};
+  bool wants_captured() const {
+    for (const TensorView& gradient : grad_captured)
+      if (gradient) return true;
+    return false;
+  }
+  const ScoreGradientPlan* captured = nullptr;  // made by a CPU row of grad_captured, or null
 };
 
-// torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
-struct BlockLists {
-  TensorView kv_num_blocks, kv_indices;            // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
-  TensorView full_kv_num_blocks, full_kv_indices;  // likewise, or empty
-  int64_t q_block = 0, kv_block = 0;
-};
-
-LOWBIT_API void attention_forward(AttentionForwardArgs args, const BlockLists& lists);
-// captured_gradients: per tensor that score_mod captured contiguous, of its shape and dtype, written, or not given; none at all: empty.
-LOWBIT_API void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std::span<const TensorView> captured_gradients);
+LOWBIT_API void attention_forward(const AttentionForwardArgs& args);
+LOWBIT_API void attention_backward(const AttentionBackwardArgs& args);
 
 }  // namespace lowbit

@@ -93,8 +93,6 @@ void decode(const DecodeArgs& args) {
   check_decode(args);
   if (args.out.numel() == 0) return;
   run(args);
-  if (args.score_mod) args.score_mod->check_fault();
-  if (args.mask_mod) args.mask_mod->check_fault();
 }
 
 void kv_quantize(const KvQuantizeArgs& args) {

@@ -5,7 +5,6 @@
 #include "ops/attention.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "ops/attention_mods.hpp"
 #include "torch/boxed.hpp"
@@ -86,19 +85,11 @@ TensorView stretched(TensorView view, const TensorView& q, const TensorView& k) 
   return view;
 }
 
-uint64_t seed_of(const Tensor& seed, std::string_view op) {
-  const TensorView view = seed.view(op, "seed");
-  if (!view) return 0;
-  check(view.dtype == DType::int64 && view.numel() == 1, ErrorKind::type, op, ": seed must be one int64, got ", name_of(view.dtype), " ",
-        shape_text(view));
-  return static_cast<uint64_t>(*view.as<const int64_t>());
-}
-
 AttentionForwardArgs forward_args(std::string_view op, Tensor& q, Tensor& k, Tensor& v, Scores& scores, Masks& masks) {
   AttentionForwardArgs args{.q = q.dense_view(op, "q"), .k = k.dense_view(op, "k"), .v = v.dense_view(op, "v")};
   args.mask = stretched(scores.mask.view(op, "mask"), args.q, args.k);
   args.sink = masks.sink.contiguous_view(op, "sink");
-  args.scale = scores.scale, args.causal = scores.causal, args.dropout_p = scores.dropout_p, args.seed = seed_of(scores.seed, op);
+  args.scale = scores.scale, args.causal = scores.causal, args.dropout_p = scores.dropout_p, args.seed = scores.seed.view(op, "seed");
   for (const auto& [name, view] : {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}})  // before the result is allocated
     check(view->rank == 4, ErrorKind::value, op, ": ", name, " must have shape [B, H, length, E], got ", shape_text(*view));
   const DType dtype = args.q.dtype;
@@ -123,7 +114,8 @@ void forward_kernel(StableIValue* stack) {
   args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
   Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse), max_scores = Tensor::empty(op, args.max_scores);
   if (!want_max_scores) args.max_scores = {};
-  attention_forward(args, mods->lists);
+  args.lists = mods->lists;
+  attention_forward(args);
   stack[0] = to_value(std::move(out)), stack[1] = to_value(std::move(lse)), stack[2] = to_value(std::move(max_scores));
 }
 
@@ -169,9 +161,7 @@ void backward_kernel(StableIValue* stack) {
   Gradients gradients(op);
   args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k), args.grad_v = gradients.ordered(forward.v);
   if (mask_needs) {
-    const TensorView grad = gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask"));
-    if (grad.data) std::memset(grad.data, 0, grad.numel() * size_of(grad.dtype));  // the kernel adds to it
-    args.grad_mask = stretched(grad, forward.q, forward.k);
+    args.grad_mask = stretched(gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask")), forward.q, forward.k);
   }
   check(!sink_needs || forward.sink, ErrorKind::value, op, ": sink_needs must be False without a sink");
   if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
@@ -183,7 +173,8 @@ void backward_kernel(StableIValue* stack) {
     const TensorView captured = mods.score_captured()[i].view(op, "score_captured");
     captured_gradients.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
   }
-  attention_backward(args, mods->lists, captured_gradients);
+  forward.lists = mods->lists, args.grad_captured = captured_gradients;
+  attention_backward(args);
   stack[0] = gradients.list();
 }
 
@@ -194,13 +185,13 @@ const Op attention_forward_op = {
     "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, "
     "Tensor[] score_captured, int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
     "bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)",
-    boxed<forward_kernel>, true};
+    boxed<forward_kernel>};
 
 const Op attention_backward_op = {
     "attention_backward",
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, float scale, bool causal, "
     "Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured, bool[] score_captured_needs, int[] mask_mod, "
     "Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, bool mask_needs, bool sink_needs) -> Tensor[]",
-    boxed<backward_kernel>, true};
+    boxed<backward_kernel>};
 
 }  // namespace lowbit::torch

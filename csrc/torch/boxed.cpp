@@ -114,13 +114,9 @@ TensorView Tensor::view(std::string_view op, std::string_view name) const {
   view.dtype = dtype_of(dtype);
   view.rank = static_cast<int>(rank);
   for (int i = 0; i < view.rank; i++) view.shape[i] = sizes[i], view.stride[i] = strides[i];
-  if (torch.get_const_data_ptr) {
-    const void* data = nullptr;
-    ensure(torch.get_const_data_ptr(handle_, &data), op, "data of a tensor");
-    view.data = const_cast<void*>(data);
-  } else {
-    ensure(torch.get_data_ptr(handle_, &view.data), op, "data of a tensor");
-  }
+  const void* data = nullptr;
+  ensure(torch.get_const_data_ptr(handle_, &data), op, "data of a tensor");
+  view.data = const_cast<void*>(data);
   check(view.data || view.numel() == 0, ErrorKind::value, op, ": ", name, " has no data (a fake or wrapped tensor)");
   return view;
 }

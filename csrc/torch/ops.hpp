@@ -10,7 +10,6 @@ struct Op {
   const char* name;    // in namespace lowbit
   const char* schema;
   BoxedKernel kernel;
-  bool lists = false;  // among its arguments or results: torch >= 2.10
 };
 
 extern const Op linear_op, dequantize_op, attention_forward_op, attention_backward_op, decode_op, kv_quantize_op, kv_dequantize_op;

@@ -22,12 +22,10 @@ struct Libraries {
 };
 
 bool register_kernel(const Symbols& torch, LibraryHandle library, const Op& op) {
-  return (torch.library_impl_versioned ? torch.library_impl_versioned(library, op.name, op.kernel, kAbi)
-                                       : torch.library_impl(library, op.name, op.kernel)) == 0;
+  return torch.library_impl(library, op.name, op.kernel, kAbi) == 0;
 }
 
 std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
-  if (op.lists && !torch.has_lists()) return "this torch has no lists in its stable ABI (2.10 has)";
   if (torch.library_def(libraries.definitions, op.schema) != 0) return "torch refused the schema (it wrote why to stderr)";
   return register_kernel(torch, libraries.cpu, op) ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
 }

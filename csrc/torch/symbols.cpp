@@ -51,8 +51,7 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.library_init_fragment, "aoti_torch_library_init_fragment");
   loader.required(s.library_init_impl, "aoti_torch_library_init_impl");
   loader.required(s.library_def, "aoti_torch_library_def");
-  loader.required(s.library_impl, "aoti_torch_library_impl");
-  loader.optional(s.library_impl_versioned, "torch_library_impl");
+  loader.required(s.library_impl, "torch_library_impl");
   loader.required(s.get_dim, "aoti_torch_get_dim");
   loader.required(s.get_sizes, "aoti_torch_get_sizes");
   loader.required(s.get_strides, "aoti_torch_get_strides");
@@ -60,17 +59,17 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.get_data_ptr, "aoti_torch_get_data_ptr");
   loader.required(s.get_device_type, "aoti_torch_get_device_type");
   loader.required(s.get_device_index, "aoti_torch_get_device_index");
-  loader.optional(s.get_const_data_ptr, "torch_get_const_data_ptr");
+  loader.required(s.get_const_data_ptr, "torch_get_const_data_ptr");
   loader.required(s.empty_strided, "aoti_torch_empty_strided");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.copy, "aoti_torch_copy_");
   loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");
   loader.optional(s.exception_text, "torch_exception_get_what_without_backtrace");
-  loader.optional(s.new_list, "torch_new_list_reserve_size");
-  loader.optional(s.delete_list, "torch_delete_list");
-  loader.optional(s.list_size, "torch_list_size");
-  loader.optional(s.list_item, "torch_list_get_item");
-  loader.optional(s.list_push, "torch_list_push_back");
+  loader.required(s.new_list, "torch_new_list_reserve_size");
+  loader.required(s.delete_list, "torch_delete_list");
+  loader.required(s.list_size, "torch_list_size");
+  loader.required(s.list_item, "torch_list_get_item");
+  loader.required(s.list_push, "torch_list_push_back");
   s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
   constexpr const char* kDTypes[] = {"aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
                                      "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int8",

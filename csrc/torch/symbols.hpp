@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch version.
+// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch from 2.10 on, the
+// first that has them all.
 // Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these for two years).
 #pragma once
 
@@ -22,8 +23,7 @@ struct Symbols {
   Status (*library_init_fragment)(const char* ns, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
   Status (*library_init_impl)(const char* ns, const char* key, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
   Status (*library_def)(LibraryHandle, const char* schema) = nullptr;
-  Status (*library_impl)(LibraryHandle, const char* name, BoxedKernel) = nullptr;
-  Status (*library_impl_versioned)(LibraryHandle, const char* name, BoxedKernel, uint64_t abi) = nullptr;  // torch >= 2.10, else null
+  Status (*library_impl)(LibraryHandle, const char* name, BoxedKernel, uint64_t abi) = nullptr;
   // tensors
   Status (*get_dim)(TensorHandle, int64_t*) = nullptr;
   Status (*get_sizes)(TensorHandle, int64_t**) = nullptr;
@@ -32,20 +32,18 @@ struct Symbols {
   Status (*get_data_ptr)(TensorHandle, void**) = nullptr;
   Status (*get_device_type)(TensorHandle, int32_t*) = nullptr;
   Status (*get_device_index)(TensorHandle, int32_t*) = nullptr;
-  Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // torch >= 2.10 (leaves copy-on-write tensors alone), else null
+  Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // leaves copy-on-write tensors alone
   Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
                           int32_t device_index, TensorHandle*) = nullptr;
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
   const char* (*exception_text)() = nullptr;                      // torch >= 2.13, else null: what the last call that failed said
-  // lists: torch >= 2.10, else all null
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
   Status (*delete_list)(ListHandle) = nullptr;
   Status (*list_size)(ListHandle, size_t*) = nullptr;
   Status (*list_item)(ListHandle, size_t index, StableIValue*) = nullptr;  // an owned handle if it is a tensor
   Status (*list_push)(ListHandle, StableIValue) = nullptr;
-  bool has_lists() const { return new_list && delete_list && list_size && list_item && list_push; }
   int32_t device_cpu = 0;
   int32_t dtypes[static_cast<int>(DType::other)] = {};          // torch's number of each DType before DType::other
 };

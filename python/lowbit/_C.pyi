@@ -87,22 +87,6 @@ def unpack(
     scale: _Tensor,
     zero: _Tensor | None,
 ) -> None: ...
-def dequantize(packed: _Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool, out: _Tensor) -> None: ...
-def linear(
-    x: _Tensor,
-    weight: _Tensor,
-    out: _Tensor,
-    n: int,
-    k: int,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-    x_format: int,
-    bias: _Tensor | None = None,
-    activation: int = 0,
-    mul: _Tensor | None = None,
-    add: _Tensor | None = None,
-) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
 class OptimStep:
     def __init__(
@@ -154,53 +138,6 @@ def block_classes(
     classes: _Tensor,
 ) -> int: ...
 def score_program_explain(code: list[int]) -> _ScoreProgram: ...
-def attention_forward(
-    q: _Tensor,
-    k: _Tensor,
-    v: _Tensor,
-    out: _Tensor,
-    lse: _Tensor | None,
-    max_scores: _Tensor | None,
-    scale: float,
-    causal: bool,
-    mask: _Tensor | None,
-    dropout_p: float,
-    seed: int,
-    score_mod: list[int],
-    score_captured: list[_Tensor],
-    mask_mod: list[int],
-    mask_captured: list[_Tensor],
-    blocks: list[_Tensor | None],
-    block_size: tuple[int, int],
-    sink: _Tensor | None,
-) -> None: ...
-def attention_backward(
-    q: _Tensor,
-    k: _Tensor,
-    v: _Tensor,
-    out: _Tensor,
-    lse: _Tensor,
-    grad_out: _Tensor,
-    grad_lse: _Tensor | None,
-    grad_q: _Tensor,
-    grad_k: _Tensor,
-    grad_v: _Tensor,
-    scale: float,
-    causal: bool,
-    mask: _Tensor | None,
-    dropout_p: float,
-    seed: int,
-    score_mod: list[int],
-    score_captured: list[_Tensor],
-    score_captured_grads: list[_Tensor | None],
-    mask_mod: list[int],
-    mask_captured: list[_Tensor],
-    blocks: list[_Tensor | None],
-    block_size: tuple[int, int],
-    sink: _Tensor | None,
-    grad_mask: _Tensor | None,
-    grad_sink: _Tensor | None,
-) -> None: ...
 def decode(
     q: _Tensor,
     k: _Tensor,

@@ -4,6 +4,7 @@
 
 #include "cpu/attention/backward.hpp"
 #include "cpu/attention/forward.hpp"
+#include "cpu/attention/in_memory.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -13,8 +14,11 @@ constexpr std::string_view kFloat64 = "inputs are float64";
 std::string_view refuses(const AttentionForwardArgs& args) { return args.q.dtype == DType::float64 ? kFloat64 : ""; }
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float32"), refuses, attention_forward<float>}};
-constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float32"), refuses_backward, attention_backward<float>}};
+void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward<float>); }
+void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<float>); }
+
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float32"), refuses, run_forward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float32"), refuses_backward, run_backward}};
 
 }  // namespace
 

@@ -6,7 +6,7 @@
 #include "cpu/scratch.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
-#include "ops/score_gradient.hpp"
+#include "cpu/attention/captured_gradients.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

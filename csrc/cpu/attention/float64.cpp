@@ -4,6 +4,7 @@
 
 #include "cpu/attention/backward.hpp"
 #include "cpu/attention/forward.hpp"
+#include "cpu/attention/in_memory.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -12,8 +13,11 @@ namespace {
 std::string_view refuses(const AttentionForwardArgs& args) { return args.q.dtype == DType::float64 ? "" : "for float64 inputs"; }
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float64"), refuses, attention_forward<double>}};
-constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float64"), refuses_backward, attention_backward<double>}};
+void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward<double>); }
+void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<double>); }
+
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float64"), refuses, run_forward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float64"), refuses_backward, run_backward}};
 
 }  // namespace
 

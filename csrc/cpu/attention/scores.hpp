@@ -139,7 +139,7 @@ void dropout_factors(const AttentionForwardArgs& args, const TilePlace& at, int6
   const uint32_t q = static_cast<uint32_t>(at.q0 + r), head = static_cast<uint32_t>(at.b * args.heads() + at.h);
   for (int64_t c = -(at.k0 % 4); c < at.cols; c += 4) {
     const auto words = philox4x32({static_cast<uint32_t>((at.k0 + c) / 4), q, head, 0},
-                                  {static_cast<uint32_t>(args.seed), static_cast<uint32_t>(args.seed >> 32)});
+                                  {static_cast<uint32_t>(args.key), static_cast<uint32_t>(args.key >> 32)});
     for (int64_t i = larger(0, -c); i < smaller(4, at.cols - c); i++) factor[c + i] = words[i] < threshold ? T{0} : kept;
   }
 }

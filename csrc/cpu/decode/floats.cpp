@@ -2,6 +2,7 @@
 // Rows of the op decode over float keys and values, and of attention_forward for calls that are better done so: few queries over many keys.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/attention/in_memory.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/decode/split.hpp"
 #include "cpu/rows.hpp"
@@ -13,10 +14,13 @@ namespace {
 template <DType kDType>
 std::string_view refuses(const DecodeArgs& args) { return args.k.dtype == kDType ? "" : "keys and values of another type"; }
 
+template <class Kv>
+void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }
+
 constexpr Kernel<DecodeArgs> kRows[] = {
-    {LOWBIT_ROW("decode_float32"), refuses<DType::float32>, decode_call<FloatKv<float>>},
-    {LOWBIT_ROW("decode_bfloat16"), refuses<DType::bfloat16>, decode_call<FloatKv<bfloat16_bits>>},
-    {LOWBIT_ROW("decode_float16"), refuses<DType::float16>, decode_call<FloatKv<float16_bits>>},
+    {LOWBIT_ROW("decode_float32"), refuses<DType::float32>, run<FloatKv<float>>},
+    {LOWBIT_ROW("decode_bfloat16"), refuses<DType::bfloat16>, run<FloatKv<bfloat16_bits>>},
+    {LOWBIT_ROW("decode_float16"), refuses<DType::float16>, run<FloatKv<float16_bits>>},
 };
 
 constexpr int64_t kMostRows = 16;  // above, the tiles of packed keys of cpu/attention are faster
@@ -25,13 +29,13 @@ template <DType kDType>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.q.dtype != kDType) return "keys and values of another type";
   if (args.q_length() * args.group() > kMostRows || args.kv_length() == 0) return "not few queries over some keys";
-  if (args.max_scores || args.dropout_p != 0 || args.blocks.classes) return "largest scores, dropout and block masks are not kept by decode";
+  if (args.max_scores || args.dropout_p != 0 || args.lists.kv_num_blocks) return "largest scores, dropout and block masks are not kept by decode";
   return args.out.dtype == kDType && (!args.lse || args.lse.dtype == DType::float32) ? "" : "the result is wanted in float32";
 }
 
 template <class Kv>
 void attention_by_decode(const AttentionForwardArgs& args) {
-  decode_call<Kv>({.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out, .lse = args.lse,
+  run<Kv>({.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out, .lse = args.lse,
                    .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal, .position = 0, .window = 0, .rotated = false,
                    .score_mod = args.score_mod, .mask_mod = args.mask_mod});
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
+from lowbit.ops import attention_fakes
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP_SIZES = (0, 32, 64, 128, 256)
@@ -106,3 +107,15 @@ def _text(shape: Sequence[int]) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+FAKES = {
+    "linear": linear,
+    "dequantize": dequantize,
+    "attention_forward": attention_fakes.forward,
+    "attention_backward": attention_fakes.backward,
+    "decode": attention_fakes.decode,
+    "kv_quantize_": attention_fakes.writes,
+    "kv_dequantize_": attention_fakes.writes,
+}
+"""The fake kernel of each op, called with the names of its schema (registration.py)."""

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ops/score_gradient.hpp"
+#include "cpu/attention/captured_gradients.hpp"
 
 #include <algorithm>
 #include <array>
