@@ -130,7 +130,7 @@ def _run(op: str, case: dict[str, Any], answer: Any) -> dict[str, Any]:
 
 def _without_numbers(message: str) -> str:
     first = message.strip().splitlines()[0] if message.strip() else ""
-    return re.sub(r"-?\b(\d[\d.]*(e[+-]?\d+)?|nan|inf)\b", "#", first)[:140]
+    return re.sub(r"-?\b\d[\d.]*(e[+-]?\d+)?\b", "#", first.partition(": element [")[0])[:140]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from torch.nn import functional
 import lowbit
 from lowbit.ops.attention import attention as attention_op
 
-from .compare import Wrong, ambient, taken_by, unit_of_sums, within
-from .reference import Mod, Result, attend, budget, doubles, gradient_tolerance, score_error
+from .compare import UNIT, Wrong, ambient, taken_by, unit_of_sums, within
+from .reference import Mod, Result, attend, budget, copied, doubles, gradient_tolerance, score_error
 
 Call = Callable[..., Tensor]
 
@@ -71,14 +71,15 @@ def _derivatives(
     leaves = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
     weight = torch.randn(out.shape, dtype=torch.float64, device="cpu")
     further = [torch.randn(inputs[index].shape, dtype=torch.float64, device="cpu") for index in leaves]  # type: ignore[union-attr]
-    with ambient(under):
+    with ambient("" if "device" in under else under):  # torch's own backward fails under a default device
         got = _grads(ours, list(inputs), leaves, weight, further, order, how)
     want = _grads(lambda *tensors: wanted(*tensors).out, exact_inputs, leaves, weight, further, order, "create_graph")
-    sizes = [1.0, *(float(tensor.detach().abs().amax()) for tensor in (q, k, v) if tensor.numel()), abs(scale)]
+    sizes = [abs(scale), *(float(tensor.detach().abs().amax()) for tensor in (q, k, v) if tensor.numel())]
+    largest = math.prod(max(1.0, size) for size in sizes) * math.sqrt(weight.numel() + 1)
     for level, (gots, wants) in enumerate(zip(got, want, strict=True), 1):
         for index, mine, exactly in zip(leaves, gots, wants, strict=True):
             size = float(exactly.abs().amax()) if exactly.numel() else 0.0
-            limit = tolerance * (size + math.prod(sizes[1:]) * math.sqrt(weight.numel() + 1)) * (4 if level == 2 else 1)
+            limit = (tolerance + 8 * UNIT[mine.dtype]) * (size + largest) * (4 if level == 2 else 1)
             name = ("q", "k", "v", "mask")[index]
             within(mine, exactly, limit, f"{('gradient', 'second derivative')[level - 1]} of {name}")
 
@@ -106,10 +107,12 @@ def _grads(
     if order == 1:
         return [first]
     total = _dot(first, further)
-    return [first, _grad(total, chosen) if total.requires_grad else [torch.zeros_like(tensor) for tensor in chosen]]
+    return [first, _grad(total, chosen)]
 
 
 def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> list[Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
     found = torch.autograd.grad(loss, leaves, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
@@ -126,14 +129,14 @@ def flex(
 ) -> None:  # fmt: skip
     """flex_attention with the mod that ``make(*captured)`` returns, in or without a block mask; out, lse, largest score, gradients.
 
-    The reference gets the captured tensors as float64 copies; how far that is from the same in float32 says what a mod may be off.
+    The reference has scores in float64; how far the same with scores in float32 is from it says what a mod may be off.
     """
     what = f"{what}: " if what else ""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     leaves = [tensor for tensor in (q, k, v, *captured) if isinstance(tensor, Tensor) and tensor.requires_grad]
 
     def reference(dtype: torch.dtype) -> tuple[Result, list[Tensor]]:
-        given = [doubles(tensor, dtype) for tensor in (q, k, v, *captured)]
+        given = [doubles(tensor, dtype) for tensor in (q, k, v)] + [copied(tensor) for tensor in captured]
         score_mod = None if make is None else make(*given[3:])
         mask_mod = None if make_mask is None else make_mask(*mask_captured)
         result = attend(*given[:3], factor, score_mod=score_mod, mask_mod=mask_mod)
@@ -189,7 +192,7 @@ def _flex_gradients(
     for index, (mine, exactly) in enumerate(zip(got, want, strict=True)):
         if exactly.isfinite().all():
             size = float(exactly.abs().amax()) if exactly.numel() else 0.0
-            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + 1e-3) * (size + 1.0)
+            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + 1e-3 + 8 * UNIT[exactly.dtype]) * (size + 1.0)
             within(mine, exactly, limit, f"{what}gradient of leaf {index}")
 
 

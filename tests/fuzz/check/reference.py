@@ -108,3 +108,10 @@ def doubles(tensor: Any, dtype: torch.dtype = torch.float64) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def copied(tensor: Any) -> Any:
+    """A leaf of the same dtype and values; it requires a gradient if that one does."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
