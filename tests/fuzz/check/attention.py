@@ -211,4 +211,5 @@ def flex_now(
     what = f"{what}: " if what else ""
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
     if leaves:
-        _flex_gradients(out, aux.lse, list(leaves), exact, list(leaves), what, q)
+        copies = {id(tensor): copy for tensor, copy in zip((q, k, v), given, strict=True)}
+        _flex_gradients(out, aux.lse, list(leaves), exact, [copies.get(id(leaf), leaf) for leaf in leaves], what, q)

@@ -107,11 +107,13 @@ def cache(format: str, operations: Sequence[tuple[Any, ...]], layers: int = 2) -
     held: list[tuple[Tensor, Tensor] | None] = [None] * layers
     for number, (name, *arguments) in enumerate(operations):
         what = f"operation {name}"
-        before = _contents(made)
+        before, works = _contents(made), _should_work(held, name, arguments, len(made.layers))
         try:
             _apply(made, held, name, arguments, what)
+            if not works:
+                raise Wrong(f"{what} was accepted")
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            if _should_work(held, name, arguments):
+            if works:
                 raise Wrong(f"{what} was refused: {error}") from error
             _same(before, _contents(made), f"after a refused {name}, operation {number}")
 
@@ -120,14 +122,10 @@ def _apply(made: Any, held: list[Any], name: str, arguments: list[Any], what: st
     if name == "append":
         layer, key, value = arguments
         made.append(layer, key, value)
-        if not _should_work(held, name, arguments):
-            raise Wrong(f"{what} was accepted")
         old = held[layer]
         held[layer] = (key, value) if old is None else (torch.cat([old[0], key], 2), torch.cat([old[1], value], 2))
     elif name == "crop":
         made.crop(arguments[0])
-        if not _should_work(held, name, arguments):
-            raise Wrong(f"{what} was accepted")
         for layer, pair in enumerate(held):
             if pair is not None:
                 keep = arguments[0] if arguments[0] >= 0 else pair[0].shape[2] + arguments[0]
@@ -146,17 +144,17 @@ def _apply(made: Any, held: list[Any], name: str, arguments: list[Any], what: st
             raise Wrong(f"{what}: a layer holds {made.layers[layer].length} tokens, wanted {pair[0].shape[2]}")
 
 
-def _should_work(held: list[Any], name: str, arguments: list[Any]) -> bool:
+def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) -> bool:
     if name == "append":
         layer, key, value = arguments
         good = key.shape[:3] == value.shape[:3] and 1 <= key.shape[3] <= 512 and 1 <= value.shape[3] <= 512
         old = held[layer]
         return good and (old is None or all(a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3] for a, b in zip(old, (key, value), strict=True)))
     if name == "crop":
-        lengths = [pair[0].shape[2] for pair in held if pair is not None]
+        lengths = [0 if pair is None else pair[0].shape[2] for pair in held[:made]]
         return all(abs(arguments[0]) <= length for length in lengths)
     if name == "attend":
-        return held[arguments[0]] is not None
+        return held[arguments[0]] is not None and held[arguments[0]][0].shape[0] == arguments[1].shape[0]
     return all(pair is None or int(arguments[0].max()) < pair[0].shape[0] for pair in held)
 
 

@@ -30,6 +30,8 @@ def linear(
 ) -> None:  # fmt: skip
     """One call, and the gradients of x and bias: within the budget of float32 sums and one rounding to the dtype of x."""
     k, name = x.shape[-1], str(x.dtype).removeprefix("torch.")
+    if x.numel() == 0:
+        x_format = "float"  # the reference has no scale of nothing
     weight = _weight(n, k, values)
     packed = pack_weight(weight, format, group_size, mapping)
     decoded = decode_weight(packed, n, k, format, group_size, mapping)
