@@ -14,7 +14,7 @@ from torch.nn import functional
 import lowbit
 from lowbit.ops.attention import attention as attention_op
 
-from .compare import UNIT, Wrong, ambient, taken_by, unit_of_sums, within
+from .compare import UNIT, Wrong, ambient, here, in_child, taken_by, unit_of_sums, within
 from .reference import Mod, Result, attend, budget, copied, doubles, gradient_tolerance, score_error
 
 Call = Callable[..., Tensor]
@@ -198,18 +198,27 @@ def _flex_gradients(
 
 def flex_now(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: Mod | None = None, mask_mod: Mod | None = None, leaves: Sequence[Tensor] = (),
-    what: str = "",
+    what: str = "", where: Callable[[Callable[[], Any]], Any] = here,
 ) -> None:  # fmt: skip
-    """flex_attention with mods as they are now, whatever they read: the reference runs the same mods, now, in float64."""
+    """flex_attention with mods as they are now, whatever they read: the reference runs the same mods, now, in float64.
+
+    ``where`` the call runs: here, in_thread, or in_child (then without gradients).
+    """
     factor = 1 / math.sqrt(q.shape[-1])
     given = [doubles(tensor) for tensor in (q, k, v)]
     exact = attend(*given, factor, score_mod=score_mod, mask_mod=mask_mod)
     rough = attend(*(tensor.detach().float() for tensor in (q, k, v)), factor, score_mod=score_mod, mask_mod=mask_mod)
-    mask = None if mask_mod is None else lowbit.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], BLOCK_SIZE=16)
-    request = lowbit.AuxRequest(lse=True, max_scores=True)
-    out, aux = lowbit.flex_attention(q, k, v, score_mod, mask, None, q.shape[1] != k.shape[1], return_aux=request)
+
+    def call() -> Any:
+        mask = None if mask_mod is None else lowbit.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], BLOCK_SIZE=16)
+        request = lowbit.AuxRequest(lse=True, max_scores=True)
+        out, aux = lowbit.flex_attention(q, k, v, score_mod, mask, None, q.shape[1] != k.shape[1], return_aux=request)
+        return (out.detach(), aux.lse.detach(), aux.max_scores) if where is in_child else (out, aux.lse, aux.max_scores)
+
+    out, *others = where(call)
+    aux = lowbit.AuxOutput(*others)
     what = f"{what}: " if what else ""
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
-    if leaves:
+    if leaves and where is not in_child:
         copies = {id(tensor): copy for tensor, copy in zip((q, k, v), given, strict=True)}
         _flex_gradients(out, aux.lse, list(leaves), exact, [copies.get(id(leaf), leaf) for leaf in leaves], what, q)

@@ -76,7 +76,8 @@ def _stored(x: Tensor, name: str, kind: str, rotate: bool, memory: str, expanded
     back = back[..., :columns] if not rotate else back
     exact = reference.rotate(made) if rotate else made.double()
     step = stored[1].double().repeat_interleave(reference.decoded(*stored).shape[-1] // stored[1].shape[-1], -1)[..., : exact.shape[-1]]
-    within(back, exact, step * 0.52 + 2.0**-10 * exact.abs() + 1e-6, f"codes of {name}")
+    steps = 0.52 if kind == "int8" else 1.02  # int4 has -8 and no 8
+    within(back, exact, step.abs() * steps + 2.0**-10 * exact.abs() + 1e-6, f"codes of {name}")
     return {name: stored[0].expand(*x.shape[:3], -1), f"{name}_scale": stored[1].expand(*x.shape[:3], -1)}
 
 

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import os
 import signal
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -92,13 +93,19 @@ def ambient(setting: str = "") -> Iterator[None]:
                 torch.set_num_threads(threads)
 
 
-def in_thread(call: Callable[[], None]) -> None:
-    """Run the call in another thread; what it raises is raised here."""
+def here(call: Callable[[], Any]) -> Any:
+    """Run the call as it is."""
+    return call()
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Run the call in another thread; what it returns or raises, this does."""
+    results: list[Any] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            call()
+            results.append(call())
         except BaseException as error:
             raised.append(error)
 
@@ -107,20 +114,28 @@ def in_thread(call: Callable[[], None]) -> None:
     thread.join()
     if raised:
         raise raised[0]
+    return results[0]
 
 
-def in_child(call: Callable[[], None], seconds: int = 20) -> None:
-    """Run the call in a forked child; a child that hangs, crashes or raises is an error here."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds)
-        try:
-            call()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status:
-        raise Wrong("a forked child hangs" if status == -signal.SIGALRM else f"a forked child ends with {status}")
+def in_child(call: Callable[[], Any], seconds: int = 20) -> Any:
+    """Run the call in a forked child and return its tensors; a child that hangs, crashes or raises is an error here.
+
+    Call lowbit alone in it: torch's own ops may wait for threads that the child does not have.
+    """
+    with tempfile.TemporaryFile() as file:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(seconds)
+            try:
+                torch.save(call(), file)
+                file.flush()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            raise Wrong("a forked child hangs" if status == -signal.SIGALRM else f"a forked child ends with {status}")
+        file.seek(0)
+        return torch.load(file)

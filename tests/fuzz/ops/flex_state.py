@@ -174,13 +174,8 @@ def generate(choices: Choices) -> str:
     if again == "a new function":
         change += f"\n\n\ndef mod({arguments}):\n    return {_with_value(body, second)}\n\n"
     text += f"{call}\n{change}\n"
-    if again == "another thread":
-        text += f"check.in_thread(lambda: {call})\n"
-    elif again == "a forked child":
-        text += f"check.in_child(lambda: {call})\n"
-    else:
-        text += f"{call}\n"
-    return text
+    where = {"another thread": ", where=check.in_thread", "a forked child": ", where=check.in_child"}.get(again, "")
+    return f"{text}{call[:-1]}{where})\n"
 
 
 def _with_value(text: str, value: int) -> str:

@@ -14,7 +14,7 @@ def parameters(c: Choices, dtype: str) -> str:
     made = []
     for _ in range(c.between(1, 3)):
         shape = eval(c.pick(*SHAPES))
-        made.append(layout(c, lambda sizes: normal(sizes, dtype), shape) if shape else normal((), dtype))
+        made.append(layout(c, lambda sizes: normal(sizes, dtype), shape) if c.chance(30) else normal(shape, dtype))
     return "params = [\n" + "".join(f"    {text},\n" for text in made) + "]\n"
 
 

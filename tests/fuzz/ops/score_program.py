@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from lowbit import _C
 from lowbit.attention.program import ProgramBuilder, Value
+from lowbit.reference.score_program import OPS
 
 from ..choices import Choices
 from ..tensors import booleans, header, integers, normal
@@ -35,7 +36,6 @@ def _program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], 
     values: dict[str, list[Value]] = {"float": [leaves["score"]], "int": [leaves[name] for name in "bhqk"], "bool": []}
     values["bool"].append(p.op("le", leaves["k"], leaves["q"]))
     extents = dict(zip("bhqk", sizes, strict=True))
-    ops = sorted(name for name, (_, types) in _C.SCORE_OPS.items() if ">" in types and len(types.partition(">")[0]) and types[-1] in _LETTERS)
     for _ in range(c.between(1, 10)):
         kind = c.pick("gather", "op", "op", "op", "const", "int const")
         if kind == "gather":
@@ -49,9 +49,9 @@ def _program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], 
         elif kind == "int const":
             values["int"].append(p.constant(c.pick(1, 2, -1, 7, 0)))
         else:
-            name = c.pick(*ops)
+            name = c.pick(*sorted(OPS))
             wanted, _, result = _C.SCORE_OPS[name][1].partition(">")
-            if name == "gather" or not all(letter in _LETTERS and values[_LETTERS[letter]] for letter in wanted):
+            if not all(letter in _LETTERS and values[_LETTERS[letter]] for letter in wanted):
                 continue
             jumps |= name in _JUMPS
             values[_LETTERS[result]].append(p.op(name, *(c.pick(*values[_LETTERS[letter]][::-1]) for letter in wanted)))
