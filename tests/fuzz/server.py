@@ -26,6 +26,7 @@ import warnings
 from typing import Any
 
 from tests.fuzz.choices import Choices
+from tests.fuzz.driver import OPS
 
 
 def main() -> None:
@@ -34,6 +35,8 @@ def main() -> None:
     import lowbit
     import tests.fuzz.check
 
+    for op in OPS:
+        importlib.import_module(f"tests.fuzz.ops.{op}")
     torch.vmap(torch.sin)(torch.zeros(1))  # imports what is imported at first use
     for name in ("flex_attention", "create_block_mask", "scaled_dot_product_attention", "QuantizedKVCache", "linear", "optim"):
         getattr(lowbit, name)

@@ -150,8 +150,11 @@ _IMPORTS = "array, collections, contextvars, copy, ctypes, dataclasses, enum, fu
 
 
 def generate(choices: Choices) -> str:
-    c = choices
-    name = c.pick(*AXES)
+    return text_of(choices, choices.pick(*AXES))
+
+
+def text_of(c: Choices, name: str) -> str:
+    """A case of one axis."""
     axis = AXES[name]
     is_mask = c.chance(30)
     body = (c.pick(*_MASKS) if is_mask else c.pick(*_SCORES)).format(axis.read)

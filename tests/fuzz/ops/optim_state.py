@@ -102,15 +102,18 @@ def replace(entries, name, value):
 def generate(choices: Choices) -> str:
     c = choices
     kind = c.pick("changed", "refused", "refused", "foreign")
-    return header(c) + {"changed": _changed, "refused": _refused, "foreign": _foreign}[kind](c)
+    if kind == "foreign":
+        return header(c) + foreign(c, c.pick(*FOREIGN))
+    name, what = c.pick(*NAMES), c.pick(*(CHANGES if kind == "changed" else MUTATIONS))
+    return header(c) + (changed(c, what, name, CHANGES[what]) if kind == "changed" else refused(c, what, name, MUTATIONS[what]))
 
 
-def _changed(c: Choices) -> str:
-    name, dtype = c.pick(*NAMES), c.pick("float32", "bfloat16")
-    what = c.pick(*CHANGES)
+def changed(c: Choices, what: str, name: str, change: str) -> str:
+    """A case of `CHANGES`."""
+    dtype = c.pick("float32", "bfloat16")
     moment = "momentum_buffer" if name.startswith("SGD") else "exp_avg"
     moment = c.pick(moment, moment if name == "AdamW" else f"{moment}_scale")
-    body = CHANGES[what].replace("NAME", repr(moment))
+    body = change.replace("NAME", repr(moment))
     guard = f"    if {moment!r} not in state:\n        return\n"
     return (
         f"import copy\nimport pickle\n\n{parameters(c, dtype)}\n\ndef change(optimizer, leaves):\n    p = leaves[0]\n    state = optimizer.state[p]\n"
@@ -118,20 +121,20 @@ def _changed(c: Choices) -> str:
     )
 
 
-def _refused(c: Choices) -> str:
-    name, dtype = c.pick(*NAMES), c.pick("float32", "bfloat16")
-    what = c.pick(*MUTATIONS)
+def refused(c: Choices, what: str, name: str, change: str) -> str:
+    """A case of `MUTATIONS`."""
+    dtype = c.pick("float32", "bfloat16")
     return (
         f"{_TOOLS}{parameters(c, dtype)}\n\ndef broken(saved):\n    group = saved['param_groups'][0]\n"
         "    state = saved['state'].get(0, {})\n    scales = [name for name in state if 'scale' in name]\n"
         "    moments = [value for name, value in state.items() if name in ('exp_avg', 'momentum_buffer')]\n"
         "    if not moments or moments[0].numel() == 0:\n        return False\n    moment = moments[0]\n"
-        f"    {MUTATIONS[what]}\n\n\ncheck.refuses_state({name!r}, params, broken, {what!r}, {options(c, name)})\n"
+        f"    {change}\n\n\ncheck.refuses_state({name!r}, params, broken, {what!r}, {options(c, name)})\n"
     )
 
 
-def _foreign(c: Choices) -> str:
-    what = c.pick(*FOREIGN)
+def foreign(c: Choices, what: str) -> str:
+    """A case of `FOREIGN`."""
     name, entry, group = FOREIGN[what]
     size = c.pick(64, 300, 5000)
     return (

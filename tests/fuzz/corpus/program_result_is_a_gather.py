@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+# A serialized program whose result is a gather.
+import torch
+from lowbit.attention.program import ProgramBuilder
+from tests.fuzz import check
+
+torch.manual_seed(0)
+p = ProgramBuilder()
+code = p.finish(p.gather(p.captured("float", 2), p.op("q"), p.op("k")))
+check.program(code, [torch.randn(24, 136)], 24, 136)
