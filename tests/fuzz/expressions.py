@@ -77,7 +77,7 @@ class Mod:
         """An int within -size .. size - 1."""
         c = self.choices
         names = [name for name, extent in self.sizes.items() if extent == size]
-        kind = c.pick("name", "name", "name", "reversed", "remainder", "negative", "const", "clamp", "captured")
+        kind = c.pick("name", "name", "name", "reversed", "remainder", "negative", "const", "clamp", "captured", "captured")
         if kind in ("name", "reversed", "negative") and names:
             name = c.pick(*names)
             return {"name": name, "reversed": f"{size - 1} - {name}", "negative": f"-1 - {name}"}[kind]
@@ -198,7 +198,7 @@ class Mod:
     def score(self) -> str:
         """A whole score_mod: half of them what users write, half anything."""
         c = self.choices
-        kind = c.pick("gather", "bias", "anything", "hidden", "extreme row", "captured", "two gathers", "anything", "exact")
+        kind = c.pick("gather", "gather", "bias", "anything", "hidden", "extreme row", "captured", "two gathers", "anything", "exact")
         if kind == "gather":
             return self.gather("float")
         if kind == "bias":

@@ -22,7 +22,7 @@ Call = Callable[..., Tensor]
 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False, order: int = 0, how: str = "create_graph", under: str = "", installed: bool = False,
+    enable_gqa: bool = False, order: int = 0, how: str = "grad", under: str = "", installed: bool = False,
 ) -> None:  # fmt: skip
     """scaled_dot_product_attention, where torch takes the arguments; its derivatives up to ``order``."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -42,7 +42,7 @@ def sdpa(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0, order: int = 0,
-    how: str = "create_graph", under: str = "",
+    how: str = "grad", under: str = "",
 ) -> None:  # fmt: skip
     """lowbit.ops.attention.attention, which also takes a mask with causal."""
     _derivatives(

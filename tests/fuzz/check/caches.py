@@ -25,7 +25,8 @@ def decode(
 ) -> None:  # fmt: skip
     """_C.decode over keys and values as they are, or quantized into int8 or int4 codes in this order of memory.
 
-    ``expanded``: a dimension (tokens or heads) of which all are one, with stride 0. ``shared``: the codes are written into a
+    ``expanded``: a dimension (tokens or heads) of which all are one, with stride 0; "codes": the codes of the tokens alone, their scales
+    differ. ``shared``: the codes are written into a
     copy-on-write clone, whose original must not change.
     """
     e, ev = k.shape[-1], v.shape[-1]
@@ -78,6 +79,8 @@ def _stored(x: Tensor, name: str, kind: str, rotate: bool, memory: str, expanded
     step = stored[1].double().repeat_interleave(reference.decoded(*stored).shape[-1] // stored[1].shape[-1], -1)[..., : exact.shape[-1]]
     steps = 0.52 if kind == "int8" else 1.02  # int4 has -8 and no 8
     within(back, exact, step.abs() * steps + 2.0**-10 * exact.abs() + 1e-6, f"codes of {name}")
+    if expanded == "codes":
+        stored[0] = stored[0][:, :, :1]
     return {name: stored[0].expand(*x.shape[:3], -1), f"{name}_scale": stored[1].expand(*x.shape[:3], -1)}
 
 

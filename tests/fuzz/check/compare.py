@@ -117,7 +117,7 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def in_child(call: Callable[[], Any], seconds: int = 20) -> Any:
+def in_child(call: Callable[[], Any], seconds: int = 10) -> Any:
     """Run the call in a forked child and return its tensors; a child that hangs, crashes or raises is an error here.
 
     Call lowbit alone in it: torch's own ops may wait for threads that the child does not have.

@@ -42,6 +42,20 @@ def program(code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q
             wanted = torch.where(wanted, wide, -torch.inf)
         size = wanted.detach().abs().nan_to_num(0.0, 0.0, 0.0)
         within(result, wanted, tolerance * (1 + size + float(size.amax())), f"score program in {str(dtype)[6:]}")
+    if not jumps and q0 == k0 == 0 and wanted.dtype != torch.bool:
+        _through_attention(code, captured, rows, cols)
+
+
+def _through_attention(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -> None:
+    q, k = torch.randn(2, 3, rows, 8), torch.randn(2, 3, cols, 8)
+    raw = q.double() @ k.double().transpose(-1, -2)
+    heads = [[reference.evaluate(code, _C.SCORE_OPS, captured, raw[b, h], b=b, h=h) for h in range(3)] for b in range(2)]
+    scores = torch.stack([torch.stack(each) for each in heads])
+    if not scores.isfinite().all() or scores.abs().max() > 50:
+        return
+    out, lse, _ = attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured))
+    within(lse, scores.logsumexp(-1), 1e-2, "lse of a score program")
+    within(out, scores.softmax(-1) @ k.double(), 5e-2, "attention of a score program")
 
 
 def _either(call: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ captured = [torch.randn(1, 16), torch.tensor(0)]
 
 def make_score_mod(t0, t1):
     def score_mod(s, b, h, i, j):
-        return s + t0[t1, j]
+        return s + t0[t1][j]
 
     return score_mod
 

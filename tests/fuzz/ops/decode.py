@@ -21,7 +21,7 @@ def generate(choices: Choices) -> str:
     options = []
     if codes:
         options += [f"codes={codes!r}", f"memory={c.pick('head-major', 'token-major')!r}"]
-        options += [f"expanded={c.pick('tokens', 'heads')!r}"] if c.chance(30) else []
+        options += [f"expanded={c.pick('tokens', 'heads', 'codes')!r}"] if c.chance(40) else []
         options += ["shared=True"] if c.chance(15) else []
     if c.chance(50):
         options += ["causal=True", f"position={c.pick(keys - length, 0, max(keys - length - 3, 0))}"]

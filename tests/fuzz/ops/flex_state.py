@@ -105,7 +105,7 @@ AXES = {
     "os.environ": Axis("os.environ['HELD'] = str(V)", "float(os.environ['HELD'])", "os.environ['HELD'] = str(V)"),
     "os.getenv": Axis("os.environ['HELD'] = str(V)", "float(os.getenv('HELD'))", "os.environ['HELD'] = str(V)"),
     "contextvar": Axis("held = contextvars.ContextVar('held')\nheld.set(V)", "held.get()", "held.set(V)"),
-    "weakref": Axis("strong = types.SimpleNamespace(value=V)\nheld = weakref.ref(strong)", "held().value", "strong.value = V"),
+    "weakref": Axis("class Held:\n    value = V\n\n\nstrong = Held()\nheld = weakref.ref(strong)", "held().value", "strong.value = V"),
     "generator": Axis("store = [V]\nheld = (store[0] for _ in iter(int, 1))", "next(held)", "store[0] = V"),
     "itertools": Axis("store = [V]", "next(itertools.islice(store, 1))", "store[0] = V"),
     "map": Axis("store = [V]", "list(map(float, store))[0]", "store[0] = V"),

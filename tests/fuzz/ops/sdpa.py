@@ -41,8 +41,7 @@ def generate(choices: Choices) -> str:
         options.append("enable_gqa=True")
     if order:
         options.append(f"order={order}")
-        if c.chance(40):
-            options.append("how='func'")
+        options.append(f"how={c.pick('grad', 'create_graph', 'func')!r}")
     if op == "sdpa" and c.chance(15):
         options.append("installed=True")
     if c.chance(10):
