@@ -198,9 +198,14 @@ class Mod:
     def score(self) -> str:
         """A whole score_mod: half of them what users write, half anything."""
         c = self.choices
-        kind = c.pick("gather", "gather", "bias", "anything", "hidden", "extreme row", "captured", "two gathers", "anything", "exact")
+        kind = c.pick("gather", "table", "table", "division", "bias", "anything", "hidden", "extreme row", "captured", "two gathers", "anything", "exact")
         if kind == "gather":
             return self.gather("float")
+        if kind == "table":
+            return self.table()
+        if kind == "division":
+            operands = (f"({self.exact(1)})", f"({c.pick(self.exact(0), 'torch.tensor(float(' + chr(34) + 'inf' + chr(34) + '))')})")
+            return f"s + {c.pick(*_EXACT_PAIRS[:5]).format(*operands)}"
         if kind == "bias":
             return f"s + {self.gather('float')}"
         if kind == "hidden":
@@ -214,6 +219,14 @@ class Mod:
         if kind == "exact":
             return f"s + {self.exact(3)}"
         return self.float(3)
+
+    def table(self) -> str:
+        """A dense float for each score, read as it lies in memory, or backwards, or all but."""
+        c, (batch, heads, rows, cols) = self.choices, self.sizes.values()
+        head, shape = c.pick(("", ()), ("", ()), ("h, ", (heads,)), ("b, h, ", (batch, heads)))
+        name = self.capture(normal((*shape, rows, cols)), True)
+        row, col = c.pick("i", "i", f"{rows - 1} - i", "(i + 1) % " + str(rows)), c.pick("j", "j", f"{cols - 1} - j", "(j + 3) % " + str(cols))
+        return c.pick("{}", "{}", "s + {}", "torch.tanh({})").format(f"{name}[{head}{row}, {col}]")
 
     def mask(self) -> str:
         """A whole mask_mod."""

@@ -42,7 +42,7 @@ def program(code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q
             wanted = torch.where(wanted, wide, -torch.inf)
         size = wanted.detach().abs().nan_to_num(0.0, 0.0, 0.0)
         within(result, wanted, tolerance * (1 + size + float(size.amax())), f"score program in {str(dtype)[6:]}")
-    if not jumps and q0 == k0 == 0 and wanted.dtype != torch.bool:
+    if not jumps and q0 == k0 == 0 and not _C.score_program_explain(code)["is_mask"]:
         _through_attention(code, captured, rows, cols)
 
 
