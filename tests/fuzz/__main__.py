@@ -18,7 +18,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="in all")
     parser.add_argument("--seed", help="run this seed alone (or several, one after the other: 5,8), not made smaller")
     parser.add_argument("--start", type=int, help="first of the seeds that are tried; default: random")
-    parser.add_argument("--isa", help="instruction set for every seed; default: half of the seeds the best, the rest the others in turn")
+    parser.add_argument(
+        "--isa", help="instruction set for every seed; default: half of the seeds the best, the rest the others in turn"
+    )
     parser.add_argument("--file", help="run the text in this file as a case")
     parser.add_argument("--show", action="store_true", help="with --seed: print its text, run nothing")
     parser.add_argument("--shrink", type=float, default=20.0, help="seconds to make a finding smaller")
@@ -64,7 +66,15 @@ def _fuzz(server: Server, options: argparse.Namespace) -> int:
     slice_seconds = min(30.0, options.minutes * 60 / len(ops))
     while time.monotonic() - began < options.minutes * 60:
         for op in ops:
-            for found in findings(server, op, streams[op], isa=options.isa, seconds=slice_seconds, shrink_seconds=options.shrink, known=known):
+            for found in findings(
+                server,
+                op,
+                streams[op],
+                isa=options.isa,
+                seconds=slice_seconds,
+                shrink_seconds=options.shrink,
+                known=known,
+            ):
                 count += 1
                 print(f"[{time.monotonic() - began:.0f} s] finding {count}\n{found}", flush=True)
     tried = ", ".join(f"{op} {next(stream) - start}" for op, stream in streams.items())

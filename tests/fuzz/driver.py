@@ -15,7 +15,20 @@ from typing import Any
 from .choices import shrink
 
 ROOT = Path(__file__).parents[2]
-OPS = ("flex", "flex_state", "sdpa", "decode", "kv_cache", "linear", "quantize", "optim", "optim_state", "score_program", "library", "boundary")
+OPS = (
+    "flex",
+    "flex_state",
+    "sdpa",
+    "decode",
+    "kv_cache",
+    "linear",
+    "quantize",
+    "optim",
+    "optim_state",
+    "score_program",
+    "library",
+    "boundary",
+)
 ISAS = ("", "avx2", "scalar", "avx512")  # "" is the best that the machine has; one that it lacks is the next lower
 BATCH = 16
 CASE_SECONDS = 60.0
@@ -49,10 +62,16 @@ class Server:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, op: str, cases: Sequence[dict[str, Any]], isa: str = "", seconds: float = CASE_SECONDS) -> list[dict[str, Any]]:
+    def ask(
+        self, op: str, cases: Sequence[dict[str, Any]], isa: str = "", seconds: float = CASE_SECONDS
+    ) -> list[dict[str, Any]]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-m", "tests.fuzz.server"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"op": op, "isa": isa, "seconds": seconds, "cases": list(cases)}) + "\n")
@@ -81,7 +100,9 @@ def isa_of(seed: int) -> str:
     return ISAS[max(seed % 6 - 2, 0)]
 
 
-def run(server: Server, op: str, seeds: Sequence[int], isa: str | None = None) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
+def run(
+    server: Server, op: str, seeds: Sequence[int], isa: str | None = None
+) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
     """Yield (seeds, isa, answer) of what fails. Several seeds: none fails alone, but they do one after the other."""
     by_isa: dict[str, list[int]] = {}
     for seed in seeds:
@@ -95,7 +116,9 @@ def run(server: Server, op: str, seeds: Sequence[int], isa: str | None = None) -
                     yield *_confirmed(server, op, chosen, done[: index + 1], answer), answer
 
 
-def _confirmed(server: Server, op: str, isa: str, seeds: list[int], answer: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+def _confirmed(
+    server: Server, op: str, isa: str, seeds: list[int], answer: dict[str, Any]
+) -> tuple[tuple[int, ...], str]:
     """The last seed if it fails alone, else the fewest before it that make it fail."""
     before, kept = seeds[:-1], seeds[-1:]
     if server.ask(op, [{"seed": kept[0]}], isa)[-1]["status"] != "ok":
@@ -112,7 +135,9 @@ def _confirmed(server: Server, op: str, isa: str, seeds: list[int], answer: dict
     return tuple(kept), isa
 
 
-def smallest(server: Server, op: str, isa: str, seeds: tuple[int, ...], answer: dict[str, Any], seconds: float) -> Finding:
+def smallest(
+    server: Server, op: str, isa: str, seeds: tuple[int, ...], answer: dict[str, Any], seconds: float
+) -> Finding:
     """Shrink a finding of one seed; a case that fails in another way does not count."""
 
     def fails(choices: list[int]) -> bool:

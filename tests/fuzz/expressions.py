@@ -13,8 +13,23 @@ from dataclasses import dataclass, field
 from .choices import Choices
 from .tensors import EXTREMES, booleans, halves, integers, layout, normal
 
-_INT_PAIRS = ("{} + {}", "{} - {}", "torch.maximum({}, {})", "torch.minimum({}, {})", "{} * {}", "{} & {}", "{} | {}", "{} ^ {}")
-_INT_BY = ("{} // {}", "{} % {}", "torch.div({}, {}, rounding_mode='trunc')", "torch.fmod({}, {})", "torch.remainder({}, {})")
+_INT_PAIRS = (
+    "{} + {}",
+    "{} - {}",
+    "torch.maximum({}, {})",
+    "torch.minimum({}, {})",
+    "{} * {}",
+    "{} & {}",
+    "{} | {}",
+    "{} ^ {}",
+)
+_INT_BY = (
+    "{} // {}",
+    "{} % {}",
+    "torch.div({}, {}, rounding_mode='trunc')",
+    "torch.fmod({}, {})",
+    "torch.remainder({}, {})",
+)
 _COMPARISONS = ("{} >= {}", "{} < {}", "{} <= {}", "{} > {}", "{} == {}", "{} != {}")
 _SMOOTH = (
     "torch.tanh({})", "-{}", "{} * 0.5", "torch.sigmoid({})", "torch.sin({})", "torch.cos({})", "torch.erf({})", "torch.atan({})",
@@ -23,13 +38,29 @@ _SMOOTH = (
     "torch.square({}) * 0.1", "torch.exp2(torch.tanh({}))", "({}).float()", "torch.rsqrt(1.5 + ({}) ** 2)", "torch.nn.functional.softplus({})",
     "torch.nn.functional.logsigmoid({})", "torch.nn.functional.leaky_relu({}, 0.1)", "torch.logaddexp({}, torch.zeros_like({}))",
 )  # fmt: skip
-_SMOOTH_PAIRS = ("{} + {}", "{} - {}", "{} * {}", "torch.maximum({}, {})", "torch.minimum({}, {})", "{} / (1.5 + ({}) ** 2)")
+_SMOOTH_PAIRS = (
+    "{} + {}",
+    "{} - {}",
+    "{} * {}",
+    "torch.maximum({}, {})",
+    "torch.minimum({}, {})",
+    "{} / (1.5 + ({}) ** 2)",
+)
 _EXACT_PAIRS = (
     "torch.floor_divide({}, {})", "torch.remainder({}, {})", "torch.fmod({}, {})", "{} // {}", "{} % {}", "torch.maximum({}, {})",
     "torch.minimum({}, {})", "{} + {}", "{} - {}", "{} * {}", "{} / {}", "torch.div({}, {}, rounding_mode='floor')",
     "torch.div({}, {}, rounding_mode='trunc')", "torch.pow({}, {})",
 )  # fmt: skip
-_EXACT_ONE = ("torch.floor({})", "torch.ceil({})", "torch.round({})", "torch.trunc({})", "torch.sign({})", "({}).abs()", "-({})", "torch.square({})")
+_EXACT_ONE = (
+    "torch.floor({})",
+    "torch.ceil({})",
+    "torch.round({})",
+    "torch.trunc({})",
+    "torch.sign({})",
+    "({}).abs()",
+    "-({})",
+    "torch.square({})",
+)
 
 
 @dataclass
@@ -51,7 +82,11 @@ class Mod:
 
     def int(self, depth: int) -> str:
         c = self.choices
-        kind = c.pick("index", "index", "const", "pair", "by", "gather", "abs", "where", "shift", "clamp") if depth else c.pick("index", "const")
+        kind = (
+            c.pick("index", "index", "const", "pair", "by", "gather", "abs", "where", "shift", "clamp")
+            if depth
+            else c.pick("index", "const")
+        )
         if kind == "const":
             return str(c.pick(0, 1, 2, -1, 3, 7, -5, 100))
         if kind == "pair":
@@ -71,13 +106,17 @@ class Mod:
         return c.pick("i", "j", "h", "b")
 
     def _int_tensor(self, depth: int) -> str:
-        return self.choices.pick("(i - j)", "i", "j", "h", f"({self.choices.pick('j', 'i')} + {self.int(depth) if depth else 1})")
+        return self.choices.pick(
+            "(i - j)", "i", "j", "h", f"({self.choices.pick('j', 'i')} + {self.int(depth) if depth else 1})"
+        )
 
     def index(self, size: int) -> str:
         """An int within -size .. size - 1."""
         c = self.choices
         names = [name for name, extent in self.sizes.items() if extent == size]
-        kind = c.pick("name", "name", "name", "reversed", "remainder", "negative", "const", "clamp", "captured", "captured")
+        kind = c.pick(
+            "name", "name", "name", "reversed", "remainder", "negative", "const", "clamp", "captured", "captured"
+        )
         if kind in ("name", "reversed", "negative") and names:
             name = c.pick(*names)
             return {"name": name, "reversed": f"{size - 1} - {name}", "negative": f"-1 - {name}"}[kind]
@@ -114,7 +153,9 @@ class Mod:
         indices = [self.index(size) for size in shape]
         if rank == 0:
             return c.pick(name, f"{name}[()]", f"{name}.reshape(())", f"{name} * 1" if type != "bool" else name)
-        kind = c.pick("together", "together", "one by one", "transposed", "reshaped", "flat", "ellipsis", "row", "unsqueezed")
+        kind = c.pick(
+            "together", "together", "one by one", "transposed", "reshaped", "flat", "ellipsis", "row", "unsqueezed"
+        )
         joined = ", ".join(indices)
         if kind == "one by one":
             return name + "".join(f"[{index}]" for index in indices)
@@ -124,13 +165,21 @@ class Mod:
             place = f"({indices[0]}) % {shape[0]} * {shape[1]} + ({indices[1]}) % {shape[1]}"
             return f"{name}.reshape(-1, {', '.join(map(str, shape[2:])) or 1})[{place}{', ' + ', '.join(indices[2:]) if rank > 2 else ', 0'}]"
         if kind == "flat" and rank >= 1:
-            place = " + ".join(f"(({index}) % {size}) * {_product(shape[at + 1 :])}" for at, (index, size) in enumerate(zip(indices, shape, strict=True)))
+            place = " + ".join(
+                f"(({index}) % {size}) * {_product(shape[at + 1 :])}"
+                for at, (index, size) in enumerate(zip(indices, shape, strict=True))
+            )
             return f"{c.pick(f'{name}.flatten()', f'{name}.reshape(-1)', f'{name}.contiguous().view(-1)')}[{place}]"
         if kind == "ellipsis":
             return f"{name}[..., {joined}]"
         if kind == "row" and rank >= 2 and shape[-1] <= 16 and type == "float":
             head = ", ".join(indices[:-1])
-            return c.pick(f"{name}[{head}].sum()", f"{name}[{head}].mean()", f"{name}[{head}].amax()", f"torch.dot({name}[{head}], {name}[{head}])")
+            return c.pick(
+                f"{name}[{head}].sum()",
+                f"{name}[{head}].mean()",
+                f"{name}[{head}].amax()",
+                f"torch.dot({name}[{head}], {name}[{head}])",
+            )
         if kind == "unsqueezed":
             return f"{name}[None][0, {joined}]"
         return f"{name}[{joined}]"
@@ -139,7 +188,11 @@ class Mod:
 
     def bool(self, depth: int) -> str:
         c = self.choices
-        kind = c.pick("compare", "compare", "causal", "gather", "and", "or", "not", "exact") if depth else c.pick("causal", "compare")
+        kind = (
+            c.pick("compare", "compare", "causal", "gather", "and", "or", "not", "exact")
+            if depth
+            else c.pick("causal", "compare")
+        )
         if kind == "compare":
             return f"({c.pick(*_COMPARISONS).format(self._int_tensor(max(depth - 1, 0)), self.int(max(depth - 1, 0)))})"
         if kind == "gather":
@@ -156,7 +209,11 @@ class Mod:
 
     def exact(self, depth: int) -> str:
         c = self.choices
-        kind = c.pick("gather", "int", "const", "pair", "one", "where", "extreme") if depth > 0 else c.pick("gather", "const", "extreme")
+        kind = (
+            c.pick("gather", "int", "const", "pair", "one", "where", "extreme")
+            if depth > 0
+            else c.pick("gather", "const", "extreme")
+        )
         if kind == "int":
             return f"({self._int_tensor(1)}).to(torch.float32)"
         if kind == "const":
@@ -173,7 +230,11 @@ class Mod:
 
     def float(self, depth: int) -> str:
         c = self.choices
-        kind = c.pick("score", "score", "gather", "smooth", "pair", "pair", "where", "int", "exact") if depth > 0 else c.pick("score", "gather", "const")
+        kind = (
+            c.pick("score", "score", "gather", "smooth", "pair", "pair", "where", "int", "exact")
+            if depth > 0
+            else c.pick("score", "gather", "const")
+        )
         if kind == "gather":
             return self.gather("float")
         if kind == "const":
@@ -198,13 +259,29 @@ class Mod:
     def score(self) -> str:
         """A whole score_mod: half of them what users write, half anything."""
         c = self.choices
-        kind = c.pick("gather", "table", "table", "division", "bias", "anything", "hidden", "extreme row", "captured", "two gathers", "anything", "exact")
+        kind = c.pick(
+            "gather",
+            "table",
+            "table",
+            "division",
+            "bias",
+            "anything",
+            "hidden",
+            "extreme row",
+            "captured",
+            "two gathers",
+            "anything",
+            "exact",
+        )
         if kind == "gather":
             return self.gather("float")
         if kind == "table":
             return self.table()
         if kind == "division":
-            operands = (f"({self.exact(1)})", f"({c.pick(self.exact(0), 'torch.tensor(float(' + chr(34) + 'inf' + chr(34) + '))')})")
+            operands = (
+                f"({self.exact(1)})",
+                f"({c.pick(self.exact(0), 'torch.tensor(float(' + chr(34) + 'inf' + chr(34) + '))')})",
+            )
             return f"s + {c.pick(*_EXACT_PAIRS[:5]).format(*operands)}"
         if kind == "bias":
             return f"s + {self.gather('float')}"
@@ -225,7 +302,10 @@ class Mod:
         c, (batch, heads, rows, cols) = self.choices, self.sizes.values()
         head, shape = c.pick(("", ()), ("", ()), ("h, ", (heads,)), ("b, h, ", (batch, heads)))
         name = self.capture(normal((*shape, rows, cols)), True)
-        row, col = c.pick("i", "i", f"{rows - 1} - i", "(i + 1) % " + str(rows)), c.pick("j", "j", f"{cols - 1} - j", "(j + 3) % " + str(cols))
+        row, col = (
+            c.pick("i", "i", f"{rows - 1} - i", "(i + 1) % " + str(rows)),
+            c.pick("j", "j", f"{cols - 1} - j", "(j + 3) % " + str(cols)),
+        )
         return c.pick("{}", "{}", "s + {}", "torch.tanh({})").format(f"{name}[{head}{row}, {col}]")
 
     def mask(self) -> str:

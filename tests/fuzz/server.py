@@ -10,6 +10,7 @@ of earlier cases, and takes the instruction set of its request. What does not an
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -33,12 +34,19 @@ def main() -> None:
     import torch
 
     import lowbit
-    import tests.fuzz.check
 
+    importlib.import_module("tests.fuzz.check")
     for op in OPS:
         importlib.import_module(f"tests.fuzz.ops.{op}")
     torch.vmap(torch.sin)(torch.zeros(1))  # imports what is imported at first use
-    for name in ("flex_attention", "create_block_mask", "scaled_dot_product_attention", "QuantizedKVCache", "linear", "optim"):
+    for name in (
+        "flex_attention",
+        "create_block_mask",
+        "scaled_dot_product_attention",
+        "QuantizedKVCache",
+        "linear",
+        "optim",
+    ):
         getattr(lowbit, name)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what cases print is no answer
@@ -58,10 +66,8 @@ def _batch(op: str, isa: str, seconds: float, cases: list[dict[str, Any]]) -> li
         os.close(writer)
         answers, hung = _read(reader, seconds)
         os.close(reader)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         _, status = os.waitpid(child, 0)
         errors.seek(0)
         said = errors.read().decode(errors="replace")
@@ -70,7 +76,9 @@ def _batch(op: str, isa: str, seconds: float, cases: list[dict[str, Any]]) -> li
         text = next((answer for answer in reversed(answers) if "status" not in answer), {})
         kind = "hang" if hung else "crash"
         name = f"no answer in {seconds:g} s" if hung else _ending(status)
-        finished.append({**text, "status": kind, "signature": f"{kind}: {name}", "detail": said[-6000:], "seconds": 0.0})
+        finished.append(
+            {**text, "status": kind, "signature": f"{kind}: {name}", "detail": said[-6000:], "seconds": 0.0}
+        )
     return finished
 
 
@@ -127,7 +135,13 @@ def _run(op: str, case: dict[str, Any], answer: Any) -> dict[str, Any]:
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
         signature = f"{type(error).__name__}: {_without_numbers(str(error))}"
-        return {**known, "status": "fail", "signature": signature, "detail": detail[-6000:], "seconds": time.monotonic() - began}
+        return {
+            **known,
+            "status": "fail",
+            "signature": signature,
+            "detail": detail[-6000:],
+            "seconds": time.monotonic() - began,
+        }
     return {"status": "ok", "seconds": time.monotonic() - began}
 
 

@@ -36,8 +36,6 @@ def booleans(shape: Sequence[int]) -> str:
     return f"(torch.rand({_sizes(shape)}, dtype=torch.float32) > 0.4)"
 
 
-
-
 def layout(choices: Choices, make: object, shape: Sequence[int], *, expand: bool = True) -> str:
     """A tensor of this shape, from ``make(shape of the memory)``, in a random layout."""
     shape, rank = list(shape), len(shape)

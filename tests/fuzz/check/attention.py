@@ -52,20 +52,33 @@ def attention(
 
 
 def _derivatives(
-    ours: Call, wanted: Callable[..., Result], inputs: tuple[Tensor | None, ...], scale: float, order: int, how: str, under: str
+    ours: Call,
+    wanted: Callable[..., Result],
+    inputs: tuple[Tensor | None, ...],
+    scale: float,
+    order: int,
+    how: str,
+    under: str,
 ) -> None:
     q, k, v, mask = inputs
     assert q is not None and k is not None and v is not None
     exact_inputs = [doubles(tensor) for tensor in inputs]
     exact = wanted(*exact_inputs)
-    row = score_error(q.detach(), k.detach(), scale, exact, None if mask is None else mask.detach(), None, q.dtype).detach()
+    row = score_error(
+        q.detach(), k.detach(), scale, exact, None if mask is None else mask.detach(), None, q.dtype
+    ).detach()
     allowed, _ = budget(q.detach(), v.detach(), exact, row, q.dtype)
     with ambient(under):
         out = ours(*inputs)
     if out.dtype != q.dtype:
         raise Wrong(f"out is {out.dtype}, wanted {q.dtype}")
     within(out, exact.out, allowed, "out")
-    if order == 0 or not out.requires_grad or not exact.out.isfinite().all() or float(row.amax() if row.numel() else 0) > 0.02:
+    if (
+        order == 0
+        or not out.requires_grad
+        or not exact.out.isfinite().all()
+        or float(row.amax() if row.numel() else 0) > 0.02
+    ):
         return
     tolerance = gradient_tolerance(q.dtype, exact, row, q.shape[-1])
     leaves = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
@@ -118,7 +131,10 @@ def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> lis
 
 
 def _dot(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    return sum(((tensor.double() * weight).sum() for tensor, weight in zip(tensors, weights, strict=True)), torch.zeros((), dtype=torch.float64))
+    return sum(
+        ((tensor.double() * weight).sum() for tensor, weight in zip(tensors, weights, strict=True)),
+        torch.zeros((), dtype=torch.float64),
+    )
 
 
 def flex(
@@ -155,7 +171,14 @@ def flex(
             mask = lowbit.create_block_mask(make_mask(*mask_captured), *per, q.shape[2], k.shape[2], BLOCK_SIZE=block)
         score_mod = None if make is None else make(*captured)
         out, aux = lowbit.flex_attention(
-            q, k, v, score_mod, mask, scale, q.shape[1] != k.shape[1], return_aux=lowbit.AuxRequest(lse=True, max_scores=True)
+            q,
+            k,
+            v,
+            score_mod,
+            mask,
+            scale,
+            q.shape[1] != k.shape[1],
+            return_aux=lowbit.AuxRequest(lse=True, max_scores=True),
         )
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
     if gradients and leaves and exact.out.isfinite().all() and (exact.lse.isfinite() | (exact.lse == -torch.inf)).all():
@@ -163,7 +186,15 @@ def flex(
 
 
 def _compare_flex(
-    q: Tensor, k: Tensor, v: Tensor, factor: float, out: Tensor, aux: Any, exact: Result, rough: Result | None, what: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: float,
+    out: Tensor,
+    aux: Any,
+    exact: Result,
+    rough: Result | None,
+    what: str,
 ) -> Tensor:
     row = score_error(q.detach(), k.detach(), factor, exact, None, rough, q.dtype).detach()
     allowed, allowed_lse = budget(q.detach(), v.detach(), exact, row, q.dtype)
@@ -171,7 +202,12 @@ def _compare_flex(
     within(aux.lse, exact.lse, allowed_lse, f"{what}lse")
     if exact.scores.shape[-1] and not exact.scores.isnan().any():
         largest = exact.scores.detach().amax(-1)
-        within(aux.max_scores, largest, row + 4 * unit_of_sums(q.dtype) * largest.abs().nan_to_num(0, 0, 0), f"{what}max_scores")
+        within(
+            aux.max_scores,
+            largest,
+            row + 4 * unit_of_sums(q.dtype) * largest.abs().nan_to_num(0, 0, 0),
+            f"{what}max_scores",
+        )
     return row
 
 
@@ -195,7 +231,9 @@ def _flex_gradients(
     for index, (mine, exactly) in enumerate(zip(got, want, strict=True)):
         if exactly.isfinite().all():
             size = float(exactly.abs().amax()) if exactly.numel() else 0.0
-            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + 1e-3 + 8 * UNIT[exactly.dtype]) * (size + 1.0)
+            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + 1e-3 + 8 * UNIT[exactly.dtype]) * (
+                size + 1.0
+            )
             within(mine, exactly, limit, f"{what}gradient of leaf {index}")
 
 
@@ -213,7 +251,11 @@ def flex_now(
     rough = attend(*(tensor.detach().float() for tensor in (q, k, v)), factor, score_mod=score_mod, mask_mod=mask_mod)
 
     def call() -> Any:
-        mask = None if mask_mod is None else lowbit.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], BLOCK_SIZE=16)
+        mask = (
+            None
+            if mask_mod is None
+            else lowbit.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], BLOCK_SIZE=16)
+        )
         request = lowbit.AuxRequest(lse=True, max_scores=True)
         out, aux = lowbit.flex_attention(q, k, v, score_mod, mask, None, q.shape[1] != k.shape[1], return_aux=request)
         return (out.detach(), aux.lse.detach(), aux.max_scores) if where is in_child else (out, aux.lse, aux.max_scores)

@@ -35,8 +35,13 @@ def decode(
         stored = {"k": k, "v": v}
         wide_k, wide_v, wide_q = k.double(), v.double(), q.double()
     else:
-        stored = _stored(k, "k", codes, rotated, memory, expanded, shared) | _stored(v, "v", codes, False, memory, expanded, shared)
-        wide_k, wide_v = reference.decoded(stored["k"], stored["k_scale"]), reference.decoded(stored["v"], stored["v_scale"])[..., :ev]
+        stored = _stored(k, "k", codes, rotated, memory, expanded, shared) | _stored(
+            v, "v", codes, False, memory, expanded, shared
+        )
+        wide_k, wide_v = (
+            reference.decoded(stored["k"], stored["k_scale"]),
+            reference.decoded(stored["v"], stored["v_scale"])[..., :ev],
+        )
         wide_q = reference.rotate(q) if rotated else reference.pad(q.double())
         call["rotated"] = rotated
     scale = call.pop("scale", 1 / math.sqrt(e))
@@ -46,14 +51,20 @@ def decode(
     out, got_lse = torch.full((*q.shape[:3], ev), 7.0, dtype=q.dtype), torch.full(q.shape[:3], 7.0)
     with ambient(under):
         _C.decode(q, stored.pop("k"), stored.pop("v"), out, scale, lse=got_lse, **stored, **call)
-    if exact.get("mask") is None or exact["mask"].dtype == torch.bool or exact["mask"].abs().nan_to_num(0, 0, 0).max() < 1e6:
+    if (
+        exact.get("mask") is None
+        or exact["mask"].dtype == torch.bool
+        or exact["mask"].abs().nan_to_num(0, 0, 0).max() < 1e6
+    ):
         row = _row_error(wide_q, wide_k, scale, e, bool(codes), exact.get("mask"))
     else:
         row = torch.zeros(q.shape[:3], dtype=torch.float64)  # what is hidden so far is lost to float64 too
     _compare(out, got_lse, wanted, lse, wide_v, row, bool(codes), q.dtype)
 
 
-def _stored(x: Tensor, name: str, kind: str, rotate: bool, memory: str, expanded: str, shared: bool) -> dict[str, Tensor]:
+def _stored(
+    x: Tensor, name: str, kind: str, rotate: bool, memory: str, expanded: str, shared: bool
+) -> dict[str, Tensor]:
     made = x[:, :, :1] if expanded == "tokens" else x[:, :1] if expanded == "heads" else x
     batch, heads, length, columns = made.shape
     padded = -(-columns // 32) * 32
@@ -76,7 +87,11 @@ def _stored(x: Tensor, name: str, kind: str, rotate: bool, memory: str, expanded
     back = reference.decoded(*stored)
     back = back[..., :columns] if not rotate else back
     exact = reference.rotate(made) if rotate else made.double()
-    step = stored[1].double().repeat_interleave(reference.decoded(*stored).shape[-1] // stored[1].shape[-1], -1)[..., : exact.shape[-1]]
+    step = (
+        stored[1]
+        .double()
+        .repeat_interleave(reference.decoded(*stored).shape[-1] // stored[1].shape[-1], -1)[..., : exact.shape[-1]]
+    )
     steps = 0.52 if kind == "int8" else 1.02  # int4 has -8 and no 8
     within(back, exact, step.abs() * steps + 2.0**-10 * exact.abs() + 1e-6, f"codes of {name}")
     if expanded == "codes":
@@ -93,9 +108,13 @@ def _row_error(q: Tensor, k: Tensor, scale: float, e: int, codes: bool, mask: Te
     return row + _INT16 * q.abs().amax(-1) * k.sum(-1).amax(-1)[..., None] * abs(scale) if codes else row
 
 
-def _compare(out: Tensor, got_lse: Tensor, wanted: Tensor, lse: Tensor, v: Tensor, row: Tensor, codes: bool, dtype: torch.dtype) -> None:
+def _compare(
+    out: Tensor, got_lse: Tensor, wanted: Tensor, lse: Tensor, v: Tensor, row: Tensor, codes: bool, dtype: torch.dtype
+) -> None:
     keys, largest = v.shape[2], float(v.abs().amax())
-    allowed = ((2 * row.clamp(max=1) + (keys + 32) * 2.0**-24 + (2 * _INT16 * keys if codes else 0)) * largest)[..., None]
+    allowed = ((2 * row.clamp(max=1) + (keys + 32) * 2.0**-24 + (2 * _INT16 * keys if codes else 0)) * largest)[
+        ..., None
+    ]
     within(out, wanted, allowed + UNIT[dtype] * (wanted.abs() + allowed) + 1e-7, "out")
     size = lse.abs().nan_to_num(0, 0, 0)
     within(got_lse, lse, row + (keys + 32) * 2.0**-24 + 4 * 2.0**-24 * size + (2 * _INT16 if codes else 0), "lse")
@@ -153,7 +172,12 @@ def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) ->
         layer, key, value = arguments
         good = key.shape[:3] == value.shape[:3] and 1 <= key.shape[3] <= 512 and 1 <= value.shape[3] <= 512
         old = held[layer]
-        return good and (old is None or all(a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3] for a, b in zip(old, (key, value), strict=True)))
+        return good and (
+            old is None
+            or all(
+                a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3] for a, b in zip(old, (key, value), strict=True)
+            )
+        )
     if name == "crop":
         lengths = [0 if pair is None else pair[0].shape[2] for pair in held[:made]]
         return all(abs(arguments[0]) <= length for length in lengths)
@@ -162,7 +186,9 @@ def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) ->
     return all(pair is None or int(arguments[0].max()) < pair[0].shape[0] for pair in held)
 
 
-def _attended(made: Any, layer: int, query: Tensor, out: Tensor, pair: tuple[Tensor, Tensor], options: dict[str, Any]) -> None:
+def _attended(
+    made: Any, layer: int, query: Tensor, out: Tensor, pair: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> None:
     cached = made.layers[layer]
     keys, values = cached.keys().double(), cached.values().double()
     length = keys.shape[2]
@@ -174,7 +200,9 @@ def _attended(made: Any, layer: int, query: Tensor, out: Tensor, pair: tuple[Ten
     wanted, lse, _ = reference.decode(query.double(), keys, values, scale, **exact)
     wanted = torch.where((lse == -math.inf)[..., None], 0.0, wanted)
     row = _row_error(query.double(), keys, scale, query.shape[-1], True, None) * 4
-    allowed = ((2 * row.clamp(max=1) + (length + 32) * 2.0**-24 + 4 * _INT16 * length) * float(values.abs().amax()))[..., None]
+    allowed = ((2 * row.clamp(max=1) + (length + 32) * 2.0**-24 + 4 * _INT16 * length) * float(values.abs().amax()))[
+        ..., None
+    ]
     within(out, wanted, allowed + UNIT[query.dtype] * (wanted.abs() + allowed) + 1e-6, "attend")
 
 
@@ -193,5 +221,9 @@ def _same(before: list[Any], after: list[Any], what: str) -> None:
     if len(before) != len(after):
         raise Wrong(f"{what}: a layer is there that was not")
     for old, new in zip(before, after, strict=True):
-        if (old is None) != (new is None) or (old is not None and (old[0] != new[0] or not torch.equal(old[1], new[1]) or not torch.equal(old[2], new[2]))):
-            raise Wrong(f"{what}: the cache has changed, {None if old is None else old[0]} became {None if new is None else new[0]}")
+        if (old is None) != (new is None) or (
+            old is not None and (old[0] != new[0] or not torch.equal(old[1], new[1]) or not torch.equal(old[2], new[2]))
+        ):
+            raise Wrong(
+                f"{what}: the cache has changed, {None if old is None else old[0]} became {None if new is None else new[0]}"
+            )

@@ -31,7 +31,11 @@ def block_diffusion(length: int, size: int) -> Callable[[Tensor, Tensor], Tensor
 
     def seen(i: Tensor, j: Tensor) -> Tensor:
         q_clean, k_clean, q_block, k_block = i >= length, j >= length, i % length // size, j % length // size
-        return (~q_clean & ~k_clean & (q_block == k_block)) | (~q_clean & k_clean & (q_block > k_block)) | (q_clean & k_clean & (q_block >= k_block))
+        return (
+            (~q_clean & ~k_clean & (q_block == k_block))
+            | (~q_clean & k_clean & (q_block > k_block))
+            | (q_clean & k_clean & (q_block >= k_block))
+        )
 
     return seen
 

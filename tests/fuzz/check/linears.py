@@ -36,7 +36,9 @@ def linear(
     packed = pack_weight(weight, format, group_size, mapping)
     decoded = decode_weight(packed, n, k, format, group_size, mapping)
     case = LinearCase(1, n, k, name, format, group_size, mapping, x_format, activation=activation)
-    terms = {what: torch.randn(*x.shape[:-1], n).to(x.dtype) if size else None for what, size in (("mul", mul), ("add", add))}
+    terms = {
+        what: torch.randn(*x.shape[:-1], n).to(x.dtype) if size else None for what, size in (("mul", mul), ("add", add))
+    }
     flat = x.detach().reshape(-1, k)
     flat_terms = {what: None if term is None else term.reshape(-1, n).double() for what, term in terms.items()}
     bias64 = None if bias is None else bias.detach().double()
@@ -48,9 +50,15 @@ def linear(
     x = x.detach().requires_grad_() if x_gradient else x
     stepwise = x_gradient or (bias is not None and bias.requires_grad)
     if stepwise:  # torch's own post-ops: each rounds to the dtype of x
-        parts = product.abs() + wanted.abs() + sum((term.abs() for term in flat_terms.values() if term is not None), torch.zeros(()))
+        parts = (
+            product.abs()
+            + wanted.abs()
+            + sum((term.abs() for term in flat_terms.values() if term is not None), torch.zeros(()))
+        )
         steps = (activation != "none") + sum(term is not None for term in terms.values())
-        allowed = allowed + steps * 4 * UNIT[x.dtype] * parts * (1 + (0 if flat_terms["mul"] is None else flat_terms["mul"].abs()))
+        allowed = allowed + steps * 4 * UNIT[x.dtype] * parts * (
+            1 + (0 if flat_terms["mul"] is None else flat_terms["mul"].abs())
+        )
     with ambient(under):
         y = lowbit_linear(x, packed, case.op_args, bias, _C.ACTIVATIONS[activation], terms["mul"], terms["add"])
     if y.dtype != x.dtype or y.shape != (*x.shape[:-1], n):
@@ -116,6 +124,11 @@ def quantized(weight: Tensor, format: str, group_size: int, mapping: str, under:
     spread = group_size or k
     widened = [tensor.double().repeat_interleave(spread, 1)[:, :k] for tensor in (scale, zero)]
     again = widened[0] * (codes.double() - widened[1])
-    within(dense, again, 8 * 2.0**-24 * (again.abs() + widened[0].abs() * widened[1].abs()) + 1e-30, "dequantize against unpack")
+    within(
+        dense,
+        again,
+        8 * 2.0**-24 * (again.abs() + widened[0].abs() * widened[1].abs()) + 1e-30,
+        "dequantize against unpack",
+    )
     step = widened[0].abs() * (1.02 if mapping != "asymmetric" else 1.6)
     within(dense, exact, step + 1e-2 * exact.abs() * (format == "int8") + 1e-12, "dequantized weight")

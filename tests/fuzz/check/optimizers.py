@@ -21,7 +21,11 @@ DRIFT = {"AdamW": 1e-5, "AdamW8bit": 0.1, "Adam8bit": 0.1, "AdamW4bit": 1.0, "Ad
 
 
 def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer | None:
-    kept = {key: value for key, value in options.items() if key in ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov")}
+    kept = {
+        key: value
+        for key, value in options.items()
+        if key in ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov")
+    }
     if name.startswith("AdamW"):
         return torch.optim.AdamW(params, **{"lr": 1e-3, "weight_decay": 1e-2} | kept)
     if name.startswith("Adam"):
@@ -85,7 +89,11 @@ def _give_gradients(*lists: list[nn.Parameter]) -> None:
 
 
 def same_as_fresh(
-    name: str, params: list[Tensor], change: Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any], what: str, **options: Any
+    name: str,
+    params: list[Tensor],
+    change: Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any],
+    what: str,
+    **options: Any,
 ) -> None:
     """After two steps and a change to state or parameters, a third step is that of a new optimizer that loads this state dict."""
     leaves = [nn.Parameter(param.detach()) for param in params]
@@ -108,7 +116,9 @@ def same_as_fresh(
     _equal(ours.state_dict(), fresh.state_dict(), f"{what}: the state after the step")
 
 
-def refuses_state(name: str, params: list[Tensor], change: Callable[[dict[str, Any]], Any], what: str, **options: Any) -> None:
+def refuses_state(
+    name: str, params: list[Tensor], change: Callable[[dict[str, Any]], Any], what: str, **options: Any
+) -> None:
     """load_state_dict refuses a state dict with this change, and is then as it was: state, options, and the next step."""
     leaves = [nn.Parameter(param.detach()) for param in params]
     ours = getattr(optim, name)(leaves, **options)

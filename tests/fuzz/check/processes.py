@@ -44,7 +44,9 @@ def forks_while_a_thread_traces(forks: int) -> None:
     thread.start()
     try:
         for number in range(forks):
-            in_child(lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, torch.zeros(1, 1)), seconds=5)
+            in_child(
+                lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, torch.zeros(1, 1)), seconds=5
+            )
     finally:
         done.set()
         thread.join()

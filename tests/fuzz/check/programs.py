@@ -17,7 +17,9 @@ from .compare import Wrong, within
 _B, _H = 1, 2
 
 
-def program(code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q0: int = 0, k0: int = 0, jumps: bool = False) -> None:
+def program(
+    code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q0: int = 0, k0: int = 0, jumps: bool = False
+) -> None:
     """Evaluate a valid program on a tile of scores, and its gradient, in float32 and float64.
 
     ``jumps``: it has ops that are not continuous, so that only the float64 form is compared.
@@ -33,7 +35,10 @@ def program(code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q
             return
         memory = torch.full((rows * cols + 128,), 3.0, dtype=dtype)
         result = memory[64 : 64 + rows * cols].view(rows, cols).copy_(scores)
-        given = [tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype == torch.float64 else tensor for tensor in captured]
+        given = [
+            tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype == torch.float64 else tensor
+            for tensor in captured
+        ]
         _C.score_program_eval(code, given, _B, _H, q0, k0, result)
         if not ((memory[:64] == 3.0).all() and (memory[64 + rows * cols :] == 3.0).all()):
             raise Wrong("score_program_eval wrote beside its scores")
@@ -49,7 +54,9 @@ def program(code: list[int], captured: Sequence[Tensor], rows: int, cols: int, q
 def _through_attention(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -> None:
     q, k = torch.randn(2, 3, rows, 8), torch.randn(2, 3, cols, 8)
     raw = q.double() @ k.double().transpose(-1, -2)
-    heads = [[reference.evaluate(code, _C.SCORE_OPS, captured, raw[b, h], b=b, h=h) for h in range(3)] for b in range(2)]
+    heads = [
+        [reference.evaluate(code, _C.SCORE_OPS, captured, raw[b, h], b=b, h=h) for h in range(3)] for b in range(2)
+    ]
     scores = torch.stack([torch.stack(each) for each in heads])
     if not scores.isfinite().all() or scores.abs().max() > 50:
         return
@@ -73,12 +80,31 @@ def hostile(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -
     gradient = torch.randn(rows, cols)
     q, k = torch.randn(2, 3, rows, 8), torch.randn(2, 3, cols, 8)
     _either(lambda: _C.score_program_eval(code, list(captured), _B, _H, 0, 0, scores))
-    _either(lambda: _C.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, [None] * len(captured)))
+    _either(
+        lambda: _C.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, [None] * len(captured))
+    )
     _either(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
     _either(lambda: attention(q, k, k, scale=1.0, mask_mod=code, mask_captured=list(captured)))
-    _either(lambda: _C.block_classes(code, list(captured), 1, 1, rows, cols, 16, 16, torch.empty(1, 1, -(-rows // 16), -(-cols // 16), dtype=torch.uint8)))
+    _either(
+        lambda: _C.block_classes(
+            code,
+            list(captured),
+            1,
+            1,
+            rows,
+            cols,
+            16,
+            16,
+            torch.empty(1, 1, -(-rows // 16), -(-cols // 16), dtype=torch.uint8),
+        )
+    )
     _either(lambda: _C.score_program_explain(code))
     if not ((memory[:64] == 3.0).all() and (memory[64 + rows * cols :] == 3.0).all()):
         raise Wrong("a hostile score program wrote beside its scores")
-    if not all(torch.equal(old.nan_to_num() if old.is_floating_point() else old, new.nan_to_num() if new.is_floating_point() else new) for old, new in zip(before, captured, strict=True)):
+    if not all(
+        torch.equal(
+            old.nan_to_num() if old.is_floating_point() else old, new.nan_to_num() if new.is_floating_point() else new
+        )
+        for old, new in zip(before, captured, strict=True)
+    ):
         raise Wrong("a hostile score program wrote to a captured tensor")

@@ -58,15 +58,27 @@ def attend(
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.to(scores.dtype)
     scores = scores.masked_fill(hidden, -torch.inf)
-    joined = scores if sink is None else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    joined = (
+        scores
+        if sink is None
+        else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    )
     if joined.shape[-1] == 0:
-        return Result(q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * q.sum(), q.new_full(q.shape[:3], -torch.inf), products, scores, scores)
+        return Result(
+            q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * q.sum(),
+            q.new_full(q.shape[:3], -torch.inf),
+            products,
+            scores,
+            scores,
+        )
     empty = (joined == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : scores.shape[-1]]
     return Result(p @ v, torch.logsumexp(joined, -1), products, scores, p)
 
 
-def score_error(q: Tensor, k: Tensor, scale: float, exact: Result, mask: Tensor | None, rough: Result | None, dtype: torch.dtype) -> Tensor:
+def score_error(
+    q: Tensor, k: Tensor, scale: float, exact: Result, mask: Tensor | None, rough: Result | None, dtype: torch.dtype
+) -> Tensor:
     """How far the scores of a row that count may be off: roundings of q k^T, of a float mask, and 8 times what a mod in float32 is off.
 
     A mask that is so large that even float64 loses the score is exact: all that it hides is lost to every dtype.
@@ -78,7 +90,9 @@ def score_error(q: Tensor, k: Tensor, scale: float, exact: Result, mask: Tensor 
     if mask is not None and mask.dtype != torch.bool:
         size = mask.double().abs().expand(magnitude.shape)
         lost = exact.products.detach().abs()
-        error = error + torch.where(size * 2.0**-54 > lost, 0.0, torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6)))
+        error = error + torch.where(
+            size * 2.0**-54 > lost, 0.0, torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6))
+        )
     if rough is not None:
         error = error + 8 * (rough.scores.double() - exact.scores).abs().nan_to_num(0.0, 0.0, 0.0)
     finite = exact.scores.detach().abs().nan_to_num(0.0, 0.0, 0.0)

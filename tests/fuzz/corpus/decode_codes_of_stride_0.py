@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Codes and scales whose tokens or heads have stride 0.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

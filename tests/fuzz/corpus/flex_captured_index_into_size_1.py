@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A captured 0-d index into a dimension of size 1: IndexError.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A default device or dtype of torch is not that of a mod.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # floor_divide(-x, inf) is -1.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)
@@ -12,7 +11,7 @@ captured = [-torch.ones(16)]
 
 def make_score_mod(t0):
     def score_mod(s, b, h, i, j):
-        return s + torch.floor_divide(t0[i], torch.tensor(float('inf')))
+        return s + torch.floor_divide(t0[i], torch.tensor(float("inf")))
 
     return score_mod
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A reshape of a captured tensor that is not contiguous was refused.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A mod that returns a captured 0-d tensor itself: its value was baked, and it got no gradient.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A score program whose result is a gather: the raw scores were taken, or memory beside the tile.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A child forked while a thread parses a program hung on its mutex.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # kv_quantize_ wrote through a const pointer: a copy-on-write clone changed its original.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The int32 sum of W8A8 per channel wrapped from k = 132,000 on.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # A trainable bias with 16-bit activations: the product was rounded before the bias was added; a strided bias was refused.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Parameters of shape (3, 0), strided ones, and other default dtypes and devices.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # A serialized program whose result is a gather.
 import torch
-from lowbit.attention.program import ProgramBuilder
 from tests.fuzz import check
+
+from lowbit.attention.program import ProgramBuilder
 
 torch.manual_seed(0)
 p = ProgramBuilder()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # unpack under another default dtype or device.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # causal and a bool mask under create_graph and torch.func: the mask replaced causal.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

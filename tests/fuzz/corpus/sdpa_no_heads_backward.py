@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Zero heads, or zero heads of q over four of k: SIGFPE in the backward.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

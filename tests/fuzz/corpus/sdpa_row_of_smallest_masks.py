@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Rows whose additive mask is all finfo.min (padding of Hugging Face models), or large of either sign, are averaged.
 import torch
-import lowbit
 from tests.fuzz import check
 
 torch.manual_seed(0)

@@ -144,7 +144,14 @@ AXES = {
     "deepcopy": Axis("held = torch.nn.ParameterList([torch.tensor(float(V))])", "held[0]", "held = copy.deepcopy(held); held[0].data.fill_(V)", "tensor"),
     "another instance": Axis("held = torch.nn.ParameterList([torch.tensor(float(V))])", "held[0]", "held = torch.nn.ParameterList([torch.tensor(float(V))])", "tensor"),
 }  # fmt: skip
-_SCORES = ("s * {} * 0.3", "s + {} * h", "s - {} * (i - j).abs() * 0.1", "torch.where(i - j < {}, s, -1.0)", "(s if {} > 3 else -s)", "{} * 0.1 + (i - j) * 0.3")
+_SCORES = (
+    "s * {} * 0.3",
+    "s + {} * h",
+    "s - {} * (i - j).abs() * 0.1",
+    "torch.where(i - j < {}, s, -1.0)",
+    "(s if {} > 3 else -s)",
+    "{} * 0.1 + (i - j) * 0.3",
+)
 _MASKS = ("i - j < {}", "(i - j).abs() <= {}", "(j <= i) | (j < {})", "((i >= j) if {} > 3 else (i <= j))")
 _IMPORTS = "array, collections, contextvars, copy, ctypes, dataclasses, enum, functools, itertools, math, operator, os, sys, threading, types, weakref"
 

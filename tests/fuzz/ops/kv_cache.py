@@ -24,14 +24,14 @@ def generate(choices: Choices) -> str:
             dtype = c.pick("float32", "bfloat16", "float16")
             key = layout(c, lambda sizes: normal(sizes, dtype), (sizes[0], sizes[1], length, sizes[2]))
             value = layout(c, lambda sizes: normal(sizes, dtype), (sizes[0], sizes[1], length, sizes[3]))
-            lines.append(f"(\"append\", {layer}, {key}, {value})")
+            lines.append(f'("append", {layer}, {key}, {value})')
             tokens[layer] += length if sizes == [batch, heads, e, ev] else 0
         elif kind == "attend":
             queries = min(c.pick(1, 2, 5, 70), tokens[layer]) or 1
             options = [f"'window': {c.pick(1, 4, 5, 33)}"] if c.chance(50) else []
             options += ["'causal': False"] if c.chance(20) else []
             query = normal((batch, heads * c.pick(1, 2, 4), queries, e), c.pick("float32", "bfloat16", "float16"))
-            lines.append(f"(\"attend\", {layer}, {query}, {{{', '.join(options)}}})")
+            lines.append(f'("attend", {layer}, {query}, {{{", ".join(options)}}})')
         elif kind == "crop":
             keep = c.pick(0, 1, 4, -1, -3, 30)
             lines.append(f'("crop", {keep})')

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from lowbit import _C, testing
+from lowbit import testing
 
 from ..choices import Choices
 from ..tensors import header, layout, normal
@@ -19,10 +19,17 @@ def generate(choices: Choices) -> str:
 
 def _call(c: Choices) -> str:
     format, group_size, mapping, x_format = c.pick(*_FORMATS)
-    m, n, k = c.pick(1, 2, 5, 0, 8, 16, 17, 33), c.pick(1, 7, 16, 17, 33, 48), c.pick(32, 1, 3, 31, 33, 64, 65, 100, 128, 257)
+    m, n, k = (
+        c.pick(1, 2, 5, 0, 8, 16, 17, 33),
+        c.pick(1, 7, 16, 17, 33, 48),
+        c.pick(32, 1, 3, 31, 33, 64, 65, 100, 128, 257),
+    )
     dtype = c.pick("float32", "bfloat16", "float16")
     x = layout(c, lambda sizes: normal(sizes, dtype), [*c.pick((), (1,), (2,)), m, k])
-    options = [f"{name}={value!r}" for name, value in (("group_size", group_size), ("mapping", mapping), ("x_format", x_format))]
+    options = [
+        f"{name}={value!r}"
+        for name, value in (("group_size", group_size), ("mapping", mapping), ("x_format", x_format))
+    ]
     if c.chance(60):
         bias_dtype = c.pick("float32", dtype, "bfloat16", "float16")
         bias = layout(c, lambda sizes: normal(sizes, bias_dtype), [n])
@@ -35,7 +42,9 @@ def _call(c: Choices) -> str:
     if c.chance(40):
         options.append("x_gradient=True")
     if c.chance(15):
-        options.append(f"under={c.pick('default dtype float64', 'threads 2', 'inference mode', 'default device meta')!r}")
+        options.append(
+            f"under={c.pick('default dtype float64', 'threads 2', 'inference mode', 'default device meta')!r}"
+        )
     values = c.pick("normal", "normal", "ones", "large")
     return f"check.linear({x}, {n}, {format!r}, {', '.join(options)}, values={values!r})\n"
 

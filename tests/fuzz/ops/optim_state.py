@@ -105,7 +105,9 @@ def generate(choices: Choices) -> str:
     if kind == "foreign":
         return header(c) + foreign(c, c.pick(*FOREIGN))
     name, what = c.pick(*NAMES), c.pick(*(CHANGES if kind == "changed" else MUTATIONS))
-    return header(c) + (changed(c, what, name, CHANGES[what]) if kind == "changed" else refused(c, what, name, MUTATIONS[what]))
+    return header(c) + (
+        changed(c, what, name, CHANGES[what]) if kind == "changed" else refused(c, what, name, MUTATIONS[what])
+    )
 
 
 def changed(c: Choices, what: str, name: str, change: str) -> str:

@@ -19,4 +19,6 @@ def generate(choices: Choices) -> str:
     weight = layout(c, lambda sizes: normal(sizes, dtype), [n, k])
     factor = c.pick("1", "0", "1e-3", "100", "1e-6")
     under = c.pick("", "", "", "default dtype float64", "default dtype bfloat16", "threads 2", "default device meta")
-    return f"{header(c)}check.quantized(({weight}) * {factor}, {format!r}, {group_size}, {mapping!r}, under={under!r})\n"
+    return (
+        f"{header(c)}check.quantized(({weight}) * {factor}, {format!r}, {group_size}, {mapping!r}, under={under!r})\n"
+    )

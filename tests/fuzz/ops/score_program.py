@@ -42,7 +42,9 @@ def _program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], 
             names = [c.pick("q", "k", "h", "b") for _ in range(c.pick(1, 2, 3, 4, 0))]
             type = c.pick("float", "float", "int", "bool")
             shape = [extents[name] for name in names]
-            tensors.append({"float": normal, "int": lambda sizes: integers(sizes, -9, 9), "bool": booleans}[type](shape))
+            tensors.append(
+                {"float": normal, "int": lambda sizes: integers(sizes, -9, 9), "bool": booleans}[type](shape)
+            )
             values[type].append(p.gather(p.captured(type, len(names)), *(leaves[name] for name in names)))
         elif kind == "const":
             values["float"].append(p.constant(c.pick(*_CONSTANTS)))
@@ -62,7 +64,10 @@ def _program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], 
 def _mutated(c: Choices, code: list[int]) -> list[int]:
     code = list(code)
     for _ in range(c.between(1, 3)):
-        at, kind = c.below(len(code)) if code else 0, c.pick("small", "extreme", "delete", "insert", "swap", "cut", "repeat")
+        at, kind = (
+            c.below(len(code)) if code else 0,
+            c.pick("small", "extreme", "delete", "insert", "swap", "cut", "repeat"),
+        )
         if kind == "small":
             code[at : at + 1] = [c.between(-2, 70)]
         elif kind == "extreme":

@@ -21,7 +21,11 @@ def generate(choices: Choices) -> str:
     queries, keys = c.pick(*_LENGTHS), c.pick(*_LENGTHS)
     columns = c.pick(8, 1, 16, 17, 3, 0)
     columns = max(columns, 1) if op == "attention" else columns
-    shapes = {"q": (batch, heads, queries, columns), "k": (batch, kv_heads, keys, columns), "v": (batch, kv_heads, keys, c.pick(columns, 5))}
+    shapes = {
+        "q": (batch, heads, queries, columns),
+        "k": (batch, kv_heads, keys, columns),
+        "v": (batch, kv_heads, keys, c.pick(columns, 5)),
+    }
     order = c.pick(0, 1, 1, 2)
     text = header(c)
     for name, shape in shapes.items():
@@ -45,7 +49,9 @@ def generate(choices: Choices) -> str:
     if op == "sdpa" and c.chance(15):
         options.append("installed=True")
     if c.chance(10):
-        options.append(f"under={c.pick('default dtype float64', 'threads 2', 'default dtype bfloat16', 'default device meta')!r}")
+        options.append(
+            f"under={c.pick('default dtype float64', 'threads 2', 'default dtype bfloat16', 'default device meta')!r}"
+        )
     return f"{text}check.{op}({', '.join(['q', 'k', 'v', *options])})\n"
 
 
