@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must not crash or hang, whatever it returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from lowbit import _C
+from lowbit.attention.program import ProgramBuilder
+
+from .compare import in_child
+
+
+def no_crash(call: Callable[[], object]) -> None:
+    """Run the call; any error will do."""
+    try:
+        call()
+    except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError, BufferError, KeyError):
+        pass
+
+
+def _program(number: int, length: int) -> list[int]:
+    p = ProgramBuilder()
+    value = p.op("score")
+    for step in range(length):
+        value = p.op("tanh", p.op("add", value, p.constant(float(number * length + step))))
+    return p.finish(value)
+
+
+def forks_while_a_thread_traces(forks: int) -> None:
+    """A thread parses programs, one after the other; children forked meanwhile parse one of their own."""
+    done = threading.Event()
+
+    def parse() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            _C.score_program_eval(_program(number, 150), [], 0, 0, 0, 0, torch.zeros(1, 1))
+
+    thread = threading.Thread(target=parse)
+    thread.start()
+    try:
+        for number in range(forks):
+            in_child(
+                lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, torch.zeros(1, 1)), seconds=5
+            )
+    finally:
+        done.set()
+        thread.join()

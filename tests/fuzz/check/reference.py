@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in float64 by torch's own ops, on the whole matrix of scores, and how far a result may be from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compare import UNIT, unit_of_sums
+
+Mod = Callable[..., Tensor]
+
+
+@dataclass
+class Result:
+    """What attention returns, and the scores before and after everything."""
+
+    out: Tensor
+    lse: Tensor
+    products: Tensor
+    scores: Tensor
+    p: Tensor
+
+
+def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """What a mod gives for every score, by torch's vmap, as torch's eager flex_attention evaluates it."""
+    first = () if scores is None else (0,)
+    function = mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        function = torch.vmap(function, in_dims=first + dims)
+    indices = [torch.arange(size, device="cpu") for size in shape]
+    made = function(*indices) if scores is None else function(scores, *indices)
+    return made.expand(shape)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None, score_mod: Mod | None = None,
+    mask_mod: Mod | None = None, sink: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """softmax(score_mod(scale q k^T) + mask) v in the dtype of the arguments; a row that sees nothing is 0, its lse -inf."""
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+    products = q @ k.transpose(-1, -2) * scale
+    scores = products
+    if score_mod is not None:
+        scores = over_scores(score_mod, products, tuple(products.shape)).to(products.dtype)
+    hidden = torch.zeros(products.shape, dtype=torch.bool, device="cpu")
+    if causal:
+        hidden = hidden | torch.ones(products.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    if mask_mod is not None:
+        hidden = hidden | ~over_scores(mask_mod, None, tuple(products.shape))
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask.to(scores.dtype)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    joined = (
+        scores
+        if sink is None
+        else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    )
+    if joined.shape[-1] == 0:
+        return Result(
+            q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * q.sum(),
+            q.new_full(q.shape[:3], -torch.inf),
+            products,
+            scores,
+            scores,
+        )
+    empty = (joined == -torch.inf).all(-1, keepdim=True)
+    p = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : scores.shape[-1]]
+    return Result(p @ v, torch.logsumexp(joined, -1), products, scores, p)
+
+
+def score_error(
+    q: Tensor, k: Tensor, scale: float, exact: Result, mask: Tensor | None, rough: Result | None, dtype: torch.dtype
+) -> Tensor:
+    """How far the scores of a row that count may be off: roundings of q k^T, of a float mask, and 8 times what a mod in float32 is off.
+
+    A mask that is so large that even float64 loses the score is exact: all that it hides is lost to every dtype.
+    """
+    u, columns = unit_of_sums(dtype), q.shape[-1]
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    magnitude = q.double().abs() @ k.double().abs().repeat_interleave(group, 1).transpose(-1, -2) * abs(scale)
+    error = (columns + 16) * u * magnitude
+    if mask is not None and mask.dtype != torch.bool:
+        size = mask.double().abs().expand(magnitude.shape)
+        lost = exact.products.detach().abs()
+        error = error + torch.where(
+            size * 2.0**-54 > lost, 0.0, torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6))
+        )
+    if rough is not None:
+        error = error + 8 * (rough.scores.double() - exact.scores).abs().nan_to_num(0.0, 0.0, 0.0)
+    finite = exact.scores.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    error = error + torch.where(finite < 1e6, 8 * u * finite, 0.0)
+    return torch.where(exact.p > 0, error, 0.0).amax(-1) if error.shape[-1] else error.sum(-1)
+
+
+def budget(q: Tensor, v: Tensor, exact: Result, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allowed errors of out and lse, from the errors of the scores of each row."""
+    u, keys = unit_of_sums(dtype), v.shape[-2]
+    largest = v.double().abs().amax() if v.numel() else torch.tensor(0.0, dtype=torch.float64)
+    allowed = ((2 * row.clamp(max=1) + (keys + 32) * u) * largest)[..., None]
+    allowed = allowed + UNIT[dtype] * (exact.out.detach().abs() + allowed) + torch.finfo(dtype).smallest_normal
+    lse = exact.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    return allowed, row + (keys + 32) * u + 4 * u * lse
+
+
+def gradient_tolerance(dtype: torch.dtype, exact: Result, row: Tensor, columns: int) -> float:
+    """Relative error of the gradients, of the largest that could be: roundings of the sums, of p, and of the dtype."""
+    worst = float(row.detach().amax()) if row.numel() else 0.0
+    keys = exact.scores.shape[-1] + exact.scores.shape[-2]
+    return 16 * worst + 16 * (keys + columns + 64) * unit_of_sums(dtype) + 8 * UNIT[dtype]
+
+
+def doubles(tensor: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """A leaf of this dtype with the same values, wherever the tensor is floating; it requires a gradient if that one does."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def copied(tensor: Any) -> Any:
+    """A leaf of the same dtype and values; it requires a gradient if that one does."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
