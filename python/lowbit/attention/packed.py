@@ -33,7 +33,8 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
         torch._assert_async(ascends, "flex_attention: cu_seqlens must ascend from 0 to the length")
     elif not ascends:
         raise ValueError(f"flex_attention: cu_seqlens must ascend from 0 to the length {length}, got {cu_seqlens.tolist()[:8]}...")
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(length, dtype=cu_seqlens.dtype), right=True, out_int32=True)
+    token = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True, out_int32=True)
 
     def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return document[q_idx] == document[kv_idx]
@@ -57,6 +58,6 @@ def _document_classes(document: Tensor, q_block: int, kv_block: int) -> Tensor:
 def _ranges(document: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Per block of tokens the first and the last document, and whether it reaches over the end (such a block is never FULL, as in torch)."""
     length = document.shape[0]
-    begin = torch.arange(0, length, block)
+    begin = torch.arange(0, length, block, device=document.device)
     end = begin + block
     return document[begin], document[end.clamp(max=length) - 1], end > length

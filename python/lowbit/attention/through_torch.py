@@ -33,8 +33,9 @@ def attention_through_torch(
 
     def block(start: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = queries.to(real) @ keys.transpose(-2, -1) * scale
-        place = [torch.arange(size, dtype=torch.int32) for size in q.shape[:2]]
-        place += [torch.arange(start, start + queries.shape[2], dtype=torch.int32), torch.arange(k.shape[2], dtype=torch.int32)]
+        place = [torch.arange(size, dtype=torch.int32, device=q.device) for size in q.shape[:2]]
+        for begin, count in ((start, queries.shape[2]), (0, k.shape[2])):
+            place.append(torch.arange(begin, begin + count, dtype=torch.int32, device=q.device))
         if score_mod is not None:
             scores = on_every_score(score_mod, 1)(scores, *place).to(real)
         seen = scores.new_ones((), dtype=torch.bool)

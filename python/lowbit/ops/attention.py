@@ -74,7 +74,7 @@ def attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
     """
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64) if dropout_p > 0 else None
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if sink is not None:
         sink = sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     compiling = _is_dynamo_compiling()

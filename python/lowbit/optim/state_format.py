@@ -38,10 +38,10 @@ def allocate(param: Tensor, state_format: str, block_size: int) -> tuple[Tensor,
     if not has_codes(state_format):
         return torch.empty_like(param, dtype=_FLOATS[state_format], requires_grad=False).zero_(), None
     if state_format == "dynamic4":
-        codes = torch.empty(nibble_bytes(numel), dtype=torch.uint8)
+        codes = torch.empty(nibble_bytes(numel), dtype=torch.uint8, device=param.device)
     else:
         codes = torch.empty_like(param, dtype=torch.uint8, requires_grad=False)
-    return codes.zero_(), torch.empty(scale_count(numel, block_size)).zero_()
+    return codes.zero_(), torch.empty(scale_count(numel, block_size), device=param.device).zero_()
 
 
 def encode(values: Tensor, state_format: str, is_signed: bool, block_size: int) -> tuple[Tensor, Tensor | None]:
