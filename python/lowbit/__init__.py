@@ -13,6 +13,7 @@ must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -26,7 +27,7 @@ from lowbit._C import version as __version__
 from lowbit.ops.registration import register as _register
 
 if TYPE_CHECKING:
-    from lowbit import attention, optim
+    from lowbit import attention, devices, optim
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
@@ -83,7 +84,7 @@ _HOME = {
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
-_MODULES = {"attention": "lowbit.attention", "optim": "lowbit.optim"}
+_MODULES = {"attention": "lowbit.attention", "devices": "lowbit.devices", "optim": "lowbit.optim"}
 __all__ = [
     "AuxOutput",
     "AuxRequest",
@@ -102,6 +103,7 @@ __all__ = [
     "attention",
     "create_block_mask",
     "create_mask",
+    "devices",
     "explain",
     "flex_attention",
     "float_weight",
@@ -122,6 +124,10 @@ __all__ = [
 ]
 
 _register()
+if os.environ.get("LOWBIT_SIM") == "1":
+    from lowbit.devices import simulated
+
+    simulated.enable()
 
 
 def __getattr__(name: str) -> Any:
