@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from lowbit import devices
 from lowbit.ops.attention import attention
 
 FORMATS = ("int8", "int4")
@@ -66,8 +67,8 @@ class QuantizedKVLayer:
         key, value = (tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value))
         batch, heads, length, _ = key.shape
         if self._k is None or self._v is None:
-            self._k = _Rows.empty(self.format, batch, heads, length, key.shape[-1])
-            self._v = _Rows.empty(self.format, batch, heads, length, value.shape[-1])
+            self._k = _Rows.empty(self.format, batch, heads, length, key)
+            self._v = _Rows.empty(self.format, batch, heads, length, value)
         end = self.length + length
         if end > self._k.codes.shape[2]:
             self._k, self._v = self._k.grown(self.length, end), self._v.grown(self.length, end)
@@ -81,8 +82,7 @@ class QuantizedKVLayer:
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise ValueError(f"QuantizedKVCache: {name} must have shape [B, H, L, E], got {list(tensor.shape)}")
-            if tensor.device.type != "cpu":
-                raise ValueError(f"QuantizedKVCache: {name} must be on the CPU, got {tensor.device}")
+            devices.check("QuantizedKVCache", name, tensor.device)
             if tensor.dtype not in _DTYPES:
                 raise TypeError(f"QuantizedKVCache: {name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if key.shape[:3] != value.shape[:3]:
@@ -134,7 +134,7 @@ class QuantizedKVLayer:
         if mask is not None:
             mask = mask.detach().expand(batch, query.shape[1], q_length, length)
         if q_length * (query.shape[1] // heads) > _DECODE_ROWS:
-            visible = _visible(q_length, length, position, causal, window)
+            visible = _visible(q_length, length, position, causal, window, query.device)
             return self._attend_prompt(query, scale, _both(mask, visible), sink)
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
         return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
@@ -170,7 +170,8 @@ class QuantizedKVLayer:
     def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
         if self.shape is None:
             raise ValueError("QuantizedKVCache: the cache is empty")
-        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype)
+        device = self._k.codes.device
+        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype, device=device)
         self._read(*((result, None) if which == 0 else (None, result)), slice(None))
         return result
 
@@ -204,11 +205,12 @@ class _Rows:
         self.codes, self.scale, self.columns = codes, scale, columns
 
     @staticmethod
-    def empty(format: str, batch: int, heads: int, capacity: int, columns: int) -> _Rows:
+    def empty(format: str, batch: int, heads: int, capacity: int, like: Tensor) -> _Rows:
+        columns = like.shape[-1]
         padded = -(-columns // _GROUP) * _GROUP
         int4 = format == "int4"
-        codes = torch.empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
-        scale = torch.empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
+        codes = like.new_empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
+        scale = like.new_empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
         return _Rows(codes, scale, columns)
 
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -227,11 +229,11 @@ class _Rows:
         return _Rows(codes.index_select(0, index), scale.index_select(0, index), self.columns)
 
 
-def _visible(q_length: int, length: int, position: int, causal: bool, window: int) -> Tensor | None:
+def _visible(q_length: int, length: int, position: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
     if not causal and window <= 0:
         return None
-    query, key = torch.arange(q_length)[:, None] + position, torch.arange(length)
-    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool)
+    query, key = torch.arange(q_length, device=device)[:, None] + position, torch.arange(length, device=device)
+    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool, device=device)
     return visible & (key > query - window) if window > 0 else visible
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit import devices
 from lowbit._C import STATE_FORMATS
 from lowbit.ops.optim import StepLists, optim_step
 from lowbit.optim import loading, sharding
@@ -120,8 +121,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _check_param(self, param: Tensor) -> None:
         name = type(self).__name__
-        if param.device.type != "cpu":
-            raise ValueError(f"{name}: parameters must be on the CPU, got one on {param.device}")
+        devices.check(name, "parameters", param.device)
         if param.dtype not in _PARAM_DTYPES:
             raise ValueError(f"{name}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
 
