@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dis
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ except ModuleNotFoundError as error:
 from lowbit._C import version as __version__
 
 if TYPE_CHECKING:
-    from lowbit import attention, optim
+    from lowbit import attention, devices, optim
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
@@ -94,7 +95,7 @@ _HOME = {
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
-_MODULES = {"attention": "lowbit.attention", "optim": "lowbit.optim"}
+_MODULES = {"attention": "lowbit.attention", "devices": "lowbit.devices", "optim": "lowbit.optim"}
 __all__ = [
     "AuxOutput",
     "AuxRequest",
@@ -118,6 +119,7 @@ __all__ = [
     "create_block_mask",
     "create_mask",
     "dequantize_",
+    "devices",
     "explain",
     "flex_attention",
     "float_weight",
@@ -145,6 +147,10 @@ if _torch is not None:
     register()
     join_when_imported()
     del register, join_when_imported
+    if os.environ.get("LOWBIT_SIM") == "1":
+        from lowbit.devices import simulated
+
+        simulated.enable()
 
 
 def __getattr__(name: str) -> Any:

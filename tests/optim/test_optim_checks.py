@@ -58,7 +58,7 @@ def test_dtypes_that_are_not_served(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_another_device(case: Case) -> None:
-    with pytest.raises(ValueError, match="parameters must be on the CPU, got one on meta"):
+    with pytest.raises(ValueError, match="parameters must be on the CPU, got meta"):
         case.make([nn.Parameter(torch.zeros(3, device="meta"))])
 
 

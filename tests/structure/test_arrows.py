@@ -17,25 +17,26 @@ CPP_ARROWS = {
     "core": {"core"},
     "formats": {"formats", "core"},
     "rules": {"rules", "core"},
+    "sim": {"sim", "core"},
     "ops": {"ops", "formats", "rules", "core"},
     "cpu": {"cpu", "ops", "formats", "rules", "core"},
-    "torch": {"torch", "ops", "formats", "rules", "core"},
-    "bindings": {"bindings", "torch", "ops", "formats", "rules", "core"},
+    "torch": {"torch", "sim", "ops", "formats", "rules", "core"},
+    "bindings": {"bindings", "torch", "sim", "ops", "formats", "rules", "core"},
     "backends.cpp": {"cpu", "ops", "core"},
 }
 PYTHON_ARROWS = {
     "reference": {"reference"},
     "ops": {"ops", "_C", "reference"},
     "formats": {"formats", "ops", "_C", "reference"},
-    "quant": {"quant", "formats", "ops", "_C", "reference"},
-    "optim": {"optim", "ops", "_C"},
-    "attention": {"attention", "ops", "_C"},
+    "quant": {"quant", "devices", "formats", "ops", "_C", "reference"},
+    "optim": {"optim", "devices", "ops", "_C"},
+    "attention": {"attention", "devices", "ops", "_C"},
     "integrations": {"integrations", "attention", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
-    "__init__.py": {"ops", "formats", "quant", "optim", "attention", "integrations", "diagnostics", "_C"},
+    "__init__.py": {"ops", "devices", "formats", "quant", "optim", "attention", "integrations", "diagnostics", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

@@ -116,11 +116,11 @@ def from_classes(
 def to_classes(mask: BlockMask) -> Tensor:
     """The classes that a BlockMask lists, the inverse of ``from_classes``."""
     rows, columns = (-(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
-    classes = torch.zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8, device="cpu")
+    classes = mask.kv_num_blocks.new_zeros(*mask.kv_num_blocks.shape[:-1], rows, columns + 1, dtype=torch.uint8)
     lists = [(mask.kv_num_blocks, mask.kv_indices, PARTIAL), (mask.full_kv_num_blocks, mask.full_kv_indices, FULL)]
     for number, indices, value in lists:
         if number is not None:
-            listed = torch.arange(indices.shape[-1], device="cpu") < number[..., None]
+            listed = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
             classes.scatter_(-1, torch.where(listed, indices, columns).long(), value)
     return classes[..., :columns]
 

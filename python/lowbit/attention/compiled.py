@@ -21,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from lowbit import devices
 from lowbit.attention.run_mods import WHOLE, run_mods
 from lowbit.attention.tracer import Subgraph
 
@@ -63,7 +64,7 @@ def _identity(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 
 def _ours(query: Tensor, options: dict[str, Any]) -> bool:
-    return _MARK in options or everything and query.device.type == "cpu"
+    return _MARK in options or everything and devices.has_kernels(query.device)
 
 
 def _attention(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from lowbit import devices
 from lowbit.attention.compiled import compiled_attention
 from lowbit.attention.packed import with_documents
 from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
@@ -168,8 +169,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     for name, tensor in tensors.items():
         if tensor.is_nested:
             raise NotImplementedError(f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens")
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
+        devices.check(_NAME, name, tensor.device, meta=True)
         if tensor.dim() != 4:
             raise NotImplementedError(f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})")
         if tensor is not query and tensor.is_floating_point():

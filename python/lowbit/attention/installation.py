@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.bias import CausalBias
 
+from lowbit import devices
 from lowbit.attention import block_mask, compiled
 from lowbit.attention.flex import flex_attention
 from lowbit.attention.plain import DTYPES
@@ -93,7 +94,7 @@ def _sdpa(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
-    return isinstance(query, Tensor) and query.device.type == "cpu"
+    return isinstance(query, Tensor) and devices.has_kernels(query.device)
 
 
 def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -105,7 +106,7 @@ def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: 
 def _takes_sdpa(query: Any, key: Any = None, value: Any = None, attn_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
     return (
         isinstance(query, Tensor)
-        and query.device.type == "cpu"
+        and devices.has_kernels(query.device)
         and not query.is_nested
         and query.dtype in DTYPES
         and all(_is_like_tensor(argument) for argument in (query, key, value, attn_mask) if argument is not None)

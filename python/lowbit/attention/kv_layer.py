@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from lowbit import devices
 from lowbit.ops.attention import attention
 
 FORMATS = ("int8", "int4")
@@ -67,8 +68,8 @@ class QuantizedKVLayer:
         batch, heads, length, _ = key.shape
         k, v = self._k, self._v
         if k is None or v is None:
-            k = _Rows.empty(self.format, batch, heads, length, key.shape[-1])
-            v = _Rows.empty(self.format, batch, heads, length, value.shape[-1])
+            k = _Rows.empty(self.format, batch, heads, length, key)
+            v = _Rows.empty(self.format, batch, heads, length, value)
         end = self.length + length
         if end > k.codes.shape[2]:
             k, v = k.grown(self.length, end), v.grown(self.length, end)
@@ -82,8 +83,7 @@ class QuantizedKVLayer:
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise ValueError(f"QuantizedKVCache: {name} must have shape [B, H, L, E], got {list(tensor.shape)}")
-            if tensor.device.type != "cpu":
-                raise ValueError(f"QuantizedKVCache: {name} must be on the CPU, got {tensor.device}")
+            devices.check("QuantizedKVCache", name, tensor.device)
             if tensor.dtype not in _DTYPES:
                 raise TypeError(f"QuantizedKVCache: {name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if key.shape[:3] != value.shape[:3]:
@@ -137,7 +137,7 @@ class QuantizedKVLayer:
         if mask is not None:
             mask = mask.detach().expand(batch, query.shape[1], q_length, length)
         if q_length * group > _DECODE_ROWS:
-            visible = _visible(q_length, length, position, causal, window)
+            visible = _visible(q_length, length, position, causal, window, query.device)
             return self._attend_prompt(query, scale, _both(mask, visible), sink)
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
         return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
@@ -173,7 +173,8 @@ class QuantizedKVLayer:
     def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
         if self.shape is None:
             raise ValueError("QuantizedKVCache: the cache is empty")
-        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype, device="cpu")
+        device = self._k.codes.device
+        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype, device=device)
         self._read(*((result, None) if which == 0 else (None, result)), slice(None))
         return result
 
@@ -229,15 +230,13 @@ class _Rows:
         self.codes, self.scale, self.columns = codes, scale, columns
 
     @staticmethod
-    def empty(format: str, batch: int, heads: int, capacity: int, columns: int) -> _Rows:
+    def empty(format: str, batch: int, heads: int, capacity: int, like: Tensor) -> _Rows:
+        columns = like.shape[-1]
         padded = -(-columns // _GROUP) * _GROUP
         int4 = format == "int4"
-        codes, scale = (padded // 2, padded // _GROUP) if int4 else (padded, 1)
-        return _Rows(
-            torch.empty(batch, heads, capacity, codes, dtype=torch.uint8 if int4 else torch.int8, device="cpu"),
-            torch.empty(batch, heads, capacity, scale, dtype=torch.float16 if int4 else torch.float32, device="cpu"),
-            columns,
-        )
+        codes = like.new_empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
+        scale = like.new_empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
+        return _Rows(codes, scale, columns)
 
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return self.codes[:, :, begin:end], self.scale[:, :, begin:end]
@@ -255,11 +254,11 @@ class _Rows:
         return _Rows(codes.index_select(0, index), scale.index_select(0, index), self.columns)
 
 
-def _visible(q_length: int, length: int, position: int, causal: bool, window: int) -> Tensor | None:
+def _visible(q_length: int, length: int, position: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
     if not causal and window <= 0:
         return None
-    query, key = torch.arange(q_length, device="cpu")[:, None] + position, torch.arange(length, device="cpu")
-    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool, device="cpu")
+    query, key = torch.arange(q_length, device=device)[:, None] + position, torch.arange(length, device=device)
+    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool, device=device)
     return visible & (key > query - window) if window > 0 else visible
 
 

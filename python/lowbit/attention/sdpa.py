@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from lowbit import devices
 from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
 from lowbit.ops.attention import attention
 
@@ -86,8 +87,7 @@ def _check(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
     for name, tensor in tensors.items():
-        if tensor.device.type not in ("cpu", "meta"):
-            raise ValueError(f"{_NAME}: {name} must be on the CPU, got {tensor.device}")
+        devices.check(_NAME, name, tensor.device, meta=True)
         if tensor.is_nested:
             raise ValueError(f"{_NAME}: {name} must be a dense tensor, got a nested one")
         if tensor.dim() < 2:

@@ -33,9 +33,9 @@ def attention_through_torch(
 
     def block(start: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = queries.to(real) @ keys.transpose(-2, -1) * scale
-        place = [torch.arange(size, dtype=torch.int32, device="cpu") for size in q.shape[:2]]
+        place = [torch.arange(size, dtype=torch.int32, device=q.device) for size in q.shape[:2]]
         ends = (start, start + queries.shape[2]), (0, k.shape[2])
-        place += [torch.arange(first, last, dtype=torch.int32, device="cpu") for first, last in ends]
+        place += [torch.arange(first, last, dtype=torch.int32, device=q.device) for first, last in ends]
         if score_mod is not None:
             scores = on_every_score(score_mod, 1)(scores, *place).to(real)
         seen = scores.new_ones((), dtype=torch.bool)

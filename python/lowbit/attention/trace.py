@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowbit import devices
 from lowbit.attention.captured import Captured, captured_by
 from lowbit.attention.program import UnknownOp
 from lowbit.attention.stand_in import RandomOp
@@ -66,8 +67,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
     captured = Captured(mod.tensors) if isinstance(mod, Subgraph) else captured_by(mod)
     argument = _MASK if mask else _SCORE
     for tensor in captured.tensors:
-        if tensor.device.type != "cpu":
-            raise RuntimeError(f"{op}: tensors captured by {argument} must be on the CPU, got {tensor.device}")
+        devices.check(op, f"tensors captured by {argument}", tensor.device, error=RuntimeError)
     key = None if captured.key is None else (mask, dtype == torch.float64, *_surroundings(), captured.key)
     program = _programs.get(key) if key is not None else None
     if program is None:

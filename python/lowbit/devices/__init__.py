@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points by which torch and other packages find lowbit."""
+"""Where lowbit's ops run: `list()`, `check()`; entry points by which torch and other packages find lowbit; simulated devices."""
+
+from __future__ import annotations
+
+from lowbit.devices.places import check, has_kernels, list
+
+__all__ = ["check", "has_kernels", "list"]

@@ -16,6 +16,8 @@ def autoload_state() -> str:
         return f"failed: {type(module.failure).__name__}: {module.failure}"
     if module is not None and module.ran:
         return "ran at import torch"
+    if os.environ.get("LOWBIT_SIM") == "1":
+        return "off: LOWBIT_SIM=1 leaves it to import lowbit"
     value = os.environ.get(SWITCH, "1")
     if value != "1":
         return f"off: {SWITCH}={value}"

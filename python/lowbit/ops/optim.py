@@ -109,5 +109,6 @@ def _split(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
 if not torch._C._dispatch_has_kernel("lowbit::optim_step_"):  # another copy of the package may have been there first
     _library = keep(torch.library.Library("lowbit", "FRAGMENT"))
     _library.define(SCHEMA)
-    _library.impl("optim_step_", _op, "CPU")
+    for _key in ("CPU", "PrivateUse1"):
+        _library.impl("optim_step_", _op, _key)
     torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)

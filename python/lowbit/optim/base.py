@@ -131,7 +131,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             kept = None  # zeros, of no use any more
         if kept is None:
             state.clear()
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=layout.device)
         elif kept != layout and has_codes(kept.state_format) and has_codes(layout.state_format) and float(state["step"]) > 0:
             warnings.warn(f"{type(self).__name__}: moments are encoded again, from {kept} to {layout}", stacklevel=2)
         for name, is_signed in self._all_moments(group).items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import devices
 from lowbit._C import STATE_FORMATS
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,8 +65,7 @@ def _check_betas(betas: Any) -> None:
 
 def check_param(param: Tensor, optimizer: str) -> None:
     """Raise ValueError for a parameter that no step could serve."""
-    if param.device.type != "cpu":
-        raise ValueError(f"{optimizer}: parameters must be on the CPU, got one on {param.device}")
+    devices.check(optimizer, "parameters", param.device)
     if param.dtype not in _PARAM_DTYPES:
         raise ValueError(f"{optimizer}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
     if param.layout is not torch.strided:

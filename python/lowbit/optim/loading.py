@@ -122,7 +122,7 @@ def _convert(optimizer: LowBitOptimizer, entry: saved_state.Entry, again: Counte
                 again[f"from {moment.layout} to {layout}"] += 1
             values, scale = encode(decode(values, scale, moment.layout, moment.is_signed), layout, moment.is_signed)
         converted |= optimizer._stored(entry.param, name, values, scale, layout)
-    return _Held({"step": torch.tensor(entry.step(), dtype=torch.float32, device="cpu"), **converted}, layout)
+    return _Held({"step": torch.tensor(entry.step(), dtype=torch.float32, device=layout.device), **converted}, layout)
 
 
 def _release(optimizer: LowBitOptimizer) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,8 @@ def _of_torchao(state: Any, local: Tensor, is_signed: bool, what: str) -> Moment
         state_format, codes = "float8", codes.view(torch.uint8)
     else:
         state_format = "dynamic4" if codes.numel() < local.numel() else "dynamic8"
-    rows = Layout.of(torch.empty(local.shape, device="meta"), state_format, max(1, local.numel() // max(1, scale.numel())))
+    by_rows = torch.empty(local.shape, device="meta")
+    rows = replace(Layout.of(by_rows, state_format, max(1, local.numel() // max(1, scale.numel()))), device=local.device)
     if rows.block_size & (rows.block_size - 1):
         raise ValueError(f"{what} must have a scale per power of two of elements, got {scale.numel()} for {local.numel()}")
     return _codes(codes, scale, rows, is_signed, what, qmap)

@@ -43,6 +43,7 @@ class Layout:
     block_size: int
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
+    device: torch.device = torch.device("cpu")
 
     @classmethod
     def of(cls, tensor: Tensor, state_format: str, block_size: int) -> Layout:
@@ -50,7 +51,7 @@ class Layout:
         stride = None
         if not tensor.is_contiguous() and not (dense := torch.empty_like(tensor, device="meta")).is_contiguous():
             stride = tuple(0 if size == 1 else step for size, step in zip(tensor.shape, dense.stride(), strict=True))
-        return cls(state_format, block_size if has_codes(state_format) else 0, tuple(tensor.shape), stride)
+        return cls(state_format, block_size if has_codes(state_format) else 0, tuple(tensor.shape), stride, tensor.device)
 
     @property
     def numel(self) -> int:
@@ -69,8 +70,8 @@ class Layout:
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return a tensor of the parameter's shape in its memory order."""
         if self.stride is None:
-            return torch.empty(self.shape, dtype=dtype, device="cpu")
-        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="cpu")
+            return torch.empty(self.shape, dtype=dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=self.device)
 
     def __str__(self) -> str:
         order = "" if self.stride is None else f", strides {list(self.stride)}"
@@ -84,10 +85,10 @@ def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
     touched here, so that the first step is as fast as the others.
     """
     if layout.state_format == "dynamic4":
-        moment = torch.empty(nibble_bytes(layout.numel), dtype=torch.uint8, device="cpu")
+        moment = torch.empty(nibble_bytes(layout.numel), dtype=torch.uint8, device=layout.device)
     else:
         moment = layout.empty(layout.dtype)
-    scale = torch.zeros(layout.scales, dtype=torch.float32, device="cpu") if layout.block_size else None
+    scale = torch.zeros(layout.scales, dtype=torch.float32, device=layout.device) if layout.block_size else None
     return moment.zero_(), scale
 
 

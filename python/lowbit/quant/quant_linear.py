@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C
+from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, OpArgs, describe_layout
 from lowbit.ops.linear import linear
 from lowbit.quant.linear_layers import features_of
@@ -110,7 +110,7 @@ class QuantLinear(nn.Linear):
         ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
         """
         n, k = codes.shape
-        packed = codes.new_zeros(spec.shape(n, k))
+        packed = torch.zeros(spec.shape(n, k), dtype=torch.uint8, device=codes.device)
         zero = None if zero is None else zero.contiguous()
         _C.pack(codes.contiguous(), scale.contiguous(), zero, packed, *spec.weight_args(n, k))
         return cls.from_packed(packed, n, k, spec, bias)
@@ -176,7 +176,7 @@ class QuantLinear(nn.Linear):
 def all_finite(weight: Tensor) -> bool:
     """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
     weight = weight.detach()
-    return _C.all_finite(weight.contiguous()) if weight.device.type == "cpu" else bool(weight.isfinite().all())
+    return _C.all_finite(weight.contiguous()) if devices.has_kernels(weight.device) else bool(weight.isfinite().all())
 
 
 def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowbit import devices
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
@@ -95,7 +96,7 @@ def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     device = torch.device(device)
-    if device.type != "cpu":
+    if not devices.has_kernels(device):
         raise ValueError(f'quantize_: device must be "cpu" or None, got device={str(device)!r}')
     return device
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lowbit import _C
+from lowbit import _C, devices
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
@@ -150,7 +150,7 @@ def _check_module(name: str, module: nn.Module, device: torch.device | None) -> 
         raise TypeError(
             f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {module.bias.dtype}"
         )
-    if weight.device.type not in ("cpu", "meta") and device is None:
+    if not devices.has_kernels(weight.device) and weight.device.type != "meta" and device is None:
         raise ValueError(
             f'quantize_: weight of {_label(name)} must be on the cpu, got device={weight.device}; device="cpu" moves it'
         )

@@ -7,6 +7,7 @@ import torch
 from torch.utils import backend_registration
 
 from lowbit import _C
+from lowbit.devices import places
 from lowbit.devices.simulated import autocast, overridden, shim
 from lowbit.devices.simulated.device_module import DeviceModule
 from lowbit.devices.simulated.fallback import fallback
@@ -23,6 +24,7 @@ def register(devices: int, bytes_each: int) -> None:
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, DeviceModule())
     _register_kernels()
     register_key("PrivateUse1")
+    places.serve(DEVICE)
     _check_autograd()
 
 

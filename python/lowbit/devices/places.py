@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices lowbit has kernels for, and the one check of it."""
+
+from __future__ import annotations
+
+import torch
+
+_served: tuple[str, ...] = ("cpu",)
+
+
+def serve(device_type: str) -> None:
+    """Note that lowbit's ops have kernels for a type of device from now on."""
+    global _served
+    if device_type not in _served:
+        _served = (*_served, device_type)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return True if lowbit's ops run on tensors of ``device``."""
+    return device.type in _served
+
+
+def check(op: str, name: str, device: torch.device, *, meta: bool = False, error: type[Exception] = ValueError) -> None:
+    """Raise ``error`` unless lowbit has kernels for ``device``; ``meta`` lets that pass too.
+
+    Example:
+        >>> check("flex_attention", "query", query.device)
+        ValueError: flex_attention: query must be on the CPU, got cuda:0
+    """
+    if device.type in _served or (meta and device.type == "meta"):
+        return
+    raise error(f"{op}: {name} must be on {wanted()}, got {device}")
+
+
+def wanted() -> str:
+    """Return the served devices for an error text: ``"the CPU"``, ``"the CPU or lowbit_sim"``."""
+    return " or ".join(("the CPU", *_served[1:]))
+
+
+def list() -> list[str]:
+    """Return the devices that lowbit's ops run on in this process, by the names that torch gives them."""
+    names = ["cpu"]
+    for device_type in _served[1:]:
+        names += [f"{device_type}:{index}" for index in range(torch.get_device_module(device_type).device_count())]
+    return names

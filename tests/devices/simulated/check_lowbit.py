@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lowbit's own ops on the device: the bits of the CPU, results there, errors that name the place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+from lowbit import _C, devices
+from lowbit.devices import simulated
+
+simulated.enable()
+DEVICE = "lowbit_sim:1"
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 40))
+
+
+@pytest.mark.parametrize("config", [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()])
+def test_a_model_quantized_there_gives_the_bits_of_one_quantized_here(config: object) -> None:
+    here, there = model(), model().to(DEVICE)
+    lowbit.quantize_(here, config)
+    lowbit.quantize_(there, config)
+    x = torch.randn(3, 64)
+    result = there(x.to(DEVICE))
+    assert result.device == torch.device(DEVICE) and torch.equal(result.cpu(), here(x))
+    assert torch.equal(there[0].weight.cpu(), here[0].weight) and there[0].weight.device == torch.device(DEVICE)
+    moved = copy.deepcopy(here).to(DEVICE)
+    assert torch.equal(moved(x.to(DEVICE)).cpu(), here(x))
+
+
+def test_the_ops_have_kernels_of_their_own_there() -> None:
+    for row in lowbit.ops.registration.registered():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(row["op"], "PrivateUse1"), row
+    layer = nn.Sequential(nn.Linear(64, 64)).to(DEVICE)
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    x = torch.randn(2, 64, device=DEVICE)
+    before = simulated.launches(DEVICE)
+    with torch.no_grad(), lowbit.force_kernel("linear_int8_scalar"):
+        layer(x)
+    assert _C.last_kernel("linear") == "linear_int8_scalar" and simulated.launches(DEVICE) == before + 1
+
+
+def test_gradients_of_a_quantized_layer_stay_there() -> None:
+    layer = nn.Sequential(nn.Linear(64, 64)).to(DEVICE)
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    x = torch.randn(2, 64, device=DEVICE, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.device == torch.device(DEVICE) and x.grad.abs().sum() > 0
+
+
+def attend(q, k, v, device):
+    bias = torch.linspace(-1, 1, 2, device=device)
+    blocks = lowbit.create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, device=device)
+    return lowbit.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h] * (i - j), block_mask=blocks)
+
+
+def test_flex_attention_and_its_gradients_have_the_bits_of_the_cpu() -> None:
+    here = [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
+    there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in here]
+    mine, theirs = attend(*here, "cpu"), attend(*there, DEVICE)
+    assert theirs.device == torch.device(DEVICE) and torch.equal(theirs.cpu(), mine)
+    mine.sum().backward()
+    theirs.sum().backward()
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(b.grad.cpu(), a.grad)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_scaled_dot_product_attention_has_the_bits_of_the_cpu(dropout_p: float) -> None:
+    q = torch.randn(1, 2, 40, 16)
+    results = []
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(1)
+        x = q.to(device)
+        results.append(lowbit.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=dropout_p).cpu())
+    assert torch.equal(*results)
+
+
+def test_a_quantized_cache_attends_there() -> None:
+    q, k, v = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 9, 64), torch.randn(1, 2, 9, 64)
+    results = []
+    for device in ("cpu", DEVICE):
+        cache = lowbit.QuantizedKVCache()
+        cache.append(0, k.to(device), v.to(device))
+        results += [cache.attend(0, q.to(device)).cpu(), cache.attend(0, k.to(device), window=3).cpu()]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "AdamW4bit", "Lion8bit", "SGD8bit"])
+def test_an_optimizer_steps_there_as_here(optimizer: str) -> None:
+    here, there = model(), model().to(DEVICE)
+    steps = [getattr(lowbit.optim, optimizer)(m.parameters(), lr=1e-2) for m in (here, there)]
+    for _ in range(3):
+        x = torch.randn(2, 64)
+        for m, step, device in ((here, steps[0], "cpu"), (there, steps[1], DEVICE)):
+            for parameter in m.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01) * x[0, 0].to(device)
+            step.step()
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert b.device == torch.device(DEVICE) and torch.equal(b.cpu(), a)
+    for state in steps[1].state.values():
+        assert {value.device for name, value in state.items() if name != "step"} == {torch.device(DEVICE)}
+
+
+def test_tensors_of_two_places_are_refused_by_name() -> None:
+    q = torch.randn(1, 2, 8, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="attention_forward: k must be on lowbit_sim:1, got lowbit_sim:0"):
+        lowbit.scaled_dot_product_attention(q, q.to("lowbit_sim:0"), q)
+
+
+def test_a_fault_surfaces_as_an_exception_and_leaves_nothing_behind() -> None:
+    q = torch.randn(1, 2, 8, 16, device=DEVICE)
+    before = simulated.live_bytes(DEVICE)
+    simulated.inject("launch", DEVICE)
+    with pytest.raises(RuntimeError, match="lowbit_sim:1: the launch failed"):
+        lowbit.scaled_dot_product_attention(q, q, q)
+    simulated.inject("memory", DEVICE)
+    with pytest.raises(RuntimeError, match="attention_forward: torch failed: allocation of the result.*out of memory"):
+        lowbit.scaled_dot_product_attention(q, q, q)
+    assert simulated.live_bytes(DEVICE) == before
+    assert lowbit.scaled_dot_product_attention(q, q, q).shape == q.shape
+
+
+def test_the_devices_are_listed_and_checked_in_one_place() -> None:
+    assert devices.list() == ["cpu", "lowbit_sim:0", "lowbit_sim:1"]
+    devices.check("op", "x", torch.device(DEVICE))
+    with pytest.raises(ValueError, match="op: x must be on the CPU or lowbit_sim, got meta"):
+        devices.check("op", "x", torch.device("meta"))
