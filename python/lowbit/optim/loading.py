@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lowbit.optim import saved_state
 from lowbit.optim.state_format import Layout, decode, encode, has_codes

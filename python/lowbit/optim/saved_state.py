@@ -134,7 +134,7 @@ def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool
         if scale is None:
             return _floats(values, local, is_signed, what)
         block_size = next((size for size in _BITSANDBYTES_BLOCKS if _length(scale) == scale_count(local.numel(), size)), _BITSANDBYTES_BLOCKS[0])
-        return _codes(values, scale, Layout.of(_like(values, local), "dynamic8", block_size), is_signed, what, entry.state.get(f"qmap{position}"))
+        return _codes(values, scale, _layout_like(values, local, "dynamic8", block_size), is_signed, what, entry.state.get(f"qmap{position}"))
     values = sharding.local(values)
     return _of_torchao(values, local, is_signed, what) if hasattr(values, "codes") else _floats(values, local, is_signed, what)
 
@@ -153,7 +153,7 @@ def _of_ours(entry: Entry, name: str, values: Any, is_signed: bool) -> Moment:
         _check(values, (wanted.dtype,), local.shape, what)
         return _floats(values, local, is_signed, what)
     if wanted.state_format != "dynamic4":  # codes have the memory order that their parameter had
-        wanted = Layout.of(_like(values, local), wanted.state_format, wanted.block_size)
+        wanted = _layout_like(values, local, wanted.state_format, wanted.block_size)
     return _codes(values, scale, wanted, is_signed, what)
 
 
@@ -209,9 +209,10 @@ def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None
         raise ValueError(f"{what} must be the map of {state_format}, got another one")
 
 
-def _like(values: Any, local: Tensor) -> Tensor:
-    """Return what has the memory order of saved codes; the parameter where they cannot be read, which is checked after."""
-    return values if isinstance(values, Tensor) and values.layout is torch.strided and values.shape == local.shape else local
+def _layout_like(values: Any, local: Tensor, state_format: str, block_size: int) -> Layout:
+    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which is checked after."""
+    readable = isinstance(values, Tensor) and values.layout is torch.strided and values.shape == local.shape
+    return replace(Layout.of(values if readable else local, state_format, block_size), device=local.device)
 
 
 def _length(scale: Any) -> int:
