@@ -12,24 +12,41 @@ namespace {
 
 using Code = std::vector<int64_t>;
 
-void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, double scale, py::handle k_scale, py::handle v_scale, bool rotated,
-                 bool causal, int64_t position, int64_t window, py::handle mask, py::handle sink, py::handle lse, const Code& score_mod,
-                 const py::list& score_captured, const Code& mask_mod, const py::list& mask_captured) {
-  const TensorArgument q_argument(q, "decode: q"), k_argument(k, "decode: k"), v_argument(v, "decode: v"), out_argument = output(out, "decode: out");
-  const TensorArgument k_scale_argument = optional(k_scale, "decode: k_scale"), v_scale_argument = optional(v_scale, "decode: v_scale");
+void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, double scale, py::handle k_scale,
+                 py::handle v_scale, bool rotated, bool causal, int64_t position, int64_t window, py::handle mask,
+                 py::handle sink, py::handle lse, const Code& score_mod, const py::list& score_captured,
+                 const Code& mask_mod, const py::list& mask_captured) {
+  const TensorArgument q_argument(q, "decode: q"), k_argument(k, "decode: k"), v_argument(v, "decode: v"),
+      out_argument = output(out, "decode: out");
+  const TensorArgument k_scale_argument = optional(k_scale, "decode: k_scale"),
+                       v_scale_argument = optional(v_scale, "decode: v_scale");
   const TensorArgument mask_argument = optional(mask, "decode: mask"), sink_argument = optional(sink, "decode: sink");
   const TensorArgument lse_argument(lse, "decode: lse", Access::write, true);
   const TensorArguments score_tensors(score_captured, "score_captured"), mask_tensors(mask_captured, "mask_captured");
   const AttentionMods mods("decode", {score_mod, score_tensors.views}, {mask_mod, mask_tensors.views});
   const py::gil_scoped_release nogil;
-  decode({.q = *q_argument, .k = *k_argument, .v = *v_argument, .k_scale = *k_scale_argument, .v_scale = *v_scale_argument, .out = *out_argument,
-          .lse = *lse_argument, .mask = *mask_argument, .sink = *sink_argument, .scale = scale, .causal = causal, .position = position,
-          .window = window, .rotated = rotated, .score_mod = mods.score_mod(), .mask_mod = mods.mask_mod()});
+  decode({.q = *q_argument,
+          .k = *k_argument,
+          .v = *v_argument,
+          .k_scale = *k_scale_argument,
+          .v_scale = *v_scale_argument,
+          .out = *out_argument,
+          .lse = *lse_argument,
+          .mask = *mask_argument,
+          .sink = *sink_argument,
+          .scale = scale,
+          .causal = causal,
+          .position = position,
+          .window = window,
+          .rotated = rotated,
+          .score_mod = mods.score_mod(),
+          .mask_mod = mods.mask_mod()});
 }
 
 void kv_quantize_into(py::handle x, py::handle codes, py::handle scale, bool rotate) {
   const TensorArgument x_argument(x, "kv_quantize: x");
-  const TensorArgument codes_argument = output(codes, "kv_quantize: codes"), scale_argument = output(scale, "kv_quantize: scale");
+  const TensorArgument codes_argument = output(codes, "kv_quantize: codes"),
+                       scale_argument = output(scale, "kv_quantize: scale");
   const py::gil_scoped_release nogil;
   kv_quantize({.x = *x_argument, .codes = *codes_argument, .scale = *scale_argument, .rotate = rotate});
 }
@@ -45,9 +62,10 @@ void kv_dequantize_into(py::handle codes, py::handle scale, py::handle x, bool r
 
 void register_decode(py::module_& m) {
   using py::arg;
-  m.def("decode", decode_into, arg("q"), arg("k"), arg("v"), arg("out"), arg("scale"), arg("k_scale") = py::none(), arg("v_scale") = py::none(),
-        arg("rotated") = false, arg("causal") = false, arg("position") = 0, arg("window") = 0, arg("mask") = py::none(), arg("sink") = py::none(),
-        arg("lse") = py::none(), arg("score_mod") = Code(), arg("score_captured") = py::list(), arg("mask_mod") = Code(),
+  m.def("decode", decode_into, arg("q"), arg("k"), arg("v"), arg("out"), arg("scale"), arg("k_scale") = py::none(),
+        arg("v_scale") = py::none(), arg("rotated") = false, arg("causal") = false, arg("position") = 0,
+        arg("window") = 0, arg("mask") = py::none(), arg("sink") = py::none(), arg("lse") = py::none(),
+        arg("score_mod") = Code(), arg("score_captured") = py::list(), arg("mask_mod") = Code(),
         arg("mask_captured") = py::list(),
         R"(Write the attention of a few queries over a long key-value cache into ``out``.
 
@@ -55,8 +73,8 @@ The cache is read once, in splits of 256 tokens: results are the same for any nu
 
 Args:
     q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.
-    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``kv_quantize``: int8 ``[B, Hkv, S, E rounded up to 32]``, or uint8
-        with two int4 codes a byte. Any strides with a dense last dimension, so token-major caches too.
+    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``kv_quantize``: int8
+        ``[B, Hkv, S, E rounded up to 32]``, or uint8 with two int4 codes a byte. Any strides with a dense last dimension, so token-major caches too.
     out: ``[B, Hq, L, Ev]``, dtype of ``q``.
     scale: what ``q k^T`` is multiplied by.
     k_scale, v_scale: float32 or float16 ``[B, Hkv, S, groups]`` of codes: 1 group for int8, E / 32 rounded up for int4.

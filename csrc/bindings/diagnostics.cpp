@@ -32,7 +32,8 @@ py::dict isa() {
   try {
     result["chosen"] = chosen_isa();
     result["reason"] = isa_reason();
-  } catch (const Error& error) {  // LOWBIT_ISA names no level: said here as in every op, but not instead of everything else
+  } catch (
+      const Error& error) {  // LOWBIT_ISA names no level: said here as in every op, but not instead of everything else
     result["chosen"] = "";
     result["reason"] = error.what();
   }
@@ -50,13 +51,15 @@ py::list kernels(std::string_view op) {
   py::list rows;
   for (const RowInfo& info : rows_of(op)) {
     py::dict row;
-    row["name"] = info.name, row["backend"] = info.backend, row["device"] = info.device, row["available"] = info.available, row["reason"] = info.reason;
+    row["name"] = info.name, row["backend"] = info.backend, row["device"] = info.device,
+    row["available"] = info.available, row["reason"] = info.reason;
     rows.append(row);
   }
   return rows;
 }
 
-// Another copy of lowbit may have been there first. Does not import torch: without it there is nothing to register with.
+// Another copy of lowbit may have been there first. Does not import torch: without it there is nothing to register
+// with.
 std::vector<std::string> taken_names() {
   std::vector<std::string> taken;
   const py::dict modules = py::module_::import("sys").attr("modules");
@@ -93,18 +96,22 @@ void register_diagnostics(py::module_& m) {
   m.attr("MAPPINGS") = numbered(kMappingNames);
   m.attr("OPTIM_RULES") = numbered(kRuleNames);
   m.attr("STATE_FORMATS") = numbered(kStateFormatNames);
-  m.def("isa", isa, "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
+  m.def(
+      "isa", isa,
+      "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
-  m.def("register_torch", register_torch, "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
-  m.def("register_torch_key", torch::register_key, py::arg("key"),
-        "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
+  m.def("register_torch", register_torch,
+        "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
+  m.def(
+      "register_torch_key", torch::register_key, py::arg("key"),
+      "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
   m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize, optim), best first.");
   m.def("force_kernel", force, py::arg("name"),
         "Make this thread use the named row only, None for the automatic choice; return what was forced before.");
   m.def("last_kernel", [](std::string_view op) { return std::string(last_kernel(op)); }, py::arg("op"),
         "Return the name of the row that ran last on this thread, or an empty string.");
-  m.def("read_bandwidth", read_bandwidth, py::arg("bytes"), py::arg("streams"), py::arg("threads"), py::arg("repeats") = 1,
-        py::call_guard<py::gil_scoped_release>(),
+  m.def("read_bandwidth", read_bandwidth, py::arg("bytes"), py::arg("streams"), py::arg("threads"),
+        py::arg("repeats") = 1, py::call_guard<py::gil_scoped_release>(),
         "Return GB/s of reading memory: `threads` threads of `streams` prefetched streams each, best of `repeats`.");
 }
 

@@ -24,7 +24,8 @@ List list_of(py::handle object, const char* what, std::size_t length) {
 
 std::vector<List> lists_of(py::handle object, const char* what, int moments, std::size_t length) {
   std::vector<List> lists;
-  for (const py::handle list : list_of(object, what, static_cast<std::size_t>(moments))) lists.push_back(list_of(list, what, length));
+  for (const py::handle list : list_of(object, what, static_cast<std::size_t>(moments)))
+    lists.push_back(list_of(list, what, length));
   return lists;
 }
 
@@ -40,36 +41,50 @@ T item(const py::dict& hyper, const char* name, T otherwise) {
 
 Hyper hyper_of(const py::dict& values) {
   for (const auto& [name, value] : values) {
-    static constexpr std::string_view kNames[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "amsgrad", "nesterov", "momentum", "dampening"};
+    static constexpr std::string_view kNames[] = {"lr",           "beta1",     "beta2",    "eps",
+                                                  "weight_decay", "decoupled", "maximize", "amsgrad",
+                                                  "nesterov",     "momentum",  "dampening"};
     const auto given = name.cast<std::string>();
-    check(std::find(std::begin(kNames), std::end(kNames), given) != std::end(kNames), ErrorKind::value, "optim_step: hyper has an unknown name, got '", given, "'");
+    check(std::find(std::begin(kNames), std::end(kNames), given) != std::end(kNames), ErrorKind::value,
+          "optim_step: hyper has an unknown name, got '", given, "'");
   }
   const Hyper none;
-  return {.lr = item(values, "lr", none.lr), .beta1 = item(values, "beta1", none.beta1), .beta2 = item(values, "beta2", none.beta2),
-          .eps = item(values, "eps", none.eps), .weight_decay = item(values, "weight_decay", none.weight_decay),
-          .decoupled = item(values, "decoupled", none.decoupled), .maximize = item(values, "maximize", none.maximize),
-          .amsgrad = item(values, "amsgrad", none.amsgrad), .nesterov = item(values, "nesterov", none.nesterov),
-          .momentum = item(values, "momentum", none.momentum), .dampening = item(values, "dampening", none.dampening)};
+  return {.lr = item(values, "lr", none.lr),
+          .beta1 = item(values, "beta1", none.beta1),
+          .beta2 = item(values, "beta2", none.beta2),
+          .eps = item(values, "eps", none.eps),
+          .weight_decay = item(values, "weight_decay", none.weight_decay),
+          .decoupled = item(values, "decoupled", none.decoupled),
+          .maximize = item(values, "maximize", none.maximize),
+          .amsgrad = item(values, "amsgrad", none.amsgrad),
+          .nesterov = item(values, "nesterov", none.nesterov),
+          .momentum = item(values, "momentum", none.momentum),
+          .dampening = item(values, "dampening", none.dampening)};
 }
 
 // Every check of a step; the result points into the tensors of the lists.
-OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads, py::handle states, py::handle scales,
-                  py::handle steps, const py::dict& hyper, py::handle grad_scale, py::handle found_inf, std::optional<int64_t> seed) {
-  const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"), inf = optional(found_inf, "optim_step: found_inf");
+OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::handle params, py::handle grads,
+                  py::handle states, py::handle scales, py::handle steps, const py::dict& hyper, py::handle grad_scale,
+                  py::handle found_inf, std::optional<int64_t> seed) {
+  const TensorArgument scale = optional(grad_scale, "optim_step: grad_scale"),
+                       inf = optional(found_inf, "optim_step: found_inf");
   OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
   const std::size_t count = py::len(params);
   const List param_list = list_of(params, "optim_step: params", count);
-  const TensorArgument first(count ? py::object(param_list[0]) : py::none(), "optim_step: params", Access::write, true);  // keeps its device open
+  const TensorArgument first(count ? py::object(param_list[0]) : py::none(), "optim_step: params", Access::write,
+                             true);  // keeps its device open
   const List grad_list = list_of(grads, "optim_step: grads", count);
   const List step_list = list_of(steps, "optim_step: steps", count);
   const std::vector<List> moment_lists = lists_of(states, "optim_step: states", step.moments(), count);
-  const std::vector<List> scale_lists = lists_of(scales, "optim_step: scales", step.has_scales() ? step.moments() : 0, count);
+  const std::vector<List> scale_lists =
+      lists_of(scales, "optim_step: scales", step.has_scales() ? step.moments() : 0, count);
   for (std::size_t i = 0; i < count; i++) {
     std::array<TensorView, kMaxMoments> moment, block_scale;
     for (std::size_t k = 0; k < moment_lists.size(); k++) moment[k] = view_of(moment_lists[k], i, "optim_step: states");
-    for (std::size_t k = 0; k < scale_lists.size(); k++) block_scale[k] = view_of(scale_lists[k], i, "optim_step: scales");
-    step.add(view_of(param_list, i, "optim_step: params"), view_of(grad_list, i, "optim_step: grads"), view_of(step_list, i, "optim_step: steps"),
-             moment.data(), block_scale.data());
+    for (std::size_t k = 0; k < scale_lists.size(); k++)
+      block_scale[k] = view_of(scale_lists[k], i, "optim_step: scales");
+    step.add(view_of(param_list, i, "optim_step: params"), view_of(grad_list, i, "optim_step: grads"),
+             view_of(step_list, i, "optim_step: steps"), moment.data(), block_scale.data());
   }
   return step;
 }
@@ -79,18 +94,32 @@ void take(OptimStep& step) {
   step.run();
 }
 
-void encode_state_into(py::handle values, int64_t format, bool is_signed, int64_t block_size, py::handle codes, py::handle scale) {
-  const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"), scales = output(scale, "encode_state: scale");
+void encode_state_into(py::handle values, int64_t format, bool is_signed, int64_t block_size, py::handle codes,
+                       py::handle scale) {
+  const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"),
+                                                             scales = output(scale, "encode_state: scale");
   const py::gil_scoped_release nogil;
-  encode_state({.place = place_of(*from), .format = state_format("encode_state", format, block_size), .is_signed = is_signed,
-                .block_size = block_size, .values = *from, .codes = *to, .scale = *scales});
+  encode_state({.place = place_of(*from),
+                .format = state_format("encode_state", format, block_size),
+                .is_signed = is_signed,
+                .block_size = block_size,
+                .values = *from,
+                .codes = *to,
+                .scale = *scales});
 }
 
-void decode_state_into(py::handle codes, py::handle scale, int64_t format, bool is_signed, int64_t block_size, py::handle values) {
-  const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"), to = output(values, "decode_state: values");
+void decode_state_into(py::handle codes, py::handle scale, int64_t format, bool is_signed, int64_t block_size,
+                       py::handle values) {
+  const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"),
+      to = output(values, "decode_state: values");
   const py::gil_scoped_release nogil;
-  decode_state({.place = place_of(*from), .format = state_format("decode_state", format, block_size), .is_signed = is_signed,
-                .block_size = block_size, .codes = *from, .scale = *scales, .values = *to});
+  decode_state({.place = place_of(*from),
+                .format = state_format("decode_state", format, block_size),
+                .is_signed = is_signed,
+                .block_size = block_size,
+                .codes = *from,
+                .scale = *scales,
+                .values = *to});
 }
 
 }  // namespace
@@ -103,23 +132,29 @@ Args:
     rule, state_format: ``OPTIM_RULES``, ``STATE_FORMATS``.
     block_size: elements that share a scale, a power of two from 32 to 4096.
     params, grads: float32, bfloat16 or float16, dense in memory, a gradient in the order of its parameter.
-    states: a list per moment (adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion:
-        exp_avg) of tensors per parameter: float32 or bfloat16 values, or uint8 codes ([numel], 4-bit [ceil(numel / 2)]).
+    states: a list per moment (adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum:
+        momentum_buffer; lion: exp_avg) of tensors per parameter: float32 or bfloat16 values, or uint8 codes ([numel],
+        4-bit [ceil(numel / 2)]).
     scales: the same shape of lists, float32 ``[ceil(numel / block_size)]`` each; empty for float states.
     steps: one float32 each, counted up.
-    hyper: lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, nesterov, momentum, dampening; absent means 0.
+    hyper: lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, nesterov, momentum, dampening;
+        absent means 0.
     grad_scale: one float32: gradients are divided by it, and written back.
     found_inf: one float32: if not 0, nothing is done.
     seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.
 
 The lists are kept, and must not change before ``run``.)")
-      .def(py::init(&prepare), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 9>(),
-           arg("rule"), arg("state_format"), arg("block_size"), arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
+      .def(py::init(&prepare), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
+           py::keep_alive<1, 8>(), py::keep_alive<1, 9>(), arg("rule"), arg("state_format"), arg("block_size"),
+           arg("params"), arg("grads"), arg("states"), arg("scales"), arg("steps"), arg("hyper"),
            arg("grad_scale") = py::none(), arg("found_inf") = py::none(), arg("seed") = py::none())
       .def("run", &take, "Take the step.");
-  m.def("encode_state", encode_state_into, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("codes"), arg("scale"),
-        "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the scale nan.");
-  m.def("decode_state", decode_state_into, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"), arg("block_size"), arg("values"),
+  m.def("encode_state", encode_state_into, arg("values"), arg("state_format"), arg("is_signed"), arg("block_size"),
+        arg("codes"), arg("scale"),
+        "Write the codes and scales of float32 ``values`` as a step would store them; a block with inf or nan gets the "
+        "scale nan.");
+  m.def("decode_state", decode_state_into, arg("codes"), arg("scale"), arg("state_format"), arg("is_signed"),
+        arg("block_size"), arg("values"),
         "Write the float32 values of codes and scales; inverse of encode_state up to rounding.");
 }
 

@@ -26,7 +26,8 @@ class CapturedArguments {
   std::deque<TensorArgument> arguments_;
 };
 
-void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0, py::handle scores) {
+void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0,
+               py::handle scores) {
   const CapturedArguments tensors(captured, "score_program_eval: captured");
   const TensorArgument scores_argument = output(scores, "score_program_eval: scores");
   const py::gil_scoped_release nogil;
@@ -34,18 +35,20 @@ void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h,
   score_program_eval(call, b, h, q0, k0, *scores_argument);
 }
 
-void program_backward_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0, py::handle scores,
-                   py::handle gradient, const py::list& captured_gradients) {
+void program_backward_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                           py::handle scores, py::handle gradient, const py::list& captured_gradients) {
   const CapturedArguments tensors(captured, "score_program_backward: captured");
-  const CapturedArguments gradients(captured_gradients, "score_program_backward: captured_gradients", Access::write, true);
-  const TensorArgument scores_argument(scores, "score_program_backward: scores"), gradient_argument = output(gradient, "score_program_backward: gradient");
+  const CapturedArguments gradients(captured_gradients, "score_program_backward: captured_gradients", Access::write,
+                                    true);
+  const TensorArgument scores_argument(scores, "score_program_backward: scores"),
+      gradient_argument = output(gradient, "score_program_backward: gradient");
   const py::gil_scoped_release nogil;
   const ScoreCall call("score_program_backward", "code", code, tensors.views);
   score_program_backward(call, b, h, q0, k0, *scores_argument, *gradient_argument, gradients.views);
 }
 
-int64_t block_classes_into(const Code& code, const py::list& captured, int64_t batch, int64_t heads, int64_t q_length, int64_t kv_length, int64_t q_block,
-                           int64_t kv_block, py::handle classes) {
+int64_t block_classes_into(const Code& code, const py::list& captured, int64_t batch, int64_t heads, int64_t q_length,
+                           int64_t kv_length, int64_t q_block, int64_t kv_block, py::handle classes) {
   const CapturedArguments tensors(captured, "block_classes: captured");
   const TensorArgument classes_argument = output(classes, "block_classes: classes");
   const py::gil_scoped_release nogil;
@@ -73,7 +76,8 @@ py::dict numbered_ops() {
 void register_score_program(py::module_& m) {
   using py::arg;
   m.attr("SCORE_OPS") = numbered_ops();
-  m.def("score_program_eval", eval_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"), arg("scores"),
+  m.def("score_program_eval", eval_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"),
+        arg("scores"),
         R"(Run a score program over one tile: ``scores`` becomes the modified scores, for a mask the score or -inf.
 
 Args:
@@ -86,17 +90,24 @@ Args:
 Raises:
     ValueError, TypeError: the code or a tensor does not fit; the text says where.
     IndexError: a gather is out of range.)");
-  m.def("score_program_backward", program_backward_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"), arg("scores"), arg("gradient"),
-        arg("captured_gradients"),
-        R"(Differentiate a score program over one tile: ``gradient``, of the modified scores, becomes that of the raw ``scores``.
+  m.def(
+      "score_program_backward", program_backward_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"),
+      arg("k0"), arg("scores"), arg("gradient"), arg("captured_gradients"),
+      R"(Differentiate a score program over one tile: ``gradient``, of the modified scores, becomes that of the raw
+``scores``.
 
-``captured_gradients`` has per captured tensor None, or a contiguous tensor of its shape and the dtype of ``scores`` that its gradient is added to.)");
-  m.def("block_classes", block_classes_into, arg("code"), arg("captured"), arg("B"), arg("H"), arg("q_len"), arg("kv_len"), arg("q_block"),
-        arg("kv_block"), arg("classes"),
-        R"(Write which blocks of a mask are empty (0), partial (1) or full (2) into ``classes``, uint8 ``[B, H, q blocks, kv blocks]``.
+``captured_gradients`` has per captured tensor None, or a contiguous tensor of its shape and the dtype of
+``scores`` that its gradient is added to.)");
+  m.def(
+      "block_classes", block_classes_into, arg("code"), arg("captured"), arg("B"), arg("H"), arg("q_len"),
+      arg("kv_len"), arg("q_block"), arg("kv_block"), arg("classes"),
+      R"(Write which blocks of a mask are empty (0), partial (1) or full (2) into ``classes``, uint8
+``[B, H, q blocks, kv blocks]``.
 
-A block that reaches over the end of q or k is never full. Returns how many blocks interval arithmetic left to be evaluated.)");
-  m.def("score_program_explain", explain_program, arg("code"), "Return the steps that a program runs as, forward and backward, and whether it is a mask.");
+A block that reaches over the end of q or k is never full. Returns how many blocks interval arithmetic
+left to be evaluated.)");
+  m.def("score_program_explain", explain_program, arg("code"),
+        "Return the steps that a program runs as, forward and backward, and whether it is a mask.");
 }
 
 }  // namespace lowbit

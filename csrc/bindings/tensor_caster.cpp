@@ -13,10 +13,12 @@ using enum ErrorKind;
 
 // The exchange API of a type, or null. Asked once per type: the last few types stay in a list (all under the GIL).
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
-  for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {  // the second: torch 2.9 and 2.10
+  for (const char* name :
+       {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {  // the second: torch 2.9 and 2.10
     const py::object attribute = py::getattr(reinterpret_cast<PyObject*>(type), name, py::none());
     void* pointer = nullptr;
-    if (PyCapsule_CheckExact(attribute.ptr())) pointer = PyCapsule_GetPointer(attribute.ptr(), PyCapsule_GetName(attribute.ptr()));
+    if (PyCapsule_CheckExact(attribute.ptr()))
+      pointer = PyCapsule_GetPointer(attribute.ptr(), PyCapsule_GetName(attribute.ptr()));
     else if (PyLong_CheckExact(attribute.ptr())) pointer = PyLong_AsVoidPtr(attribute.ptr());
     PyErr_Clear();
     const auto* api = static_cast<const dlpack::ExchangeApi*>(pointer);
@@ -81,10 +83,12 @@ DType dtype_of_name(std::string_view name) {  // "torch.float32"
 }
 
 void check_rank(int64_t rank, const char* what) {
-  check(rank <= TensorView::kMaxRank, value, what, " must have at most ", TensorView::kMaxRank, " dimensions, got ", rank);
+  check(rank <= TensorView::kMaxRank, value, what, " must have at most ", TensorView::kMaxRank, " dimensions, got ",
+        rank);
 }
 
-// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. Lazy conj is complex only: no dtype of ours.
+// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. Lazy conj is complex only: no dtype
+// of ours.
 void check_not_negated(py::handle object, const char* what) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   PyObject* const result = PyObject_CallMethodNoArgs(object.ptr(), name);
@@ -122,7 +126,8 @@ bool TensorArgument::from_dlpack(py::handle object, const char* what) {
   if (api->view_of_object(object.ptr(), &tensor) != 0)  // sparse, meta, batched: torch's own words
     throw Error(type, concat(what, " must be a dense CPU tensor: ", take_python_error()));
   check_rank(tensor.rank, what);
-  const bool cpu = tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost || tensor.device.type == dlpack::kRocmHost;
+  const bool cpu = tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost ||
+                   tensor.device.type == dlpack::kRocmHost;
   if (tensor.device.type == dlpack::kExtDev && sim::device_count() > 0) open_.emplace(tensor.device.id);
   else check(cpu, value, what, " must be on the CPU, got DLPack device type ", tensor.device.type);
   view_.dtype = tensor.dtype.lanes == 1 ? dtype_of_dlpack(tensor.dtype.code, tensor.dtype.bits) : DType::other;
@@ -144,11 +149,13 @@ bool TensorArgument::from_buffer(py::handle object, const char* what, Access acc
   const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (access == Access::write ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(object.ptr(), &buffer_, flags) != 0) {
     buffer_.obj = nullptr;
-    throw Error(value, concat(what, access == Access::write ? " must be a writable array: " : ": ", take_python_error()));
+    throw Error(value,
+                concat(what, access == Access::write ? " must be a writable array: " : ": ", take_python_error()));
   }
   try {
     check_rank(buffer_.ndim, what);
-    check(buffer_.itemsize > 0, type, what, " must have elements of some bytes, got an array of elements of ", buffer_.itemsize);
+    check(buffer_.itemsize > 0, type, what, " must have elements of some bytes, got an array of elements of ",
+          buffer_.itemsize);
     view_.dtype = dtype_of_buffer(buffer_);
     view_.rank = buffer_.ndim;
     view_.data = buffer_.buf;
@@ -173,7 +180,8 @@ bool TensorArgument::from_attributes(py::handle object, const char* what) {
   check_rank(static_cast<int64_t>(shape.size()), what);
   view_.dtype = dtype_of_name(std::string(py::str(object.attr("dtype"))));
   view_.rank = static_cast<int>(shape.size());
-  for (int i = 0; i < view_.rank; i++) view_.shape[i] = shape[i].cast<int64_t>(), view_.stride[i] = stride[i].cast<int64_t>();
+  for (int i = 0; i < view_.rank; i++)
+    view_.shape[i] = shape[i].cast<int64_t>(), view_.stride[i] = stride[i].cast<int64_t>();
   view_.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<uintptr_t>());
   check(view_.data || view_.numel() == 0, value, what, " has no data (a fake or wrapped tensor)");
   check_not_negated(object, what);

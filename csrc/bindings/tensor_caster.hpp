@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python argument as a TensorView: a torch CPU tensor (DLPack C exchange API of its type, else its attributes) or any object with a
-// buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives. Memory of a simulated device is open for that time.
+// A Python argument as a TensorView: a torch CPU tensor (DLPack C exchange API of its type, else its attributes) or any
+// object with a buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives. Memory of a
+// simulated device is open for that time.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -31,8 +31,8 @@ uint64_t sum_streams(const uint64_t* data, int64_t stream_length, int streams) {
 
 double read_bandwidth(int64_t bytes, int streams, int threads, int repeats) {
   check(bytes >= 1 << 20 && streams >= 1 && streams <= kMaxStreams && threads >= 1 && repeats >= 1, ErrorKind::value,
-        "read_bandwidth: wanted bytes >= 1 MiB, streams 1..8, threads >= 1, repeats >= 1, got bytes=", bytes, " streams=", streams,
-        " threads=", threads, " repeats=", repeats);
+        "read_bandwidth: wanted bytes >= 1 MiB, streams 1..8, threads >= 1, repeats >= 1, got bytes=", bytes,
+        " streams=", streams, " threads=", threads, " repeats=", repeats);
   const int64_t stream_length = bytes / 8 / (streams * threads) / kLine * kLine, share = stream_length * streams;
   const auto data = std::make_unique<uint64_t[]>(share * threads + kAhead);
   for (int64_t i = 0; i < share * threads; i++) data[i] = static_cast<uint64_t>(i);

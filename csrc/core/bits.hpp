@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic on sizes. No std, and force-inlined: kernels of every instruction set and source text of devices include it, and a weak copy compiled
-// with AVX-512 must never be linked for an old CPU.
+// Arithmetic on sizes. No std, and force-inlined: kernels of every instruction set and source text of devices include
+// it, and a weak copy compiled with AVX-512 must never be linked for an old CPU.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,8 @@ constexpr std::size_t size_of(DType dtype) {
 }
 
 constexpr std::string_view name_of(DType dtype) {
-  constexpr std::string_view names[] = {"float32", "bfloat16", "float16", "float64", "uint8", "int8", "int32", "int64", "bool", "other"};
+  constexpr std::string_view names[] = {"float32", "bfloat16", "float16", "float64", "uint8",
+                                        "int8",    "int32",    "int64",   "bool",    "other"};
   return names[static_cast<int>(dtype)];
 }
 

@@ -21,14 +21,16 @@ struct Features {
     return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, xcr0 | o.xcr0};
   }
   constexpr bool contains(const Features& o) const {
-    return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 && (xcr0 & o.xcr0) == o.xcr0;
+    return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 &&
+           (xcr0 & o.xcr0) == o.xcr0;
   }
 };
 
 constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kNone{};
 constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
-constexpr Features kAvx512 = kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
+constexpr Features kAvx512 =
+    kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
 
 struct Isa {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this CPU can run. An instruction set is a set of features, not a step of a ladder: avx2_vnni and avx512 both contain avx2, neither the other.
+// What this CPU can run. An instruction set is a set of features, not a step of a ladder: avx2_vnni and avx512 both
+// contain avx2, neither the other.
 #pragma once
 
 #include <string>
@@ -12,8 +13,10 @@ namespace lowbit {
 
 LOWBIT_API std::vector<std::string_view> isa_names();  // every one that lowbit knows, best first
 
-LOWBIT_API std::string_view detected_isa();  // the best whose features cpuid and xgetbv show (the OS must save the registers too)
-LOWBIT_API std::string_view chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
+LOWBIT_API std::string_view
+detected_isa();  // the best whose features cpuid and xgetbv show (the OS must save the registers too)
+LOWBIT_API std::string_view
+chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
 LOWBIT_API std::string isa_reason();         // why the chosen one is not the detected one; "" if it is
 
 LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may

@@ -33,7 +33,8 @@ struct Region {
   }
 };
 
-// C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries locally, so they are looked up in that library by name.
+// C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries locally, so they are looked up in
+// that library by name.
 struct TorchThreads {
   int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*) = nullptr;
   int32_t (*get_num_threads)(uint32_t*) = nullptr;
@@ -53,22 +54,27 @@ TorchThreads look_up(bool& loaded) {
 // How many libraries this process has loaded so far, never 0. 0.1 us, where look_up takes 20.
 unsigned long long libraries_loaded() {
   unsigned long long count = 0;
-  auto first = [](dl_phdr_info* info, size_t, void* count) { return *static_cast<unsigned long long*>(count) = info->dlpi_adds, 1; };
+  auto first = [](dl_phdr_info* info, size_t, void* count) {
+    return *static_cast<unsigned long long*>(count) = info->dlpi_adds, 1;
+  };
   dl_iterate_phdr(first, &count);
   return count;
 }
 
-// A forked child has no OpenMP workers, and libgomp would wait for ever for those that torch had started: there regions run on a pool of our own.
-// Watched from the moment this library is loaded, because torch's threads may run before ours are asked for.
+// A forked child has no OpenMP workers, and libgomp would wait for ever for those that torch had started: there regions
+// run on a pool of our own. Watched from the moment this library is loaded, because torch's threads may run before ours
+// are asked for.
 std::atomic<bool> forked{false};
 [[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, [] { forked = true; }); }
 
-// Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a library has been loaded.
+// Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a
+// library has been loaded.
 const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
   static std::atomic<unsigned long long> missing_at{0};
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
-  const unsigned long long count = libraries_loaded();  // before the look: what is loaded meanwhile makes another number
+  const unsigned long long count =
+      libraries_loaded();  // before the look: what is loaded meanwhile makes another number
   if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
   bool loaded;
   const TorchThreads torch = look_up(loaded);
@@ -164,13 +170,15 @@ class Pool {
 
 int num_threads() {
   uint32_t count = 1;
-  if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0) return static_cast<int>(count);
+  if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0)
+    return static_cast<int>(count);
   return Pool::instance().size();
 }
 
 std::string threads_source() {
   if (torch_threads()) return forked ? "own pool (this process was forked)" : "torch_parallel_for";
-  return loaded_torch() ? "own pool (this torch has no torch_parallel_for: it came with 2.10)" : "own pool (torch is not loaded)";
+  return loaded_torch() ? "own pool (this torch has no torch_parallel_for: it came with 2.10)"
+                        : "own pool (torch is not loaded)";
 }
 
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
@@ -180,7 +188,8 @@ void parallel_region(int threads, void (*body)(void*, int), void* context) {
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
     };
     const int32_t status = torch->parallel_for(0, threads, 1, range, &region);
-    check(status == 0 || region.failed, ErrorKind::runtime, "torch_parallel_for failed with status ", status, ": not every part of the work ran");
+    check(status == 0 || region.failed, ErrorKind::runtime, "torch_parallel_for failed with status ", status,
+          ": not every part of the work ran");
   } else {
     Pool::instance().run(threads, region);
   }

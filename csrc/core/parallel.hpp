@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads: torch's own when torch >= 2.10 is loaded (torch_parallel_for, found by dlsym: set_num_threads, DataLoader workers and nested
-// regions then behave as for any torch op), else a small pool of ours. No OpenMP.
+// Threads: torch's own when torch >= 2.10 is loaded (torch_parallel_for, found by dlsym: set_num_threads, DataLoader
+// workers and nested regions then behave as for any torch op), else a small pool of ours. No OpenMP.
 #pragma once
 
 #include <atomic>
@@ -15,18 +15,20 @@ namespace lowbit {
 LOWBIT_API int num_threads();             // threads that a parallel region may use now
 LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool (why)"
 
-// Calls body(context, thread) for thread = 0..threads-1, each on a thread of its own where there are enough; returns when all are done.
-// The first exception is rethrown on the caller's thread.
+// Calls body(context, thread) for thread = 0..threads-1, each on a thread of its own where there are enough; returns
+// when all are done. The first exception is rethrown on the caller's thread.
 LOWBIT_API void parallel_region(int threads, void (*body)(void* context, int thread), void* context);
 
 template <class Body>
 void parallel(int threads, Body&& body) {
   if (threads <= 1) return body(0);
-  parallel_region(threads, [](void* context, int thread) { (*static_cast<std::remove_reference_t<Body>*>(context))(thread); }, &body);
+  parallel_region(
+      threads, [](void* context, int thread) { (*static_cast<std::remove_reference_t<Body>*>(context))(thread); },
+      &body);
 }
 
-// body(task) for task = 0..tasks-1. Each thread takes from a contiguous range of its own, which memory serves best, one at a time, and from the
-// other ranges when its own is empty: a slow core or a busy hyperthread takes fewer.
+// body(task) for task = 0..tasks-1. Each thread takes from a contiguous range of its own, which memory serves best, one
+// at a time, and from the other ranges when its own is empty: a slow core or a busy hyperthread takes fewer.
 template <class Body>
 void parallel_for(int64_t tasks, int threads, Body&& body) {
   if (threads > tasks) threads = static_cast<int>(tasks);

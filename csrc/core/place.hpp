@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where memory lies and where work runs. A view has a device; a call has a place: its device, the stream that its work joins, and
-// where it gets the memory that it needs beside its arguments.
+// Where memory lies and where work runs. A view has a device; a call has a place: its device, the stream that its work
+// joins, and where it gets the memory that it needs beside its arguments.
 #pragma once
 
 #include <cstddef>

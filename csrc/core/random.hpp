@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counter-based random numbers: a pure function of key and counter, so results do not depend on threads, tiles or order.
+// Counter-based random numbers: a pure function of key and counter, so results do not depend on threads, tiles or
+// order.
 #pragma once
 
 #include <array>
@@ -10,7 +11,8 @@
 namespace lowbit {
 
 // Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3; SC 2011): 128 random bits per counter.
-LOWBIT_INLINE constexpr std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+LOWBIT_INLINE constexpr std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter,
+                                                           std::array<uint32_t, 2> key) {
   for (int round = 0; round < 10; round++) {
     const uint64_t a = uint64_t{0xD2511F53u} * counter[0], b = uint64_t{0xCD9E8D57u} * counter[2];
     counter = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(b),
@@ -20,8 +22,9 @@ LOWBIT_INLINE constexpr std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 
   return counter;
 }
 
-// 32 random bits for one element (Wellons' lowbias32 finalizer over the Weyl sequence of the key): six operations in a vector, enough where
-// each element needs one draw, as in stochastic rounding. `key` comes from Philox, one per block of elements.
+// 32 random bits for one element (Wellons' lowbias32 finalizer over the Weyl sequence of the key): six operations in a
+// vector, enough where each element needs one draw, as in stochastic rounding. `key` comes from Philox, one per block
+// of elements.
 template <class Int>
 LOWBIT_INLINE Int random_bits(Int element, int32_t key) {
   Int x = bit_xor(mul(element, like(element, static_cast<int32_t>(0x9E3779B9u))), like(element, key));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
+// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a header of
+// cpu/simd/.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -20,28 +21,36 @@ struct PanelView {
 LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
   const uint8_t* base = weight + panel * spec.panel_bytes();
   return {spec.group_size ? reinterpret_cast<const uint16_t*>(base + spec.group_scale_at()) : nullptr,
-          spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at(), base + spec.panel_bytes(), spec.panel_bytes()};
+          spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at(),
+          base + spec.panel_bytes(), spec.panel_bytes()};
 }
 
-// What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. kFour: the next stretch of codes, at its four quarters in turn;
-// a stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2. After the last comes the panel that the thread takes next, `step`
-// bytes on. Four are for int4: W4A8 at m = 1 on Zen 5, AVX2, two threads goes from 47 to 73 GB/s (40 to 45 while the host is slow). They take 10 to
-// 20 % from float32, and from all float activations on AVX-512 (kStreamFour in simd/).
+// What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. kFour: the next stretch of codes,
+// at its four quarters in turn; a stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2.
+// After the last comes the panel that the thread takes next, `step` bytes on. Four are for int4: W4A8 at m = 1 on Zen
+// 5, AVX2, two threads goes from 47 to 73 GB/s (40 to 45 while the host is slow). They take 10 to 20 % from float32,
+// and from all float activations on AVX-512 (kStreamFour in simd/).
 template <bool kFour>
 class Ahead {
  public:
   LOWBIT_INLINE Ahead() = default;
-  LOWBIT_INLINE Ahead(const WeightSpec& spec, const PanelView& panel, int64_t step) : used_(panel.codes), end_(panel.end), step_(step) {
+  LOWBIT_INLINE Ahead(const WeightSpec& spec, const PanelView& panel, int64_t step)
+      : used_(panel.codes), end_(panel.end), step_(step) {
     if constexpr (kFour) {
       constexpr int64_t kMostBytes = 64 << 10;
       const int64_t bytes = panel.end - panel.codes;
-      stretch_ = bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
-      for (int64_t at = 0; at < 128; at += 64) __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
+      stretch_ =
+          bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+      for (int64_t at = 0; at < 128; at += 64)
+        __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
     }
     begin(panel);
   }
-  LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(kFour ? at_ + line % 4 * (stretch_ / 4) + line / 4 * 64 : at_ + line * 64); }
-  LOWBIT_INLINE void advance(const PanelView& panel, int64_t bytes) {  // so much of the codes was used, and as many lines were fetched
+  LOWBIT_INLINE void fetch(int64_t line) const {
+    __builtin_prefetch(kFour ? at_ + line % 4 * (stretch_ / 4) + line / 4 * 64 : at_ + line * 64);
+  }
+  LOWBIT_INLINE void advance(const PanelView& panel,
+                             int64_t bytes) {  // so much of the codes was used, and as many lines were fetched
     at_ += bytes / 4;
     if (kFour && at_ != stop_) return;
     used_ += kFour ? stretch_ : bytes;
@@ -98,24 +107,31 @@ template <Format kFormat>
 constexpr float kValueZero = codec_of<kFormat>::value_zero;
 
 // Scale of group g without the column's part, and its zero point.
-LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) { return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f); }
+LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) {
+  return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f);
+}
 template <Format kFormat>
 LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
   return panel.zero ? load_f16(panel.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
 }
 
-// `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is prefetched: the block that the
-// caller widens next. Without it each block starts with the latency of memory, a fifth of the time at m = 32.
+// `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is
+// prefetched: the block that the caller widens next. Without it each block starts with the latency of memory, a fifth
+// of the time at m = 32.
 template <Format kFormat>
-void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles, float* out, int64_t ahead = 0) {
+void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles,
+                 float* out, int64_t ahead = 0) {
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
-  f32x16 scale[2] = {set1(1.0f), set1(1.0f)}, offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
-  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale || view.zero;  // int8 per channel: the values are final
+  f32x16 scale[2] = {set1(1.0f), set1(1.0f)},
+         offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
+  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale ||
+                      view.zero;  // int8 per channel: the values are final
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int half = 0; half < 2; half++) {
-        const int64_t g = smaller(spec.group_size ? (tile * 2 + half) * kHalfK / spec.group_size : 0, spec.groups() - 1);
+        const int64_t g =
+            smaller(spec.group_size ? (tile * 2 + half) * kHalfK / spec.group_size : 0, spec.groups() - 1);
         scale[half] = scale_of(view, g);
         offset[half] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[half]);
       }

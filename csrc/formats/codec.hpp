@@ -6,9 +6,11 @@
 //   zero, code_max     integer formats: the code of 0 in a symmetric weight, and the largest code
 //   position           where the code of (column, k) lies in a tile of 16 columns x 64 k
 //   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
-// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights of each column;
+// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights of each
+// column;
 //   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
-//   value<at, Lanes>   that value as float: code - value_zero, times 2^shift<at>() where a device reads it so. Lanes loads 16 columns.
+//   value<at, Lanes>   that value as float: code - value_zero, times 2^shift<at>() where a device reads it so. Lanes
+//   loads 16 columns.
 #pragma once
 
 #include <string_view>

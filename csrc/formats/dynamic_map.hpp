@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dynamic maps of 8-bit optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861), in closed form.
+// The dynamic maps of 8-bit optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv
+// 2110.02861), in closed form.
 //
-// A map has `decades` decades [T / 10, T], T = 10^-(decades - 1) .. 1. Decade d (0 is the smallest) is cut in bins of equal width, 2^d of them in a
-// signed map and 2^(d+1) in an unsigned one; a code means the middle of its bin. 0 and 1 are codes of their own, and a signed map has the
-// negative bins too. Sorted by value: the signed code of 0 is 2^decades - 1, the unsigned one 0; the largest code means 1.
+// A map has `decades` decades [T / 10, T], T = 10^-(decades - 1) .. 1. Decade d (0 is the smallest) is cut in bins of
+// equal width, 2^d of them in a signed map and 2^(d+1) in an unsigned one; a code means the middle of its bin. 0 and 1
+// are codes of their own, and a signed map has the negative bins too. Sorted by value: the signed code of 0 is
+// 2^decades - 1, the unsigned one 0; the largest code means 1.
 //
-// So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a decade is a power of two: the
-// exponent of float(p) is the decade, and within a decade value and p are linear in each other. Nothing is searched or gathered: what
-// depends on the decade are tables of 8 entries, a permutation of one register. Decoded values are those of the map to 6 roundings of float32
-// (bitsandbytes' table is computed in float32 and off by 3). In a signed map value = slope (p - lean first), whose sign is p's.
+// So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a
+// decade is a power of two: the exponent of float(p) is the decade, and within a decade value and p are linear in each
+// other. Nothing is searched or gathered: what depends on the decade are tables of 8 entries, a permutation of one
+// register. Decoded values are those of the map to 6 roundings of float32 (bitsandbytes' table is computed in float32
+// and off by 3). In a signed map value = slope (p - lean first), whose sign is p's.
 //
-// Encoding: stretched to q = 1 + (y - T / 10) / (0.9 T) in [1, 2), a decade has its bins in the leading bits of the mantissa: with the hidden one
-// they are p, so p is one shift of q's bits. Codes are the nearest but where y is within 6e-7 y of the middle between two values: q has 24 bits, and at
-// the lower end of a decade only a ninth of it is y.
+// Encoding: stretched to q = 1 + (y - T / 10) / (0.9 T) in [1, 2), a decade has its bins in the leading bits of the
+// mantissa: with the hidden one they are p, so p is one shift of q's bits. Codes are the nearest but where y is within
+// 6e-7 y of the middle between two values: q has 24 bits, and at the lower end of a decade only a ninth of it is y.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +29,14 @@ namespace dynamic {
 constexpr int kGuess = 164;  // of 2^16: a decade, 3.32 * 128 steps of a float's upper half, is about one guess
 
 struct Tables {  // 8 entries, twice, as lookup8 wants them
-  alignas(64) float slope[16] = {};                        // decode, by the exponent of float(p), modulo 8; signed p / 128
+  alignas(64) float slope[16] = {};  // decode, by the exponent of float(p), modulo 8; signed p / 128
   alignas(64) float offset[16] = {};                       // unsigned: what is added; signed: - lean
   alignas(64) float threshold[16] = {}, stretch[16] = {};  // encode, by shift modulo 8
   int lead = 0;                                            // encode: added to the upper half of absmax
 };
 
-// Bits that q's mantissa is shifted by: one less for each decade up, `decades` stands for the code of 1 and -1 for that of 0.
+// Bits that q's mantissa is shifted by: one less for each decade up, `decades` stands for the code of 1 and -1 for that
+// of 0.
 constexpr int shift_of(bool is_signed, int decade) { return (is_signed ? 23 : 22) - decade; }
 
 constexpr Tables make_tables(bool is_signed, int decades) {
@@ -56,8 +60,10 @@ constexpr Tables make_tables(bool is_signed, int decades) {
   }
   const int shift = shift_of(is_signed, decades), exponent = (decades + 128) % 8, one = (is_signed ? 1 : 2) << decades;
   tables.threshold[(shift + 1) % 8] = static_cast<float>((below + 1) / 2);
-  tables.stretch[shift % 8] = static_cast<float>(1.00001 / 9 / ((below + 1) / 2));  // from the threshold to 1: the first bin
-  tables.slope[exponent] = static_cast<float>(is_signed ? 128.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
+  tables.stretch[shift % 8] =
+      static_cast<float>(1.00001 / 9 / ((below + 1) / 2));  // from the threshold to 1: the first bin
+  tables.slope[exponent] =
+      static_cast<float>(is_signed ? 128.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
   tables.offset[exponent] = is_signed ? 0.0f : -tables.slope[exponent];
   tables.lead = ((shift + 2) * 65536 + kGuess - 1) / kGuess - 220;
   for (int i = 8; i < 16; i++) {
@@ -69,8 +75,9 @@ constexpr Tables make_tables(bool is_signed, int decades) {
 
 constexpr int upper_half(float y) { return static_cast<int>(__builtin_bit_cast(uint32_t, y) >> 16); }
 
-// What Encoder needs of its guesses: at the threshold to a decade the guess is the shift below it, wherever in its binade absmax is: a float's bits as a
-// logarithm are wrong by at most 0.086 of a binade, 11 steps, and two more are cut off.
+// What Encoder needs of its guesses: at the threshold to a decade the guess is the shift below it, wherever in its
+// binade absmax is: a float's bits as a logarithm are wrong by at most 0.086 of a binade, 11 steps, and two more are
+// cut off.
 constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decades) {
   for (int d = 0; d <= decades; d++) {
     const int shift = shift_of(is_signed, d), steps = upper_half(1.0f) - upper_half(tables.threshold[(shift + 1) % 8]);
@@ -82,7 +89,8 @@ constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decad
 
 }  // namespace dynamic
 
-namespace {  // one copy per object: these are compiled for several instruction sets, and nothing weak may be shared between them
+namespace {  // one copy per object: these are compiled for several instruction sets, and nothing weak may be shared
+             // between them
 template <bool kSigned, int kDecades>
 constexpr dynamic::Tables kDynamicTables = dynamic::make_tables(kSigned, kDecades);
 }
@@ -90,7 +98,8 @@ constexpr dynamic::Tables kDynamicTables = dynamic::make_tables(kSigned, kDecade
 template <bool kSigned, int kDecades>
 struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
-  static constexpr int kOffset = kSigned ? kZero : -1;             // code - p: with it 0 is code -1, and -1 in a signed map too: stores saturate
+  static constexpr int kOffset =
+      kSigned ? kZero : -1;  // code - p: with it 0 is code -1, and -1 in a signed map too: stores saturate
 
   static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
   static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>, kSigned, kDecades));
@@ -103,7 +112,8 @@ struct DynamicMap {
     }
     template <class Float>
     LOWBIT_INLINE void operator()(Float number, Float& value, Float& scale) const {
-      if constexpr (kSigned) {  // p = 0, whose exponent is 0, takes the slope of p = 1; slope * factor, counted by 128 p, is normal or of no weight
+      if constexpr (kSigned) {  // p = 0, whose exponent is 0, takes the slope of p = 1; slope * factor, counted by 128
+                                // p, is normal or of no weight
         const Float p = fma(number, like(number, 1.0f / 128), like(number, -(0x1p23f + kZero) / 128));
         const auto decade = shift_right<23>(bits_of(p));
         const Float first = float_of(bit_and(bits_of(p), like(decade, static_cast<int32_t>(0xff800000))));
@@ -112,7 +122,8 @@ struct DynamicMap {
       } else {  // the codes of 0 and 1 share an entry, whose line goes through both
         const Float p = add(number, like(number, 1 - 0x1p23f));
         const auto decade = shift_right<23>(bits_of(p));
-        value = fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade), lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
+        value = fma(p, lookup8(kDynamicTables<kSigned, kDecades>.slope, decade),
+                    lookup8(kDynamicTables<kSigned, kDecades>.offset, decade));
         scale = like(number, factor_);
       }
     }
@@ -133,9 +144,9 @@ struct DynamicMap {
       }
       top_ = (dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16;
     }
-    // The decade of |value|, as the shift that encodes it. A float's bits are about its logarithm, so those of absmax less those of a, scaled, are about
-    // the decade. The guess is its shift or one more (checked above), so one comparison settles it. Below the first decade it may be anything
-    // larger, which shifts all bits out.
+    // The decade of |value|, as the shift that encodes it. A float's bits are about its logarithm, so those of absmax
+    // less those of a, scaled, are about the decade. The guess is its shift or one more (checked above), so one
+    // comparison settles it. Below the first decade it may be anything larger, which shifts all bits out.
     template <class Float>
     LOWBIT_INLINE auto shift(Float a) const {
       const auto steps = sub_saturating_u16(like(bits_of(a), top_), bits_of(a));
@@ -146,7 +157,8 @@ struct DynamicMap {
     template <class Float, class Int>
     LOWBIT_INLINE Int code(Float value, Float a, Int shift) const {
       const Float q = fma(a, lookup8(stretch_, shift), like(a, 8.0f / 9));
-      const Int inside = min(bits_of(q), like(shift, 0x3fffffff));  // below 2: past the last bin up to the threshold is the last bin
+      const Int inside =
+          min(bits_of(q), like(shift, 0x3fffffff));  // below 2: past the last bin up to the threshold is the last bin
       const Int p = shift_right(bit_and(inside, like(shift, 0xffffff)), shift);
       if constexpr (kSigned) return negate_where_negative(p, value);
       else return p;

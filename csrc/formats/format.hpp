@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The packed layout that all weight formats (list.hpp) share: "x86-panel-16x64", version 1.
 //
-// A panel is 16 output columns over all k. n is padded to 16 and k to 64 with codes that decode to zero. Sections, each padded to 64 bytes:
+// A panel is 16 output columns over all k. n is padded to 16 and k to 64 with codes that decode to zero. Sections, each
+// padded to 64 bytes:
 //   column_scale f32[16] | column_sum f32[16] | group_scale f16[groups][16] | zero f16[groups][16] | codes
-// (float formats: codes only; no group_scale per channel; no zero when symmetric). w[n,k] = column_scale * group_scale * (code - zero).
-// column_sum is the sum over k of the dequantized column: what an asymmetric activation offset is multiplied by.
-// Codes are tiles of 16 columns x 64 k; where each one lies in its tile is said by its codec. A row of a tile is one zmm, two ymm, or a row of an AMX tile.
+// (float formats: codes only; no group_scale per channel; no zero when symmetric). w[n,k] = column_scale * group_scale
+// * (code - zero). column_sum is the sum over k of the dequantized column: what an asymmetric activation offset is
+// multiplied by. Codes are tiles of 16 columns x 64 k; where each one lies in its tile is said by its codec. A row of a
+// tile is one zmm, two ymm, or a row of an AMX tile.
 #pragma once
 
 #include <cstdint>
@@ -32,11 +34,15 @@ struct WeightSpec {
   LOWBIT_INLINE constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
 
   // Byte offsets inside a panel.
-  LOWBIT_INLINE constexpr int64_t section(bool present) const { return present ? round_up(groups() * kPanelColumns * 2, 64) : 0; }
+  LOWBIT_INLINE constexpr int64_t section(bool present) const {
+    return present ? round_up(groups() * kPanelColumns * 2, 64) : 0;
+  }
   LOWBIT_INLINE constexpr int64_t column_scale_at() const { return 0; }
   LOWBIT_INLINE constexpr int64_t column_sum_at() const { return 64; }
   LOWBIT_INLINE constexpr int64_t group_scale_at() const { return is_float(format) ? 0 : 128; }
-  LOWBIT_INLINE constexpr int64_t zero_at() const { return group_scale_at() + section(!is_float(format) && group_size > 0); }
+  LOWBIT_INLINE constexpr int64_t zero_at() const {
+    return group_scale_at() + section(!is_float(format) && group_size > 0);
+  }
   LOWBIT_INLINE constexpr int64_t codes_at() const { return zero_at() + section(!is_float(format) && asymmetric); }
   LOWBIT_INLINE constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };

@@ -7,7 +7,9 @@
 namespace lowbit {
 
 struct Int4 : IntegerCodec<4> {
-  static constexpr CodePosition position(int64_t column, int64_t k) { return {k % 32 / 4 * 64 + column * 4 + k % 4, k >= 32}; }
+  static constexpr CodePosition position(int64_t column, int64_t k) {
+    return {k % 32 / 4 * 64 + column * 4 + k % 4, k >= 32};
+  }
 
   static constexpr int unit_values = 8, unit_bytes = 64;
   static constexpr float value_zero = 0;

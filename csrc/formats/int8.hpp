@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// int8: rows of 64 bytes, 16 columns x 4 k; stored unsigned, so that one multiplication of unsigned by signed bytes serves it as it serves int4.
+// int8: rows of 64 bytes, 16 columns x 4 k; stored unsigned, so that one multiplication of unsigned by signed bytes
+// serves it as it serves int4.
 #pragma once
 
 #include "formats/codec.hpp"

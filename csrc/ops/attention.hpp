@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention: softmax of modified scores times values, and its gradients, without ever holding the scores of more than one tile.
+// attention: softmax of modified scores times values, and its gradients, without ever holding the scores of more than
+// one tile.
 //   s = score_mod(scale * q k^T), -inf where mask_mod, causal or a bool mask say no, + a float mask
 //   p = softmax over k of s (and of the sink, a column without a value);  out = dropout(p) v;  lse = log sum exp s
 // A row that may see nothing has out = 0 and lse = -inf.
@@ -34,8 +35,11 @@ struct BlockClasses {
 struct Tiling {
   int64_t length, block, tile, per_block, count;
   LOWBIT_INLINE Tiling(int64_t length, int64_t block_size, int64_t tile_size)
-      : length(length), block(block_size ? block_size : length > 1 ? length : 1), tile(tile_size < block ? tile_size : block),
-        per_block((block + tile - 1) / tile), count(length / block * per_block + (length % block + tile - 1) / tile) {}
+      : length(length), block(block_size   ? block_size
+                              : length > 1 ? length
+                                           : 1),
+        tile(tile_size < block ? tile_size : block), per_block((block + tile - 1) / tile),
+        count(length / block * per_block + (length % block + tile - 1) / tile) {}
   LOWBIT_INLINE int64_t block_of(int64_t i) const { return i / per_block; }
   LOWBIT_INLINE int64_t begin(int64_t i) const { return block_of(i) * block + i % per_block * tile; }
   LOWBIT_INLINE int size(int64_t i) const {
@@ -43,11 +47,12 @@ struct Tiling {
     return static_cast<int>(tile < rest ? tile : rest);
   }
 };
-constexpr int64_t kBackwardQTile = 64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
+constexpr int64_t kBackwardQTile =
+    64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
 
 // torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
 struct BlockLists {
-  TensorView kv_num_blocks, kv_indices;            // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
+  TensorView kv_num_blocks, kv_indices;  // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
   TensorView full_kv_num_blocks, full_kv_indices;  // likewise, or empty
   int64_t q_block = 0, kv_block = 0;
 };
@@ -55,8 +60,10 @@ struct BlockLists {
 // float32, bfloat16, float16 (accumulated in float32) or float64. "Real" below: float32, for float64 inputs float64.
 struct AttentionForwardArgs {
   Place place{};
-  TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides; Hq a multiple of Hkv
-  TensorView out{};         // [B, Hq, L, Ev], as q, or real: what the backward needs of it is lost when it is rounded to 16 bits
+  TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides;
+                             // Hq a multiple of Hkv
+  TensorView
+      out{};  // [B, Hq, L, Ev], as q, or real: what the backward needs of it is lost when it is rounded to 16 bits
   TensorView lse{};         // real [B, Hq, L], contiguous; the forward may go without
   TensorView max_scores{};  // real [B, Hq, L], contiguous, or empty: largest s of each row
   TensorView mask{};        // bool or floating [B, Hq, L, S] with any strides (0: broadcast), or empty
@@ -64,7 +71,8 @@ struct AttentionForwardArgs {
   double scale = 1;
   bool causal = false;    // query i sees keys 0..i
   double dropout_p = 0;   // in [0, 1)
-  TensorView seed{};      // one int64: key of Philox4x32-10 with the counter (k / 4, q, b * Hq + h, 0), the same in any tiling and in the backward
+  TensorView seed{};  // one int64: key of Philox4x32-10 with the counter (k / 4, q, b * Hq + h, 0), the same in any
+                      // tiling and in the backward
   const ScoreCall* score_mod = nullptr;
   const ScoreCall* mask_mod = nullptr;
   BlockLists lists{};
@@ -86,7 +94,7 @@ struct AttentionBackwardArgs {
   TensorView grad_out;                        // [B, Hq, L, Ev], of the dtype of out, last dimension dense
   TensorView grad_lse;                        // real [B, Hq, L] or empty
   TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
-  TensorView grad_mask;                       // real, sizes of mask where mask has a stride, else stride 0; written; or empty
+  TensorView grad_mask;  // real, sizes of mask where mask has a stride, else stride 0; written; or empty
   TensorView grad_sink;                       // real [Hq], written, or empty
   // Per tensor that score_mod captured: contiguous, of its shape and dtype, written, or not given; none at all: empty.
   std::span<const TensorView> grad_captured{};

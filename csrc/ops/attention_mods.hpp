@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mods and the block mask of one attention call, as every caller has them: lists of integers and views. Checked here, used by attention.
+// The mods and the block mask of one attention call, as every caller has them: lists of integers and views. Checked
+// here, used by attention.
 #pragma once
 
 #include <optional>
@@ -19,12 +20,13 @@ struct ModCode {
 class AttentionMods {
  public:
   // blocks: kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices; or nothing.
-  AttentionMods(std::string_view op, const ModCode& score_mod, const ModCode& mask_mod, std::span<const TensorView> blocks = {},
-                std::pair<int64_t, int64_t> block_size = {0, 0}) {
+  AttentionMods(std::string_view op, const ModCode& score_mod, const ModCode& mask_mod,
+                std::span<const TensorView> blocks = {}, std::pair<int64_t, int64_t> block_size = {0, 0}) {
     if (!score_mod.code.empty()) score_mod_.emplace(op, "score_mod", score_mod.code, score_mod.captured);
     if (!mask_mod.code.empty()) mask_mod_.emplace(op, "mask_mod", mask_mod.code, mask_mod.captured);
     check(blocks.size() == 0 || blocks.size() == 2 || blocks.size() == 4, ErrorKind::value, op,
-          ": blocks must be kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices, got ", blocks.size(), " tensors");
+          ": blocks must be kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices, got ",
+          blocks.size(), " tensors");
     if (blocks.size() >= 2) lists.kv_num_blocks = blocks[0], lists.kv_indices = blocks[1];
     if (blocks.size() == 4) lists.full_kv_num_blocks = blocks[2], lists.full_kv_indices = blocks[3];
     lists.q_block = block_size.first, lists.kv_block = block_size.second;

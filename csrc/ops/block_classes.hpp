@@ -16,7 +16,7 @@ struct BlockClassesArgs {
   Place place{};
   const ScoreCall* call = nullptr;  // of a mask_mod
   BlockGrid grid;
-  TensorView classes;             // uint8 [batch, heads, q blocks, kv blocks], contiguous, written: 0 empty, 1 partial, 2 full
+  TensorView classes;  // uint8 [batch, heads, q blocks, kv blocks], contiguous, written: 0 empty, 1 partial, 2 full
   int64_t* evaluated = nullptr;  // written: how many blocks had to be evaluated
 };
 

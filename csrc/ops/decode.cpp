@@ -19,9 +19,10 @@ std::string text_of(std::initializer_list<int64_t> shape) {
   return text + "]";
 }
 
-void check_rows(std::string_view op, std::string_view name, const TensorView& tensor, std::initializer_list<int64_t> shape) {
-  check(tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin()), value, op, ": ", name,
-        " must have shape ", text_of(shape), ", got ", shape_text(tensor));
+void check_rows(std::string_view op, std::string_view name, const TensorView& tensor,
+                std::initializer_list<int64_t> shape) {
+  check(tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
+        value, op, ": ", name, " must have shape ", text_of(shape), ", got ", shape_text(tensor));
   check(tensor.size(-1) <= 1 || tensor.numel() == 0 || tensor.stride[tensor.rank - 1] == 1, value, op, ": ", name,
         " must be dense in its last dimension, got stride ", tensor.stride[tensor.rank - 1]);
 }
@@ -30,34 +31,40 @@ void check_rank_4(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.rank == 4, value, op, ": ", name, " must have shape ", shape, ", got ", shape_text(tensor));
 }
 
-void check_codes(std::string_view op, std::string_view name, const TensorView& codes, const TensorView& scale, KvFormat format, int64_t batch,
-                 int64_t heads, int64_t length, int64_t columns) {
-  check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ", columns);  // 512 * 127 * 32767 < 2^31
+void check_codes(std::string_view op, std::string_view name, const TensorView& codes, const TensorView& scale,
+                 KvFormat format, int64_t batch, int64_t heads, int64_t length, int64_t columns) {
+  check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ",
+        columns);  // 512 * 127 * 32767 < 2^31
   check_rows(op, name, codes, {batch, heads, length, kv_row_bytes(format, columns)});
-  check(scale.dtype == DType::float32 || scale.dtype == DType::float16, type, op, ": ", name, "_scale must be float32 or float16, got ",
-        name_of(scale.dtype));
+  check(scale.dtype == DType::float32 || scale.dtype == DType::float16, type, op, ": ", name,
+        "_scale must be float32 or float16, got ", name_of(scale.dtype));
   check_rows(op, concat(name, "_scale"), scale, {batch, heads, length, kv_groups(format, columns)});
 }
 
 void check_code_type(std::string_view op, std::string_view name, const TensorView& codes) {
-  check(codes.dtype == DType::int8 || codes.dtype == DType::uint8, type, op, ": ", name, " must be int8 or uint8 (two int4 codes a byte), got ",
-        name_of(codes.dtype));
+  check(codes.dtype == DType::int8 || codes.dtype == DType::uint8, type, op, ": ", name,
+        " must be int8 or uint8 (two int4 codes a byte), got ", name_of(codes.dtype));
 }
 
 void check_decode(const DecodeArgs& args) {
   constexpr std::string_view op = "decode";
-  const auto& [place, q, k, v, k_scale, v_scale, out, lse, mask, sink, scale, causal, position, window, rotated, score_mod, mask_mod] = args;
-  check_rank_4(op, "q", q, "[B, Hq, L, E]"), check_rank_4(op, "k", k, "[B, Hkv, S, E]"), check_rank_4(op, "v", v, "[B, Hkv, S, Ev]");
+  const auto& [place, q, k, v, k_scale, v_scale, out, lse, mask, sink, scale, causal, position, window, rotated,
+               score_mod, mask_mod] = args;
+  check_rank_4(op, "q", q, "[B, Hq, L, E]"), check_rank_4(op, "k", k, "[B, Hkv, S, E]"),
+      check_rank_4(op, "v", v, "[B, Hkv, S, Ev]");
   check_rank_4(op, "out", out, "[B, Hq, L, Ev]");
   check(is_activation(q.dtype), type, op, ": q must be float32, bfloat16 or float16, got ", name_of(q.dtype));
-  const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), e = q.size(3), kv_heads = k.size(1), kv_length = k.size(2), ev = out.size(3);
+  const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), e = q.size(3), kv_heads = k.size(1),
+                kv_length = k.size(2), ev = out.size(3);
   check_rows(op, "q", q, {batch, heads, length, e});
   check(e >= 1 && ev >= 1, value, op, ": head dimensions must be at least 1, got E=", e, " Ev=", ev);
   check(heads == 0 || (kv_heads >= 1 && heads % kv_heads == 0), value, op,
         ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
-  check(k.dtype == v.dtype, type, op, ": v must have the dtype of k, got ", name_of(v.dtype), " and ", name_of(k.dtype));
+  check(k.dtype == v.dtype, type, op, ": v must have the dtype of k, got ", name_of(v.dtype), " and ",
+        name_of(k.dtype));
   if (args.format() == KvFormat::floating) {
-    check(is_activation(k.dtype), type, op, ": k must be float32, bfloat16, float16, int8 or uint8 (int4 codes), got ", name_of(k.dtype));
+    check(is_activation(k.dtype), type, op, ": k must be float32, bfloat16, float16, int8 or uint8 (int4 codes), got ",
+          name_of(k.dtype));
     check_rows(op, "k", k, {batch, kv_heads, kv_length, e});
     check_rows(op, "v", v, {batch, kv_heads, kv_length, ev});
     check(!k_scale && !v_scale && !rotated, value, op, ": float keys and values have no scales and no rotation");
@@ -65,21 +72,25 @@ void check_decode(const DecodeArgs& args) {
     check_codes(op, "k", k, k_scale, args.format(), batch, kv_heads, kv_length, e);
     check_codes(op, "v", v, v_scale, args.format(), batch, kv_heads, kv_length, ev);
   }
-  check(out.dtype == q.dtype, type, op, ": out must have the dtype of q, got ", name_of(out.dtype), " and ", name_of(q.dtype));
+  check(out.dtype == q.dtype, type, op, ": out must have the dtype of q, got ", name_of(out.dtype), " and ",
+        name_of(q.dtype));
   check_rows(op, "out", out, {batch, heads, length, ev});
   check(std::isfinite(scale), value, op, ": scale must be finite, got ", scale);
   if (lse) {
-    check(lse.dtype == DType::float32 && lse.is_contiguous(), type, op, ": lse must be contiguous float32, got ", name_of(lse.dtype));
+    check(lse.dtype == DType::float32 && lse.is_contiguous(), type, op, ": lse must be contiguous float32, got ",
+          name_of(lse.dtype));
     check_rows(op, "lse", lse, {batch, heads, length});
   }
   if (mask) {
     check(mask.dtype == DType::boolean || mask.dtype == DType::float64 || is_activation(mask.dtype), type, op,
           ": mask must be bool or floating, got ", name_of(mask.dtype));
-    check(mask.rank == 4 && mask.size(0) == batch && mask.size(1) == heads && mask.size(2) == length && mask.size(3) == kv_length, value, op,
-          ": mask must have shape ", text_of({batch, heads, length, kv_length}), ", got ", shape_text(mask));
+    check(mask.rank == 4 && mask.size(0) == batch && mask.size(1) == heads && mask.size(2) == length &&
+              mask.size(3) == kv_length,
+          value, op, ": mask must have shape ", text_of({batch, heads, length, kv_length}), ", got ", shape_text(mask));
   }
   if (sink) {
-    check(sink.dtype == DType::float32 && sink.is_contiguous(), type, op, ": sink must be contiguous float32, got ", name_of(sink.dtype));
+    check(sink.dtype == DType::float32 && sink.is_contiguous(), type, op, ": sink must be contiguous float32, got ",
+          name_of(sink.dtype));
     check_rows(op, "sink", sink, {heads});
   }
   check(window >= 0, value, op, ": window must be positive, or 0 for none, got ", window);

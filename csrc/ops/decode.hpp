@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys, whatever the number of threads.
-//   s = score_mod(scale * q k^T), -inf where mask_mod, causality, the window or a bool mask say no, + a float mask;  out = softmax(s) v
+// decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys, whatever
+// the number of threads.
+//   s = score_mod(scale * q k^T), -inf where mask_mod, causality, the window or a bool mask say no, + a float mask; out
+//   = softmax(s) v
 // k and v are float, or codes with scales (kv_quantize):
-//   int8: one scale per token and head;  int4: one per 32 elements of it. k = k_scale * code, and the scales meet the scores, not the codes:
-//   s[t] = scale * k_scale[t] * (q . code[t]);  out = sum over t of (p[t] * v_scale[t]) * code[t]
+//   int8: one scale per token and head;  int4: one per 32 elements of it. k = k_scale * code, and the scales meet the
+//   scores, not the codes: s[t] = scale * k_scale[t] * (q . code[t]);  out = sum over t of (p[t] * v_scale[t]) *
+//   code[t]
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -20,15 +23,21 @@ inline constexpr std::string_view kKvFormatNames[] = {"float", "int8", "int4"};
 constexpr int64_t kKvGroup = 32;  // elements of a scale of int4, and what rows are padded to
 
 constexpr int64_t kv_padded(int64_t columns) { return (columns + kKvGroup - 1) / kKvGroup * kKvGroup; }
-constexpr int64_t kv_row_bytes(KvFormat format, int64_t columns) { return kv_padded(columns) / (format == KvFormat::int4 ? 2 : 1); }
-constexpr int64_t kv_groups(KvFormat format, int64_t columns) { return format == KvFormat::int4 ? kv_padded(columns) / kKvGroup : 1; }
-// Keys may be rotated by a normalized Hadamard matrix (and queries with them, so that the scores stay): over the largest power of two that divides the row.
+constexpr int64_t kv_row_bytes(KvFormat format, int64_t columns) {
+  return kv_padded(columns) / (format == KvFormat::int4 ? 2 : 1);
+}
+constexpr int64_t kv_groups(KvFormat format, int64_t columns) {
+  return format == KvFormat::int4 ? kv_padded(columns) / kKvGroup : 1;
+}
+// Keys may be rotated by a normalized Hadamard matrix (and queries with them, so that the scores stay): over the
+// largest power of two that divides the row.
 constexpr int64_t kv_rotation(int64_t columns) { return kv_padded(columns) & -kv_padded(columns); }
 
 struct DecodeArgs {
   Place place{};
   TensorView q;                 // [B, Hq, L, E] float32, bfloat16 or float16, last dimension dense, any other strides
-  TensorView k, v;              // [B, Hkv, S, E], [B, Hkv, S, Ev] of a float type, or [..., bytes] int8, or uint8 with two int4 codes in each
+  TensorView k,
+      v;  // [B, Hkv, S, E], [B, Hkv, S, Ev] of a float type, or [..., bytes] int8, or uint8 with two int4 codes in each
   TensorView k_scale, v_scale;  // [B, Hkv, S, groups] float32 or float16, last dimension dense, of codes only
   TensorView out;               // [B, Hq, L, Ev], dtype of q, last dimension dense
   TensorView lse;               // float32 [B, Hq, L], contiguous, or empty
@@ -42,7 +51,9 @@ struct DecodeArgs {
   const ScoreCall* score_mod = nullptr;
   const ScoreCall* mask_mod = nullptr;
 
-  KvFormat format() const { return k.dtype == DType::int8 ? KvFormat::int8 : k.dtype == DType::uint8 ? KvFormat::int4 : KvFormat::floating; }
+  KvFormat format() const {
+    return k.dtype == DType::int8 ? KvFormat::int8 : k.dtype == DType::uint8 ? KvFormat::int4 : KvFormat::floating;
+  }
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
   int64_t q_length() const { return q.size(2); }
@@ -51,7 +62,8 @@ struct DecodeArgs {
   int64_t group() const { return heads() / kv_heads(); }
 };
 
-// codes = round(x / scale), x optionally rotated; scale = largest |x| / 127, or that / 8 with its sign for int4. A nan or inf makes the scale nan.
+// codes = round(x / scale), x optionally rotated; scale = largest |x| / 127, or that / 8 with its sign for int4. A nan
+// or inf makes the scale nan.
 struct KvQuantizeArgs {
   Place place{};
   TensorView x;              // [B, H, L, E] float32, bfloat16 or float16, last dimension dense

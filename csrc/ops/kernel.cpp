@@ -28,7 +28,8 @@ void for_each_row(Body&& body) {  // body(op, backend, row name)
 #undef LOWBIT_OP
 }
 
-// A row that was asked for by name, and the op that it is a row of: "decode" has a row decode_int8_avx2, and is the beginning of decode_state_float8_avx2.
+// A row that was asked for by name, and the op that it is a row of: "decode" has a row decode_int8_avx2, and is the
+// beginning of decode_state_float8_avx2.
 struct Forced {
   std::string op, name;  // both empty: none
 };
@@ -39,7 +40,8 @@ Forced forced_row(std::string name, std::string_view from) {
     if (row == name) op = row_op;
     rows += concat(rows.empty() ? "" : ", ", row);
   });
-  check(name.empty() || !op.empty(), ErrorKind::value, from, ": unknown kernel row, got '", name, "', wanted one of ", rows);
+  check(name.empty() || !op.empty(), ErrorKind::value, from, ": unknown kernel row, got '", name, "', wanted one of ",
+        rows);
   return {op, std::move(name)};
 }
 
@@ -67,8 +69,10 @@ LastRun& last_run(std::string_view op) {
 
 }  // namespace
 
-#define LOWBIT_OP(op, Args) \
-  void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count) { backend.op.insert(backend.op.end(), rows, rows + count); }
+#define LOWBIT_OP(op, Args)                                                      \
+  void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count) { \
+    backend.op.insert(backend.op.end(), rows, rows + count);                     \
+  }
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 
@@ -77,7 +81,8 @@ std::vector<RowInfo> rows_of(std::string_view op) {
   for_each_row([&](std::string_view row_op, const Backend& backend, std::string_view name) {
     if (row_op != op) return;
     const std::string& reason = backend.unavailable({.type = backend.device});
-    rows.push_back({std::string(name), std::string(backend.name), std::string(kDeviceNames[static_cast<int>(backend.device)]), reason.empty(), reason});
+    rows.push_back({std::string(name), std::string(backend.name),
+                    std::string(kDeviceNames[static_cast<int>(backend.device)]), reason.empty(), reason});
   });
   if (rows.empty()) {
     std::string ops;
@@ -99,7 +104,9 @@ std::string_view forced_kernel(std::string_view op) {
   return forced.op == op ? std::string_view(forced.name) : std::string_view();
 }
 
-std::string_view last_kernel(std::string_view op) { return last_run(op).op == op ? last_run(op).name : std::string_view(); }
+std::string_view last_kernel(std::string_view op) {
+  return last_run(op).op == op ? last_run(op).name : std::string_view();
+}
 
 void note_ran(std::string_view op, std::string_view name) { last_run(op) = {op, name}; }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heart: a kernel is a row {name, refuses, run}; a backend is a device and its rows, one list per op; a CPU instruction set is just a
-// backend. select() takes the first row of the call's place that fits, or the one that the caller forces by name, and then fails loudly if
-// it does not fit.
+// The heart: a kernel is a row {name, refuses, run}; a backend is a device and its rows, one list per op; a CPU
+// instruction set is just a backend. select() takes the first row of the call's place that fits, or the one that the
+// caller forces by name, and then fails loudly if it does not fit.
 #pragma once
 
 #include <functional>
@@ -49,14 +49,15 @@ struct Kernel {
 struct Backend {
   std::string_view name;
   DeviceType device;
-  const std::string& (*unavailable)(Device device);  // why this machine (and its environment variables) cannot run it; "" if it can
+  const std::string& (*unavailable)(
+      Device device);  // why this machine (and its environment variables) cannot run it; "" if it can
 #define LOWBIT_OP(op, Args) std::vector<Kernel<Args>> op = {};
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 };
 
-// Adds the rows of one table, best first. Not a template and not inline: kernel files are compiled for one instruction set each, and may leave no
-// weak symbol.
+// Adds the rows of one table, best first. Not a template and not inline: kernel files are compiled for one instruction
+// set each, and may leave no weak symbol.
 #define LOWBIT_OP(op, Args) LOWBIT_API void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count);
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
@@ -80,7 +81,8 @@ struct RowInfo {
 };
 LOWBIT_API std::vector<RowInfo> rows_of(std::string_view op);
 
-// Forced row of this thread ("" = none), else of the process (LOWBIT_KERNEL). Both name a row of one op and leave the other ops alone.
+// Forced row of this thread ("" = none), else of the process (LOWBIT_KERNEL). Both name a row of one op and leave the
+// other ops alone.
 LOWBIT_API std::string force_kernel(std::string name);  // returns the previous one; ValueError for an unknown name
 LOWBIT_API std::string_view forced_kernel(std::string_view op);
 LOWBIT_API std::string_view last_kernel(std::string_view op);  // the row that ran last on this thread
@@ -120,7 +122,8 @@ const Kernel<Args>& select(const Args& args) {
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend))
       if ((forced.empty() || row.name == forced) && row.refuses(args).empty()) return row;
   }
-  std::string message = concat(OpOf<Args>::name, ": no kernel row fits", forced.empty() ? "" : concat(" (forced: ", forced, ")"));
+  std::string message =
+      concat(OpOf<Args>::name, ": no kernel row fits", forced.empty() ? "" : concat(" (forced: ", forced, ")"));
   for (const Choice& choice : explain(args))
     if (forced.empty() || choice.name == forced) message += concat("\n  ", choice.name, ": ", choice.reason);
   throw Error(ErrorKind::not_implemented, message);

@@ -38,9 +38,10 @@ namespace {
 
 void check_like_y(const TensorView& tensor, const TensorView& y, std::string_view name) {
   if (!tensor) return;
-  check(tensor.dtype == y.dtype, type, "linear: ", name, " must have the dtype of x, got ", name_of(tensor.dtype), " and ", name_of(y.dtype));
-  check(tensor.rank == y.rank && std::equal(y.shape.begin(), y.shape.begin() + y.rank, tensor.shape.begin()), value, "linear: ", name,
-        " must have the shape of the result ", shape_text(y), ", got ", shape_text(tensor));
+  check(tensor.dtype == y.dtype, type, "linear: ", name, " must have the dtype of x, got ", name_of(tensor.dtype),
+        " and ", name_of(y.dtype));
+  check(tensor.rank == y.rank && std::equal(y.shape.begin(), y.shape.begin() + y.rank, tensor.shape.begin()), value,
+        "linear: ", name, " must have the shape of the result ", shape_text(y), ", got ", shape_text(tensor));
   check(tensor.is_contiguous(), value, "linear: ", name, " must be contiguous");
 }
 
@@ -50,21 +51,33 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
   const auto& [x, weight, bias, mul, add, y] = tensors;
   check(is_activation(x.dtype), type, "linear: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   // Padding hides a wrong k from the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises it.
-  check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k, " (in_features), got x of shape ", shape_text(x));
+  check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k,
+        " (in_features), got x of shape ", shape_text(x));
   check(x.is_contiguous(), value, "linear: x must be contiguous, got strides of a non-contiguous view");
   check(y.rank == x.rank && y.size(-1) == spec.n && y.dtype == x.dtype && y.is_contiguous(), value,
-        "linear: the result must be contiguous with last dimension n=", spec.n, " and the dtype of x, got ", shape_text(y));
+        "linear: the result must be contiguous with last dimension n=", spec.n, " and the dtype of x, got ",
+        shape_text(y));
   check_weight("linear", weight, spec);
-  check(!bias || is_activation(bias.dtype), type, "linear: bias must be float32, bfloat16 or float16, got ", name_of(bias.dtype));
-  check(!bias || (bias.rank == 1 && bias.size(0) == spec.n && bias.is_contiguous()), value, "linear: bias must be a contiguous [n=", spec.n,
-        "], got ", shape_text(bias));
+  check(!bias || is_activation(bias.dtype), type, "linear: bias must be float32, bfloat16 or float16, got ",
+        name_of(bias.dtype));
+  check(!bias || (bias.rank == 1 && bias.size(0) == spec.n && bias.is_contiguous()), value,
+        "linear: bias must be a contiguous [n=", spec.n, "], got ", shape_text(bias));
   check_like_y(mul, y, "mul");
   check_like_y(add, y, "add");
-  check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), value, "linear: activation must be 0..",
-        std::size(kActivationNames) - 1, ", got activation=", activation);
-  return {.m = x.numel() / spec.k, .weight_spec = spec, .x_format = x_format(x_format_, spec),
-          .activation = static_cast<Activation>(activation), .dtype = x.dtype, .bias_dtype = bias ? bias.dtype : DType::float32,
-          .x = x.data, .weight = weight.as<const uint8_t>(), .bias = bias.data, .mul = mul.data, .add = add.data, .y = y.data};
+  check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), value,
+        "linear: activation must be 0..", std::size(kActivationNames) - 1, ", got activation=", activation);
+  return {.m = x.numel() / spec.k,
+          .weight_spec = spec,
+          .x_format = x_format(x_format_, spec),
+          .activation = static_cast<Activation>(activation),
+          .dtype = x.dtype,
+          .bias_dtype = bias ? bias.dtype : DType::float32,
+          .x = x.data,
+          .weight = weight.as<const uint8_t>(),
+          .bias = bias.data,
+          .mul = mul.data,
+          .add = add.data,
+          .y = y.data};
 }
 
 void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {

@@ -10,7 +10,8 @@
 
 namespace lowbit {
 
-// How activations enter the product. int8 codes are within +-127; group: one scale per row and weight group; row: one per row.
+// How activations enter the product. int8 codes are within +-127; group: one scale per row and weight group; row: one
+// per row.
 enum class XFormat : int { floating, int8_group, int8_row, int8_row_asymmetric };
 inline constexpr std::string_view kXFormatNames[] = {"float", "int8_group", "int8_row", "int8_row_asymmetric"};
 
@@ -38,10 +39,12 @@ struct LinearTensors {
   TensorView x, weight, bias, mul, add, y;  // x [..., k]; y [..., n]; bias, mul, add may be missing
 };
 
-LOWBIT_API WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric);
+LOWBIT_API WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format, int64_t group_size,
+                                  bool asymmetric);
 LOWBIT_API XFormat x_format(int64_t value, const WeightSpec& spec);
 LOWBIT_API void check_weight(std::string_view op, const TensorView& weight, const WeightSpec& spec);
-LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format, int64_t activation);
+LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format,
+                                  int64_t activation);
 LOWBIT_API void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format, int64_t activation);
 
 }  // namespace lowbit

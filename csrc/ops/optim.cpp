@@ -14,7 +14,8 @@ int moments_of(Rule rule, const Hyper& hyper) {
   return rule == Rule::sgd && hyper.momentum == 0 ? 0 : 1;
 }
 
-// Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without elements no stride means anything.
+// Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without
+// elements no stride means anything.
 bool is_dense(const TensorView& view) {
   if (view.numel() == 0) return true;
   std::array<int, TensorView::kMaxRank> order;
@@ -46,23 +47,26 @@ void check_flat(const TensorView& view, DType dtype, int64_t numel, const What&.
 }
 
 template <class... What>
-void check_state(StateFormat format, int64_t block_size, int64_t numel, const TensorView& codes, const TensorView& scale, const What&... what) {
-  if (!has_codes(format)) return check_flat(codes, format == StateFormat::float32 ? DType::float32 : DType::bfloat16, numel, what...);
+void check_state(StateFormat format, int64_t block_size, int64_t numel, const TensorView& codes,
+                 const TensorView& scale, const What&... what) {
+  if (!has_codes(format))
+    return check_flat(codes, format == StateFormat::float32 ? DType::float32 : DType::bfloat16, numel, what...);
   check_flat(codes, DType::uint8, state_bytes(format, numel), what...);
   check_flat(scale, DType::float32, (numel + block_size - 1) / block_size, what..., " scale");
 }
 
 template <class... What>
 float* one_number(const TensorView& view, const What&... what) {
-  check(view.dtype == DType::float32 && view.numel() == 1, type, what..., " must be one float32, got ", name_of(view.dtype), " ", shape_text(view));
+  check(view.dtype == DType::float32 && view.numel() == 1, type, what..., " must be one float32, got ",
+        name_of(view.dtype), " ", shape_text(view));
   return view.as<float>();
 }
 
 }  // namespace
 
 StateFormat state_format(std::string_view op, int64_t format, int64_t block_size) {
-  check(format >= 0 && format < static_cast<int64_t>(std::size(kStateFormatNames)), value, op, ": state_format must be 0..",
-        std::size(kStateFormatNames) - 1, ", got ", format);
+  check(format >= 0 && format < static_cast<int64_t>(std::size(kStateFormatNames)), value, op,
+        ": state_format must be 0..", std::size(kStateFormatNames) - 1, ", got ", format);
   check(block_size >= kMinStateBlock && block_size <= kMaxStateBlock && (block_size & (block_size - 1)) == 0, value, op,
         ": block_size must be a power of two from ", kMinStateBlock, " to ", kMaxStateBlock, ", got ", block_size);
   return static_cast<StateFormat>(format);
@@ -70,7 +74,8 @@ StateFormat state_format(std::string_view op, int64_t format, int64_t block_size
 
 OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
                      const TensorView& found_inf, std::optional<int64_t> seed) {
-  check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..", std::size(kRuleNames) - 1, ", got ", rule);
+  check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..",
+        std::size(kRuleNames) - 1, ", got ", rule);
   args_.rule = static_cast<Rule>(rule);
   args_.format = state_format("optim_step", format, block_size);
   args_.block_size = block_size;
@@ -82,16 +87,27 @@ OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyp
   moments_ = moments_of(args_.rule, hyper);
 }
 
-void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment, const TensorView* scale) {
+void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
+                    const TensorView* scale) {
   const std::size_t i = tensors_.size();
-  check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ", name_of(param.dtype));
-  check(is_activation(grad.dtype), type, "optim_step: grads[", i, "] must be float32, bfloat16 or float16, got ", name_of(grad.dtype));
+  check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ",
+        name_of(param.dtype));
+  check(is_activation(grad.dtype), type, "optim_step: grads[", i, "] must be float32, bfloat16 or float16, got ",
+        name_of(grad.dtype));
   check(is_dense(param), value, "optim_step: params[", i, "] must be dense in memory, got shape ", shape_text(param));
-  check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ", shape_text(param), ", got ", shape_text(grad));
-  OptimTensor tensor{.param = param.data, .grad = grad.data, .param_dtype = param.dtype, .grad_dtype = grad.dtype, .moment = {}, .scale = {},
-                     .numel = param.numel(), .step_count = one_number(step, "optim_step: steps[", i, "]")};
+  check(same_order(param, grad), value, "optim_step: grads[", i, "] must have the shape and strides of its parameter ",
+        shape_text(param), ", got ", shape_text(grad));
+  OptimTensor tensor{.param = param.data,
+                     .grad = grad.data,
+                     .param_dtype = param.dtype,
+                     .grad_dtype = grad.dtype,
+                     .moment = {},
+                     .scale = {},
+                     .numel = param.numel(),
+                     .step_count = one_number(step, "optim_step: steps[", i, "]")};
   for (int k = 0; k < moments_; k++) {
-    check_state(args_.format, args_.block_size, param.numel(), moment[k], has_scales() ? scale[k] : TensorView{}, "optim_step: states[", k, "][", i, "]");
+    check_state(args_.format, args_.block_size, param.numel(), moment[k], has_scales() ? scale[k] : TensorView{},
+                "optim_step: states[", k, "][", i, "]");
     tensor.moment[k] = moment[k].data;
     tensor.scale[k] = has_scales() ? scale[k].as<float>() : nullptr;
   }
@@ -108,7 +124,8 @@ namespace {
 
 template <class Args>
 void check_conversion(std::string_view op, const Args& args) {
-  check(has_codes(args.format), value, op, ": state_format must have codes, got ", kStateFormatNames[static_cast<int>(args.format)]);
+  check(has_codes(args.format), value, op, ": state_format must have codes, got ",
+        kStateFormatNames[static_cast<int>(args.format)]);
   check_flat(args.values, DType::float32, args.values.numel(), op, ": values");
   check_state(args.format, args.block_size, args.values.numel(), args.codes, args.scale, op, ": codes");
 }

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_step: one step of an optimizer over a list of tensors, in place: parameters, moments (in their StateFormat) and step counts.
-//   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments); every moment rounded to its format
-// The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to nearest, or stochastically.
+// optim_step: one step of an optimizer over a list of tensors, in place: parameters, moments (in their StateFormat) and
+// step counts.
+//   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments); every moment rounded
+//   to its format
+// The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to nearest, or
+// stochastically.
 #pragma once
 
 #include <optional>
@@ -65,13 +68,17 @@ struct DecodeStateArgs {
 // A step being put together, tensor by tensor: every check happens before run() changes anything.
 class LOWBIT_API OptimStep {
  public:
-  OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale, const TensorView& found_inf,
-            std::optional<int64_t> seed);
-  int moments() const { return moments_; }  // adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion: exp_avg
+  OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
+            const TensorView& found_inf, std::optional<int64_t> seed);
+  int moments() const {
+    return moments_;
+  }  // adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion: exp_avg
   bool has_scales() const { return has_codes(args_.format); }
 
-  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float formats.
-  void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment, const TensorView* scale);
+  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float
+  // formats.
+  void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
+           const TensorView* scale);
   void run();
 
  private:

@@ -9,10 +9,11 @@ using enum ErrorKind;
 
 namespace {
 
-void check_matrix(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype, int64_t rows, int64_t columns) {
+void check_matrix(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype, int64_t rows,
+                  int64_t columns) {
   check(tensor.dtype == dtype, type, op, ": ", name, " must be ", name_of(dtype), ", got ", name_of(tensor.dtype));
-  check(tensor.rank == 2 && tensor.size(0) == rows && tensor.size(1) == columns, value, op, ": ", name, " must have shape [", rows, ", ",
-        columns, "], got ", shape_text(tensor));
+  check(tensor.rank == 2 && tensor.size(0) == rows && tensor.size(1) == columns, value, op, ": ", name,
+        " must have shape [", rows, ", ", columns, "], got ", shape_text(tensor));
   check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
 }
 
@@ -29,16 +30,21 @@ void check_plain_codes(std::string_view op, const Args& args) {
 }  // namespace
 
 Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
-  check(is_activation(weight.dtype), type, "quantize: weight must be float32, bfloat16 or float16, got ", name_of(weight.dtype));
+  check(is_activation(weight.dtype), type, "quantize: weight must be float32, bfloat16 or float16, got ",
+        name_of(weight.dtype));
   check_matrix("quantize", "weight", weight, weight.dtype, spec.n, spec.k);
   check_weight("quantize", packed, spec);
-  check(mapping >= 0 && mapping < static_cast<int64_t>(std::size(kMappingNames)), value, "quantize: mapping must be 0..",
-        std::size(kMappingNames) - 1, ", got mapping=", mapping);
-  check(is_float(spec.format) || (static_cast<Mapping>(mapping) == Mapping::asymmetric) == spec.asymmetric, value, "quantize: mapping ",
-        kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
+  check(mapping >= 0 && mapping < static_cast<int64_t>(std::size(kMappingNames)), value,
+        "quantize: mapping must be 0..", std::size(kMappingNames) - 1, ", got mapping=", mapping);
+  check(is_float(spec.format) || (static_cast<Mapping>(mapping) == Mapping::asymmetric) == spec.asymmetric, value,
+        "quantize: mapping ", kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
   check(all_finite(weight), value, "quantize: weight must be finite, got inf or nan");
   Distortion distortion;
-  run(QuantizeArgs{.place = place_of(weight), .spec = spec, .mapping = static_cast<Mapping>(mapping), .weight = weight, .packed = packed,
+  run(QuantizeArgs{.place = place_of(weight),
+                   .spec = spec,
+                   .mapping = static_cast<Mapping>(mapping),
+                   .weight = weight,
+                   .packed = packed,
                    .distortion = &distortion});
   return distortion;
 }
@@ -62,10 +68,13 @@ void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorVi
   run(DequantizeArgs{.place = place_of(packed), .spec = spec, .packed = packed, .out = out});
 }
 
-void refuse_code(int code, int highest) { throw Error(value, concat("pack: codes must be 0..", highest, ", got ", code)); }
+void refuse_code(int code, int highest) {
+  throw Error(value, concat("pack: codes must be 0..", highest, ", got ", code));
+}
 
 bool all_finite(const TensorView& tensor) {
-  check(is_activation(tensor.dtype), type, "all_finite: tensor must be float32, bfloat16 or float16, got ", name_of(tensor.dtype));
+  check(is_activation(tensor.dtype), type, "all_finite: tensor must be float32, bfloat16 or float16, got ",
+        name_of(tensor.dtype));
   check(tensor.is_contiguous(), value, "all_finite: tensor must be contiguous");
   bool result = true;
   if (tensor.numel()) run(AllFiniteArgs{.place = place_of(tensor), .tensor = tensor, .result = &result});

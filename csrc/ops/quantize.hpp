@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize, pack, unpack, dequantize: between float weights [n, k], plain codes and the packed panels of formats/format.hpp.
+// quantize, pack, unpack, dequantize: between float weights [n, k], plain codes and the packed panels of
+// formats/format.hpp.
 #pragma once
 
 #include <string_view>
@@ -59,7 +60,8 @@ struct AllFiniteArgs {
   bool* result = nullptr;
 };
 
-LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping);
+LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
+                               int64_t mapping);
 LOWBIT_API void pack(const PackArgs& args);
 LOWBIT_API void unpack(const UnpackArgs& args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);

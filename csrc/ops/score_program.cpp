@@ -8,26 +8,39 @@ namespace {
 
 using enum ErrorKind;
 
-ScoreProgramArgs tile_args(const ScoreCall& call, std::string_view op, int64_t b, int64_t h, int64_t q0, int64_t k0, const TensorView& scores) {
+ScoreProgramArgs tile_args(const ScoreCall& call, std::string_view op, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                           const TensorView& scores) {
   check(scores.rank == 2, value, op, ": scores must have shape [rows, cols], got ", shape_text(scores));
-  check(scores.dtype == DType::float32 || scores.dtype == DType::float64, type, op, ": scores must be float32 or float64, got ", name_of(scores.dtype));
+  check(scores.dtype == DType::float32 || scores.dtype == DType::float64, type, op,
+        ": scores must be float32 or float64, got ", name_of(scores.dtype));
   check(scores.is_contiguous(), value, op, ": scores must be contiguous");
-  check(scores.numel() < (int64_t{1} << 31), value, op, ": scores must have less than 2^31 elements, got ", scores.numel());
-  return {.call = &call, .dtype = scores.dtype, .b = b, .h = h, .q0 = q0, .k0 = k0, .rows = static_cast<int>(scores.shape[0]),
-          .cols = static_cast<int>(scores.shape[1]), .stride = round_up(scores.shape[1], 16)};
+  check(scores.numel() < (int64_t{1} << 31), value, op, ": scores must have less than 2^31 elements, got ",
+        scores.numel());
+  return {.call = &call,
+          .dtype = scores.dtype,
+          .b = b,
+          .h = h,
+          .q0 = q0,
+          .k0 = k0,
+          .rows = static_cast<int>(scores.shape[0]),
+          .cols = static_cast<int>(scores.shape[1]),
+          .stride = round_up(scores.shape[1], 16)};
 }
 
 // A tile must have whole vectors in its rows: a copy with padding, and back.
 class Padded {
  public:
   Padded(const TensorView& view, int64_t stride)
-      : view_(view), row_(view.shape[1] * static_cast<int64_t>(size_of(view.dtype))), stride_(stride * static_cast<int64_t>(size_of(view.dtype))),
+      : view_(view), row_(view.shape[1] * static_cast<int64_t>(size_of(view.dtype))),
+        stride_(stride * static_cast<int64_t>(size_of(view.dtype))),
         bytes_(static_cast<std::size_t>(view.shape[0] * stride_)) {
-    for (int64_t r = 0; r < view_.shape[0]; r++) std::memcpy(bytes_.data() + r * stride_, view_.as<char>() + r * row_, row_);
+    for (int64_t r = 0; r < view_.shape[0]; r++)
+      std::memcpy(bytes_.data() + r * stride_, view_.as<char>() + r * row_, row_);
   }
   void* data() { return bytes_.data(); }
   void write_back() const {
-    for (int64_t r = 0; r < view_.shape[0]; r++) std::memcpy(view_.as<char>() + r * row_, bytes_.data() + r * stride_, row_);
+    for (int64_t r = 0; r < view_.shape[0]; r++)
+      std::memcpy(view_.as<char>() + r * row_, bytes_.data() + r * stride_, row_);
   }
 
  private:
@@ -47,23 +60,27 @@ void score_program_eval(const ScoreCall& call, int64_t b, int64_t h, int64_t q0,
   padded.write_back();
 }
 
-void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0, const TensorView& scores,
-                            const TensorView& gradient, std::span<const TensorView> captured_gradients) {
+void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                            const TensorView& scores, const TensorView& gradient,
+                            std::span<const TensorView> captured_gradients) {
   constexpr std::string_view op = "score_program_backward";
   ScoreProgramArgs args = tile_args(call, op, b, h, q0, k0, scores);
   check(!call.program().is_mask, value, op, ": code must be of a score_mod, got a mask");
-  check(gradient.rank == 2 && gradient.shape == scores.shape && gradient.dtype == scores.dtype && gradient.is_contiguous(), value, op,
-        ": gradient must be contiguous, of the shape and dtype of scores ", shape_text(scores), ", got ", name_of(gradient.dtype), " ", shape_text(gradient));
-  check(static_cast<int>(captured_gradients.size()) == call.captured_count(), value, op, ": captured_gradients must have one entry per captured tensor (",
-        call.captured_count(), "), got ", captured_gradients.size());
+  check(gradient.rank == 2 && gradient.shape == scores.shape && gradient.dtype == scores.dtype &&
+            gradient.is_contiguous(),
+        value, op, ": gradient must be contiguous, of the shape and dtype of scores ", shape_text(scores), ", got ",
+        name_of(gradient.dtype), " ", shape_text(gradient));
+  check(static_cast<int>(captured_gradients.size()) == call.captured_count(), value, op,
+        ": captured_gradients must have one entry per captured tensor (", call.captured_count(), "), got ",
+        captured_gradients.size());
   std::vector<CapturedGradient> targets;
   for (int i = 0; i < call.captured_count(); i++) {
     const TensorView& target = captured_gradients[i];
     const TensorView& tensor = call.captured()[i];
     bool same = target.rank == tensor.rank && target.dtype == scores.dtype && target.is_contiguous();
     for (int dim = 0; dim < tensor.rank; dim++) same &= target.shape[dim] == tensor.shape[dim];
-    check(!target || same, value, op, ": captured_gradients[", i, "] must be contiguous ", name_of(scores.dtype), " ", shape_text(tensor), ", got ",
-          name_of(target.dtype), " ", shape_text(target));
+    check(!target || same, value, op, ": captured_gradients[", i, "] must be contiguous ", name_of(scores.dtype), " ",
+          shape_text(tensor), ", got ", name_of(target.dtype), " ", shape_text(target));
     targets.push_back({.data = target.data});
   }
   if (scores.numel() == 0) return;

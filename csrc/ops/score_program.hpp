@@ -8,8 +8,8 @@
 
 namespace lowbit {
 
-// A tile of scores: row r, column c at scores[r * stride + c] belongs to query q0 + r and key k0 + c. Every row can be read and written up to
-// column round_up(cols, 16); what lies behind cols is unspecified afterwards.
+// A tile of scores: row r, column c at scores[r * stride + c] belongs to query q0 + r and key k0 + c. Every row can be
+// read and written up to column round_up(cols, 16); what lies behind cols is unspecified afterwards.
 template <class T>
 struct ScoreTile {
   int64_t b = 0, h = 0, q0 = 0, k0 = 0;
@@ -37,9 +37,12 @@ struct ScoreProgramArgs {
 };
 
 // Runs the program over rows x cols scores [rows, cols] (contiguous).
-LOWBIT_API void score_program_eval(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0, const TensorView& scores);
-// gradient [rows, cols] in place; captured_gradients[i] has the shape of captured tensor i and the dtype of scores, contiguous, or is not given.
-LOWBIT_API void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0, const TensorView& scores,
-                                       const TensorView& gradient, std::span<const TensorView> captured_gradients);
+LOWBIT_API void score_program_eval(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                                   const TensorView& scores);
+// gradient [rows, cols] in place; captured_gradients[i] has the shape of captured tensor i and the dtype of scores,
+// contiguous, or is not given.
+LOWBIT_API void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0,
+                                       const TensorView& scores, const TensorView& gradient,
+                                       std::span<const TensorView> captured_gradients);
 
 }  // namespace lowbit

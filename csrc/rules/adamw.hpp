@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101), as torch computes them:
-//   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA; the rate divides the divisor, so that
-// the new parameter is one FMA too. One division and one square root an element, both exact.
+//   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 -
+//   beta2^t) + eps)
+// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA; the
+// rate divides the divisor, so that the new parameter is one FMA too. One division and one square root an element, both
+// exact.
 #pragma once
 
 #include <cfloat>
@@ -22,12 +24,15 @@ struct AdamW {
   float root_gain, root_eps;
 
   LOWBIT_INLINE AdamW(const Hyper& hyper, double step) {
-    const double unit1 = 1 - hyper.beta1, unit2 = 1 - hyper.beta2, rate = -hyper.lr / (1 - std::pow(hyper.beta1, step)) * unit1;
+    const double unit1 = 1 - hyper.beta1, unit2 = 1 - hyper.beta2,
+                 rate = -hyper.lr / (1 - std::pow(hyper.beta1, step)) * unit1;
     unit[0] = static_cast<float>(unit1), unit[1] = unit[2] = static_cast<float>(unit2);
-    carry[0] = static_cast<float>(hyper.beta1 / unit1), carry[1] = static_cast<float>(hyper.beta2 / unit2), carry[2] = static_cast<float>(1 / unit2);
+    carry[0] = static_cast<float>(hyper.beta1 / unit1), carry[1] = static_cast<float>(hyper.beta2 / unit2),
+    carry[2] = static_cast<float>(1 / unit2);
     const auto finite = [](double a) { return static_cast<float>(std::fmin(std::fmax(a, -FLT_MAX), FLT_MAX)); };
     root_gain = finite(std::sqrt(unit2 / (1 - std::pow(hyper.beta2, step))) / rate);
-    root_eps = rate == 0 ? -__builtin_inff() : finite(hyper.eps / rate);  // lr = 0: m / -inf; the gain is finite, for roots of 0
+    root_eps = rate == 0 ? -__builtin_inff()
+                         : finite(hyper.eps / rate);  // lr = 0: m / -inf; the gain is finite, for roots of 0
   }
 
   template <class Float>

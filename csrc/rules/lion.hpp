@@ -17,8 +17,9 @@ struct Lion {
   float rate, beta2, lookahead;
 
   LOWBIT_INLINE Lion(const Hyper& hyper, double)
-      : unit{static_cast<float>(1 - hyper.beta2)}, carry{static_cast<float>(1 / (1 - hyper.beta2))}, rate(static_cast<float>(-hyper.lr)),
-        beta2(static_cast<float>(hyper.beta2)), lookahead(static_cast<float>(hyper.beta1 * (1 - hyper.beta2) / (1 - hyper.beta1))) {}
+      : unit{static_cast<float>(1 - hyper.beta2)}, carry{static_cast<float>(1 / (1 - hyper.beta2))},
+        rate(static_cast<float>(-hyper.lr)), beta2(static_cast<float>(hyper.beta2)),
+        lookahead(static_cast<float>(hyper.beta1 * (1 - hyper.beta2) / (1 - hyper.beta1))) {}
 
   template <class Float>
   LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {

@@ -18,8 +18,9 @@ struct Sgd {
   bool nesterov;
 
   LOWBIT_INLINE Sgd(const Hyper& hyper, double step)
-      : unit{1.0f}, carry{static_cast<float>(hyper.momentum)}, rate(static_cast<float>(-hyper.lr)), momentum(static_cast<float>(hyper.momentum)),
-        gain(step <= 1 ? 1.0f : static_cast<float>(1 - hyper.dampening)), nesterov(hyper.nesterov) {}
+      : unit{1.0f}, carry{static_cast<float>(hyper.momentum)}, rate(static_cast<float>(-hyper.lr)),
+        momentum(static_cast<float>(hyper.momentum)), gain(step <= 1 ? 1.0f : static_cast<float>(1 - hyper.dampening)),
+        nesterov(hyper.nesterov) {}
 
   template <class Float>
   LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {

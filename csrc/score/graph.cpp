@@ -32,7 +32,8 @@ int64_t fold_as(const int64_t* in, std::index_sequence<at...>) {
 using Fold = int64_t (*)(const int64_t*);
 template <class Op>
 constexpr Fold fold_of() {
-  if constexpr (has_value<Op>()) return [](const int64_t* in) { return fold_as<Op>(in, std::make_index_sequence<arity_of<Op>()>{}); };
+  if constexpr (has_value<Op>())
+    return [](const int64_t* in) { return fold_as<Op>(in, std::make_index_sequence<arity_of<Op>()>{}); };
   else return nullptr;
 }
 template <class... Ops>
@@ -57,7 +58,9 @@ int ScoreGraph::add(const ScoreNode& node) {
   return at->second;
 }
 
-int ScoreGraph::constant(double value) { return add({.op = number_of<FloatConst>(), .type = 'f', .immediate = as_bits(value)}); }
+int ScoreGraph::constant(double value) {
+  return add({.op = number_of<FloatConst>(), .type = 'f', .immediate = as_bits(value)});
+}
 int ScoreGraph::constant_int(int64_t value, char type) {
   return add({.op = type == 'b' ? number_of<BoolConst>() : number_of<IntConst>(), .type = type, .immediate = value});
 }
@@ -86,7 +89,11 @@ int ScoreGraph::scatter_add(int64_t tensor, int value, std::span<const int> indi
 
 int ScoreGraph::sum(int value, Rate rate) {
   if (nodes[value].rate == rate || is_constant(value)) return value;  // the only constant that comes here is 0
-  return add({.op = number_of<Sum>(), .rate = rate, .operand_count = 1, .operands = {value}, .immediate = static_cast<int64_t>(rate)});
+  return add({.op = number_of<Sum>(),
+              .rate = rate,
+              .operand_count = 1,
+              .operands = {value},
+              .immediate = static_cast<int64_t>(rate)});
 }
 
 double ScoreGraph::float_value(int node) const { return as_double(nodes[node].immediate); }
@@ -124,10 +131,12 @@ int ScoreGraph::simplified(int op, std::span<const int> in) {
       if (is_float(branch[1], 1) && is_float(branch[2], 0)) return emit<Where>({branch[0], other, branch[2]});
       if (is_float(branch[1], 0) && is_float(branch[2], 1)) return emit<Where>({branch[0], branch[1], other});
     }
-  // One rounding more, a sixth of the time. Not of positions or tables: 49 * (1 / 49) is below 1, and its floor another number.
+  // One rounding more, a sixth of the time. Not of positions or tables: 49 * (1 / 49) is below 1, and its floor another
+  // number.
   if (op_is.operator()<Div>() && is_constant(in[1]) && nodes[in[0]].of_score) {
     const double inverse = 1 / float_value(in[1]);
-    if (std::isnormal(inverse) && std::fabs(inverse) < 1e30 && std::fabs(inverse) > 1e-30) return emit<Mul>({in[0], constant(inverse)});
+    if (std::isnormal(inverse) && std::fabs(inverse) < 1e30 && std::fabs(inverse) > 1e-30)
+      return emit<Mul>({in[0], constant(inverse)});
   }
   if (op_is.operator()<MulInt>())
     for (int i = 0; i < 2; i++)
@@ -152,7 +161,8 @@ int ScoreGraph::emit(int op, std::span<const int> operands) {
   if (constants) return fold(op, operands);
   if (const int equal = simplified(op, operands); equal >= 0) return equal;
   ScoreNode node{.op = op, .type = op_info(op).types.back()};
-  for (int operand : operands) node.operands[node.operand_count++] = operand, node.rate = join(node.rate, nodes[operand].rate);
+  for (int operand : operands)
+    node.operands[node.operand_count++] = operand, node.rate = join(node.rate, nodes[operand].rate);
   return add(node);
 }
 
@@ -196,11 +206,13 @@ ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs) {
   const std::vector<Affine> forms = affine_forms(graph);
   ScoreGraph result;
   result.captured = graph.captured;
-  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is the same where it depends on k - q alone.
+  // Each value twice: as it is, and (affine ones) with q = 0 and k = k - q, which is the same where it depends on k - q
+  // alone.
   std::vector<int> plain(graph.nodes.size()), shifted(graph.nodes.size(), -1);
   const auto is_diagonal = [](int64_t q, int64_t k) { return q == -k && k != 0; };
   const auto compares = [](const ScoreNode& node) {
-    return node.op == number_of<LessInt>() || node.op == number_of<LessEqualInt>() || node.op == number_of<EqualInt>() || node.op == number_of<NotEqualInt>();
+    return node.op == number_of<LessInt>() || node.op == number_of<LessEqualInt>() ||
+           node.op == number_of<EqualInt>() || node.op == number_of<NotEqualInt>();
   };
   for (std::size_t i = 0; i < graph.nodes.size(); i++) {
     const ScoreNode& node = graph.nodes[i];
@@ -210,8 +222,10 @@ ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs) {
       const Affine a = forms[node.operands[0]], b = forms[node.operands[1]];
       diagonal = a.valid && b.valid && is_diagonal(a.q - b.q, a.k - b.k);
     }
-    for (int j = 0; j < node.operand_count; j++) operands[j] = plain[node.operands[j]], shifted_operands[j] = shifted[node.operands[j]];
-    const std::span<const int> here(operands.data(), node.operand_count), there(shifted_operands.data(), node.operand_count);
+    for (int j = 0; j < node.operand_count; j++)
+      operands[j] = plain[node.operands[j]], shifted_operands[j] = shifted[node.operands[j]];
+    const std::span<const int> here(operands.data(), node.operand_count),
+        there(shifted_operands.data(), node.operand_count);
     if (forms[i].valid) {
       if (node.op == number_of<Q>()) shifted[i] = result.constant_int(0);
       else if (node.op == number_of<K>()) shifted[i] = result.leaf(number_of<KMinusQ>());

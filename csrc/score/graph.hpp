@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A score program as a graph of values, each one computed from earlier ones (SSA). Values know their type and their rate: what they vary with
-// inside one tile of scores. A value of a low rate is computed once and not for every score:
+// A score program as a graph of values, each one computed from earlier ones (SSA). Values know their type and their
+// rate: what they vary with inside one tile of scores. A value of a low rate is computed once and not for every score:
 //   constant < head (b, h) < row (q), column (k), diagonal (k - q) < tile
 #pragma once
 
@@ -32,7 +32,8 @@ struct ScoreNode {
   bool of_score = false;  // depends on the score (or its gradient): not exact to the last bit anyway
   int operand_count = 0;
   std::array<int, kMaxOperands> operands{};
-  int64_t immediate = 0;  // constant: value (float: bits of a double); gather, scatter_add: captured tensor; sum: rate of the result
+  int64_t immediate =
+      0;  // constant: value (float: bits of a double); gather, scatter_add: captured tensor; sum: rate of the result
 };
 
 struct CapturedType {
@@ -68,7 +69,9 @@ class ScoreGraph {
   bool is_float(int node, double value) const;
   bool is_int(int node, int64_t value) const;
   double float_value(int node) const;
-  std::span<const int> operands(int node) const { return {nodes[node].operands.data(), static_cast<size_t>(nodes[node].operand_count)}; }
+  std::span<const int> operands(int node) const {
+    return {nodes[node].operands.data(), static_cast<size_t>(nodes[node].operand_count)};
+  }
 
  private:
   int add(const ScoreNode& node);
@@ -85,12 +88,13 @@ struct Affine {
 };
 std::vector<Affine> affine_forms(const ScoreGraph& graph);
 
-// The graph with every value that depends on q and k by k - q alone made of k_minus_q, so that it has the rate of a diagonal.
-// `outputs` are renumbered.
+// The graph with every value that depends on q and k by k - q alone made of k_minus_q, so that it has the rate of a
+// diagonal. `outputs` are renumbered.
 ScoreGraph with_diagonals(const ScoreGraph& graph, std::span<int> outputs);
 
-// Reverse mode: adds to the graph the gradient with respect to the score (its number is returned) and, if asked for, one scatter_add for each
-// gather of a float tensor (their numbers are appended). The gradient of the output is the leaf `gradient`.
+// Reverse mode: adds to the graph the gradient with respect to the score (its number is returned) and, if asked for,
+// one scatter_add for each gather of a float tensor (their numbers are appended). The gradient of the output is the
+// leaf `gradient`.
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters);
 
 }  // namespace lowbit

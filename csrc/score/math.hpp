@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it into vectors (exp), the C
-// library elsewhere; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by 1.2 units in the last place; double is the C library's.
+// Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it
+// into vectors (exp), the C library elsewhere; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by
+// 1.2 units in the last place; double is the C library's.
 #pragma once
 
 #include <bit>
@@ -18,7 +19,9 @@ template <class Float> using IntBeside = std::conditional_t<sizeof(Float) == 4, 
 LOWBIT_INLINE uint32_t bits_of(int32_t a) { return static_cast<uint32_t>(a); }
 LOWBIT_INLINE uint64_t bits_of(int64_t a) { return static_cast<uint64_t>(a); }
 LOWBIT_INLINE int32_t wrapped(uint32_t a) { return static_cast<int32_t>(a); }
-LOWBIT_INLINE int64_t wrapped(uint64_t a) { return static_cast<int32_t>(static_cast<uint32_t>(a)); }  // an int has 32 bits beside a double too
+LOWBIT_INLINE int64_t wrapped(uint64_t a) {
+  return static_cast<int32_t>(static_cast<uint32_t>(a));
+}  // an int has 32 bits beside a double too
 
 LOWBIT_INLINE float fma_of(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 LOWBIT_INLINE double fma_of(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -35,11 +38,12 @@ LOWBIT_INLINE double round_of(double a) { return __builtin_nearbyint(a); }
 #define LOWBIT_LIBRARY2(name)                                                                \
   LOWBIT_INLINE float name##_of(float a, float b) { return __builtin_##name##f(a, b); }      \
   LOWBIT_INLINE double name##_of(double a, double b) { return __builtin_##name(a, b); }
-LOWBIT_LIBRARY1(expm1) LOWBIT_LIBRARY1(log) LOWBIT_LIBRARY1(log2) LOWBIT_LIBRARY1(log1p) LOWBIT_LIBRARY1(sin) LOWBIT_LIBRARY1(cos)
-LOWBIT_LIBRARY1(tan) LOWBIT_LIBRARY1(atan) LOWBIT_LIBRARY1(erf) LOWBIT_LIBRARY2(pow) LOWBIT_LIBRARY2(fmod)
+LOWBIT_LIBRARY1(expm1)
+LOWBIT_LIBRARY1(log) LOWBIT_LIBRARY1(log2) LOWBIT_LIBRARY1(log1p) LOWBIT_LIBRARY1(sin) LOWBIT_LIBRARY1(cos)
+    LOWBIT_LIBRARY1(tan) LOWBIT_LIBRARY1(atan) LOWBIT_LIBRARY1(erf) LOWBIT_LIBRARY2(pow) LOWBIT_LIBRARY2(fmod)
 #undef LOWBIT_LIBRARY1
 #undef LOWBIT_LIBRARY2
-LOWBIT_INLINE double exp_of(double a) { return __builtin_exp(a); }
+        LOWBIT_INLINE double exp_of(double a) { return __builtin_exp(a); }
 LOWBIT_INLINE double exp2_of(double a) { return __builtin_exp2(a); }
 LOWBIT_INLINE double tanh_of(double a) { return __builtin_tanh(a); }
 
@@ -81,15 +85,17 @@ LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> remainder
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
 }
 template <class Float>
-LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> floor_divide_of(Float a, Float b) {  // the quotient that remainder_of belongs to
+LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> floor_divide_of(
+    Float a, Float b) {  // the quotient that remainder_of belongs to
   if (b == 0) return a / b;
   const Float r = fmod_of(a, b), truncated = (a - r) / b;
-  const Float quotient = truncated - Float(r != 0 && (r < 0) != (b < 0)), low = floor_of(quotient);  // b may be infinite: not (a - r - b) / b
+  const Float quotient = truncated - Float(r != 0 && (r < 0) != (b < 0)),
+              low = floor_of(quotient);  // b may be infinite: not (a - r - b) / b
   return quotient == 0 ? __builtin_copysign(Float(0), a / b) : quotient - low > Float(0.5) ? low + 1 : low;
 }
 
-// Integers are divided as doubles, which vectors have: the quotient of two int32 is never rounded up to an integer it has not reached.
-// Division by zero gives 0 here; the machine reports it where the divisor is not constant.
+// Integers are divided as doubles, which vectors have: the quotient of two int32 is never rounded up to an integer it
+// has not reached. Division by zero gives 0 here; the machine reports it where the divisor is not constant.
 LOWBIT_INLINE int32_t floor_divide_of(int32_t a, int32_t b) {
   const double quotient = floor_of(static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b));
   return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));
@@ -103,13 +109,16 @@ LOWBIT_INLINE int32_t trunc_divide_of(int32_t a, int32_t b) {
   const double quotient = static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b);
   return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));
 }
-LOWBIT_INLINE int64_t trunc_divide_of(int64_t a, int64_t b) { return b == 0 ? 0 : b == -1 ? wrapped(-bits_of(a)) : a / b; }
+LOWBIT_INLINE int64_t trunc_divide_of(int64_t a, int64_t b) {
+  return b == 0 ? 0 : b == -1 ? wrapped(-bits_of(a)) : a / b;
+}
 template <class Int>
 LOWBIT_INLINE std::enable_if_t<std::is_integral_v<Int>, Int> remainder_of(Int a, Int b) {
   return wrapped(bits_of(a) - bits_of(b) * bits_of(floor_divide_of(a, b)));
 }
 
-// Toward zero. What int32 does not hold, nan too, becomes its least value, as the instruction of x86 does and therefore torch.
+// Toward zero. What int32 does not hold, nan too, becomes its least value, as the instruction of x86 does and therefore
+// torch.
 template <class Float>
 LOWBIT_INLINE IntBeside<Float> int_of(Float a) {
   const bool fits = a > Float(-2147483648.0) - (sizeof(Float) == 4 ? 0 : 1) && a < Float(2147483648.0);
@@ -130,7 +139,11 @@ LOWBIT_INLINE Int shifted_right(Int a, Int b) {
 
 LOWBIT_INLINE float rounded_to_bfloat16(float a) { return float_from_bfloat16(bfloat16_from_float(a)); }
 LOWBIT_INLINE float rounded_to_float16(float a) { return float_from_float16(float16_from_float(a)); }
-LOWBIT_INLINE double rounded_to_bfloat16(double a) { return static_cast<double>(rounded_to_bfloat16(static_cast<float>(a))); }
-LOWBIT_INLINE double rounded_to_float16(double a) { return static_cast<double>(rounded_to_float16(static_cast<float>(a))); }
+LOWBIT_INLINE double rounded_to_bfloat16(double a) {
+  return static_cast<double>(rounded_to_bfloat16(static_cast<float>(a)));
+}
+LOWBIT_INLINE double rounded_to_float16(double a) {
+  return static_cast<double>(rounded_to_float16(static_cast<float>(a)));
+}
 
 }  // namespace lowbit

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of a score program: what each one is called, takes, returns, and how it is differentiated. One struct per op, one row in the list at the
-// end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS` follow from these alone.
+// The ops of a score program: what each one is called, takes, returns, and how it is differentiated. One struct per op,
+// one row in the list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS`
+// follow from these alone.
 //
 //   types       operands > result: f float, i int, b bool
-//   value       of one element. Float is float or double, Int is int32_t or int64_t beside it; a bool is an Int that is 0 or 1
-//   derivative  of the result with respect to each float operand, in terms of the operands and the result y; E is an expression that records
+//   value       of one element. Float is float or double, Int is int32_t or int64_t beside it; a bool is an Int that is
+//   0 or 1 derivative  of the result with respect to each float operand, in terms of the operands and the result y; E
+//   is an expression that records
 //               further ops (score/reverse.cpp). No derivative: the gradient stops here (torch: zero)
 //   interval    what the result can be if the operands are anywhere in these intervals; without it, anything
 #pragma once
@@ -27,10 +29,13 @@ struct Interval {
   friend bool operator==(const Interval&, const Interval&) = default;
 };
 
-inline Interval truth(bool can_be_false, bool can_be_true) { return {can_be_false ? 0.0 : 1.0, can_be_true ? 1.0 : 0.0}; }
+inline Interval truth(bool can_be_false, bool can_be_true) {
+  return {can_be_false ? 0.0 : 1.0, can_be_true ? 1.0 : 0.0};
+}
 template <class Function>
 Interval over_corners(Interval a, Interval b, Function&& function) {  // of a function that is monotone in each operand
-  const double v[] = {function(a.low, b.low), function(a.low, b.high), function(a.high, b.low), function(a.high, b.high)};
+  const double v[] = {function(a.low, b.low), function(a.low, b.high), function(a.high, b.low),
+                      function(a.high, b.high)};
   for (double corner : v)
     if (!(std::fabs(corner) <= std::numeric_limits<double>::max())) return {};  // inf - inf and its like
   return {std::min({v[0], v[1], v[2], v[3]}), std::max({v[0], v[1], v[2], v[3]})};
@@ -41,9 +46,16 @@ namespace score {
 #define LOWBIT_OP(op_name, op_types) static constexpr std::string_view name = op_name, types = op_types
 #define LOWBIT_VALUE1(expression) template <class A> LOWBIT_INLINE static auto value(A a) { return expression; }
 #define LOWBIT_VALUE2(expression) template <class A> LOWBIT_INLINE static auto value(A a, A b) { return expression; }
-#define LOWBIT_DERIVATIVE1(expression) template <class E> static E derivative([[maybe_unused]] E a, [[maybe_unused]] E y) { return expression; }
-#define LOWBIT_DERIVATIVE2(da, db) \
-  template <class E> static std::array<E, 2> derivative([[maybe_unused]] E a, [[maybe_unused]] E b, [[maybe_unused]] E y) { return {da, db}; }
+#define LOWBIT_DERIVATIVE1(expression)                              \
+  template <class E>                                                \
+  static E derivative([[maybe_unused]] E a, [[maybe_unused]] E y) { \
+    return expression;                                              \
+  }
+#define LOWBIT_DERIVATIVE2(da, db)                                                                       \
+  template <class E>                                                                                     \
+  static std::array<E, 2> derivative([[maybe_unused]] E a, [[maybe_unused]] E b, [[maybe_unused]] E y) { \
+    return {da, db};                                                                                     \
+  }
 #define LOWBIT_RISING(function) static Interval interval(Interval a) { return {function(a.low), function(a.high)}; }
 
 // Leaves have no value of their own: the program or the tile gives it.
@@ -55,7 +67,9 @@ struct K { LOWBIT_OP("k", ">i"); };
 struct FloatConst { LOWBIT_OP("float_const", ">f"); };  // followed by the bits of a float64
 struct IntConst { LOWBIT_OP("int_const", ">i"); };      // followed by the value
 struct BoolConst { LOWBIT_OP("bool_const", ">b"); };    // followed by 0 or 1
-struct Gather { LOWBIT_OP("gather", ">?"); };           // followed by the number of the captured tensor and one int per dimension
+struct Gather {
+  LOWBIT_OP("gather", ">?");
+};  // followed by the number of the captured tensor and one int per dimension
 
 // Made by the passes, never part of a code.
 struct Gradient { LOWBIT_OP("gradient", ">f"); };           // of the loss with respect to the modified score
@@ -73,30 +87,55 @@ struct ScaledTanh {
 };
 
 // Float
-struct Add { LOWBIT_OP("add", "ff>f"); LOWBIT_VALUE2(a + b) LOWBIT_DERIVATIVE2(1.0, 1.0)
-  static Interval interval(Interval a, Interval b) { return over_corners(a, b, [](double x, double y) { return x + y; }); } };
-struct Sub { LOWBIT_OP("sub", "ff>f"); LOWBIT_VALUE2(a - b) LOWBIT_DERIVATIVE2(1.0, -1.0)
-  static Interval interval(Interval a, Interval b) { return over_corners(a, b, [](double x, double y) { return x - y; }); } };
-struct Mul { LOWBIT_OP("mul", "ff>f"); LOWBIT_VALUE2(a * b) LOWBIT_DERIVATIVE2(b, a)
-  static Interval interval(Interval a, Interval b) { return over_corners(a, b, [](double x, double y) { return x * y; }); } };
+struct Add { LOWBIT_OP("add", "ff>f");
+  LOWBIT_VALUE2(a + b) LOWBIT_DERIVATIVE2(1.0, 1.0) static Interval interval(Interval a, Interval b) {
+    return over_corners(a, b, [](double x, double y) { return x + y; });
+  }
+};
+struct Sub { LOWBIT_OP("sub", "ff>f");
+  LOWBIT_VALUE2(a - b) LOWBIT_DERIVATIVE2(1.0, -1.0) static Interval interval(Interval a, Interval b) {
+    return over_corners(a, b, [](double x, double y) { return x - y; });
+  }
+};
+struct Mul { LOWBIT_OP("mul", "ff>f");
+  LOWBIT_VALUE2(a* b) LOWBIT_DERIVATIVE2(b, a) static Interval interval(Interval a, Interval b) {
+    return over_corners(a, b, [](double x, double y) { return x * y; });
+  }
+};
 struct Div { LOWBIT_OP("div", "ff>f"); LOWBIT_VALUE2(a / b) LOWBIT_DERIVATIVE2(1.0 / b, -y / b)
   static Interval interval(Interval a, Interval b) {
     return b.low <= 0 && b.high >= 0 ? Interval{} : over_corners(a, b, [](double x, double y) { return x / y; });
   } };
 // A tie gives each side half of the gradient, as torch does, and nan both of them all.
-struct Maximum { LOWBIT_OP("maximum", "ff>f"); LOWBIT_VALUE2(a > b || a != a ? a : b) LOWBIT_DERIVATIVE2(share(a < b, equal(a, b)), share(b < a, equal(a, b)))
-  template <class E> static E share(E lost, E tie) { return where(lost, E(0.0), where(tie, E(0.5), E(1.0))); }
+struct Maximum {
+  LOWBIT_OP("maximum", "ff>f");
+  LOWBIT_VALUE2(a > b || a != a ? a : b)
+  LOWBIT_DERIVATIVE2(share(a < b, equal(a, b)), share(b < a, equal(a, b))) template <class E>
+  static E share(E lost, E tie) {
+    return where(lost, E(0.0), where(tie, E(0.5), E(1.0)));
+  }
   static Interval interval(Interval a, Interval b) {
     return a.is_anything() || b.is_anything() ? Interval{} : Interval{std::max(a.low, b.low), std::max(a.high, b.high)};
-  } };
-struct Minimum { LOWBIT_OP("minimum", "ff>f"); LOWBIT_VALUE2(a < b || a != a ? a : b) LOWBIT_DERIVATIVE2(Maximum::share(b < a, equal(a, b)), Maximum::share(a < b, equal(a, b)))
-  static Interval interval(Interval a, Interval b) {
+  }
+};
+struct Minimum {
+  LOWBIT_OP("minimum", "ff>f");
+  LOWBIT_VALUE2(a < b || a != a ? a : b)
+  LOWBIT_DERIVATIVE2(Maximum::share(b < a, equal(a, b)), Maximum::share(a < b, equal(a, b))) static Interval
+      interval(Interval a, Interval b) {
     return a.is_anything() || b.is_anything() ? Interval{} : Interval{std::min(a.low, b.low), std::min(a.high, b.high)};
-  } };
+  }
+};
 struct FloorDivide;
 struct Trunc;
-struct Remainder { LOWBIT_OP("remainder", "ff>f"); LOWBIT_VALUE2(remainder_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<FloorDivide>(a, b)) };  // sign of b
-struct Fmod { LOWBIT_OP("fmod", "ff>f"); LOWBIT_VALUE2(fmod_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<Trunc>(a / b)) };                 // sign of a
+struct Remainder {
+  LOWBIT_OP("remainder", "ff>f");
+  LOWBIT_VALUE2(remainder_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<FloorDivide>(a, b))
+};  // sign of b
+struct Fmod {
+  LOWBIT_OP("fmod", "ff>f");
+  LOWBIT_VALUE2(fmod_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -call<Trunc>(a / b))
+};  // sign of a
 struct FloorDivide { LOWBIT_OP("floor_divide", "ff>f"); LOWBIT_VALUE2(floor_divide_of(a, b)) };
 struct Log;
 struct And;
@@ -104,12 +143,16 @@ struct LessEqual;
 struct Pow {
   LOWBIT_OP("pow", "ff>f");
   LOWBIT_VALUE2(pow_of(a, b))
-  LOWBIT_DERIVATIVE2(where(equal(b, E(0.0)), E(0.0), b * call<Pow>(a, b - E(1.0))), where(call<And>(equal(a, E(0.0)), call<LessEqual>(E(0.0), b)), E(0.0), y * call<Log>(a)))
+  LOWBIT_DERIVATIVE2(where(equal(b, E(0.0)), E(0.0), b* call<Pow>(a, b - E(1.0))),
+                     where(call<And>(equal(a, E(0.0)), call<LessEqual>(E(0.0), b)), E(0.0), y* call<Log>(a)))
 };
 
 struct Neg { LOWBIT_OP("neg", "f>f"); LOWBIT_VALUE1(-a) LOWBIT_DERIVATIVE1(-1.0)
   static Interval interval(Interval a) { return {-a.high, -a.low}; } };
-struct Sign { LOWBIT_OP("sign", "f>f"); LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value) };
+struct Sign {
+  LOWBIT_OP("sign", "f>f");
+  LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value)
+};
 struct Abs { LOWBIT_OP("abs", "f>f"); LOWBIT_VALUE1(a < 0 ? -a : a + 0) LOWBIT_DERIVATIVE1(call<Sign>(a))
   static Interval interval(Interval a) {
     if (a.is_anything()) return {};
@@ -134,8 +177,14 @@ struct Cos { LOWBIT_OP("cos", "f>f"); LOWBIT_VALUE1(cos_of(a)) LOWBIT_DERIVATIVE
 struct Tan { LOWBIT_OP("tan", "f>f"); LOWBIT_VALUE1(tan_of(a)) LOWBIT_DERIVATIVE1(y * y + 1.0) };
 struct Atan { LOWBIT_OP("atan", "f>f"); LOWBIT_VALUE1(atan_of(a)) LOWBIT_DERIVATIVE1(1.0 / (a * a + 1.0)) };
 struct Tanh { LOWBIT_OP("tanh", "f>f"); LOWBIT_VALUE1(tanh_of(a)) LOWBIT_DERIVATIVE1(1.0 - y * y) };
-struct Sigmoid { LOWBIT_OP("sigmoid", "f>f"); LOWBIT_VALUE1(A(1) / (A(1) + exp_of(-a))) LOWBIT_DERIVATIVE1(y * (1.0 - y)) };
-struct Erf { LOWBIT_OP("erf", "f>f"); LOWBIT_VALUE1(erf_of(a)) LOWBIT_DERIVATIVE1(1.1283791670955126 * call<Exp>(-(a * a))) };
+struct Sigmoid {
+  LOWBIT_OP("sigmoid", "f>f");
+  LOWBIT_VALUE1(A(1) / (A(1) + exp_of(-a))) LOWBIT_DERIVATIVE1(y * (1.0 - y))
+};
+struct Erf {
+  LOWBIT_OP("erf", "f>f");
+  LOWBIT_VALUE1(erf_of(a)) LOWBIT_DERIVATIVE1(1.1283791670955126 * call<Exp>(-(a * a)))
+};
 // Rounded to a 16-bit float, as a tensor of that dtype would hold it.
 struct ToBfloat16 { LOWBIT_OP("to_bfloat16", "f>f"); LOWBIT_VALUE1(rounded_to_bfloat16(a)) LOWBIT_DERIVATIVE1(1.0) };
 struct ToFloat16 { LOWBIT_OP("to_float16", "f>f"); LOWBIT_VALUE1(rounded_to_float16(a)) LOWBIT_DERIVATIVE1(1.0) };
@@ -146,24 +195,35 @@ struct SubInt : Sub { LOWBIT_OP("sub_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_o
 struct MulInt : Mul { LOWBIT_OP("mul_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_of(a) * bits_of(b))) };
 struct FloorDivideInt { LOWBIT_OP("floor_divide_int", "ii>i"); LOWBIT_VALUE2(floor_divide_of(a, b))
   static Interval interval(Interval a, Interval b) {
-    return b.low <= 0 && b.high >= 0 ? Interval{} : over_corners(a, b, [](double x, double y) { return std::floor(x / y); });
+    return b.low <= 0 && b.high >= 0 ? Interval{}
+                                     : over_corners(a, b, [](double x, double y) { return std::floor(x / y); });
   } };
 struct RemainderInt { LOWBIT_OP("remainder_int", "ii>i"); LOWBIT_VALUE2(remainder_of(a, b))
   static Interval interval(Interval a, Interval b) {
     if (!b.is_point() || b.low == 0) return {};
     const double low = std::floor(a.low / b.low), high = std::floor(a.high / b.low);
-    if (low == high) return {std::min(a.low - low * b.low, a.high - low * b.low), std::max(a.low - low * b.low, a.high - low * b.low)};
+    if (low == high)
+      return {std::min(a.low - low * b.low, a.high - low * b.low), std::max(a.low - low * b.low, a.high - low * b.low)};
     return b.low > 0 ? Interval{0, b.low - 1} : Interval{b.low + 1, 0};
   } };
 struct TruncDivideInt { LOWBIT_OP("trunc_divide_int", "ii>i"); LOWBIT_VALUE2(trunc_divide_of(a, b)) };
-struct FmodInt { LOWBIT_OP("fmod_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_of(a) - bits_of(b) * bits_of(trunc_divide_of(a, b)))) };
+struct FmodInt {
+  LOWBIT_OP("fmod_int", "ii>i");
+  LOWBIT_VALUE2(wrapped(bits_of(a) - bits_of(b) * bits_of(trunc_divide_of(a, b))))
+};
 struct MaximumInt : Maximum { LOWBIT_OP("maximum_int", "ii>i"); LOWBIT_VALUE2(a > b ? a : b) };
 struct MinimumInt : Minimum { LOWBIT_OP("minimum_int", "ii>i"); LOWBIT_VALUE2(a < b ? a : b) };
 struct NegInt : Neg { LOWBIT_OP("neg_int", "i>i"); LOWBIT_VALUE1(wrapped(-bits_of(a))) };
 struct AbsInt : Abs { LOWBIT_OP("abs_int", "i>i"); LOWBIT_VALUE1(a < 0 ? wrapped(-bits_of(a)) : a) };
-struct SignInt { LOWBIT_OP("sign_int", "i>i"); LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value) };
+struct SignInt {
+  LOWBIT_OP("sign_int", "i>i");
+  LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value)
+};
 struct AndInt { LOWBIT_OP("and_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a & b))
-  static Interval interval(Interval a, Interval b) { return a.low >= 0 && b.low >= 0 ? Interval{0, std::min(a.high, b.high)} : Interval{}; } };
+  static Interval interval(Interval a, Interval b) {
+    return a.low >= 0 && b.low >= 0 ? Interval{0, std::min(a.high, b.high)} : Interval{};
+  }
+};
 struct OrInt { LOWBIT_OP("or_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a | b)) };
 struct XorInt { LOWBIT_OP("xor_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a ^ b)) };
 struct NotInt { LOWBIT_OP("not_int", "i>i"); LOWBIT_VALUE1(static_cast<A>(~a))
@@ -179,11 +239,20 @@ struct ShiftRight { LOWBIT_OP("shift_right", "ii>i"); LOWBIT_VALUE2(shifted_righ
 struct Less { LOWBIT_OP("lt", "ff>b"); LOWBIT_VALUE2(a < b)
   static Interval interval(Interval a, Interval b) { return truth(!(a.high < b.low), a.low < b.high); } };
 struct LessEqual { LOWBIT_OP("le", "ff>b"); LOWBIT_VALUE2(a <= b)
-  static Interval interval(Interval a, Interval b) { return truth(!(a.high <= b.low) || a.is_anything() || b.is_anything(), a.low <= b.high); } };
+  static Interval interval(Interval a, Interval b) {
+    return truth(!(a.high <= b.low) || a.is_anything() || b.is_anything(), a.low <= b.high);
+  }
+};
 struct Equal { LOWBIT_OP("eq", "ff>b"); LOWBIT_VALUE2(a == b)
-  static Interval interval(Interval a, Interval b) { return truth(!(a.is_point() && a == b), a.low <= b.high && b.low <= a.high); } };
+  static Interval interval(Interval a, Interval b) {
+    return truth(!(a.is_point() && a == b), a.low <= b.high && b.low <= a.high);
+  }
+};
 struct NotEqual { LOWBIT_OP("ne", "ff>b"); LOWBIT_VALUE2(a != b)
-  static Interval interval(Interval a, Interval b) { return truth(a.low <= b.high && b.low <= a.high, !(a.is_point() && a == b)); } };
+  static Interval interval(Interval a, Interval b) {
+    return truth(a.low <= b.high && b.low <= a.high, !(a.is_point() && a == b));
+  }
+};
 struct LessInt : Less { LOWBIT_OP("lt_int", "ii>b"); };
 struct LessEqualInt : LessEqual { LOWBIT_OP("le_int", "ii>b"); };
 struct EqualInt : Equal { LOWBIT_OP("eq_int", "ii>b"); };
@@ -195,7 +264,10 @@ struct And { LOWBIT_OP("and", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a & b))
 struct Or { LOWBIT_OP("or", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a | b))
   static Interval interval(Interval a, Interval b) { return {std::max(a.low, b.low), std::max(a.high, b.high)}; } };
 struct Xor { LOWBIT_OP("xor", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a ^ b))
-  static Interval interval(Interval a, Interval b) { return a.is_point() && b.is_point() ? truth(a == b, !(a == b)) : truth(true, true); } };
+  static Interval interval(Interval a, Interval b) {
+    return a.is_point() && b.is_point() ? truth(a == b, !(a == b)) : truth(true, true);
+  }
+};
 struct Not { LOWBIT_OP("not", "b>b"); LOWBIT_VALUE1(static_cast<A>(a ^ 1))
   static Interval interval(Interval a) { return {1 - a.high, 1 - a.low}; } };
 
@@ -203,7 +275,10 @@ struct Not { LOWBIT_OP("not", "b>b"); LOWBIT_VALUE1(static_cast<A>(a ^ 1))
 struct Where {
   LOWBIT_OP("where", "bff>f");
   template <class C, class A> LOWBIT_INLINE static A value(C c, A a, A b) { return c ? a : b; }
-  template <class E> static std::array<E, 2> derivative(E c, E, E, E) { return {where(c, E(1.0), E(0.0)), where(c, E(0.0), E(1.0))}; }
+  template <class E>
+  static std::array<E, 2> derivative(E c, E, E, E) {
+    return {where(c, E(1.0), E(0.0)), where(c, E(0.0), E(1.0))};
+  }
   static Interval interval(Interval c, Interval a, Interval b) {
     if (c.is_point()) return c.low ? a : b;
     return {std::min(a.low, b.low), std::max(a.high, b.high)};
@@ -213,10 +288,19 @@ struct WhereInt : Where { LOWBIT_OP("where_int", "bii>i"); };
 struct WhereBool : Where { LOWBIT_OP("where_bool", "bbb>b"); };
 
 // Conversions. Int (the template argument) is the int beside a Float, and the other way round.
-struct IntToFloat { LOWBIT_OP("int_to_float", "i>f"); LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double) };
-struct BoolToFloat { LOWBIT_OP("bool_to_float", "b>f"); LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double) };
+struct IntToFloat {
+  LOWBIT_OP("int_to_float", "i>f");
+  LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double)
+};
+struct BoolToFloat {
+  LOWBIT_OP("bool_to_float", "b>f");
+  LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double)
+};
 struct BoolToInt { LOWBIT_OP("bool_to_int", "b>i"); LOWBIT_VALUE1(a) LOWBIT_RISING(double) };
-struct FloatToInt { LOWBIT_OP("float_to_int", "f>i"); LOWBIT_VALUE1(int_of(a)) LOWBIT_RISING(std::trunc) };  // toward zero
+struct FloatToInt {
+  LOWBIT_OP("float_to_int", "f>i");
+  LOWBIT_VALUE1(int_of(a)) LOWBIT_RISING(std::trunc)
+};  // toward zero
 struct FloatToBool { LOWBIT_OP("float_to_bool", "f>b"); LOWBIT_VALUE1(a != 0)
   static Interval interval(Interval a) { return NotEqual::interval(a, {0, 0}); } };
 struct IntToBool : FloatToBool { LOWBIT_OP("int_to_bool", "i>b"); };
@@ -236,19 +320,21 @@ struct OpList {
 };
 
 // The number of an op is its place in this list. A saved program (torch.export) holds numbers: add at the end only.
-using ScoreOps = OpList<
-    score::Score, score::B, score::H, score::Q, score::K, score::FloatConst, score::IntConst, score::BoolConst, score::Gather,
-    score::Gradient, score::KMinusQ, score::ScatterAdd, score::Sum, score::Copy, score::MultiplyAdd, score::ScaledTanh,
-    score::Add, score::Sub, score::Mul, score::Div, score::Maximum, score::Minimum, score::Remainder, score::Fmod, score::FloorDivide, score::Pow,
-    score::Neg, score::Sign, score::Abs, score::Floor, score::Ceil, score::Trunc, score::Round, score::Sqrt, score::Rsqrt, score::Exp, score::Exp2,
-    score::Expm1, score::Log, score::Log2, score::Log1p, score::Sin, score::Cos, score::Tan, score::Atan, score::Tanh, score::Sigmoid, score::Erf,
-    score::ToBfloat16, score::ToFloat16,
-    score::AddInt, score::SubInt, score::MulInt, score::FloorDivideInt, score::RemainderInt, score::TruncDivideInt, score::FmodInt, score::MaximumInt,
-    score::MinimumInt, score::NegInt, score::AbsInt, score::SignInt, score::AndInt, score::OrInt, score::XorInt, score::NotInt, score::ShiftLeft,
-    score::ShiftRight,
-    score::Less, score::LessEqual, score::Equal, score::NotEqual, score::LessInt, score::LessEqualInt, score::EqualInt, score::NotEqualInt,
-    score::And, score::Or, score::Xor, score::Not, score::Where, score::WhereInt, score::WhereBool,
-    score::IntToFloat, score::BoolToFloat, score::BoolToInt, score::FloatToInt, score::FloatToBool, score::IntToBool>;
+using ScoreOps =
+    OpList<score::Score, score::B, score::H, score::Q, score::K, score::FloatConst, score::IntConst, score::BoolConst,
+           score::Gather, score::Gradient, score::KMinusQ, score::ScatterAdd, score::Sum, score::Copy,
+           score::MultiplyAdd, score::ScaledTanh, score::Add, score::Sub, score::Mul, score::Div, score::Maximum,
+           score::Minimum, score::Remainder, score::Fmod, score::FloorDivide, score::Pow, score::Neg, score::Sign,
+           score::Abs, score::Floor, score::Ceil, score::Trunc, score::Round, score::Sqrt, score::Rsqrt, score::Exp,
+           score::Exp2, score::Expm1, score::Log, score::Log2, score::Log1p, score::Sin, score::Cos, score::Tan,
+           score::Atan, score::Tanh, score::Sigmoid, score::Erf, score::ToBfloat16, score::ToFloat16, score::AddInt,
+           score::SubInt, score::MulInt, score::FloorDivideInt, score::RemainderInt, score::TruncDivideInt,
+           score::FmodInt, score::MaximumInt, score::MinimumInt, score::NegInt, score::AbsInt, score::SignInt,
+           score::AndInt, score::OrInt, score::XorInt, score::NotInt, score::ShiftLeft, score::ShiftRight, score::Less,
+           score::LessEqual, score::Equal, score::NotEqual, score::LessInt, score::LessEqualInt, score::EqualInt,
+           score::NotEqualInt, score::And, score::Or, score::Xor, score::Not, score::Where, score::WhereInt,
+           score::WhereBool, score::IntToFloat, score::BoolToFloat, score::BoolToInt, score::FloatToInt,
+           score::FloatToBool, score::IntToBool>;
 
 template <class Op, class... Ops>
 consteval int number_in(OpList<Ops...>) {

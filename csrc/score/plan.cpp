@@ -28,7 +28,8 @@ Stage stage_of(Rate rate, bool after) {
 class Planner {
  public:
   Planner(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters)
-      : nodes_(graph.nodes), forms_(affine_forms(graph)), output_(output), memory_(memory), roots_(scatters.begin(), scatters.end()) {
+      : nodes_(graph.nodes), forms_(affine_forms(graph)), output_(output), memory_(memory),
+        roots_(scatters.begin(), scatters.end()) {
     roots_.push_back(output);
   }
 
@@ -54,7 +55,9 @@ class Planner {
 
  private:
   int memory_leaf() const { return memory_ == kScoreMemory ? number_of<Score>() : number_of<Gradient>(); }
-  bool is_leaf_in_memory(int node) const { return nodes_[node].op == number_of<Score>() || nodes_[node].op == number_of<Gradient>(); }
+  bool is_leaf_in_memory(int node) const {
+    return nodes_[node].op == number_of<Score>() || nodes_[node].op == number_of<Gradient>();
+  }
   bool is_step(int node) const { return nodes_[node].rate != Rate::constant && !is_leaf_in_memory(node); }
 
   void count_uses() {
@@ -64,7 +67,8 @@ class Planner {
       for (int j = 0; uses_[i] && j < nodes_[i].operand_count; j++) uses_[nodes_[i].operands[j]]++;
   }
 
-  // What several steps over the scores do in one: half of the loads and stores. One rounding less, so nothing that a floor could make much of.
+  // What several steps over the scores do in one: half of the loads and stores. One rounding less, so nothing that a
+  // floor could make much of.
   void fuse() {
     for (ScoreNode& node : nodes_) {
       if (node.rate != Rate::tile || !node.of_score) continue;
@@ -76,13 +80,16 @@ class Planner {
           node = ternary(number_of<MultiplyAdd>(), inner->operands[0], inner->operands[1], term);
         } else if (node.op == number_of<Mul>() && inner->op == number_of<Tanh>()) {  // c * tanh(a * b): a soft cap
           const ScoreNode* scaled = only_use_of(inner->operands[0]);
-          if (scaled && scaled->op == number_of<Mul>()) node = ternary(number_of<ScaledTanh>(), scaled->operands[0], scaled->operands[1], term);
+          if (scaled && scaled->op == number_of<Mul>())
+            node = ternary(number_of<ScaledTanh>(), scaled->operands[0], scaled->operands[1], term);
         }
       }
     }
     count_uses();
   }
-  const ScoreNode* only_use_of(int node) const { return nodes_[node].rate == Rate::tile && uses_[node] == 1 ? &nodes_[node] : nullptr; }
+  const ScoreNode* only_use_of(int node) const {
+    return nodes_[node].rate == Rate::tile && uses_[node] == 1 ? &nodes_[node] : nullptr;
+  }
   static ScoreNode ternary(int op, int a, int b, int c) {
     return {.op = op, .type = 'f', .rate = Rate::tile, .of_score = true, .operand_count = 3, .operands = {a, b, c}};
   }
@@ -118,13 +125,17 @@ class Planner {
   }
 
   static int32_t growth(const Affine& form, int64_t coefficient) {
-    return form.valid && coefficient >= -INT32_MAX && coefficient <= INT32_MAX ? static_cast<int32_t>(coefficient) : ScoreStep::kNotLinear;
+    return form.valid && coefficient >= -INT32_MAX && coefficient <= INT32_MAX ? static_cast<int32_t>(coefficient)
+                                                                               : ScoreStep::kNotLinear;
   }
 
   ScoreStep step(int number) const {
     const ScoreNode& node = nodes_[number];
-    ScoreStep step{.op = static_cast<int16_t>(node.op), .type = node.type, .operand_count = static_cast<uint8_t>(node.operand_count),
-                   .out = places_[number], .immediate = node.immediate};
+    ScoreStep step{.op = static_cast<int16_t>(node.op),
+                   .type = node.type,
+                   .operand_count = static_cast<uint8_t>(node.operand_count),
+                   .out = places_[number],
+                   .immediate = node.immediate};
     if (node.op == number_of<ScatterAdd>()) step.out.rate = node.rate;
     const int first_index = node.op == number_of<ScatterAdd>() ? 1 : 0;
     for (int j = 0; j < node.operand_count; j++) {
@@ -139,7 +150,8 @@ class Planner {
     return step;
   }
 
-  // Tile registers are reused as soon as nobody reads them any more; the output is written over the input where nobody reads that any more.
+  // Tile registers are reused as soon as nobody reads them any more; the output is written over the input where nobody
+  // reads that any more.
   void plan_tile(std::vector<int> order) {
     const bool tile_output = nodes_[output_].rate == Rate::tile && is_step(output_) && stages_[output_] == Stage::tile;
     if (tile_output && uses_[output_] == 1) {
@@ -160,9 +172,11 @@ class Planner {
     for (std::size_t at = 0; at < order.size(); at++) {
       const int number = order[at];
       const ScoreNode& node = nodes_[number];
-      for (int j = 0; j < node.operand_count; j++) {  // an operand read for the last time leaves its register to the result
+      for (int j = 0; j < node.operand_count;
+           j++) {  // an operand read for the last time leaves its register to the result
         const int operand = node.operands[j];
-        const bool twice = std::find(node.operands.begin(), node.operands.begin() + j, operand) != node.operands.begin() + j;
+        const bool twice =
+            std::find(node.operands.begin(), node.operands.begin() + j, operand) != node.operands.begin() + j;
         const bool held = nodes_[operand].rate == Rate::tile && places_[operand].at >= 0 && operand != output_;
         if (held && !twice && last_read[operand] == static_cast<int>(at)) free.push_back(places_[operand].at);
       }
@@ -189,18 +203,23 @@ class Planner {
   ScorePlan plan_;
 };
 
-// What the machine takes for granted: a place is a constant, a register that the plan has, or, element by element in the tile, the caller's memory.
+// What the machine takes for granted: a place is a constant, a register that the plan has, or, element by element in
+// the tile, the caller's memory.
 void check_places(const ScorePlan& plan, std::size_t captured) {
   const auto is_place = [&](ScoreOperand place, bool memory) {
-    const int count = place.rate == Rate::constant ? static_cast<int>(plan.constants.size()) : plan.registers[static_cast<int>(place.rate)];
+    const int count = place.rate == Rate::constant ? static_cast<int>(plan.constants.size())
+                                                   : plan.registers[static_cast<int>(place.rate)];
     return place.at < count && (place.at >= 0 || (memory && place.rate == Rate::tile && place.at >= kGradientMemory));
   };
   for (const ScoreStep& step : plan.steps) {
-    const bool of_tensor = step.op == number_of<Gather>() || step.op == number_of<ScatterAdd>(), sum = step.op == number_of<Sum>();
+    const bool of_tensor = step.op == number_of<Gather>() || step.op == number_of<ScatterAdd>(),
+               sum = step.op == number_of<Sum>();
     bool good = !of_tensor || (step.immediate >= 0 && step.immediate < static_cast<int64_t>(captured));
-    good &= step.op == number_of<ScatterAdd>() || (is_place(step.out, !sum) && step.out.rate != Rate::constant && !(sum && step.out.rate == Rate::tile));
+    good &= step.op == number_of<ScatterAdd>() ||
+            (is_place(step.out, !sum) && step.out.rate != Rate::constant && !(sum && step.out.rate == Rate::tile));
     for (int j = 0; j < step.operand_count; j++) good &= is_place(step.operands[j], true);
-    check(good, ErrorKind::runtime, "score program: its step ", op_info(step.op).name, " has a place that the plan does not have");
+    check(good, ErrorKind::runtime, "score program: its step ", op_info(step.op).name,
+          " has a place that the plan does not have");
   }
 }
 
@@ -213,7 +232,8 @@ ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<
 }
 
 std::string plan_text(const ScorePlan& plan) {
-  constexpr std::string_view kStageNames[] = {"head", "row", "column", "diagonal", "tile", "row after", "column after", "diagonal after", "head after"};
+  constexpr std::string_view kStageNames[] = {"head",      "row",          "column",         "diagonal",  "tile",
+                                              "row after", "column after", "diagonal after", "head after"};
   std::string text;
   const auto operand = [&](ScoreOperand place) {
     if (place.at == kScoreMemory) return std::string("score");

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A score program as the machine runs it: steps in stages, one stage per rate. First what is constant in a head, per row, per column and per
-// diagonal of the tile; then the tile, strip by strip; then (gradients) what follows from sums over the tile. A step reads and writes registers: a
-// register holds one value for all rows (columns, diagonals) of the tile, or for all scores of one strip.
+// A score program as the machine runs it: steps in stages, one stage per rate. First what is constant in a head, per
+// row, per column and per diagonal of the tile; then the tile, strip by strip; then (gradients) what follows from sums
+// over the tile. A step reads and writes registers: a register holds one value for all rows (columns, diagonals) of the
+// tile, or for all scores of one strip.
 #pragma once
 
 #include <array>
@@ -13,7 +14,18 @@
 
 namespace lowbit {
 
-enum class Stage : uint8_t { head, row, column, diagonal, tile, row_after, column_after, diagonal_after, head_after, count };
+enum class Stage : uint8_t {
+  head,
+  row,
+  column,
+  diagonal,
+  tile,
+  row_after,
+  column_after,
+  diagonal_after,
+  head_after,
+  count
+};
 inline constexpr int kStages = static_cast<int>(Stage::count);
 
 // Not registers but the memory of the caller: raw scores, and the gradient of the modified ones.
@@ -31,7 +43,8 @@ struct ScoreStep {
   uint8_t operand_count = 0;
   ScoreOperand out;
   std::array<ScoreOperand, kMaxOperands> operands{};
-  std::array<int32_t, kMaxOperands> along{};  // gather, scatter_add: how much the index grows from one element to the next, or kNotLinear
+  std::array<int32_t, kMaxOperands>
+      along{};  // gather, scatter_add: how much the index grows from one element to the next, or kNotLinear
   std::array<int32_t, kMaxOperands> down{};   // and from one row to the next
   int64_t immediate = 0;                      // gather, scatter_add: captured tensor
 };
@@ -51,9 +64,10 @@ struct ScorePlan {
   bool has(Stage stage) const { return begin[static_cast<int>(stage)] < begin[static_cast<int>(stage) + 1]; }
 };
 
-// Steps that compute `output` into `memory` (and every one of `scatters`); nothing where the output is what the memory holds already. Not fused:
-// every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
-ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {}, bool fused = true);
+// Steps that compute `output` into `memory` (and every one of `scatters`); nothing where the output is what the memory
+// holds already. Not fused: every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
+ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {},
+                     bool fused = true);
 
 // The steps of a plan, a line each.
 std::string plan_text(const ScorePlan& plan);

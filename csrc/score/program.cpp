@@ -25,11 +25,13 @@ class Parser {
     const int64_t version = next("version");
     check(version == kVersion, value, "score program: version must be ", kVersion, ", got ", version);
     const int64_t captured = next("number of captured tensors");
-    check(captured >= 0 && captured <= static_cast<int64_t>(code_.size()), value, "score program: cannot have ", captured, " captured tensors");
+    check(captured >= 0 && captured <= static_cast<int64_t>(code_.size()), value, "score program: cannot have ",
+          captured, " captured tensors");
     for (int64_t i = 0; i < captured; i++) captured_type(i);
     const int64_t output = next("output");
     while (at_ < code_.size()) instruction();
-    check(output >= 0 && output < count(), value, "score program: output must be one of its ", count(), " values, got ", output);
+    check(output >= 0 && output < count(), value, "score program: output must be one of its ", count(), " values, got ",
+          output);
     return program(values_[output]);
   }
 
@@ -43,17 +45,20 @@ class Parser {
 
   void captured_type(int64_t number) {
     const int64_t type = next("captured types"), rank = next("captured ranks");
-    check(type >= 0 && type < 3, value, "score program: type of captured tensor ", number, " must be 0, 1 or 2, got ", type);
-    check(rank >= 0 && rank <= TensorView::kMaxRank, value, "score program: rank of captured tensor ", number, " must be 0..",
-          TensorView::kMaxRank, ", got ", rank);
+    check(type >= 0 && type < 3, value, "score program: type of captured tensor ", number, " must be 0, 1 or 2, got ",
+          type);
+    check(rank >= 0 && rank <= TensorView::kMaxRank, value, "score program: rank of captured tensor ", number,
+          " must be 0..", TensorView::kMaxRank, ", got ", rank);
     graph_.captured.push_back({"fib"[type], static_cast<int>(rank)});
   }
 
   int operand(char type, std::string_view op) {
     const int64_t number = next("operands");
-    check(number >= 0 && number < count(), value, "score program: value ", count(), " (", op, ") reads value ", number, ", which is not before it");
+    check(number >= 0 && number < count(), value, "score program: value ", count(), " (", op, ") reads value ", number,
+          ", which is not before it");
     const char got = graph_.nodes[values_[number]].type;
-    check(got == type, value, "score program: value ", count(), " (", op, ") takes ", type_name(type), ", but value ", number, " is ", type_name(got));
+    check(got == type, value, "score program: value ", count(), " (", op, ") takes ", type_name(type), ", but value ",
+          number, " is ", type_name(got));
     return values_[number];
   }
   static std::string_view type_name(char type) { return type == 'f' ? "float" : type == 'i' ? "int" : "bool"; }
@@ -71,7 +76,8 @@ class Parser {
     if (op == number_of<FloatConst>()) return graph_.constant(std::bit_cast<double>(next("constant")));
     if (op == number_of<IntConst>() || op == number_of<BoolConst>()) {
       const int64_t number = next("constant");
-      const bool fits = op == number_of<BoolConst>() ? number == 0 || number == 1 : number == static_cast<int32_t>(number);
+      const bool fits =
+          op == number_of<BoolConst>() ? number == 0 || number == 1 : number == static_cast<int32_t>(number);
       check(fits, value, "score program: value ", count(), " (", name, ") does not hold ", number);
       return graph_.constant_int(number, types.back());
     }
@@ -79,8 +85,8 @@ class Parser {
     std::size_t arity = 0;
     if (op == number_of<Gather>()) {
       const int64_t tensor = next("captured tensor");
-      check(tensor >= 0 && tensor < static_cast<int64_t>(graph_.captured.size()), value, "score program: value ", count(),
-            " gathers from captured tensor ", tensor, " of ", graph_.captured.size());
+      check(tensor >= 0 && tensor < static_cast<int64_t>(graph_.captured.size()), value, "score program: value ",
+            count(), " gathers from captured tensor ", tensor, " of ", graph_.captured.size());
       for (int i = 0; i < graph_.captured[tensor].rank; i++) operands[arity++] = operand('i', name);
       return graph_.gather(tensor, {operands.data(), arity});
     }
@@ -97,7 +103,8 @@ class Parser {
     result.output = output;
     ScoreGraph graph = result.graph;
     if (result.is_mask) {
-      const int score = graph.leaf(number_of<Score>()), never = graph.constant(-std::numeric_limits<double>::infinity());
+      const int score = graph.leaf(number_of<Score>()),
+                never = graph.constant(-std::numeric_limits<double>::infinity());
       result.forward = score_plan(graph, graph.emit<Where>({output, score, never}), kScoreMemory, {}, false);
       return result;
     }
@@ -148,16 +155,21 @@ std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code)
   return known[key] = std::move(program);
 }
 
-ScoreCall::ScoreCall(std::string_view op, std::string_view argument, std::span<const int64_t> code, std::vector<TensorView> captured)
+ScoreCall::ScoreCall(std::string_view op, std::string_view argument, std::span<const int64_t> code,
+                     std::vector<TensorView> captured)
     : op_(op), argument_(argument), program_(score_program(code)), captured_(std::move(captured)) {
   const std::vector<CapturedType>& types = program_->graph.captured;
-  check(captured_.size() == types.size(), value, op, ": ", argument, " must have ", types.size(), " captured tensors, got ", captured_.size());
+  check(captured_.size() == types.size(), value, op, ": ", argument, " must have ", types.size(),
+        " captured tensors, got ", captured_.size());
   for (std::size_t i = 0; i < types.size(); i++) {
     const TensorView& view = captured_[i];
-    const std::string_view wanted = types[i].type == 'f' ? "a float tensor" : types[i].type == 'i' ? "int32 or int64" : "bool";
-    check(fits(view.dtype, types[i].type), ErrorKind::type, op, ": captured tensor ", i, " of ", argument, " must be ", wanted, ", got ", name_of(view.dtype));
-    check(view.rank == types[i].rank, value, op, ": captured tensor ", i, " of ", argument, " must have ", types[i].rank,
-          " dimensions, got shape ", shape_text(view));
+    const std::string_view wanted = types[i].type == 'f'   ? "a float tensor"
+                                    : types[i].type == 'i' ? "int32 or int64"
+                                                           : "bool";
+    check(fits(view.dtype, types[i].type), ErrorKind::type, op, ": captured tensor ", i, " of ", argument, " must be ",
+          wanted, ", got ", name_of(view.dtype));
+    check(view.rank == types[i].rank, value, op, ": captured tensor ", i, " of ", argument, " must have ",
+          types[i].rank, " dimensions, got shape ", shape_text(view));
   }
 }
 
@@ -166,7 +178,8 @@ void ScoreCall::check_captured() const {
   for (std::size_t i = 0; i < captured_.size(); i++) {
     const TensorView& view = captured_[i];
     const auto wide = view.dtype == DType::int64 && view.numel() > 0 ? wide_element(view) : std::nullopt;
-    check(!wide, value, op_, ": captured tensor ", i, " of ", argument_, " must hold integers of 32 bits, got ", wide.value_or(0));
+    check(!wide, value, op_, ": captured tensor ", i, " of ", argument_, " must hold integers of 32 bits, got ",
+          wide.value_or(0));
   }
   captured_checked_.store(true, std::memory_order_release);
 }
@@ -174,8 +187,9 @@ void ScoreCall::check_captured() const {
 void ScoreCall::check_fault() const {
   if (!fault_.seen.load()) return;
   check(fault_.tensor != ScoreFault::kDivision, runtime, op_, ": ", argument_, " divides an integer by zero");
-  throw Error(ErrorKind::index, concat(op_, ": ", argument_, " reads index ", fault_.index, " of dimension ", fault_.dim, " of captured tensor ",
-                                       fault_.tensor, ", which has size ", captured_[fault_.tensor].shape[fault_.dim]));
+  throw Error(ErrorKind::index, concat(op_, ": ", argument_, " reads index ", fault_.index, " of dimension ",
+                                       fault_.dim, " of captured tensor ", fault_.tensor, ", which has size ",
+                                       captured_[fault_.tensor].shape[fault_.dim]));
 }
 
 }  // namespace lowbit

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a score_mod or a mask_mod does to one score, as data: a list of integers that a kernel runs inside its tile loop. docs/ops/attention.md
-// explains the list; python/lowbit/score/program.py writes it.
+// What a score_mod or a mask_mod does to one score, as data: a list of integers that a kernel runs inside its tile
+// loop. docs/ops/attention.md explains the list; python/lowbit/score/program.py writes it.
 #pragma once
 
 #include <atomic>
@@ -22,14 +22,16 @@ struct ScoreProgram {
   ScoreGraph graph;         // with diagonals
   int output = 0;
   ScorePlan forward;        // score memory: raw in, modified (or masked) out
-  ScorePlan backward;       // gradient memory: of the modified scores in, of the raw ones out; adds to the gradients of captured tensors
+  ScorePlan backward;  // gradient memory: of the modified scores in, of the raw ones out; adds to the gradients of
+                       // captured tensors
   ScorePlan backward_only;  // the same without captured tensors
 };
 
 // Parses, checks and plans; the last programs are kept. ValueError says what is wrong and where.
 LOWBIT_API std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code);
 
-// Where a gather met an index that its tensor does not have, or a division a zero. Kernels do not throw: the first one is noted here.
+// Where a gather met an index that its tensor does not have, or a division a zero. Kernels do not throw: the first one
+// is noted here.
 struct ScoreFault {
   static constexpr int kDivision = -1;  // in place of a tensor: an int was divided by zero
   std::atomic<bool> seen{false};
@@ -41,13 +43,15 @@ struct ScoreFault {
 struct LOWBIT_API ScoreCall {
 
   // `op` and `argument` name the call in errors: "flex_attention", "score_mod".
-  ScoreCall(std::string_view op, std::string_view argument, std::span<const int64_t> code, std::vector<TensorView> captured);
+  ScoreCall(std::string_view op, std::string_view argument, std::span<const int64_t> code,
+            std::vector<TensorView> captured);
 
   const ScoreProgram& program() const { return *program_; }
   const TensorView* captured() const { return captured_.data(); }
   int captured_count() const { return static_cast<int>(captured_.size()); }
   ScoreFault& fault() const { return fault_; }
-  // By the row that runs the program, which may read what lies in memory: before, that integers fit 32 bits; after, that no gather was out of range.
+  // By the row that runs the program, which may read what lies in memory: before, that integers fit 32 bits; after,
+  // that no gather was out of range.
   void check_captured() const;
   void check_fault() const;
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reverse mode over a score program: the gradients are further values of the same graph, so that they are folded, hoisted and run like any other.
-// The gradient of a value has the rate of the value: contributions of a higher rate are summed over the tile first, and what follows (the
-// derivative of a table look-up per diagonal, of a slope per head) is then done once per row, column, diagonal or head.
+// Reverse mode over a score program: the gradients are further values of the same graph, so that they are folded,
+// hoisted and run like any other. The gradient of a value has the rate of the value: contributions of a higher rate are
+// summed over the tile first, and what follows (the derivative of a table look-up per diagonal, of a slope per head) is
+// then done once per row, column, diagonal or head.
 #include <optional>
 #include <utility>
 
@@ -70,7 +71,8 @@ constexpr auto kPartials = all_partials(ScoreOps{});
 }  // namespace
 
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
-  // What has reached a value so far, by rate: a share of each head and a share of each score cannot be added before the latter are summed.
+  // What has reached a value so far, by rate: a share of each head and a share of each score cannot be added before the
+  // latter are summed.
   std::vector<std::array<int, 6>> shares(output + 1, {-1, -1, -1, -1, -1, -1});
   const auto add_share = [&](int node, int share) {
     int& sum = shares[node][static_cast<int>(graph.nodes[share].rate)];
@@ -83,18 +85,22 @@ int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
     if (here.type != 'f' || here.rate == Rate::constant) continue;
     int gradient = -1;
     for (int share : shares[node])
-      if (share >= 0) gradient = gradient < 0 ? graph.sum(share, here.rate) : graph.emit<Add>({gradient, graph.sum(share, here.rate)});
+      if (share >= 0)
+        gradient =
+            gradient < 0 ? graph.sum(share, here.rate) : graph.emit<Add>({gradient, graph.sum(share, here.rate)});
     if (gradient < 0) continue;
     if (here.op == number_of<Score>()) of_score = gradient;
     if (here.op == number_of<score::Gather>()) {
       if (scatters)
-        scatters->push_back(graph.scatter_add(here.immediate, gradient, {here.operands.data(), static_cast<std::size_t>(here.operand_count)}));
+        scatters->push_back(graph.scatter_add(here.immediate, gradient,
+                                              {here.operands.data(), static_cast<std::size_t>(here.operand_count)}));
       continue;
     }
     if (here.operand_count == 0) continue;
     const Partials d = kPartials[here.op](graph, node);
     for (int i = 0; i < 3; i++)
-      if (d[i] && !graph.is_constant(here.operands[i])) add_share(here.operands[i], graph.emit<Mul>({gradient, d[i]->in(graph)}));
+      if (d[i] && !graph.is_constant(here.operands[i]))
+        add_share(here.operands[i], graph.emit<Mul>({gradient, d[i]->in(graph)}));
   }
   return of_score >= 0 ? of_score : graph.constant(0.0);
 }

@@ -9,12 +9,13 @@
 
 namespace lowbit::sim {
 
-// memory: allocations find no room. launch: kernels do not start. lost: a kernel does not start, and from then on nothing on that device
-// does until recover(). slow: launches take longer.
+// memory: allocations find no room. launch: kernels do not start. lost: a kernel does not start, and from then on
+// nothing on that device does until recover(). slow: launches take longer.
 enum class Fault { memory, launch, lost, slow };
 inline constexpr std::string_view kFaultNames[] = {"memory", "launch", "lost", "slow"};
 
-// The next `after` allocations or launches go well, then `times` of them do not. `microseconds` is what a slow launch takes more.
+// The next `after` allocations or launches go well, then `times` of them do not. `microseconds` is what a slow launch
+// takes more.
 struct Injection {
   int64_t after = 0, times = 1, microseconds = 0;
 };

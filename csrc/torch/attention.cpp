@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::attention_forward and lowbit::attention_backward. Everything about a call is an argument of its own (a score program is a list of
-// integers), so that a graph that holds the op holds nothing else. The random numbers of dropout come from `seed`, a tensor: tracing never
-// asks for its value.
+// lowbit::attention_forward and lowbit::attention_backward. Everything about a call is an argument of its own (a score
+// program is a list of integers), so that a graph that holds the op holds nothing else. The random numbers of dropout
+// come from `seed`, a tensor: tracing never asks for its value.
 #include "ops/attention.hpp"
 
 #include <algorithm>
@@ -30,8 +30,13 @@ struct Scores {
 };
 
 Scores take_scores(Arguments& arguments) {
-  return {.scale = arguments.number(), .causal = arguments.boolean(), .mask = arguments.optional_tensor(), .dropout_p = arguments.number(),
-          .seed = arguments.optional_tensor(), .score_mod = arguments.list(), .score_captured = arguments.list()};
+  return {.scale = arguments.number(),
+          .causal = arguments.boolean(),
+          .mask = arguments.optional_tensor(),
+          .dropout_p = arguments.number(),
+          .seed = arguments.optional_tensor(),
+          .score_mod = arguments.list(),
+          .score_captured = arguments.list()};
 }
 
 struct Masks {
@@ -40,7 +45,10 @@ struct Masks {
 };
 
 Masks take_masks(Arguments& arguments) {
-  return {.mask_mod = arguments.list(), .mask_captured = arguments.list(), .blocks = arguments.list(), .block_size = arguments.list(),
+  return {.mask_mod = arguments.list(),
+          .mask_captured = arguments.list(),
+          .blocks = arguments.list(),
+          .block_size = arguments.list(),
           .sink = arguments.optional_tensor()};
 }
 
@@ -48,10 +56,11 @@ Masks take_masks(Arguments& arguments) {
 class Mods {
  public:
   Mods(std::string_view op, const Scores& scores, const Masks& masks)
-      : score_code_(integers(scores.score_mod, op)), mask_code_(integers(masks.mask_mod, op)), block_size_(integers(masks.block_size, op)),
-        score_captured_(scores.score_captured.tensors(op)), mask_captured_(masks.mask_captured.tensors(op)), blocks_(masks.blocks.tensors(op)),
-        mods_(op, {score_code_, views(score_captured_, op, "score_captured")}, {mask_code_, views(mask_captured_, op, "mask_captured")},
-              views(blocks_, op, "blocks"), block_size(op)) {}
+      : score_code_(integers(scores.score_mod, op)), mask_code_(integers(masks.mask_mod, op)),
+        block_size_(integers(masks.block_size, op)), score_captured_(scores.score_captured.tensors(op)),
+        mask_captured_(masks.mask_captured.tensors(op)), blocks_(masks.blocks.tensors(op)),
+        mods_(op, {score_code_, views(score_captured_, op, "score_captured")},
+              {mask_code_, views(mask_captured_, op, "mask_captured")}, views(blocks_, op, "blocks"), block_size(op)) {}
   const AttentionMods* operator->() const { return &mods_; }
   const std::vector<Tensor>& score_captured() const { return score_captured_; }
 
@@ -65,7 +74,8 @@ class Mods {
   AttentionMods mods_;
 };
 
-// Dense, in the order of the strides of `like`, the last dimension innermost: what leaves transposed heads leaves them so for who transposes back.
+// Dense, in the order of the strides of `like`, the last dimension innermost: what leaves transposed heads leaves them
+// so for who transposes back.
 TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
   int order[] = {0, 1, 2};
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
@@ -89,11 +99,15 @@ AttentionForwardArgs forward_args(std::string_view op, Tensor& q, Tensor& k, Ten
   AttentionForwardArgs args{.q = q.dense_view(op, "q"), .k = k.dense_view(op, "k"), .v = v.dense_view(op, "v")};
   args.mask = stretched(scores.mask.view(op, "mask"), args.q, args.k);
   args.sink = masks.sink.contiguous_view(op, "sink");
-  args.scale = scores.scale, args.causal = scores.causal, args.dropout_p = scores.dropout_p, args.seed = scores.seed.view(op, "seed");
-  for (const auto& [name, view] : {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}})  // before the result is allocated
-    check(view->rank == 4, ErrorKind::value, op, ": ", name, " must have shape [B, H, length, E], got ", shape_text(*view));
+  args.scale = scores.scale, args.causal = scores.causal, args.dropout_p = scores.dropout_p,
+  args.seed = scores.seed.view(op, "seed");
+  for (const auto& [name, view] :
+       {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}})  // before the result is allocated
+    check(view->rank == 4, ErrorKind::value, op, ": ", name, " must have shape [B, H, length, E], got ",
+          shape_text(*view));
   const DType dtype = args.q.dtype;
-  check(is_activation(dtype) || dtype == DType::float64, ErrorKind::type, op, ": q must be float32, bfloat16, float16 or float64, got ", name_of(dtype));
+  check(is_activation(dtype) || dtype == DType::float64, ErrorKind::type, op,
+        ": q must be float32, bfloat16, float16 or float64, got ", name_of(dtype));
   return args;
 }
 
@@ -112,7 +126,8 @@ void forward_kernel(StableIValue* stack) {
   args.out = ordered_view(real_out ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
   args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
   args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
-  Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse), max_scores = Tensor::empty(op, args.max_scores);
+  Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse),
+         max_scores = Tensor::empty(op, args.max_scores);
   if (!want_max_scores) args.max_scores = {};
   args.lists = mods->lists;
   attention_forward(args);
@@ -123,7 +138,9 @@ void forward_kernel(StableIValue* stack) {
 class Gradients {
  public:
   explicit Gradients(std::string_view op) : op_(op) {}
-  TensorView contiguous(DType dtype, const TensorView& like) { return made(contiguous_view(dtype, like.rank, like.shape.data())); }
+  TensorView contiguous(DType dtype, const TensorView& like) {
+    return made(contiguous_view(dtype, like.rank, like.shape.data()));
+  }
   TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
   StableIValue list() {
     List list = List::empty(op_, tensors_.size());
@@ -143,7 +160,8 @@ class Gradients {
 void backward_kernel(StableIValue* stack) {
   constexpr std::string_view op = "attention_backward";
   Arguments arguments(stack);
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(), lse = arguments.tensor();
+  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
+         lse = arguments.tensor();
   Tensor grad_out = arguments.tensor(), grad_lse = arguments.optional_tensor();
   Scores scores = take_scores(arguments);
   const List captured_needs = arguments.list();
@@ -159,16 +177,18 @@ void backward_kernel(StableIValue* stack) {
   args.grad_out = grad_out.dense_view(op, "grad_out"), args.grad_lse = grad_lse.contiguous_view(op, "grad_lse");
 
   Gradients gradients(op);
-  args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k), args.grad_v = gradients.ordered(forward.v);
+  args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k),
+  args.grad_v = gradients.ordered(forward.v);
   if (mask_needs) {
-    args.grad_mask = stretched(gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask")), forward.q, forward.k);
+    args.grad_mask =
+        stretched(gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask")), forward.q, forward.k);
   }
   check(!sink_needs || forward.sink, ErrorKind::value, op, ": sink_needs must be False without a sink");
   if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
   std::vector<TensorView> captured_gradients;
   const std::vector<StableIValue> needs = captured_needs.values(op);
-  check(needs.size() <= mods.score_captured().size(), ErrorKind::value, op, ": score_captured_needs must have at most ", mods.score_captured().size(),
-        " entries, got ", needs.size());
+  check(needs.size() <= mods.score_captured().size(), ErrorKind::value, op, ": score_captured_needs must have at most ",
+        mods.score_captured().size(), " entries, got ", needs.size());
   for (size_t i = 0; i < needs.size(); i++) {
     const TensorView captured = mods.score_captured()[i].view(op, "score_captured");
     captured_gradients.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
@@ -182,16 +202,19 @@ void backward_kernel(StableIValue* stack) {
 
 const Op attention_forward_op = {
     "attention_forward",
-    "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, "
+    "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? mask, float dropout_p, Tensor? "
+    "seed, int[] score_mod, "
     "Tensor[] score_captured, int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
     "bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)",
     boxed<forward_kernel>};
 
-const Op attention_backward_op = {
-    "attention_backward",
-    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, float scale, bool causal, "
-    "Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured, bool[] score_captured_needs, int[] mask_mod, "
-    "Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, bool mask_needs, bool sink_needs) -> Tensor[]",
-    boxed<backward_kernel>};
+const Op attention_backward_op = {"attention_backward",
+                                  "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
+                                  "grad_out, Tensor? grad_lse, float scale, bool causal, "
+                                  "Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] "
+                                  "score_captured, bool[] score_captured_needs, int[] mask_mod, "
+                                  "Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, bool "
+                                  "mask_needs, bool sink_needs) -> Tensor[]",
+                                  boxed<backward_kernel>};
 
 }  // namespace lowbit::torch

@@ -3,9 +3,9 @@
 
 #include <dlfcn.h>
 
-// torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument), but of a
-// pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it as every version of pybind11
-// declares it. Without Python it is a plain std::runtime_error with our text.
+// torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument),
+// but of a pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it
+// as every version of pybind11 declares it. Without Python it is a plain std::runtime_error with our text.
 namespace pybind11 {
 class __attribute__((visibility("default"))) builtin_exception : public std::runtime_error {
  public:
@@ -41,7 +41,8 @@ DType dtype_of(int32_t torch_dtype) {
 void ensure(Status status, std::string_view op, std::string_view what) {
   if (status == 0) [[likely]] return;
   const Symbols& torch = loaded_symbols();
-  throw Error(ErrorKind::runtime, concat(op, ": torch failed: ", what, torch.exception_text ? concat(": ", torch.exception_text()) : ""));
+  throw Error(ErrorKind::runtime,
+              concat(op, ": torch failed: ", what, torch.exception_text ? concat(": ", torch.exception_text()) : ""));
 }
 
 thread_local Call* current_call = nullptr;
@@ -77,9 +78,11 @@ void Call::see(TensorHandle tensor, std::string_view op, std::string_view name) 
     call->type_ = type, call->index_ = index;
     if (type != torch.device_cpu) call->open_.emplace(index);
   }
-  const auto text = [&](int32_t type, int32_t index) { return type == torch.device_cpu ? "cpu" : concat("lowbit_sim:", index); };
-  check(type == call->type_ && (type == torch.device_cpu || index == call->index_), ErrorKind::value, op, ": ", name, " must be on ",
-        text(call->type_, call->index_), ", got ", text(type, index));
+  const auto text = [&](int32_t type, int32_t index) {
+    return type == torch.device_cpu ? "cpu" : concat("lowbit_sim:", index);
+  };
+  check(type == call->type_ && (type == torch.device_cpu || index == call->index_), ErrorKind::value, op, ": ", name,
+        " must be on ", text(call->type_, call->index_), ", got ", text(type, index));
 }
 
 std::pair<int32_t, int32_t> Call::device() {
@@ -132,8 +135,9 @@ Tensor Tensor::empty(std::string_view op, TensorView& view) {
   check(view.dtype != DType::other, ErrorKind::type, op, ": the dtype of a result is none that is supported");
   const auto [device_type, device_index] = Call::device();
   TensorHandle handle = nullptr;
-  ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(), torch.dtypes[static_cast<int>(view.dtype)],
-                             device_type, device_index, &handle), op, "allocation of the result");
+  ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(),
+                             torch.dtypes[static_cast<int>(view.dtype)], device_type, device_index, &handle),
+         op, "allocation of the result");
   Tensor tensor(handle);
   ensure(torch.get_data_ptr(handle, &view.data), op, "data of the result");
   return tensor;
@@ -141,7 +145,8 @@ Tensor Tensor::empty(std::string_view op, TensorView& view) {
 
 TensorView Tensor::dense_view(std::string_view op, std::string_view name) {
   const TensorView given = view(op, name);
-  return given.rank == 0 || given.size(-1) <= 1 || given.stride[given.rank - 1] == 1 ? given : contiguous_view(op, name);
+  return given.rank == 0 || given.size(-1) <= 1 || given.stride[given.rank - 1] == 1 ? given
+                                                                                     : contiguous_view(op, name);
 }
 
 TensorView Tensor::contiguous_view(std::string_view op, std::string_view name) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoding a boxed call. The stack hands every tensor over: a kernel first takes all of them (nothing throws), then looks at them, so that
-// an error frees them too. A Tensor or list is an owned handle; an optional is null or a heap cell with the value; int, float and bool are bits.
+// Decoding a boxed call. The stack hands every tensor over: a kernel first takes all of them (nothing throws), then
+// looks at them, so that an error frees them too. A Tensor or list is an owned handle; an optional is null or a heap
+// cell with the value; int, float and bool are bits.
 #pragma once
 
 #include <bit>
@@ -99,8 +100,9 @@ std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_vi
 
 TensorView contiguous_view(DType dtype, int rank, const int64_t* shape);  // without data
 
-// The call that this thread is in. On a simulated device every tensor of a call must be there, and its memory is open from the first one that is
-// looked at to the end of the call. Without simulated devices it costs the look at their number.
+// The call that this thread is in. On a simulated device every tensor of a call must be there, and its memory is open
+// from the first one that is looked at to the end of the call. Without simulated devices it costs the look at their
+// number.
 class Call {
  public:
   Call() {

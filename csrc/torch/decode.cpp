@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize: what a step of a quantized cache is made of.
+// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize: what a step of a quantized
+// cache is made of.
 #include "ops/decode.hpp"
 
 #include "torch/boxed.hpp"
@@ -18,13 +19,25 @@ void decode_kernel(StableIValue* stack) {
   const int64_t position = arguments.integer(), window = arguments.integer(), v_columns = arguments.integer();
   Tensor mask = arguments.optional_tensor(), sink = arguments.optional_tensor();
 
-  DecodeArgs args{.q = q.dense_view(op, "q"), .k = k.dense_view(op, "k"), .v = v.dense_view(op, "v"), .k_scale = k_scale.dense_view(op, "k_scale"),
-                  .v_scale = v_scale.dense_view(op, "v_scale"), .out = {}, .lse = {}, .mask = mask.view(op, "mask"),
-                  .sink = sink.contiguous_view(op, "sink"), .scale = scale, .causal = causal, .position = position, .window = window,
+  DecodeArgs args{.q = q.dense_view(op, "q"),
+                  .k = k.dense_view(op, "k"),
+                  .v = v.dense_view(op, "v"),
+                  .k_scale = k_scale.dense_view(op, "k_scale"),
+                  .v_scale = v_scale.dense_view(op, "v_scale"),
+                  .out = {},
+                  .lse = {},
+                  .mask = mask.view(op, "mask"),
+                  .sink = sink.contiguous_view(op, "sink"),
+                  .scale = scale,
+                  .causal = causal,
+                  .position = position,
+                  .window = window,
                   .rotated = rotated};
-  check(args.q.rank == 4 && args.v.rank == 4 && v_columns >= 0, ErrorKind::value, op, ": q and v must have 4 dimensions and v_columns be at least 0, got ",
-        shape_text(args.q), ", ", shape_text(args.v), " and ", v_columns);
-  check(is_activation(args.q.dtype), ErrorKind::type, op, ": q must be float32, bfloat16 or float16, got ", name_of(args.q.dtype));
+  check(args.q.rank == 4 && args.v.rank == 4 && v_columns >= 0, ErrorKind::value, op,
+        ": q and v must have 4 dimensions and v_columns be at least 0, got ", shape_text(args.q), ", ",
+        shape_text(args.v), " and ", v_columns);
+  check(is_activation(args.q.dtype), ErrorKind::type, op, ": q must be float32, bfloat16 or float16, got ",
+        name_of(args.q.dtype));
   const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], v_columns};
   args.out = contiguous_view(args.q.dtype, 4, shape);
   Tensor out = Tensor::empty(op, args.out);
@@ -54,14 +67,17 @@ void kv_dequantize_kernel(StableIValue* stack) {
 }  // namespace
 
 const Op decode_op = {"decode",
-                      "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, SymInt position, "
+                      "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool "
+                      "rotated, bool causal, SymInt position, "
                       "int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
                       boxed<decode_kernel>};
 
-const Op kv_quantize_op = {"kv_quantize_", "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()",
+const Op kv_quantize_op = {"kv_quantize_",
+                           "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()",
                            boxed<kv_quantize_kernel>};
 
-const Op kv_dequantize_op = {"kv_dequantize_", "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()",
+const Op kv_dequantize_op = {"kv_dequantize_",
+                             "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()",
                              boxed<kv_dequantize_kernel>};
 
 }  // namespace lowbit::torch

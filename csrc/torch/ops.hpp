@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file and one line in registration.cpp.
+// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file and one line in
+// registration.cpp.
 #pragma once
 
 #include "torch/symbols.hpp"
@@ -12,6 +13,7 @@ struct Op {
   BoxedKernel kernel;
 };
 
-extern const Op linear_op, dequantize_op, attention_forward_op, attention_backward_op, decode_op, kv_quantize_op, kv_dequantize_op;
+extern const Op linear_op, dequantize_op, attention_forward_op, attention_backward_op, decode_op, kv_quantize_op,
+    kv_dequantize_op;
 
 }  // namespace lowbit::torch

@@ -10,8 +10,8 @@ namespace {
 
 void dequantize_kernel(StableIValue* stack) {
   const Tensor weight = Tensor::take(stack[0]);
-  const WeightSpec spec =
-      weight_spec("dequantize", to_int(stack[1]), to_int(stack[2]), to_int(stack[3]), to_int(stack[4]), to_bool(stack[5]));
+  const WeightSpec spec = weight_spec("dequantize", to_int(stack[1]), to_int(stack[2]), to_int(stack[3]),
+                                      to_int(stack[4]), to_bool(stack[5]));
   const TensorView packed = weight.view("dequantize", "weight");
   check_weight("dequantize", packed, spec);  // before n * k floats are allocated
   const int64_t shape[] = {spec.n, spec.k};

@@ -14,7 +14,8 @@ const Op* const kOps[] = {&linear_op,  &dequantize_op,  &attention_forward_op, &
                           &decode_op, &kv_quantize_op, &kv_dequantize_op};
 
 constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
-constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10} << 48;  // the stack conventions of boxed.hpp are those of torch 2.10
+constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10}
+                                                  << 48;  // the stack conventions of boxed.hpp are those of torch 2.10
 
 // The two libraries live as long as the process: torch's dispatcher keeps our function pointers.
 struct Libraries {
@@ -26,7 +27,8 @@ bool register_kernel(const Symbols& torch, LibraryHandle library, const Op& op) 
 }
 
 std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
-  if (torch.library_def(libraries.definitions, op.schema) != 0) return "torch refused the schema (it wrote why to stderr)";
+  if (torch.library_def(libraries.definitions, op.schema) != 0)
+    return "torch refused the schema (it wrote why to stderr)";
   return register_kernel(torch, libraries.cpu, op) ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
 }
 
@@ -75,7 +77,8 @@ std::vector<std::string> register_key(const std::string& key) {
   std::string reason;
   const Symbols* torch = symbols(&reason);
   LibraryHandle library = nullptr;
-  if (!torch || done.empty() || torch->library_init_impl("lowbit", key.c_str(), kFile, __LINE__, &library) != 0) return names;
+  if (!torch || done.empty() || torch->library_init_impl("lowbit", key.c_str(), kFile, __LINE__, &library) != 0)
+    return names;
   for (std::size_t i = 0; i < done.size(); i++)
     if (done[i].how == "c++ shims" && register_kernel(*torch, library, *kOps[i])) names.push_back(done[i].op);
   return keys[key] = names;

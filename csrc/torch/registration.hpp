@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gives our ops to the dispatcher of the torch that is loaded in this process. Idempotent; may be called before torch is there.
+// Gives our ops to the dispatcher of the torch that is loaded in this process. Idempotent; may be called before torch
+// is there.
 #pragma once
 
 #include <string>
@@ -15,10 +16,12 @@ struct Registration {
 
 std::vector<std::string> op_names();  // "lowbit::linear", ...
 
-// `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function for it.
+// `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function
+// for it.
 std::vector<Registration> register_ops(const std::vector<std::string>& taken);
 
-// Gives the ops that register_ops has registered to one more dispatch key ("PrivateUse1"), with the same kernels; their names. Idempotent.
+// Gives the ops that register_ops has registered to one more dispatch key ("PrivateUse1"), with the same kernels; their
+// names. Idempotent.
 std::vector<std::string> register_key(const std::string& key);
 
 }  // namespace lowbit::torch

@@ -12,7 +12,8 @@ namespace {
 Symbols table;
 std::atomic<bool> found{false};
 
-// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that links to torch.
+// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that links to
+// torch.
 void* torch_library() {
 #ifdef __APPLE__
   void* library = dlopen("@rpath/libtorch_cpu.dylib", RTLD_LAZY | RTLD_NOLOAD);
@@ -71,9 +72,10 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.list_item, "torch_list_get_item");
   loader.required(s.list_push, "torch_list_push_back");
   s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
-  constexpr const char* kDTypes[] = {"aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
-                                     "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8", "aoti_torch_dtype_int8",
-                                     "aoti_torch_dtype_int32", "aoti_torch_dtype_int64", "aoti_torch_dtype_bool"};
+  constexpr const char* kDTypes[] = {
+      "aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
+      "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8",    "aoti_torch_dtype_int8",
+      "aoti_torch_dtype_int32",   "aoti_torch_dtype_int64",    "aoti_torch_dtype_bool"};
   for (int i = 0; i < static_cast<int>(DType::other); i++) s.dtypes[i] = loader.constant(kDTypes[i]);
   if (!loader.missing.empty()) *reason = "this torch has no " + loader.missing;
   return loader.missing.empty();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch from 2.10 on, the
-// first that has them all.
-// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these for two years).
+// The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch
+// from 2.10 on, the first that has them all.
+// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these for two
+// years).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ using Status = int32_t;                                         // 0: success
 struct Symbols {
   // registration
   Status (*library_init_fragment)(const char* ns, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
-  Status (*library_init_impl)(const char* ns, const char* key, const char* file, uint32_t line, LibraryHandle* library) = nullptr;
+  Status (*library_init_impl)(const char* ns, const char* key, const char* file, uint32_t line,
+                              LibraryHandle* library) = nullptr;
   Status (*library_def)(LibraryHandle, const char* schema) = nullptr;
   Status (*library_impl)(LibraryHandle, const char* name, BoxedKernel, uint64_t abi) = nullptr;
   // tensors
@@ -33,12 +35,12 @@ struct Symbols {
   Status (*get_device_type)(TensorHandle, int32_t*) = nullptr;
   Status (*get_device_index)(TensorHandle, int32_t*) = nullptr;
   Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // leaves copy-on-write tensors alone
-  Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
-                          int32_t device_index, TensorHandle*) = nullptr;
+  Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                          int32_t device_type, int32_t device_index, TensorHandle*) = nullptr;
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
-  const char* (*exception_text)() = nullptr;                      // torch >= 2.13, else null: what the last call that failed said
+  const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: what the last call that failed said
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
   Status (*delete_list)(ListHandle) = nullptr;
   Status (*list_size)(ListHandle, size_t*) = nullptr;

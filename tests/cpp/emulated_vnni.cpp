@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the tiles of avx512_vnni through a scalar emulation of its trait, on any machine, and compares every bit with the row `scalar`.
-// Started by tests/cpp/test_emulated_vnni.py; links liblowbit for everything but the kernels under test.
+// Runs the tiles of avx512_vnni through a scalar emulation of its trait, on any machine, and compares every bit with
+// the row `scalar`. Started by tests/cpp/test_emulated_vnni.py; links liblowbit for everything but the kernels under
+// test.
 #define LOWBIT_ISA_NAME emulated_vnni
 #define LOWBIT_ISA_HEADER "../tests/cpp/emulated_vnni.hpp"
 #include "cpu/linear/dot.cpp"
@@ -28,20 +29,27 @@ bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
     for (float& value : *values) value = normal(generator);
   const WeightSpec spec = weight_spec("test", n, k, static_cast<int64_t>(format), group_size, asymmetric);
   std::vector<uint8_t> packed(spec.panels() * spec.panel_bytes());
-  LinearTensors tensors{.x = view(x.data(), DType::float32, {m, k}), .weight = view(packed.data(), DType::uint8, {spec.panels(), spec.panel_bytes()}),
-                        .bias = view(bias.data(), DType::float32, {n}), .mul = {}, .add = {}, .y = view(expected.data(), DType::float32, {m, n})};
-  quantize(view(w.data(), DType::float32, {n, k}), tensors.weight, spec, static_cast<int64_t>(asymmetric ? Mapping::asymmetric : Mapping::symmetric));
+  LinearTensors tensors{.x = view(x.data(), DType::float32, {m, k}),
+                        .weight = view(packed.data(), DType::uint8, {spec.panels(), spec.panel_bytes()}),
+                        .bias = view(bias.data(), DType::float32, {n}),
+                        .mul = {},
+                        .add = {},
+                        .y = view(expected.data(), DType::float32, {m, n})};
+  quantize(view(w.data(), DType::float32, {n, k}), tensors.weight, spec,
+           static_cast<int64_t>(asymmetric ? Mapping::asymmetric : Mapping::symmetric));
   force_kernel(format == Format::int4 ? "linear_int4_int8_scalar" : "linear_int8_int8_scalar");
   linear(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
   tensors.y.data = got.data();
-  const LinearArgs args = linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
+  const LinearArgs args =
+      linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
   Backend backend{.name = "emulated_vnni", .device = DeviceType::cpu, .unavailable = nullptr};
   cpu::emulated_vnni::linear_dot_rows(backend);
   for (const Kernel<LinearArgs>& row : backend.linear)
     if (row.refuses(args).empty()) row.run(args);
   if (std::memcmp(expected.data(), got.data(), expected.size() * sizeof(float)) == 0) return true;
-  std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m), static_cast<long>(n),
-              static_cast<long>(k), static_cast<int>(format), static_cast<long>(group_size), asymmetric, static_cast<int>(x_format));
+  std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m),
+              static_cast<long>(n), static_cast<long>(k), static_cast<int>(format), static_cast<long>(group_size),
+              asymmetric, static_cast<int>(x_format));
   return false;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The trait of avx512_vnni in plain C++: the scalar vector with its tile sizes, its independent sums and its unsigned int8 codes.
+// The trait of avx512_vnni in plain C++: the scalar vector with its tile sizes, its independent sums and its unsigned
+// int8 codes.
 #pragma once
 
 #define kDotRows kScalarDotRows

@@ -28,6 +28,9 @@ def test_source_file_names_its_licence_and_is_short(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:2])
     assert len(lines) <= LIMIT, f"{len(lines)} lines: split it by what it holds"
+    if path.suffix in (".cpp", ".hpp"):
+        wide = [number for number, line in enumerate(lines, 1) if len(line) > 120]
+        assert not wide, f"lines of more than 120 columns: {wide}"
 
 
 def test_stub_and_extension_have_the_same_names() -> None:

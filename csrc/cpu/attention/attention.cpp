@@ -18,7 +18,8 @@ void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention
 void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<float>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float32"), refuses, run_forward}};
-constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float32"), refuses_backward, run_backward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
+    {LOWBIT_ROW("attention_backward_float32"), refuses_backward, run_backward}};
 
 }  // namespace
 

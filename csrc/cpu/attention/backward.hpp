@@ -3,10 +3,11 @@
 //   p = exp(s - lse - rest);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
 // rest: what lse lost of the sum where it is large (RowStatistics).
-// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of grad_q are added at the end: five
-// products a tile. Where that is still too few, and for gradients of masks and captured tensors, one pass over tiles of keys makes grad_k and grad_v
-// and another over tiles of queries makes grad_q: seven. Nothing is added by two threads, and every element is summed in the same order in all ways:
-// the bits do not depend on threads.
+// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of grad_q
+// are added at the end: five products a tile. Where that is still too few, and for gradients of masks and captured
+// tensors, one pass over tiles of keys makes grad_k and grad_v and another over tiles of queries makes grad_q: seven.
+// Nothing is added by two threads, and every element is summed in the same order in all ways: the bits do not depend on
+// threads.
 // Keys stay and queries pass, not the other way round: a tile of queries is half as large and need not be transposed.
 #pragma once
 
@@ -15,10 +16,11 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the group][L], or without memory.
+// grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the
+// group][L], or without memory.
 template <class T>
-void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
-                   int64_t j, Matrix<T> grad_q) {
+void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+                   BackwardTile<T>& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t first = kv_head * forward.group();
   const TilePlace all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
@@ -27,7 +29,9 @@ void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, co
   TilePlace at;
   for (int64_t h = first; h < first + forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
-      if (!tilings.visit(forward, b, h, i, j, at) || !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
+      if (!tilings.visit(forward, b, h, i, j, at) ||
+          !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible))
+        continue;
       load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, statistics, tile);
       score_gradients(args, at, tile);
       add_grad_keys(forward, at, tile);
@@ -48,18 +52,21 @@ void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardTile<T>& ti
 }
 
 template <class T>
-void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
-                    int64_t chunk, Matrix<T> grad_q) {
+void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+                    BackwardTile<T>& tile, int64_t b, int64_t kv_head, int64_t chunk, Matrix<T> grad_q) {
   const KeyChunks chunks(args.forward, tilings.kv.count);
-  for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) backward_keys(args, tilings, statistics, tile, b, kv_head, j, grad_q);
+  for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++)
+    backward_keys(args, tilings, statistics, tile, b, kv_head, j, grad_q);
 }
 
 // All of one kv head.
 template <class T>
-void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
+void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+                   BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
   const int64_t group = args.forward.group(), length = tilings.q.length;
-  sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile,
-             [&](int64_t chunk, Matrix<T> grad_q) { backward_chunk(args, tilings, statistics, tile, b, kv_head, chunk, grad_q); });
+  sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile, [&](int64_t chunk, Matrix<T> grad_q) {
+    backward_chunk(args, tilings, statistics, tile, b, kv_head, chunk, grad_q);
+  });
   for (int64_t g = 0; g < group; g++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       const TilePlace all{b, kv_head * group + g, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
@@ -69,8 +76,8 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
 template <class T>
-void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t h,
-                      int64_t i) {
+void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+                      BackwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
   const AttentionForwardArgs& forward = args.forward;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   load_queries(args, all, statistics, tile);
@@ -78,7 +85,9 @@ void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings,
   sum_chunks(chunks, all.rows, tile, [&](int64_t chunk, Matrix<T> grad_q) {
     TilePlace at;
     for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) {
-      if (!tilings.visit(forward, b, h, i, j, at) || !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
+      if (!tilings.visit(forward, b, h, i, j, at) ||
+          !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible))
+        continue;
       load_keys(forward, at, tile);
       score_gradients(args, at, tile);
       add_grad_queries(forward, at, tile, grad_q.from(at.skipped));
@@ -93,12 +102,14 @@ struct QueryTasks {
   LOWBIT_INLINE QueryTasks(const AttentionBackwardArgs& args, int64_t tiles) {
     const AttentionForwardArgs& forward = args.forward;
     const auto shared = [&](int dim) { return args.grad_mask && args.grad_mask.stride[dim] == 0; };
-    b_each = shared(0) ? forward.batch() : 1, h_each = shared(1) ? forward.heads() : 1, i_each = shared(2) ? larger(1, tiles) : 1;
+    b_each = shared(0) ? forward.batch() : 1, h_each = shared(1) ? forward.heads() : 1,
+    i_each = shared(2) ? larger(1, tiles) : 1;
     b_tasks = forward.batch() / b_each, h_tasks = forward.heads() / h_each, i_tasks = tiles / i_each;
   }
   template <class F>
   LOWBIT_INLINE void run(int64_t task, F&& f) const {
-    const int64_t b0 = task / i_tasks / h_tasks * b_each, h0 = task / i_tasks % h_tasks * h_each, i0 = task % i_tasks * i_each;
+    const int64_t b0 = task / i_tasks / h_tasks * b_each, h0 = task / i_tasks % h_tasks * h_each,
+                  i0 = task % i_tasks * i_each;
     for (int64_t b = b0; b < b0 + b_each; b++)
       for (int64_t h = h0; h < h0 + h_each; h++)
         for (int64_t i = i0; i < i0 + i_each; i++) f(b, h, i);
@@ -125,7 +136,8 @@ void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& st
 }
 
 template <class T, class F>
-void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
+void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t grad_q_rows,
+                        const ScorePlan ScoreProgram::* reverse, F&& f) {
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     Arena arena;
     BackwardTile<T>(args, q_tile, grad_q_rows, reverse, arena);
@@ -176,32 +188,41 @@ void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const
 template <class T>
 void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ScoreGradientPlan& plan = *args.captured;
-  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, tilings.q.tile, &ScoreProgram::backward, [&](int64_t slice, BackwardTile<T>& tile) {
-    tile.captured = plan.targets(slice);
-    for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
-      const ScoreGradientItem item = plan.item(slice, n);
-      backward_queries(args, tilings, statistics, tile, item.b, item.head, item.q);
-    }
-  });
+  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, tilings.q.tile, &ScoreProgram::backward,
+                        [&](int64_t slice, BackwardTile<T>& tile) {
+                          tile.captured = plan.targets(slice);
+                          for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
+                            const ScoreGradientItem item = plan.item(slice, n);
+                            backward_queries(args, tilings, statistics, tile, item.b, item.head, item.q);
+                          }
+                        });
 }
 
 // Kv heads cut into chunks of keys.
 template <class T>
-void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, Matrix<T> parts) {
+void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+                     Matrix<T> parts) {
   const AttentionForwardArgs& forward = args.forward;
-  const int64_t chunks = KeyChunks(forward, tilings.kv.count).count, part = forward.group() * tilings.q.length;  // rows of a part
+  const int64_t chunks = KeyChunks(forward, tilings.kv.count).count,
+                part = forward.group() * tilings.q.length;  // rows of a part
   const int64_t kv_heads = forward.batch() * forward.kv_heads();
-  run_backward_tasks<T>(forward, kv_heads * chunks, tilings.q.tile, 0, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-    const int64_t head = task / chunks, place = task % chunks;
-    const int64_t chunk = place % 2 ? chunks - 1 - place / 2 : place / 2;  // under causality the first costs most: it goes with the last
-    const Matrix<T> grad_q = parts.from((head * chunks + chunk) * part);
-    clear_rows(grad_q, part);
-    backward_chunk(args, tilings, statistics, tile, head / forward.kv_heads(), head % forward.kv_heads(), chunk, grad_q);
-  });
+  run_backward_tasks<T>(forward, kv_heads * chunks, tilings.q.tile, 0, &ScoreProgram::backward_only,
+                        [&](int64_t task, BackwardTile<T>& tile) {
+                          const int64_t head = task / chunks, place = task % chunks;
+                          const int64_t chunk =
+                              place % 2 ? chunks - 1 - place / 2
+                                        : place / 2;  // under causality the first costs most: it goes with the last
+                          const Matrix<T> grad_q = parts.from((head * chunks + chunk) * part);
+                          clear_rows(grad_q, part);
+                          backward_chunk(args, tilings, statistics, tile, head / forward.kv_heads(),
+                                         head % forward.kv_heads(), chunk, grad_q);
+                        });
   parallel_for(forward.batch() * forward.heads() * tilings.q.count, threads_for_attention(forward), [&](int64_t task) {
     const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
-    const TilePlace all{head / forward.heads(), head % forward.heads(), tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-    const Matrix<T> grad_q = parts.from(head / forward.group() * chunks * part + head % forward.group() * tilings.q.length + all.q0);
+    const TilePlace all{
+        head / forward.heads(), head % forward.heads(), tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+    const Matrix<T> grad_q =
+        parts.from(head / forward.group() * chunks * part + head % forward.group() * tilings.q.length + all.q0);
     for (int64_t chunk = 1; chunk < chunks; chunk++) add_rows(grad_q.from(chunk * part), grad_q, all.rows);
     store_grad_queries(args, all, grad_q);
   });
@@ -212,18 +233,23 @@ template <class T>
 void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t key_tasks = forward.batch() * forward.kv_heads() * tilings.kv.count;
-  run_backward_tasks<T>(forward, key_tasks, tilings.q.tile, 0, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-    const int64_t head = task / tilings.kv.count, j = task % tilings.kv.count;
-    backward_keys(args, tilings, statistics, tile, head / forward.kv_heads(), head % forward.kv_heads(), j, Matrix<T>());
-  });
+  run_backward_tasks<T>(forward, key_tasks, tilings.q.tile, 0, &ScoreProgram::backward_only,
+                        [&](int64_t task, BackwardTile<T>& tile) {
+                          const int64_t head = task / tilings.kv.count, j = task % tilings.kv.count;
+                          backward_keys(args, tilings, statistics, tile, head / forward.kv_heads(),
+                                        head % forward.kv_heads(), j, Matrix<T>());
+                        });
   if (args.captured) backward_captured(args, tilings, statistics);
   if (args.captured && !args.grad_mask) return;
   const QueryTasks tasks(args, tilings.q.count);
   const int64_t count = tasks.b_tasks * tasks.h_tasks * tasks.i_tasks;
-  run_backward_tasks<T>(forward, count, tilings.q.tile, tilings.q.tile, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-    tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
-    tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, statistics, tile, b, h, i); });
-  });
+  run_backward_tasks<T>(forward, count, tilings.q.tile, tilings.q.tile, &ScoreProgram::backward_only,
+                        [&](int64_t task, BackwardTile<T>& tile) {
+                          tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
+                          tasks.run(task, [&](int64_t b, int64_t h, int64_t i) {
+                            backward_queries(args, tilings, statistics, tile, b, h, i);
+                          });
+                        });
 }
 
 template <class T>
@@ -231,7 +257,8 @@ void attention_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
   const int threads = threads_for_attention(forward);
   const Tilings tilings(forward, kBackwardQTile, kBackwardKvTile);
-  const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(), length = forward.q_length();
+  const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
+                length = forward.q_length();
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count;
   // Busy share of the threads with that many tasks, against five products where the two passes need seven.
   const auto enough = [&](int64_t tasks) { return tasks * 7 >= ceil_div(tasks, threads) * threads * 5; };
@@ -253,9 +280,10 @@ void attention_backward(const AttentionBackwardArgs& args) {
   if (by_chunk) return backward_chunks(args, tilings, statistics, parts);
   if (!by_head) return backward_passes(args, tilings, statistics);
   const int64_t rows = forward.group() * length;
-  run_backward_tasks<T>(forward, kv_heads, tilings.q.tile, rows, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-    backward_head(args, tilings, statistics, tile, task / forward.kv_heads(), task % forward.kv_heads());
-  });
+  run_backward_tasks<T>(
+      forward, kv_heads, tilings.q.tile, rows, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+        backward_head(args, tilings, statistics, tile, task / forward.kv_heads(), task % forward.kv_heads());
+      });
 }
 
 }  // namespace

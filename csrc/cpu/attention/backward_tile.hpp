@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One tile of the backward, 64 queries and 128 keys: from q, k, v, grad_out, lse and D the probabilities p and the gradient ds of the raw scores, and
-// what they add to the gradients (backward.hpp has the formulas, and which tiles). Only what some query may see is computed.
+// One tile of the backward, 64 queries and 128 keys: from q, k, v, grad_out, lse and D the probabilities p and the
+// gradient ds of the raw scores, and what they add to the gradients (backward.hpp has the formulas, and which tiles).
+// Only what some query may see is computed.
 #pragma once
 
 #include "cpu/scratch.hpp"
@@ -13,12 +14,14 @@ namespace {
 
 constexpr int64_t kBackwardKvTile = 128;
 
-// grad_q is summed over the tiles of a chunk of keys, then over the chunks. At most eight, as each has its own float32 grad_q where threads share a head.
-// Where a mask leaves little of the scores adding up whole grad_q would be seen: there a chunk is all keys.
+// grad_q is summed over the tiles of a chunk of keys, then over the chunks. At most eight, as each has its own float32
+// grad_q where threads share a head. Where a mask leaves little of the scores adding up whole grad_q would be seen:
+// there a chunk is all keys.
 struct KeyChunks {
   int64_t tiles, each, count;
   LOWBIT_INLINE KeyChunks(const AttentionForwardArgs& args, int64_t tiles)
-      : tiles(tiles), each(args.mask_mod || args.blocks.classes ? larger(1, tiles) : larger(8, ceil_div(tiles, 8))), count(ceil_div(tiles, each)) {}
+      : tiles(tiles), each(args.mask_mod || args.blocks.classes ? larger(1, tiles) : larger(8, ceil_div(tiles, 8))),
+        count(ceil_div(tiles, each)) {}
   LOWBIT_INLINE int64_t begin(int64_t chunk) const { return chunk * each; }
   LOWBIT_INLINE int64_t end(int64_t chunk) const { return smaller(tiles, (chunk + 1) * each); }
 };
@@ -28,7 +31,7 @@ struct BackwardTile {
   Matrix<T> q, grad_out;                          // q times scale
   Matrix<T> keys, keys_t, values_t, buffer;
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
-  Matrix<T> grad_q, grad_q_part;                  // of one tile of queries, or of all that share a kv head; of a chunk of keys
+  Matrix<T> grad_q, grad_q_part;  // of one tile of queries, or of all that share a kv head; of a chunk of keys
   Matrix<T> grad_k, grad_v;                       // of one tile of keys
   T *lse, *delta, *rest, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
@@ -39,19 +42,25 @@ struct BackwardTile {
   const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
   bool adds_grad_mask = false;
 
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse_plan, Arena& arena)
-      : programs(args, q_tile, kBackwardKvTile, arena), reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
+  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows,
+                             const ScorePlan ScoreProgram::* reverse_plan, Arena& arena)
+      : programs(args, q_tile, kBackwardKvTile, arena),
+        reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
     if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
     const int64_t e = args.q.size(3), ev = args.v.size(3);
     q = arena.matrix<T>(q_tile, e), grad_out = arena.matrix<T>(q_tile, ev), grad_q = arena.matrix<T>(grad_q_rows, e);
-    grad_q_part = arena.matrix<T>(KeyChunks(args, ceil_div(args.kv_length(), kBackwardKvTile)).count > 1 ? grad_q_rows : 0, e);
+    grad_q_part =
+        arena.matrix<T>(KeyChunks(args, ceil_div(args.kv_length(), kBackwardKvTile)).count > 1 ? grad_q_rows : 0, e);
     keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
-    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile), values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
+    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile),
+    values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
     p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
     grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
-    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), rest = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
+    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), rest = arena.array<T>(q_tile),
+    factor = arena.array<T>(kBackwardKvTile);
     scales = arena.array<T>(kBackwardKvTile);
-    visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena), seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
+    visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena),
+    seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
   }
 };
 
@@ -88,7 +97,8 @@ LOWBIT_INLINE bool has_rest(T lse) {
 template <class T>
 bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatistics<T>& rows) {
   const AttentionForwardArgs& forward = args.forward;
-  const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(), h = head % forward.heads();
+  const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(),
+                h = head % forward.heads();
   const HeadView out(forward.out, b, h), grad_out(args.grad_out, b, h);
   const T* grad_lse = args.grad_lse ? args.grad_lse.as<const T>() + head * length : nullptr;
   const T* lse = forward.lse.template as<const T>() + head * length;
@@ -96,7 +106,8 @@ bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatis
   with_elements<T>(out.dtype, [&](auto* tag) {
     using E = std::remove_cvref_t<decltype(*tag)>;
     for (int64_t r = 0; r < length; r++) {
-      const E *o = reinterpret_cast<const E*>(out.data) + r * out.stride, *g = reinterpret_cast<const E*>(grad_out.data) + r * grad_out.stride;
+      const E *o = reinterpret_cast<const E*>(out.data) + r * out.stride,
+              *g = reinterpret_cast<const E*>(grad_out.data) + r * grad_out.stride;
       auto total = set1(T{0});
       int64_t c = 0;
       for (; c + 16 <= ev; c += 16) total = fma(load16(o + c), load16(g + c), total);
@@ -138,7 +149,8 @@ void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTi
 // grad_mask += ds for the mask's own elements; where the mask is broadcast along k a row adds its sum.
 template <class T>
 void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
-  T* base = grad.as<T>() + at.b * grad.stride[0] + at.h * grad.stride[1] + at.q0 * grad.stride[2] + at.k0 * grad.stride[3];
+  T* base =
+      grad.as<T>() + at.b * grad.stride[0] + at.h * grad.stride[1] + at.q0 * grad.stride[2] + at.k0 * grad.stride[3];
   for (int64_t r = 0; r < at.rows; r++)
     for (int64_t c = 0; c < at.cols; c++) base[r * grad.stride[2] + c * grad.stride[3]] += ds.row(r)[c];
 }
@@ -147,7 +159,8 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 template <class T>
 void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, BackwardTile<T>& tile) {
   const Visible<T>& visible = tile.visible;
-  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was multiplied.
+  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was
+  // multiplied.
   const Span* spans = tile.reverse.call ? nullptr : visible.spans;
   const Broadcast<T> q = rows_of(tile.q.from(at.skipped));
   multiply(q, tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {.columns = spans});
@@ -161,7 +174,8 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Bac
   const AttentionForwardArgs& forward = args.forward;
   const Visible<T>& visible = tile.visible;
   load_scores(forward, at, tile);
-  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), {.columns = visible.spans});
+  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3),
+           {.columns = visible.spans});
   visible.for_each_row(at.rows, [&](int64_t r, Span span) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
     const int64_t row = at.skipped + r;
@@ -183,19 +197,24 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Bac
   });
   clear_hidden(visible, at.rows, tile.p), clear_hidden(visible, at.rows, tile.ds);
   if (tile.adds_grad_mask) add_grad_mask(args.grad_mask, at, tile.ds);
-  if (tile.reverse.call) run_machine(tile.reverse, score_tile(at, tile.raw), tile.ds.data, tile.ds.stride, tile.captured);
+  if (tile.reverse.call)
+    run_machine(tile.reverse, score_tile(at, tile.raw), tile.ds.data, tile.ds.stride, tile.captured);
 }
 
 template <class T>
 void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const Span* seeing = find_seeing(tile.visible, at.rows, at.cols, tile.seeing);
-  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, at.cols, args.v.size(3), at.rows, {.sum = Sum::onto, .depth = seeing});
-  multiply(columns_of(tile.ds), tile.q.from(at.skipped), tile.grad_k, at.cols, args.q.size(3), at.rows, {.sum = Sum::onto, .depth = seeing});
+  multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, at.cols, args.v.size(3), at.rows,
+           {.sum = Sum::onto, .depth = seeing});
+  multiply(columns_of(tile.ds), tile.q.from(at.skipped), tile.grad_k, at.cols, args.q.size(3), at.rows,
+           {.sum = Sum::onto, .depth = seeing});
 }
 
 template <class T>
-void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile, Matrix<T> grad_q) {
-  multiply(rows_of(tile.ds), tile.keys, grad_q, at.rows, args.q.size(3), at.cols, {.sum = Sum::onto, .depth = tile.visible.spans});
+void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile,
+                      Matrix<T> grad_q) {
+  multiply(rows_of(tile.ds), tile.keys, grad_q, at.rows, args.q.size(3), at.cols,
+           {.sum = Sum::onto, .depth = tile.visible.spans});
 }
 
 template <class T>

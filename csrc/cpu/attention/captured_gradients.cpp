@@ -16,7 +16,8 @@ constexpr int64_t kSmall = 1 << 17;  // elements: 32 sums of doubles are 32 MiB 
 
 using Axes = std::array<bool, 3>;  // batch, head, q
 
-// The axes along which different items never write to the same element: all gathers have b (h, q) itself as the index of one and the same dimension.
+// The axes along which different items never write to the same element: all gathers have b (h, q) itself as the index
+// of one and the same dimension.
 Axes axes_apart(const ScoreGraph& graph, int64_t tensor, int rank) {
   constexpr int kLeaves[] = {number_of<B>(), number_of<H>(), number_of<Q>()};
   Axes apart{};
@@ -24,7 +25,8 @@ Axes axes_apart(const ScoreGraph& graph, int64_t tensor, int rank) {
     for (int dim = 0; dim < rank; dim++) {
       bool all = true;
       for (const ScoreNode& node : graph.nodes)
-        if (node.op == number_of<score::Gather>() && node.immediate == tensor) all &= graph.nodes[node.operands[dim]].op == kLeaves[axis];
+        if (node.op == number_of<score::Gather>() && node.immediate == tensor)
+          all &= graph.nodes[node.operands[dim]].op == kLeaves[axis];
       apart[axis] |= all;
     }
   return apart;
@@ -53,7 +55,8 @@ void add_slices(const TensorView& to, const double* sums, int64_t slices) {
 
 }  // namespace
 
-ScoreGradientPlan::ScoreGradientPlan(const ScoreCall& call, const ScoreGradientShape& shape, std::vector<TensorView> gradients, DType real)
+ScoreGradientPlan::ScoreGradientPlan(const ScoreCall& call, const ScoreGradientShape& shape,
+                                     std::vector<TensorView> gradients, DType real)
     : shape_(shape), gradients_(std::move(gradients)), real_(real), sums_(gradients_.size()) {
   const ScoreGraph& graph = call.program().graph;
   const int64_t extents[] = {shape_.batch, shape_.head_items, shape_.q_items};
@@ -79,8 +82,9 @@ ScoreGradientPlan::ScoreGradientPlan(const ScoreCall& call, const ScoreGradientS
     if (in_place) std::memset(gradient.data, 0, gradient.numel() * size_of(real_));
     else sums_[i].resize((direct ? 1 : slices_) * gradient.numel());
     for (int64_t slice = 0; slice < slices_; slice++)
-      targets_[slice * gradients_.size() + i] = {.data = in_place ? gradient.data : sums_[i].data() + (direct ? 0 : slice * gradient.numel()),
-                                                 .wide = !in_place};
+      targets_[slice * gradients_.size() + i] = {
+          .data = in_place ? gradient.data : sums_[i].data() + (direct ? 0 : slice * gradient.numel()),
+          .wide = !in_place};
   }
 }
 
@@ -104,7 +108,8 @@ ScoreGradientItem ScoreGradientPlan::item(int64_t slice, int64_t number) const {
 
 void ScoreGradientPlan::finish() {
   for (std::size_t i = 0; i < gradients_.size(); i++) {
-    if (!sums_[i].empty()) add_slices(gradients_[i], sums_[i].data(), static_cast<int64_t>(sums_[i].size()) / gradients_[i].numel());
+    if (!sums_[i].empty())
+      add_slices(gradients_[i], sums_[i].data(), static_cast<int64_t>(sums_[i].size()) / gradients_[i].numel());
   }
 }
 

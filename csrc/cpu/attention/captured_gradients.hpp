@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients of the tensors that a score_mod captured, from many threads and yet the same bits for any number of them: the work is cut into slices
-// that depend on the shapes alone. A slice is done by one thread, item after item. Small tensors have one sum per slice, added in the order of the
-// slices at the end; large ones are written in place, which is safe where their indices prove that slices write apart (bias[b, h, q, k]).
+// Gradients of the tensors that a score_mod captured, from many threads and yet the same bits for any number of them:
+// the work is cut into slices that depend on the shapes alone. A slice is done by one thread, item after item. Small
+// tensors have one sum per slice, added in the order of the slices at the end; large ones are written in place, which
+// is safe where their indices prove that slices write apart (bias[b, h, q, k]).
 #pragma once
 
 #include <cstdint>
@@ -23,13 +24,17 @@ struct ScoreGradientItem {
 
 struct LOWBIT_API ScoreGradientPlan {
  public:
-  // `gradients`: per captured tensor the result, contiguous and of its shape and dtype, or an empty view. `real`: float32, or float64 for float64 queries.
-  ScoreGradientPlan(const ScoreCall& call, const ScoreGradientShape& shape, std::vector<TensorView> gradients, DType real);
+  // `gradients`: per captured tensor the result, contiguous and of its shape and dtype, or an empty view. `real`:
+  // float32, or float64 for float64 queries.
+  ScoreGradientPlan(const ScoreCall& call, const ScoreGradientShape& shape, std::vector<TensorView> gradients,
+                    DType real);
 
   int64_t slices() const { return slices_; }
   int64_t items(int64_t slice) const;
   ScoreGradientItem item(int64_t slice, int64_t number) const;
-  const CapturedGradient* targets(int64_t slice) const { return targets_.data() + slice * static_cast<int64_t>(gradients_.size()); }
+  const CapturedGradient* targets(int64_t slice) const {
+    return targets_.data() + slice * static_cast<int64_t>(gradients_.size());
+  }
   void finish();  // writes the gradients
 
  private:
@@ -38,7 +43,8 @@ struct LOWBIT_API ScoreGradientPlan {
   DType real_;
   bool apart_[3] = {};  // per axis (batch, head, q): whether slices are cut along it
   int64_t slices_ = 1, cuts_ = 1;  // cuts_: combinations of the axes that are cut
-  std::vector<std::vector<double>> sums_;  // per tensor, of one slice after the other; none if the gradient itself is added to
+  std::vector<std::vector<double>>
+      sums_;  // per tensor, of one slice after the other; none if the gradient itself is added to
   std::vector<CapturedGradient> targets_;
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward and attention_backward for float64 inputs: for checking gradients, so one instruction set serves every machine.
+// Rows of the ops attention_forward and attention_backward for float64 inputs: for checking gradients, so one
+// instruction set serves every machine.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/backward.hpp"
@@ -10,14 +11,17 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-std::string_view refuses(const AttentionForwardArgs& args) { return args.q.dtype == DType::float64 ? "" : "for float64 inputs"; }
+std::string_view refuses(const AttentionForwardArgs& args) {
+  return args.q.dtype == DType::float64 ? "" : "for float64 inputs";
+}
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward<double>); }
 void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<double>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float64"), refuses, run_forward}};
-constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{LOWBIT_ROW("attention_backward_float64"), refuses_backward, run_backward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
+    {LOWBIT_ROW("attention_backward_float64"), refuses_backward, run_backward}};
 
 }  // namespace
 

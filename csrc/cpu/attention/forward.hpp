@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax. From the last key to the
-// first: scores are often largest near the diagonal (ALiBi), and where those come last the base of the softmax is raised with every tile.
+// Forward: a task is a tile of queries of one head, which passes over the keys that it may see with a running softmax.
+// From the last key to the first: scores are often largest near the diagonal (ALiBi), and where those come last the
+// base of the softmax is raised with every tile.
 #pragma once
 
 #include "cpu/scratch.hpp"
@@ -14,8 +15,9 @@ namespace {
 constexpr int64_t kKvTile = 128;
 constexpr int kBlockRows = 48;  // 48 x 128 scores are 27 KiB
 
-// Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on that, 252 half of it), but their
-// q and out should stay in half of L2, and there must be tasks to share out. A row's result does not depend on its tile.
+// Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on
+// that, 252 half of it), but their q and out should stay in half of L2, and there must be tasks to share out. A row's
+// result does not depend on its tile.
 LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
   const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)));
   int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
@@ -31,11 +33,18 @@ struct ForwardTile {
   T* factor;  // of a row: dropout; of all rows: 1 / sum
   Programs<T> programs;
 
-  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) : programs(args, q_tile, kKvTile, arena) {
+  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena)
+      : programs(args, q_tile, kKvTile, arena) {
     const int64_t e = args.q.size(3), ev = args.v.size(3);
-    q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile), values = arena.matrix<T>(kKvTile, ev);
+    q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile),
+    values = arena.matrix<T>(kKvTile, ev);
     scores = arena.matrix<T>(kBlockRows, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
-    softmax = {arena.array<T>(q_tile), arena.array<T>(q_tile), arena.array<T>(16 * q_tile), out, round_up(ev, 16), static_cast<bool>(args.max_scores)};
+    softmax = {arena.array<T>(q_tile),
+               arena.array<T>(q_tile),
+               arena.array<T>(16 * q_tile),
+               out,
+               round_up(ev, 16),
+               static_cast<bool>(args.max_scores)};
     visible = visible_memory<T>(args, kBlockRows, kKvTile, arena);
     factor = arena.array<T>(larger(q_tile, kKvTile));
   }
@@ -63,36 +72,44 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
 }
 
 template <class T>
-[[gnu::noinline]] void softmax_rows(Matrix<T> scores, int64_t rows, const Visible<T>& visible, const RunningSoftmax<T>& softmax) {
+[[gnu::noinline]] void softmax_rows(Matrix<T> scores, int64_t rows, const Visible<T>& visible,
+                                    const RunningSoftmax<T>& softmax) {
   visible.for_each_row(rows, [&](int64_t r, Span span) { softmax_row(softmax, r, scores.row(r), span); });
 }
 
 // One tile of keys, for a tile of queries.
 template <class T>
-void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values, ForwardTile<T>& tile) {
+void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values,
+                  ForwardTile<T>& tile) {
   const int64_t e = args.q.size(3), ev = args.v.size(3);
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   Upcoming soon_keys = fetched_by(next_keys, at.rows, at.cols), soon_values = fetched_by(next_values, at.rows, ev);
-  Upcoming modifying = fetched_by(modifying_rows(args, at, tile.programs, tile.scores), ceil_div(at.rows, 2), at.cols);  // twice as fast as it is used
+  Upcoming modifying = fetched_by(modifying_rows(args, at, tile.programs, tile.scores), ceil_div(at.rows, 2),
+                                  at.cols);  // twice as fast as it is used
   bool packed = false;
   for (int first = 0; first < at.rows; first += kBlockRows) {
     const RowBlock block(at, first, kBlockRows);
     if (!find_visible(args, block, tile.programs, tile.visible)) continue;
-    if (!packed) transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer), widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
+    if (!packed)
+      transpose_rows(keys, at.k0, at.cols, e, tile.keys, tile.buffer),
+          widen_rows(values, at.k0, at.cols, ev, T{1}, tile.values);
     packed = true;
     const int64_t rows = block.at.rows;
     const RunningSoftmax<T> softmax = tile.softmax.from(block.at.skipped);
     const Span* spans = tile.visible.spans;
-    multiply(rows_of(tile.q.from(block.at.skipped)), tile.keys, tile.scores, rows, at.cols, e, {.columns = spans, .next = &modifying, .soon = &soon_keys});
+    multiply(rows_of(tile.q.from(block.at.skipped)), tile.keys, tile.scores, rows, at.cols, e,
+             {.columns = spans, .next = &modifying, .soon = &soon_keys});
     modify_visible(args, block, tile.programs, tile.visible, tile.scores);
     softmax_rows(tile.scores, rows, tile.visible, softmax);
     if (args.dropout_p > 0) drop_probabilities(args, block.at, tile.scores, tile.factor);
-    multiply(rows_of(tile.scores), tile.values, softmax.out, rows, ev, at.cols, {.sum = Sum::onto, .depth = spans, .soon = &soon_values});
+    multiply(rows_of(tile.scores), tile.values, softmax.out, rows, ev, at.cols,
+             {.sum = Sum::onto, .depth = spans, .soon = &soon_values});
   }
 }
 
 template <class T>
-void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
+void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h,
+                  int64_t i) {
   const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   widen_rows(HeadView(args.q, b, h), all.q0, all.rows, args.q.size(3), static_cast<T>(args.scale), tile.q);
@@ -117,7 +134,8 @@ void attention_forward(const AttentionForwardArgs& args) {
     ForwardTile<T>(args, tilings.q.tile, arena);
     arena = {static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0};
     ForwardTile<T> tile(args, tilings.q.tile, arena);
-    const int64_t head = task / tilings.q.count, i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
+    const int64_t head = task / tilings.q.count,
+                  i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
     forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);
   });
 }

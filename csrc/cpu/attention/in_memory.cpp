@@ -15,15 +15,18 @@ namespace {
 using enum ErrorKind;
 
 int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int64_t i) {
-  return tensor.as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
+  return tensor
+      .as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
 }
 
-// The lists as one class per block: every entry is read and checked here, and tiles need not care for order or direction.
+// The lists as one class per block: every entry is read and checked here, and tiles need not care for order or
+// direction.
 std::vector<BlockClass> read_lists(AttentionForwardArgs& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return {};
   constexpr std::string_view op = "attention";
-  const int64_t b_count = lists.kv_num_blocks.size(0), h_count = lists.kv_num_blocks.size(1), rows = lists.kv_num_blocks.size(2);
+  const int64_t b_count = lists.kv_num_blocks.size(0), h_count = lists.kv_num_blocks.size(1),
+                rows = lists.kv_num_blocks.size(2);
   const int64_t columns = ceil_div(args.kv_length(), lists.kv_block);
   std::vector<BlockClass> classes(b_count * h_count * rows * columns, BlockClass::empty);
   BlockClass* row = classes.data();
@@ -35,15 +38,21 @@ std::vector<BlockClass> read_lists(AttentionForwardArgs& args) {
               {"full_kv_indices", &lists.full_kv_num_blocks, &lists.full_kv_indices, BlockClass::full}}) {
           if (!*count) continue;
           const int64_t n = element(*count, b, h, i, 0);
-          check(n >= 0 && n <= indices->size(3), value, op, ": a block count must be 0..", indices->size(3), ", got ", n);
+          check(n >= 0 && n <= indices->size(3), value, op, ": a block count must be 0..", indices->size(3), ", got ",
+                n);
           for (int64_t j = 0; j < n; j++) {
             const int64_t at = element(*indices, b, h, i, j);
-            check(at >= 0 && at < columns, value, op, ": ", name, " must be 0..", columns - 1, " for kv_len=", args.kv_length(), ", got ", at);
+            check(at >= 0 && at < columns, value, op, ": ", name, " must be 0..", columns - 1,
+                  " for kv_len=", args.kv_length(), ", got ", at);
             row[at] = what;
           }
         }
-  args.blocks = {.classes = classes.data(), .batch_stride = b_count > 1 ? h_count * rows * columns : 0,
-                 .head_stride = h_count > 1 ? rows * columns : 0, .columns = columns, .q_block = lists.q_block, .kv_block = lists.kv_block};
+  args.blocks = {.classes = classes.data(),
+                 .batch_stride = b_count > 1 ? h_count * rows * columns : 0,
+                 .head_stride = h_count > 1 ? rows * columns : 0,
+                 .columns = columns,
+                 .q_block = lists.q_block,
+                 .kv_block = lists.kv_block};
   return classes;  // its memory does not move
 }
 
@@ -98,7 +107,8 @@ void with_memory(const AttentionBackwardArgs& given, void (*tiles)(const Attenti
   if (args.wants_captured()) {
     const Tiling tiling(forward.q_length(), forward.blocks.q_block, kBackwardQTile);
     plan.emplace(*forward.score_mod, ScoreGradientShape{forward.batch(), forward.heads(), tiling.count},
-                 std::vector<TensorView>(args.grad_captured.begin(), args.grad_captured.end()), real_of(forward.q.dtype));
+                 std::vector<TensorView>(args.grad_captured.begin(), args.grad_captured.end()),
+                 real_of(forward.q.dtype));
     args.captured = &*plan;
   }
   if (forward.out.numel() == 0) {  // no tile, no heads to divide by

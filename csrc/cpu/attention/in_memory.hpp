@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an attention call holds in memory, as only a row may read it: which blocks to visit, the key of dropout, whether captured integers fit; and
-// what its programs report when the tiles are done. Compiled once, for every instruction set.
+// What an attention call holds in memory, as only a row may read it: which blocks to visit, the key of dropout, whether
+// captured integers fit; and what its programs report when the tiles are done. Compiled once, for every instruction
+// set.
 #pragma once
 
 #include "ops/attention.hpp"
@@ -8,7 +9,8 @@
 
 namespace lowbit::cpu {
 
-// Calls the tiles with `blocks` and `key` of the arguments filled in. Raises ValueError for an entry of a list, IndexError for a gather out of range.
+// Calls the tiles with `blocks` and `key` of the arguments filled in. Raises ValueError for an entry of a list,
+// IndexError for a gather out of range.
 void with_memory(const AttentionForwardArgs& args, void (*tiles)(const AttentionForwardArgs&));
 // Likewise, with `captured`; gradients that are added to start at 0.
 void with_memory(const AttentionBackwardArgs& args, void (*tiles)(const AttentionBackwardArgs&));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a tile of scores between the two products, but for the softmax: score_mod, masks, dropout; and the powers of e.
+// What happens to a tile of scores between the two products, but for the softmax: score_mod, masks, dropout; and the
+// powers of e.
 #pragma once
 
 #include "core/random.hpp"
@@ -68,7 +69,8 @@ LOWBIT_INLINE T mask_value(E element) {
 // scores += mask; a false of a bool mask adds -inf.
 template <class T, class E>
 void add_mask_rows(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
-  const E* base = mask.as<const E>() + at.b * mask.stride[0] + at.h * mask.stride[1] + at.q0 * mask.stride[2] + at.k0 * mask.stride[3];
+  const E* base = mask.as<const E>() + at.b * mask.stride[0] + at.h * mask.stride[1] + at.q0 * mask.stride[2] +
+                  at.k0 * mask.stride[3];
   constexpr bool kVectors = sizeof(T) == 4 && sizeof(E) <= 4;
   const int64_t step = mask.stride[3], dense = kVectors && step == 1 ? at.cols / 16 * 16 : 0;
   for (int64_t r = 0; r < at.rows; r++) {
@@ -107,12 +109,14 @@ LOWBIT_INLINE f64x16 hidden(f64x16 mask, f64x16 s) {
 
 // The machine that runs one plan of a program for one thread; without a call there is nothing to run.
 template <class T>
-ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, Arena& arena) {
+ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::* plan, int64_t rows, int64_t cols,
+                            Arena& arena) {
   ScoreMachine<T> machine;
   if (!call || (call->program().*plan).empty()) return machine;
   machine.call = call, machine.plan = &(call->program().*plan);
   machine.max_rows = static_cast<int>(rows), machine.max_cols = static_cast<int>(cols);
-  void* memory = arena.array<char>(static_cast<int64_t>(machine_bytes(*machine.plan, machine.max_rows, machine.max_cols, sizeof(T))));
+  void* memory = arena.array<char>(
+      static_cast<int64_t>(machine_bytes(*machine.plan, machine.max_rows, machine.max_cols, sizeof(T))));
   if (arena.base) start_machine(machine, memory);
   return machine;
 }
@@ -140,7 +144,8 @@ void dropout_factors(const AttentionForwardArgs& args, const TilePlace& at, int6
   for (int64_t c = -(at.k0 % 4); c < at.cols; c += 4) {
     const auto words = philox4x32({static_cast<uint32_t>((at.k0 + c) / 4), q, head, 0},
                                   {static_cast<uint32_t>(args.key), static_cast<uint32_t>(args.key >> 32)});
-    for (int64_t i = larger(0, -c); i < smaller(4, at.cols - c); i++) factor[c + i] = words[i] < threshold ? T{0} : kept;
+    for (int64_t i = larger(0, -c); i < smaller(4, at.cols - c); i++)
+      factor[c + i] = words[i] < threshold ? T{0} : kept;
   }
 }
 

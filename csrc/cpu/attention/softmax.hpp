@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Softmax over the keys that a tile of queries passes, tile after tile: of what was seen so far, per row
 //   sum = sum over k of exp(s - base),  out = sum over k of exp(s - base) v
-// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: what is smaller than exp(kSlack) costs
-// no accuracy in a float, and out need not be multiplied again each time a row meets a slightly larger score (a fifth of the rows of 2048 keys
-// did, which with its mispredicted branches was a quarter of the softmax).
+// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: what is
+// smaller than exp(kSlack) costs no accuracy in a float, and out need not be multiplied again each time a row meets a
+// slightly larger score (a fifth of the rows of 2048 keys did, which with its mispredicted branches was a quarter of
+// the softmax).
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -21,16 +22,20 @@ struct RunningSoftmax {
   int64_t columns;    // of out
   bool keeps_largest;
 
-  LOWBIT_INLINE RunningSoftmax from(int64_t r) const { return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest}; }
+  LOWBIT_INLINE RunningSoftmax from(int64_t r) const {
+    return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest};
+  }
 };
 
 template <class T>
 void start_softmax(const RunningSoftmax<T>& softmax, int64_t rows) {
-  fill(softmax.base, rows, kMinusInfinity<T>), fill(softmax.largest, rows, kMinusInfinity<T>), fill(softmax.sums, 16 * rows, T{0});
+  fill(softmax.base, rows, kMinusInfinity<T>), fill(softmax.largest, rows, kMinusInfinity<T>),
+      fill(softmax.sums, 16 * rows, T{0});
   clear_rows(softmax.out, rows);
 }
 
-// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and what was summed is put in relation to it.
+// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and what was summed is
+// put in relation to it.
 template <class T>
 [[gnu::noinline]] void raise_base(const RunningSoftmax<T>& softmax, int64_t r, T highest) {
   const T before = softmax.base[r];

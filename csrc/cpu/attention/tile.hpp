@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of one tile, in the scratch memory of a thread: row-major, in float32 (or float64) whatever the tensors hold, and the one product that
-// attention is made of: c = a b, where b has its columns in vectors of 16 and an element of a is broadcast.
+// Matrices of one tile, in the scratch memory of a thread: row-major, in float32 (or float64) whatever the tensors
+// hold, and the one product that attention is made of: c = a b, where b has its columns in vectors of 16 and an element
+// of a is broadcast.
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -79,7 +80,8 @@ struct HeadView {
   DType dtype;
   int64_t stride;  // of a row, in elements
   LOWBIT_INLINE HeadView(const TensorView& tensor, int64_t b, int64_t h)
-      : data(tensor.as<const char>() + (b * tensor.stride[0] + h * tensor.stride[1]) * static_cast<int64_t>(size_of(tensor.dtype))),
+      : data(tensor.as<const char>() +
+             (b * tensor.stride[0] + h * tensor.stride[1]) * static_cast<int64_t>(size_of(tensor.dtype))),
         dtype(tensor.dtype), stride(tensor.stride[2]) {}
 };
 
@@ -106,7 +108,8 @@ void widen_rows(const HeadView& head, int64_t first, int64_t rows, int64_t colum
 
 // to[c][r] = head[first + r][c]; columns of `to` up to the next multiple of 16 are zero.
 template <class T>
-void transpose_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<T> to, Matrix<T> buffer) {
+void transpose_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<T> to,
+                    Matrix<T> buffer) {
   with_elements<T>(head.dtype, [&](auto* tag) {
     using E = std::remove_cvref_t<decltype(*tag)>;
     const E* from = reinterpret_cast<const E*>(head.data) + first * head.stride;
@@ -144,7 +147,8 @@ void narrow_rows(Matrix<T> from, const T* factor, int64_t rows, int64_t columns,
   });
 }
 
-// An operand whose elements are broadcast: element (r, i) at data[r * row + i * step]. step 1: a matrix; row 1: a transposed one.
+// An operand whose elements are broadcast: element (r, i) at data[r * row + i * step]. step 1: a matrix; row 1: a
+// transposed one.
 template <class T>
 struct Broadcast {
   const T* data;
@@ -158,14 +162,17 @@ LOWBIT_INLINE Broadcast<T> columns_of(Matrix<T> m) { return {m.data, 1, m.stride
 enum class Sum { fresh, onto };  // c = a b, or c += a b
 
 template <class T, int kRows, int kVectors>
-LOWBIT_INLINE void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, T* c, int64_t c_stride, Sum sum) {
+LOWBIT_INLINE void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, int64_t depth, T* c, int64_t c_stride,
+                                 Sum sum) {
   using Vector = decltype(load(c));
   Vector acc[kRows][kVectors];
   unroll<kRows>([&](auto r) {
     unroll<kVectors>([&](auto v) { acc[r][v] = sum == Sum::fresh ? set1(T{0}) : load(c + r * c_stride + v * 16); });
   });
-  if (sum == Sum::onto)  // the next rows of c: with 4096 keys gradients of k and v come from L3, and no stream tells the hardware what is next
-    unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
+  if (sum == Sum::onto)  // the next rows of c: with 4096 keys gradients of k and v come from L3, and no stream tells
+                         // the hardware what is next
+    unroll<kRows>(
+        [&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
   for (int64_t i = 0; i < depth; i++, b += b_stride) {
     Vector w[kVectors];
     unroll<kVectors>([&](auto v) { w[v] = load(b + v * 16); });
@@ -182,8 +189,9 @@ struct Span {
   int begin, end;
 };
 
-// Rows of memory that are wanted next: products fetch them into L2 as they go, `each` with every tile. Without that packing keys and values waited
-// for L3 two thirds of its time, 3 % of the forward at E = 64, and a bias [H, L, S] cost twice as much.
+// Rows of memory that are wanted next: products fetch them into L2 as they go, `each` with every tile. Without that
+// packing keys and values waited for L3 two thirds of its time, 3 % of the forward at E = 64, and a bias [H, L, S] cost
+// twice as much.
 struct Upcoming {
   MemoryRows rows{};
   int64_t each = 0;
@@ -194,7 +202,8 @@ struct Upcoming {
 };
 // To be fetched by the time that a product of this size is through.
 LOWBIT_INLINE Upcoming fetched_by(MemoryRows rows, int64_t product_rows, int64_t product_columns) {
-  return {rows, ceil_div(rows.count, larger(1, ceil_div(product_rows, kFloatRows) * ceil_div(product_columns, 16 * kFloatPanels)))};
+  return {rows, ceil_div(rows.count,
+                         larger(1, ceil_div(product_rows, kFloatRows) * ceil_div(product_columns, 16 * kFloatPanels)))};
 }
 LOWBIT_INLINE MemoryRows head_rows(const HeadView& head, int64_t first, int64_t count, int64_t columns) {
   const int64_t size = static_cast<int64_t>(size_of(head.dtype));
@@ -204,17 +213,21 @@ LOWBIT_INLINE MemoryRows head_rows(const HeadView& head, int64_t first, int64_t 
 // What a product may be told besides its operands.
 struct Product {
   Sum sum = Sum::fresh;
-  // Rows that see only a part of the columns: per tile of kFloatRows rows (RowTiles) the columns to compute, or the depth to add up.
+  // Rows that see only a part of the columns: per tile of kFloatRows rows (RowTiles) the columns to compute, or the
+  // depth to add up.
   const Span *columns = nullptr, *depth = nullptr;
   Upcoming *next = nullptr, *soon = nullptr;
 };
 
-// c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns stay in L1.
+// c[r][j] for r < rows, j < columns rounded up to 16. A block of rows of a and the strip of b under 16 or 32 columns
+// stay in L1.
 template <class T>
-[[gnu::noinline]] void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth, const Product& product) {
+[[gnu::noinline]] void multiply(Broadcast<T> a, Matrix<T> b, Matrix<T> c, int64_t rows, int64_t columns, int64_t depth,
+                                const Product& product) {
   const RowTiles tiles(rows, kFloatRows);
   constexpr int64_t kMostTiles = 16;
-  const int64_t block = smaller(kMostTiles, larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows)));
+  const int64_t block =
+      smaller(kMostTiles, larger(1, kL1Block / (depth * static_cast<int64_t>(sizeof(T)) * kFloatRows)));
   for (int64_t first = 0; first < tiles.count; first += block) {
     const int64_t last = smaller(tiles.count, first + block);
     int64_t begin[kMostTiles + 1];  // a division each: once, not for every strip
@@ -222,7 +235,8 @@ template <class T>
     for (int64_t j = 0; j < columns; j += 16 * kFloatPanels) {
       const int vectors = static_cast<int>(smaller(kFloatPanels, ceil_div(columns - j, 16)));
       for (int64_t tile = first; tile < last; tile++) {
-        if (product.columns && (j + 16 * vectors <= product.columns[tile].begin || j >= product.columns[tile].end)) continue;
+        if (product.columns && (j + 16 * vectors <= product.columns[tile].begin || j >= product.columns[tile].end))
+          continue;
         const int64_t r = begin[tile - first];
         const Span along = product.depth ? product.depth[tile] : Span{0, static_cast<int>(depth)};
         const Broadcast<T> rows_of_a{a.data + r * a.row + along.begin * a.step, a.row, a.step};
@@ -232,7 +246,8 @@ template <class T>
         if (product.soon) product.soon->fetch();
         with_count<kFloatRows>(static_cast<int>(begin[tile - first + 1] - r), [&](auto kRows) {
           with_count<kFloatPanels>(vectors, [&](auto kVectors) {
-            multiply_tile<T, kRows, kVectors>(rows_of_a, b.row(along.begin) + j, b.stride, length, c.row(r) + j, c.stride, product.sum);
+            multiply_tile<T, kRows, kVectors>(rows_of_a, b.row(along.begin) + j, b.stride, length, c.row(r) + j,
+                                              c.stride, product.sum);
           });
         });
       }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which columns of a tile the rows may see. Where causality or mask_mod cut a tile, every tile of rows of the products gets a span of columns, and
-// only that is multiplied, modified and summed: of a causal tile of 128 x 128 5/9, of the two that end a sliding window likewise.
+// Which columns of a tile the rows may see. Where causality or mask_mod cut a tile, every tile of rows of the products
+// gets a span of columns, and only that is multiplied, modified and summed: of a causal tile of 128 x 128 5/9, of the
+// two that end a sliding window likewise.
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -60,7 +61,8 @@ struct RowBlock {
 
 template <class T>
 LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, Matrix<T> scores) {
-  run_machine_rows(machine, score_tile(block.tile, scores), static_cast<int>(block.at.q0 - block.tile.q0), block.at.rows);
+  run_machine_rows(machine, score_tile(block.tile, scores), static_cast<int>(block.at.q0 - block.tile.q0),
+                   block.at.rows);
 }
 
 // Finds the spans of a block; false if nothing is visible.
@@ -73,7 +75,8 @@ bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Progr
   if (visible.masked) {
     for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r), visible.all.end, T{0});
     run_program(programs.mask, block, visible.mask);
-    for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
+    for (int64_t r = 0; r < at.rows; r++)
+      fill(visible.mask.row(r) + at.cols, visible.all.end - at.cols, kMinusInfinity<T>);
   }
   visible.spans = visible.memory;
   const RowTiles tiles(at.rows, kFloatRows);
@@ -100,7 +103,8 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
     }
 }
 
-// Queries begin .. end - 1 of a tile that see keys: per tile of rows of their gradients what is summed over; null where all see all.
+// Queries begin .. end - 1 of a tile that see keys: per tile of rows of their gradients what is summed over; null where
+// all see all.
 template <class T>
 const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
   if (!visible.spans) return nullptr;
@@ -118,17 +122,20 @@ const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, S
 
 // The rows of a captured bias, or of a mask, that modify_visible will read for this tile.
 template <class T>
-MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs, Matrix<T> scores) {
+MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs,
+                          Matrix<T> scores) {
   if (programs.score.call) return prepare_machine(programs.score, score_tile(at, scores));
   if (!args.mask || args.mask.stride[3] != 1) return {};
   const int64_t size = static_cast<int64_t>(size_of(args.mask.dtype)), row = args.mask.stride[2] * size;
-  const char* head = args.mask.as<const char>() + (at.b * args.mask.stride[0] + at.h * args.mask.stride[1] + at.k0) * size;
+  const char* head =
+      args.mask.as<const char>() + (at.b * args.mask.stride[0] + at.h * args.mask.stride[1] + at.k0) * size;
   return {head + at.q0 * row, row ? at.rows : 1, at.cols * size, row};
 }
 
 // Raw scores -> what the softmax is taken of, where it is visible.
 template <class T>
-void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, const Visible<T>& visible, Matrix<T> scores) {
+void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs,
+                    const Visible<T>& visible, Matrix<T> scores) {
   const TilePlace& at = block.at;
   if (programs.score.call) {
     clear_hidden(visible, at.rows, scores);

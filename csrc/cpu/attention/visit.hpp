@@ -20,8 +20,10 @@ struct Tilings {
       : q(args.q_length(), args.blocks.classes ? args.blocks.q_block : 0, q_tile),
         kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
 
-  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns be seen by none: they are cut off.
-  LOWBIT_INLINE bool visit(const AttentionForwardArgs& args, int64_t b, int64_t h, int64_t i, int64_t j, TilePlace& at) const {
+  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns
+  // be seen by none: they are cut off.
+  LOWBIT_INLINE bool visit(const AttentionForwardArgs& args, int64_t b, int64_t h, int64_t i, int64_t j,
+                           TilePlace& at) const {
     at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};
     if (args.causal) {
       if (at.k0 >= at.q0 + at.rows) return false;

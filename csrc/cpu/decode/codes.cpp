@@ -11,7 +11,9 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 template <DType kDType>
-std::string_view refuses(const DecodeArgs& args) { return args.k.dtype == kDType ? "" : "keys and values of another type"; }
+std::string_view refuses(const DecodeArgs& args) {
+  return args.k.dtype == kDType ? "" : "keys and values of another type";
+}
 
 template <class Kv>
 void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }

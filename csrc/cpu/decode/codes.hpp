@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as int8 or int4 codes. Queries and probabilities become int16 with one scale per row, so that a product with codes is one
-// multiply-add of pairs: twice the elements of a float32 FMA, and exact. int16 against float32 queries and probabilities is an error of 2^-16
-// of the largest, 250 times less than that of the codes themselves.
+// Keys and values as int8 or int4 codes. Queries and probabilities become int16 with one scale per row, so that a
+// product with codes is one multiply-add of pairs: twice the elements of a float32 FMA, and exact. int16 against
+// float32 queries and probabilities is an error of 2^-16 of the largest, 250 times less than that of the codes
+// themselves.
 #pragma once
 
 #include "cpu/decode/tokens.hpp"
@@ -12,10 +13,12 @@ namespace {
 constexpr float kInt16Max = 32767.0f;
 
 LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
-  return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at]) : scale.as<const float>()[at];
+  return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at])
+                                       : scale.as<const float>()[at];
 }
 
-// The step of int16 codes of values whose largest magnitude has these bits: nan if that is nan or inf, which are the largest integers.
+// The step of int16 codes of values whose largest magnitude has these bits: nan if that is nan or inf, which are the
+// largest integers.
 LOWBIT_INLINE float int16_step(i32x16 magnitude_bits) {
   const float top = float_from_bits(static_cast<uint32_t>(largest(magnitude_bits)));
   return top / kInt16Max + (top - top);
@@ -52,10 +55,13 @@ LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int6
 }
 
 // Those of the groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
-LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, int64_t first, int64_t groups, float* gathered, float* to) {
-  const int64_t step = scale.stride[2], base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step + first;
+LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, int64_t first, int64_t groups,
+                               float* gathered, float* to) {
+  const int64_t step = scale.stride[2],
+                base = at.b * scale.stride[0] + (at.kv_head + h) * scale.stride[1] + at.first * step + first;
   if (scale.dtype == DType::float32) load_scales(scale.as<const float>() + base, step, groups, at.count, gathered, to);
-  else load_scales(scale.as<const uint16_t>() + base, step, groups, at.count, reinterpret_cast<uint16_t*>(gathered), to);
+  else
+    load_scales(scale.as<const uint16_t>() + base, step, groups, at.count, reinterpret_cast<uint16_t*>(gathered), to);
 }
 
 template <class Acc>
@@ -70,11 +76,12 @@ LOWBIT_INLINE TwiceCodes twice(const char* p) {
   else return {twice_i8(reinterpret_cast<const int8_t*>(p)), twice_i8(reinterpret_cast<const int8_t*>(p) + 16)};
 }
 
-// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16 columns][pair of rows][32 lanes]. scales: [token]
-// of int8, [token][group] of int4, whose groups meet theirs; same: of one token for all.
+// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16 columns][pair
+// of rows][32 lanes]. scales: [token] of int8, [token][group] of int4, whose groups meet theirs; same: of one token for
+// all.
 template <KvFormat kFormat, int kRows, int kColumns>
-LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded, const float* scales,
-                               bool same, float* to, int64_t to_stride) {
+LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded,
+                               const float* scales, bool same, float* to, int64_t to_stride) {
   constexpr int kPairs = kRows / 2, kTokens = 8 / kRows;
   constexpr int64_t kGroupBytes = kFormat == KvFormat::int8 ? kKvGroup : kKvGroup / 2;
   if constexpr (kColumns != 0) padded = kColumns;
@@ -91,7 +98,9 @@ LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char*
       unroll<kTokens>([&](auto j) {
         Acc& sum = acc[p * kTokens + j];
         if constexpr (kFormat == KvFormat::int8) sum = add_pairs(add_pairs(sum, w[j].low, low), w[j].high, high);
-        else sum = fma(to_float(add_pairs(add_pairs(zero<i32x16>(), w[j].low, low), w[j].high, high)), set1(scales[j * scale_stride + g]), sum);
+        else
+          sum = fma(to_float(add_pairs(add_pairs(zero<i32x16>(), w[j].low, low), w[j].high, high)),
+                    set1(scales[j * scale_stride + g]), sum);
       });
     });
   };
@@ -105,10 +114,11 @@ LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char*
 LOWBIT_INLINE i32x16 load_i32(const float* p) { return bits_of(load(p)); }
 LOWBIT_INLINE void store_i32(float* p, i32x16 a) { store(p, float_of(a)); }
 
-// 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit. zip(row, next row): pairs of codes.
-// kLines are prefetched per four tokens.
+// 16 columns of out += codes of pairs of tokens times pairs of probabilities; p of row r starts at p + r * kSplit.
+// zip(row, next row): pairs of codes. kLines are prefetched per four tokens.
 template <int kRows, int kLines, class Zip>
-LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens, Matrix<float> out, LinesAhead& lines, Zip&& zip) {
+LOWBIT_INLINE void add_code_columns(const int16_t* p, const char* row, int64_t stride, int64_t tokens,
+                                    Matrix<float> out, LinesAhead& lines, Zip&& zip) {
   LinesAhead ahead = lines;  // in registers
   i32x16 acc[kRows];
   unroll<kRows>([&](auto r) { acc[r] = load_i32(out.row(r)); });
@@ -133,25 +143,30 @@ struct CodeKv {
   static constexpr bool kInt8 = kFormat == KvFormat::int8;
   using Element = int8_t;
 
-  static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+  static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory,
+                     const SplitPlace& at) {
     const int64_t padded = q.columns, groups = kInt8 ? 1 : args.k_scale.size(3);
     const float* scales = memory.scales;
-    for (int64_t h = 0; h < at.heads; h++) load_scales(args.k_scale, at, h, 0, groups, memory.gathered, memory.scales + h * kSplit * groups);
+    for (int64_t h = 0; h < at.heads; h++)
+      load_scales(args.k_scale, at, h, 0, groups, memory.gathered, memory.scales + h * kSplit * groups);
     with_columns(padded, [&](auto kColumns) {
-      score_tokens<kv_row_bytes(kFormat, kColumns)>(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
-        const int16_t* q_codes = q.codes + (h * q.head_rows + r) * padded;
-        const float *q_steps = q.steps + (h * q.head_rows + r) * 2, *head_scales = scales + h * kSplit * groups;
-        return [=](bool same, int64_t t, const char* key, int64_t stride, float* to,
-                   int64_t to_stride) __attribute__((always_inline)) {
-          const float* token_scales = head_scales + t * groups;
-          score_codes<kFormat, kRows, kColumns>(q_codes, q_steps, key, stride, padded, token_scales, same, to, to_stride);
-        };
-      });
+      score_tokens<kv_row_bytes(kFormat, kColumns)>(
+          keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
+            const int16_t* q_codes = q.codes + (h * q.head_rows + r) * padded;
+            const float *q_steps = q.steps + (h * q.head_rows + r) * 2, *head_scales = scales + h * kSplit * groups;
+            return [=](bool same, int64_t t, const char* key, int64_t stride, float* to, int64_t to_stride)
+                       __attribute__((always_inline)) {
+                         const float* token_scales = head_scales + t * groups;
+                         score_codes<kFormat, kRows, kColumns>(q_codes, q_steps, key, stride, padded, token_scales,
+                                                               same, to, to_stride);
+                       };
+          });
     });
   }
 
   // p[r][t] * v_scale[t] of kv head h as int16, per group of columns that shares a scale.
-  LOWBIT_INLINE static void weigh(const DecodeArgs& args, int64_t h, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+  LOWBIT_INLINE static void weigh(const DecodeArgs& args, int64_t h, int64_t rows, SplitMemory& memory,
+                                  const SplitPlace& at) {
     const int64_t groups = args.v_scale.size(3), tokens = round_up(at.count, 16);
     for (int64_t g = 0; g < groups; g++) {
       load_scales(args.v_scale, at, h, g, 1, memory.gathered, memory.scales);
@@ -179,28 +194,40 @@ struct CodeKv {
   }
 
   // Sums of weights times codes as integers, then times the step of (group, row).
-  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory, const SplitPlace& at) {
+  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory,
+                     const SplitPlace& at) {
     const int64_t padded = kv_padded(args.out.size(3)), groups = args.v_scale.size(3), group_columns = padded / groups;
     for (int64_t h = 0; h < at.heads; h++) weigh(args, h, rows, memory, at);
-    visit_values(values, rows, [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t count, LinesAhead& ahead) __attribute__((always_inline)) {
-      for (int64_t c = 0; c < padded; c += 16) {
-        const int16_t* weights = memory.weights + ((h * groups + c / group_columns) * memory.head_rows + r) * kSplit + t;
-        const Matrix<float> out{memory.out.row(h * memory.head_rows + r) + c, memory.out.stride};
-        const char* row = values.row(h, t) + (kInt8 ? c : c / 32 * 16);
-        auto add = [&](auto kLines, auto&& zip) __attribute__((always_inline)) { add_code_columns<kRows, kLines>(weights, row, values.stride, count, out, ahead, zip); };
-        auto bytes = [](const char* a) { return reinterpret_cast<const uint8_t*>(a); };
-        constexpr std::integral_constant<int, 0> kNone;
-        constexpr std::integral_constant<int, 1> kOne;  // 4 tokens of 16 bytes
-        if constexpr (kInt8) add(kOne, [](const char* a, const char* b) { return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b)); });
-        else if (c % 32) add(kNone, [&](const char* a, const char* b) { return zip_i4<true>(bytes(a), bytes(b)); });
-        else add(kOne, [&](const char* a, const char* b) { return zip_i4<false>(bytes(a), bytes(b)); });
-      }
-    });
+    visit_values(values, rows,
+                 [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t count, LinesAhead& ahead)
+                     __attribute__((always_inline)) {
+                       for (int64_t c = 0; c < padded; c += 16) {
+                         const int16_t* weights =
+                             memory.weights + ((h * groups + c / group_columns) * memory.head_rows + r) * kSplit + t;
+                         const Matrix<float> out{memory.out.row(h * memory.head_rows + r) + c, memory.out.stride};
+                         const char* row = values.row(h, t) + (kInt8 ? c : c / 32 * 16);
+                         auto add = [&](auto kLines, auto&& zip) __attribute__((always_inline)) {
+                           add_code_columns<kRows, kLines>(weights, row, values.stride, count, out, ahead, zip);
+                         };
+                         auto bytes = [](const char* a) { return reinterpret_cast<const uint8_t*>(a); };
+                         constexpr std::integral_constant<int, 0> kNone;
+                         constexpr std::integral_constant<int, 1> kOne;  // 4 tokens of 16 bytes
+                         if constexpr (kInt8)
+                           add(kOne, [](const char* a, const char* b) {
+                             return zip_i8(reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b));
+                           });
+                         else if (c % 32)
+                           add(kNone, [&](const char* a, const char* b) { return zip_i4<true>(bytes(a), bytes(b)); });
+                         else
+                           add(kOne, [&](const char* a, const char* b) { return zip_i4<false>(bytes(a), bytes(b)); });
+                       }
+                     });
     for (int64_t h = 0; h < at.heads; h++)
       for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < padded; c += 16) {
           float* to = memory.out.row(h * memory.head_rows + r) + c;
-          store(to, mul(to_float(load_i32(to)), set1(memory.steps[(h * groups + c / group_columns) * memory.head_rows + r])));
+          store(to, mul(to_float(load_i32(to)),
+                        set1(memory.steps[(h * groups + c / group_columns) * memory.head_rows + r])));
         }
   }
 };

@@ -8,8 +8,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr Kernel<KvQuantizeArgs> kQuantizeRows[] = {{LOWBIT_ROW("kv_quantize"), never_refuses<KvQuantizeArgs>, kv_quantize_rows_of}};
-constexpr Kernel<KvDequantizeArgs> kDequantizeRows[] = {{LOWBIT_ROW("kv_dequantize"), never_refuses<KvDequantizeArgs>, kv_dequantize_rows_of}};
+constexpr Kernel<KvQuantizeArgs> kQuantizeRows[] = {
+    {LOWBIT_ROW("kv_quantize"), never_refuses<KvQuantizeArgs>, kv_quantize_rows_of}};
+constexpr Kernel<KvDequantizeArgs> kDequantizeRows[] = {
+    {LOWBIT_ROW("kv_dequantize"), never_refuses<KvDequantizeArgs>, kv_dequantize_rows_of}};
 
 }  // namespace
 

@@ -11,7 +11,8 @@ constexpr int64_t kRowsPerTask = 64;
 
 template <class Body>
 void for_each_head_row(const TensorView& tensor, Body&& body) {  // body(b, h, l), in tasks of rows
-  const int64_t length = tensor.size(2), rows = tensor.size(0) * tensor.size(1) * length, blocks = ceil_div(rows, kRowsPerTask);
+  const int64_t length = tensor.size(2), rows = tensor.size(0) * tensor.size(1) * length,
+                blocks = ceil_div(rows, kRowsPerTask);
   parallel_for(blocks, tensor.numel() < (1 << 15) ? 1 : num_threads(), [&](int64_t block) {
     for (int64_t row = block * kRowsPerTask; row < smaller(rows, (block + 1) * kRowsPerTask); row++)
       body(row / length / tensor.size(1), row / length % tensor.size(1), row % length);
@@ -57,7 +58,8 @@ LOWBIT_INLINE void quantize_row(const KvQuantizeArgs& args, int64_t b, int64_t h
   if (args.format() == KvFormat::int8) {
     const float scale = store_scale(args.scale, b, h, l, 0, __builtin_fabsf(extreme(row, padded)) / 127.0f);
     quantize_group(row, padded, scale, -127.0f, 127.0f, q);
-    for (int64_t c = 0; c < padded; c += 16) store_i8(row_of<int8_t>(args.codes, b, h, l) + c, load_i32(reinterpret_cast<float*>(q + c)));
+    for (int64_t c = 0; c < padded; c += 16)
+      store_i8(row_of<int8_t>(args.codes, b, h, l) + c, load_i32(reinterpret_cast<float*>(q + c)));
     return;
   }
   for (int64_t g = 0; g < padded / kKvGroup; g++) {  // the extreme becomes -8, the one level that has no opposite
@@ -69,7 +71,8 @@ LOWBIT_INLINE void quantize_row(const KvQuantizeArgs& args, int64_t b, int64_t h
 }
 
 LOWBIT_INLINE void dequantize_row(const KvDequantizeArgs& args, int64_t b, int64_t h, int64_t l, float* row) {
-  const int64_t columns = args.x.size(3), padded = kv_padded(columns), groups = args.scale.size(3), group_columns = padded / groups;
+  const int64_t columns = args.x.size(3), padded = kv_padded(columns), groups = args.scale.size(3),
+                group_columns = padded / groups;
   const int64_t scale_base = b * args.scale.stride[0] + h * args.scale.stride[1] + l * args.scale.stride[2];
   for (int64_t g = 0; g < groups; g++) {
     const float scale = scale_at(args.scale, scale_base + g);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op decode over float keys and values, and of attention_forward for calls that are better done so: few queries over many keys.
+// Rows of the op decode over float keys and values, and of attention_forward for calls that are better done so: few
+// queries over many keys.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/in_memory.hpp"
@@ -12,7 +13,9 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 template <DType kDType>
-std::string_view refuses(const DecodeArgs& args) { return args.k.dtype == kDType ? "" : "keys and values of another type"; }
+std::string_view refuses(const DecodeArgs& args) {
+  return args.k.dtype == kDType ? "" : "keys and values of another type";
+}
 
 template <class Kv>
 void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }
@@ -29,21 +32,41 @@ template <DType kDType>
 std::string_view refuses_attention(const AttentionForwardArgs& args) {
   if (args.q.dtype != kDType) return "keys and values of another type";
   if (args.q_length() * args.group() > kMostRows || args.kv_length() == 0) return "not few queries over some keys";
-  if (args.max_scores || args.dropout_p != 0 || args.lists.kv_num_blocks) return "largest scores, dropout and block masks are not kept by decode";
-  return args.out.dtype == kDType && (!args.lse || args.lse.dtype == DType::float32) ? "" : "the result is wanted in float32";
+  if (args.max_scores || args.dropout_p != 0 || args.lists.kv_num_blocks)
+    return "largest scores, dropout and block masks are not kept by decode";
+  return args.out.dtype == kDType && (!args.lse || args.lse.dtype == DType::float32)
+             ? ""
+             : "the result is wanted in float32";
 }
 
 template <class Kv>
 void attention_by_decode(const AttentionForwardArgs& args) {
-  run<Kv>({.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out, .lse = args.lse,
-                   .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal, .position = 0, .window = 0, .rotated = false,
-                   .score_mod = args.score_mod, .mask_mod = args.mask_mod});
+  run<Kv>({.place = args.place,
+           .q = args.q,
+           .k = args.k,
+           .v = args.v,
+           .k_scale = {},
+           .v_scale = {},
+           .out = args.out,
+           .lse = args.lse,
+           .mask = args.mask,
+           .sink = args.sink,
+           .scale = args.scale,
+           .causal = args.causal,
+           .position = 0,
+           .window = 0,
+           .rotated = false,
+           .score_mod = args.score_mod,
+           .mask_mod = args.mask_mod});
 }
 
 constexpr Kernel<AttentionForwardArgs> kAttentionRows[] = {
-    {LOWBIT_ROW("attention_forward_decode_float32"), refuses_attention<DType::float32>, attention_by_decode<FloatKv<float>>},
-    {LOWBIT_ROW("attention_forward_decode_bfloat16"), refuses_attention<DType::bfloat16>, attention_by_decode<FloatKv<bfloat16_bits>>},
-    {LOWBIT_ROW("attention_forward_decode_float16"), refuses_attention<DType::float16>, attention_by_decode<FloatKv<float16_bits>>},
+    {LOWBIT_ROW("attention_forward_decode_float32"), refuses_attention<DType::float32>,
+     attention_by_decode<FloatKv<float>>},
+    {LOWBIT_ROW("attention_forward_decode_bfloat16"), refuses_attention<DType::bfloat16>,
+     attention_by_decode<FloatKv<bfloat16_bits>>},
+    {LOWBIT_ROW("attention_forward_decode_float16"), refuses_attention<DType::float16>,
+     attention_by_decode<FloatKv<float16_bits>>},
 };
 
 }  // namespace

@@ -12,7 +12,9 @@ LOWBIT_INLINE Twice twice(const float16_bits* p) { return twice_f16(&p->bits); }
 
 // The column, of 16, in lane i of a vector pair that twice() makes of E.
 template <class E>
-constexpr int64_t column_of(int64_t i) { return std::is_same_v<E, bfloat16_bits> ? (i & 3) | (i & 4) << 1 | (i & 8) >> 1 : i; }
+constexpr int64_t column_of(int64_t i) {
+  return std::is_same_v<E, bfloat16_bits> ? (i & 3) | (i & 4) << 1 | (i & 8) >> 1 : i;
+}
 
 template <class E>
 LOWBIT_INLINE f32x16 load_unordered(const E* p) {
@@ -29,10 +31,11 @@ struct LastColumns {
   }
 };
 
-// to[row][token] = q[row] . k[token], for two tokens with four rows, or four with two. q: [8 columns][pair of rows][16 lanes], zeros behind the last
-// column. kColumns 0: not known to the compiler.
+// to[row][token] = q[row] . k[token], for two tokens with four rows, or four with two. q: [8 columns][pair of rows][16
+// lanes], zeros behind the last column. kColumns 0: not known to the compiler.
 template <class E, int kRows, int kColumns>
-LOWBIT_INLINE void score_floats(const float* q, const char* key, int64_t stride, int64_t columns, float* to, int64_t to_stride) {
+LOWBIT_INLINE void score_floats(const float* q, const char* key, int64_t stride, int64_t columns, float* to,
+                                int64_t to_stride) {
   constexpr int kPairs = kRows / 2, kTokens = 8 / kRows;
   if constexpr (kColumns != 0) columns = kColumns;
   f32x16 acc[kPairs * kTokens];
@@ -52,26 +55,30 @@ LOWBIT_INLINE void score_floats(const float* q, const char* key, int64_t stride,
     });
   };
   if constexpr (kColumns != 0) {
-    unroll<kColumns / 16>([&](auto i) { step(q + 32 * kPairs * i, [&](const E* row) { return twice(row + 16 * i); }); });
+    unroll<kColumns / 16>(
+        [&](auto i) { step(q + 32 * kPairs * i, [&](const E* row) { return twice(row + 16 * i); }); });
   } else {
     int64_t c = 0;
     for (; c + 16 <= columns; c += 16) step(q + 2 * kPairs * c, [&](const E* row) { return twice(row + c); });
-    if (c < columns) step(q + 2 * kPairs * c, [&](const E* row) { return twice(LastColumns<E>(row, c, columns).data); });
+    if (c < columns)
+      step(q + 2 * kPairs * c, [&](const E* row) { return twice(LastColumns<E>(row, c, columns).data); });
   }
   store_scores<kRows>(to, to_stride, half_sums(acc[0], acc[1], acc[2], acc[3]));
 }
 
 // out[row][c] += sum over tokens of p[row][token] * v[token][c].
 template <class E, int kRows, int kVectors, bool kWhole>
-LOWBIT_INLINE void add_float_columns(Matrix<float> p, const char* at, int64_t stride, int64_t tokens, int64_t c, int64_t columns, Matrix<float> out,
-                                     LinesAhead& lines) {
+LOWBIT_INLINE void add_float_columns(Matrix<float> p, const char* at, int64_t stride, int64_t tokens, int64_t c,
+                                     int64_t columns, Matrix<float> out, LinesAhead& lines) {
   LinesAhead ahead = lines;  // in registers
   f32x16 acc[kRows][kVectors];
   unroll<kRows>([&](auto r) { unroll<kVectors>([&](auto i) { acc[r][i] = load(out.row(r) + c + 16 * i); }); });
   auto add = [&](int64_t t, const char* from) __attribute__((always_inline)) {
     const E* row = reinterpret_cast<const E*>(from);
     f32x16 value[kVectors];
-    unroll<kVectors>([&](auto i) { value[i] = load_unordered(kWhole ? row + c + 16 * i : LastColumns<E>(row, c + 16 * i, columns).data); });
+    unroll<kVectors>([&](auto i) {
+      value[i] = load_unordered(kWhole ? row + c + 16 * i : LastColumns<E>(row, c + 16 * i, columns).data);
+    });
     unroll<kRows>([&](auto r) {
       const f32x16 x = set1(p.row(r)[t]);
       unroll<kVectors>([&](auto i) { acc[r][i] = fma(x, value[i], acc[r][i]); });
@@ -92,30 +99,38 @@ struct FloatKv {
   static constexpr bool kCodes = false;
   using Element = E;
 
-  static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory, const SplitPlace&) {
+  static void scores(const DecodeArgs& args, const TokenRows& keys, QueryRows q, int64_t rows, SplitMemory& memory,
+                     const SplitPlace&) {
     const int64_t columns = args.q.size(3);
     with_columns(columns, [&](auto kColumns) {
-      score_tokens<kColumns * static_cast<int64_t>(sizeof(E))>(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
-        const float* floats = q.floats + (h * q.head_rows + r) * q.columns;
-        return [=](bool, int64_t, const char* key, int64_t stride, float* to,
-                   int64_t to_stride) __attribute__((always_inline)) {
-          score_floats<E, kRows, kColumns>(floats, key, stride, columns, to, to_stride);
-        };
-      });
+      score_tokens<kColumns* static_cast<int64_t>(sizeof(E))>(
+          keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
+            const float* floats = q.floats + (h * q.head_rows + r) * q.columns;
+            return [=](bool, int64_t, const char* key, int64_t stride, float* to, int64_t to_stride)
+                       __attribute__((always_inline)) {
+                         score_floats<E, kRows, kColumns>(floats, key, stride, columns, to, to_stride);
+                       };
+          });
     });
   }
 
-  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory, const SplitPlace&) {
+  static void values(const DecodeArgs& args, const TokenRows& values, int64_t rows, SplitMemory& memory,
+                     const SplitPlace&) {
     const int64_t columns = args.out.size(3);
-    visit_values(values, rows, [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t tokens, LinesAhead& ahead) __attribute__((always_inline)) {
-      const int64_t first = h * memory.head_rows + r;
-      const Matrix<float> from{memory.scores.row(first) + t, memory.scores.stride}, to{memory.out.row(first), memory.out.stride};
-      const char* at = values.row(h, t);
-      int64_t c = 0;
-      for (; c + 16 * kFloatPanels <= columns; c += 16 * kFloatPanels)
-        add_float_columns<E, kRows, kFloatPanels, true>(from, at, values.stride, tokens, c, columns, to, ahead);
-      for (; c < columns; c += 16) add_float_columns<E, kRows, 1, false>(from, at, values.stride, tokens, c, columns, to, ahead);
-    });
+    visit_values(values, rows,
+                 [&](auto kRows, int64_t h, int64_t r, int64_t t, int64_t tokens, LinesAhead& ahead)
+                     __attribute__((always_inline)) {
+                       const int64_t first = h * memory.head_rows + r;
+                       const Matrix<float> from{memory.scores.row(first) + t, memory.scores.stride},
+                           to{memory.out.row(first), memory.out.stride};
+                       const char* at = values.row(h, t);
+                       int64_t c = 0;
+                       for (; c + 16 * kFloatPanels <= columns; c += 16 * kFloatPanels)
+                         add_float_columns<E, kRows, kFloatPanels, true>(from, at, values.stride, tokens, c, columns,
+                                                                         to, ahead);
+                       for (; c < columns; c += 16)
+                         add_float_columns<E, kRows, 1, false>(from, at, values.stride, tokens, c, columns, to, ahead);
+                     });
     if constexpr (std::is_same_v<E, bfloat16_bits>)
       for (int64_t h = 0; h < values.heads; h++)
         for (int64_t r = 0; r < rows; r++)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call: every (batch, kv head, split of 256 keys) is a task that leaves largest score, sum and weighted values of its rows; then the splits of
-// each row are added in order. The cut depends on the lengths alone, so results are the same for any number of threads and in any batch.
+// One call: every (batch, kv head, split of 256 keys) is a task that leaves largest score, sum and weighted values of
+// its rows; then the splits of each row are added in order. The cut depends on the lengths alone, so results are the
+// same for any number of threads and in any batch.
 #pragma once
 
 #include "cpu/scratch.hpp"
@@ -20,7 +21,7 @@ struct DecodePlan {
   int64_t l_count, l_blocks;    // queries of a task
   int64_t task_rows;            // their rows, rounded up to kRowTile
   int64_t padded_e, padded_ev;
-  int64_t heads;                // kv heads of a task: more than one where they are next to each other in memory and tokens are not
+  int64_t heads;  // kv heads of a task: more than one where they are next to each other in memory and tokens are not
 
   DecodePlan(const DecodeArgs& args, int threads) {
     const int64_t length = args.q_length(), kv_length = args.kv_length();
@@ -33,13 +34,21 @@ struct DecodePlan {
     padded_e = kv_padded(args.q.size(3)), padded_ev = kv_padded(args.out.size(3));
     heads = 1;
     if (interleaved(args.k) && interleaved(args.v)) heads = larger(1, smaller(args.kv_heads(), kTaskRows / task_rows));
-    while (heads > 1 && args.batch() * bundles_per_batch(args) * l_blocks * splits < kTasksPerThread * threads) heads = ceil_div(heads, 2);
+    while (heads > 1 && args.batch() * bundles_per_batch(args) * l_blocks * splits < kTasksPerThread * threads)
+      heads = ceil_div(heads, 2);
   }
-  int64_t bundles_per_batch(const DecodeArgs& args) const { return ceil_div(args.kv_heads(), heads); }  // a bundle: the kv heads of a task
+  int64_t bundles_per_batch(const DecodeArgs& args) const {
+    return ceil_div(args.kv_heads(), heads);
+  }  // a bundle: the kv heads of a task
   SplitPlace place_of(const DecodeArgs& args, int64_t bundle, int64_t l_block) const {
     const int64_t kv_head = bundle % bundles_per_batch(args) * heads, l0 = l_block * l_count;
-    return {.b = bundle / bundles_per_batch(args), .kv_head = kv_head, .heads = smaller(heads, args.kv_heads() - kv_head), .l0 = l0,
-            .l_count = smaller(l_count, args.q_length() - l0), .first = 0, .count = 0};
+    return {.b = bundle / bundles_per_batch(args),
+            .kv_head = kv_head,
+            .heads = smaller(heads, args.kv_heads() - kv_head),
+            .l0 = l0,
+            .l_count = smaller(l_count, args.q_length() - l0),
+            .first = 0,
+            .count = 0};
   }
   static bool interleaved(const TensorView& x) { return x.stride[1] == x.size(3) && x.stride[1] < x.stride[2]; }
   LOWBIT_INLINE int64_t rows_per_kv_head(const DecodeArgs& args) const { return args.group() * args.q_length(); }
@@ -55,9 +64,10 @@ struct VisibleKeys {
   }
 };
 
-// ---- queries -----------------------------------------------------------------------------------------------------------------------
+// ---- queries -------------------------------------------------------------------------------------------------------
 
-LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {  // by the Hadamard matrix of kv_rotation(columns), over sqrt of its size
+LOWBIT_INLINE void rotate_row(
+    float* row, int64_t columns) {  // by the Hadamard matrix of kv_rotation(columns), over sqrt of its size
   const int64_t size = kv_rotation(columns);
   const float norm = 1.0f / __builtin_sqrtf(static_cast<float>(size));
   for (int64_t half = 1; half < size; half *= 2)
@@ -69,8 +79,9 @@ LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {  // by the Hadamard
   for (int64_t i = 0; i < kv_padded(columns); i++) row[i] *= norm;
 }
 
-// Float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are: for every task its rows (the last one again up to a
-// multiple of kRowTile), those that meet keys together beside each other, half a vector each: [columns of half a vector][pair][half].
+// Float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are: for every task its
+// rows (the last one again up to a multiple of kRowTile), those that meet keys together beside each other, half a
+// vector each: [columns of half a vector][pair][half].
 template <class Kv>
 struct PreparedQueries {
   float* floats;   // [B][Hkv][l_blocks][task_rows][padded_e]; of codes only scratch for one row
@@ -80,14 +91,16 @@ struct PreparedQueries {
 
   PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
     const int64_t rows = args.batch() * args.kv_heads() * plan.l_blocks * plan.task_rows;
-    floats = arena.array<float>((Kv::kCodes ? 0 : rows * plan.padded_e) + plan.padded_e), codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
+    floats = arena.array<float>((Kv::kCodes ? 0 : rows * plan.padded_e) + plan.padded_e),
+    codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
     steps = arena.array<float>(Kv::kCodes ? 2 * rows : 0), row_codes = arena.array<int16_t>(plan.padded_e);
   }
   void fill(const DecodeArgs& args, const DecodePlan& plan) const {
     const int64_t tasks = args.batch() * args.kv_heads() * plan.l_blocks;
     float* row = floats + (Kv::kCodes ? 0 : tasks * plan.task_rows * plan.padded_e);
     for (int64_t task = 0; task < tasks; task++) {
-      const int64_t pair = task / plan.l_blocks, l0 = task % plan.l_blocks * plan.l_count, l_count = smaller(plan.l_count, args.q_length() - l0);
+      const int64_t pair = task / plan.l_blocks, l0 = task % plan.l_blocks * plan.l_count,
+                    l_count = smaller(plan.l_count, args.q_length() - l0);
       const int64_t rows = args.group() * l_count;
       for_row_tiles(rows, [&](auto kRows, int64_t first) {
         for (int64_t i = 0; i < paired(kRows); i++) {
@@ -108,14 +121,16 @@ struct PreparedQueries {
   }
   LOWBIT_INLINE QueryRows of(const DecodeArgs& args, const DecodePlan& plan, const SplitPlace& at) const {
     const int64_t row = ((at.b * args.kv_heads() + at.kv_head) * plan.l_blocks + at.l0 / plan.l_count) * plan.task_rows;
-    return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + 2 * row, plan.padded_e, plan.l_blocks * plan.task_rows};
+    return {floats + row * plan.padded_e, codes + row * plan.padded_e, steps + 2 * row, plan.padded_e,
+            plan.l_blocks * plan.task_rows};
   }
 
  private:
   void load_row(const DecodeArgs& args, int64_t b, int64_t h, int64_t l, float* row) const {
     const int64_t columns = args.q.size(3), padded = kv_padded(columns);
     for (int64_t c = 0; c < padded; c += 16) store(row + c, set1(0.0f));
-    widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : static_cast<float>(args.scale), Matrix<float>{row, padded});
+    widen_rows(HeadView(args.q, b, h), l, 1, columns, Kv::kCodes ? 1.0f : static_cast<float>(args.scale),
+               Matrix<float>{row, padded});
   }
   // Into row_codes; returns the step, times the scale.
   LOWBIT_INLINE float encode_row(const DecodeArgs& args, float* row) const {
@@ -127,7 +142,8 @@ struct PreparedQueries {
     to_int16(row, padded, step, row_codes);
     return step * static_cast<float>(args.scale);
   }
-  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every order of columns.
+  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every order of
+  // columns.
   template <int kHalf, int64_t kPairs, class T>
   LOWBIT_INLINE static void pair_up(const T* row, int64_t i, int64_t columns, T* tile) {
     for (int64_t c = 0; c < columns; c += 4) {
@@ -137,7 +153,7 @@ struct PreparedQueries {
   }
 };
 
-// ---- one split ---------------------------------------------------------------------------------------------------------------------
+// ---- one split -----------------------------------------------------------------------------------------------------
 
 // What a split leaves of a row, for every row of a pass: [row][split].
 struct Partials {
@@ -151,37 +167,57 @@ struct Partials {
 struct TaskMemory : SplitMemory {
   TaskMemory(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
     head_rows = plan.task_rows;
-    const int64_t rows = plan.heads * head_rows, groups = larger(1, larger(args.k_scale ? args.k_scale.size(3) : 0, args.v_scale ? args.v_scale.size(3) : 0));
+    const int64_t rows = plan.heads * head_rows, groups = larger(1, larger(args.k_scale ? args.k_scale.size(3) : 0,
+                                                                           args.v_scale ? args.v_scale.size(3) : 0));
     scores = arena.matrix<float>(rows, kSplit), out = arena.matrix<float>(rows, plan.padded_ev);
-    softmax = {arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(16 * rows), out, plan.padded_ev, false};
+    softmax = {
+        arena.array<float>(rows), arena.array<float>(rows), arena.array<float>(16 * rows), out, plan.padded_ev, false};
     const bool codes = args.format() != KvFormat::floating;
-    scales = arena.array<float>(codes ? plan.heads * groups * kSplit + 16 : 0), weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
+    scales = arena.array<float>(codes ? plan.heads * groups * kSplit + 16 : 0),
+    weights = arena.array<int16_t>(codes ? groups * rows * kSplit : 0);
     steps = arena.array<float>(codes ? groups * rows : 0), weighted = arena.array<float>(codes ? kRowTile * kSplit : 0);
     gathered = arena.array<float>(codes ? groups * kSplit : 0);
     program = arena.array<char>(larger(program_bytes(args.score_mod, plan), program_bytes(args.mask_mod, plan)));
   }
   static int64_t program_bytes(const ScoreCall* call, const DecodePlan& plan) {
-    return call ? static_cast<int64_t>(ScoreVm<float>::bytes(call->program().forward, static_cast<int>(plan.l_count), kSplit)) : 0;
+    return call ? static_cast<int64_t>(
+                      ScoreVm<float>::bytes(call->program().forward, static_cast<int>(plan.l_count), kSplit))
+                : 0;
   }
 };
 
-LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, void* memory) {
+LOWBIT_INLINE void run_program(const ScoreCall* call, const DecodeArgs& args, const SplitPlace& at,
+                               Matrix<float> scores, void* memory) {
   if (!call) return;
   ScoreVm<float> vm(*call, call->program().forward, static_cast<int>(at.l_count), kSplit, memory);
   for (int64_t g = 0; g < args.group(); g++)
-    vm.run({.b = at.b, .h = at.kv_head * args.group() + g, .q0 = args.position + at.l0, .k0 = at.first, .rows = static_cast<int>(at.l_count),
-            .cols = static_cast<int>(at.count), .scores = scores.row(g * at.l_count), .stride = scores.stride});
+    vm.run({.b = at.b,
+            .h = at.kv_head * args.group() + g,
+            .q0 = args.position + at.l0,
+            .k0 = at.first,
+            .rows = static_cast<int>(at.l_count),
+            .cols = static_cast<int>(at.count),
+            .scores = scores.row(g * at.l_count),
+            .stride = scores.stride});
 }
 
 // Everything between the two products, of one kv head.
-LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores, const RunningSoftmax<float>& softmax, void* program) {
+LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, Matrix<float> scores,
+                                 const RunningSoftmax<float>& softmax, void* program) {
   const int64_t rows = args.group() * at.l_count, padded = round_up(at.count, 16);
   run_program(args.score_mod, args, at, scores, program);
   run_program(args.mask_mod, args, at, scores, program);
   if (args.mask)
     for (int64_t g = 0; g < args.group(); g++)
-      add_mask(args.mask, TilePlace{.b = at.b, .h = at.kv_head * args.group() + g, .q0 = at.l0, .k0 = at.first, .rows = static_cast<int>(at.l_count),
-                                    .cols = static_cast<int>(at.count), .skipped = 0, .partial = false},
+      add_mask(args.mask,
+               TilePlace{.b = at.b,
+                         .h = at.kv_head * args.group() + g,
+                         .q0 = at.l0,
+                         .k0 = at.first,
+                         .rows = static_cast<int>(at.l_count),
+                         .cols = static_cast<int>(at.count),
+                         .skipped = 0,
+                         .partial = false},
                Matrix<float>{scores.row(g * at.l_count), scores.stride});
   for (int64_t r = 0; r < rows; r++) {
     const VisibleKeys visible(args, at, at.l0 + r % at.l_count);
@@ -193,7 +229,8 @@ LOWBIT_INLINE void probabilities(const DecodeArgs& args, const SplitPlace& at, M
 }
 
 template <class Kv>
-void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const SplitPlace& at, SplitMemory& memory) {
+void decode_split(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries,
+                  const SplitPlace& at, SplitMemory& memory) {
   const int64_t rows = args.group() * at.l_count;
   Kv::scores(args, TokenRows(args.k, at), queries.of(args, plan, at), rows, memory, at);
   start_softmax(memory.softmax, at.heads * memory.head_rows);
@@ -201,16 +238,19 @@ void decode_split(const DecodeArgs& args, const DecodePlan& plan, const Prepared
     const int64_t first = h * memory.head_rows;
     SplitPlace place = at;
     place.kv_head += h, place.heads = 1;
-    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.softmax.from(first), memory.program);
+    probabilities(args, place, {memory.scores.row(first), memory.scores.stride}, memory.softmax.from(first),
+                  memory.program);
   }
   Kv::values(args, TokenRows(args.v, at), rows, memory, at);
 }
 
-// ---- one call ----------------------------------------------------------------------------------------------------------------------
+// ---- one call ------------------------------------------------------------------------------------------------------
 
 // out = sum over splits of exp(max - top) * out / sum over splits of exp(max - top) * sum, in the order of the splits.
-LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, const Partials& partials, int64_t partial_row, int64_t row) {
-  const int64_t length = args.q_length(), head = row / length, b = head / args.heads(), h = head % args.heads(), l = row % length;
+LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, const Partials& partials,
+                               int64_t partial_row, int64_t row) {
+  const int64_t length = args.q_length(), head = row / length, b = head / args.heads(), h = head % args.heads(),
+                l = row % length;
   const float *max = partials.max + partial_row * plan.splits, *sum = partials.sum + partial_row * plan.splits;
   const float* out = partials.out + partial_row * plan.splits * plan.padded_ev;
   const float sink = args.sink ? args.sink.as<const float>()[h] : kMinusInfinity<float>;
@@ -235,12 +275,15 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : log_sum(base, total);
 }
 
-// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for nothing.
-LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) { return larger(1, smaller(8, splits / (8 * threads))); }
+// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for
+// nothing.
+LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) {
+  return larger(1, smaller(8, splits / (8 * threads)));
+}
 
 template <class Kv>
-void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries, const Partials& partials, int64_t first_bundle,
-                 int64_t bundles, int threads) {
+void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQueries<Kv>& queries,
+                 const Partials& partials, int64_t first_bundle, int64_t bundles, int threads) {
   const int64_t rows = plan.rows_per_kv_head(args), blocks = bundles * plan.l_blocks;
   const int64_t run = splits_per_task(blocks * plan.splits, threads), runs = ceil_div(plan.splits, run);
   parallel_for(blocks * runs, threads, [&](int64_t task) {
@@ -255,17 +298,22 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
       decode_split<Kv>(args, plan, queries, at, memory);
       for (int64_t h = 0; h < at.heads; h++)
         for (int64_t r = 0; r < args.group() * at.l_count; r++) {
-          const int64_t row = (bundle * plan.heads + h) * rows + r / at.l_count * args.q_length() + at.l0 + r % at.l_count, slot = row * plan.splits + split;
+          const int64_t row = (bundle * plan.heads + h) * rows + r / at.l_count * args.q_length() + at.l0 +
+                              r % at.l_count,
+                        slot = row * plan.splits + split;
           const int64_t from = h * plan.task_rows + r;
-          partials.max[slot] = memory.softmax.base[from], partials.sum[slot] = sum(load(memory.softmax.sums + 16 * from));
-          for (int64_t c = 0; c < plan.padded_ev; c += 16) store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(from) + c));
+          partials.max[slot] = memory.softmax.base[from],
+          partials.sum[slot] = sum(load(memory.softmax.sums + 16 * from));
+          for (int64_t c = 0; c < plan.padded_ev; c += 16)
+            store(partials.out + slot * plan.padded_ev + c, load(memory.out.row(from) + c));
         }
     }
   });
   parallel_for(bundles * plan.heads * rows, threads, [&](int64_t partial) {
     const SplitPlace at = plan.place_of(args, first_bundle + partial / (plan.heads * rows), 0);
     const int64_t h = partial / rows % plan.heads;
-    if (h < at.heads) combine_row(args, plan, partials, partial, (at.b * args.kv_heads() + at.kv_head + h) * rows + partial % rows);
+    if (h < at.heads)
+      combine_row(args, plan, partials, partial, (at.b * args.kv_heads() + at.kv_head + h) * rows + partial % rows);
   });
 }
 
@@ -274,7 +322,8 @@ void decode_call(const DecodeArgs& args) {
   const int threads = num_threads();
   const DecodePlan plan(args, threads);
   const int64_t bundles = args.batch() * plan.bundles_per_batch(args), rows = plan.heads * plan.rows_per_kv_head(args);
-  const int64_t bundle_bytes = rows * larger(1, plan.splits) * (plan.padded_ev + 2) * static_cast<int64_t>(sizeof(float));
+  const int64_t bundle_bytes =
+      rows * larger(1, plan.splits) * (plan.padded_ev + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t pass = smaller(bundles, larger(1, kPartialBytes / bundle_bytes));
   Arena counted;
   PreparedQueries<Kv>{args, plan, counted};

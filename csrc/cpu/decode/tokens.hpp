@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of up to 256 consecutive tokens, of one kv head or of several that lie next to each other: read once, in the order of memory, a tile of
-// tokens at a time. While a tile is computed the lines that come behind it are prefetched, also past the end of a split: the thread that runs it
-// mostly runs the next one too.
+// The rows of up to 256 consecutive tokens, of one kv head or of several that lie next to each other: read once, in the
+// order of memory, a tile of tokens at a time. While a tile is computed the lines that come behind it are prefetched,
+// also past the end of a split: the thread that runs it mostly runs the next one too.
 #pragma once
 
 #include "cpu/attention/softmax.hpp"
@@ -10,13 +10,15 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kSplit = 256;      // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
+constexpr int64_t kSplit =
+    256;  // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
 constexpr int64_t kRowTile = 4;      // rows of queries that meet a token together; arrays of rows are rounded up to it
-constexpr int64_t kTileBytes = 16384;  // of a tile: a third of L1, and long enough that the start of its loops is not seen
+constexpr int64_t kTileBytes =
+    16384;  // of a tile: a third of L1, and long enough that the start of its loops is not seen
 constexpr int64_t kPrefetch = 8192;  // bytes ahead
 
-// What one task does: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys first..first + count. The rows of
-// a kv head are [head of the group][query].
+// What one task does: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys
+// first..first + count. The rows of a kv head are [head of the group][query].
 struct SplitPlace {
   int64_t b, kv_head, heads, l0, l_count, first, count;
 };
@@ -25,7 +27,7 @@ struct SplitPlace {
 struct QueryRows {
   const float* floats;
   const int16_t* codes;
-  const float* steps;          // [row][2]: of the rows that meet tokens together, each as often as there are tokens: 8 in all
+  const float* steps;  // [row][2]: of the rows that meet tokens together, each as often as there are tokens: 8 in all
   int64_t columns, head_rows;  // padded; rows from a kv head to the next
 };
 
@@ -50,8 +52,11 @@ struct TokenRows {
   LOWBIT_INLINE TokenRows(const TensorView& tensor, const SplitPlace& at) : count(at.count), heads(at.heads) {
     const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
     stride = tensor.stride[2] * size, head_stride = tensor.stride[1] * size, bytes = tensor.size(3) * size;
-    data = tensor.as<const char>() + (at.b * tensor.stride[0] + at.kv_head * tensor.stride[1]) * size + at.first * stride;
-    const int64_t tile_bytes = heads > 1 ? 2 * kTileBytes : kTileBytes;  // shared by heads, loops are short: int8, D = 128, token-major 1.1x (AVX2, Zen 5)
+    data =
+        tensor.as<const char>() + (at.b * tensor.stride[0] + at.kv_head * tensor.stride[1]) * size + at.first * stride;
+    const int64_t tile_bytes =
+        heads > 1 ? 2 * kTileBytes
+                  : kTileBytes;  // shared by heads, loops are short: int8, D = 128, token-major 1.1x (AVX2, Zen 5)
     tile = larger(16, smaller(kSplit, tile_bytes / (heads * bytes) / 4 * 4));
   }
   LOWBIT_INLINE const char* row(int64_t head, int64_t t) const { return data + head * head_stride + t * stride; }
@@ -95,7 +100,9 @@ LOWBIT_INLINE void for_row_tiles(int64_t rows, F&& f) {
   if (r + 2 == rows) f(std::integral_constant<int, 2>{}, r);
   else if (r + 1 == rows) f(std::integral_constant<int, 1>{}, r);
 }
-constexpr int paired(int rows) { return rows == 1 ? 2 : rows; }  // keys meet two rows in one vector: a single one is there twice
+constexpr int paired(int rows) {
+  return rows == 1 ? 2 : rows;
+}  // keys meet two rows in one vector: a single one is there twice
 template <class F>
 LOWBIT_INLINE void for_paired_row_tiles(int64_t rows, F&& f) {
   int64_t r = 0;
@@ -117,10 +124,10 @@ LOWBIT_INLINE void store_scores(float* to, int64_t stride, f32x8 scores) {
   else store_four_rows(to, stride, scores);
 }
 
-// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each step of tokens, (same, t, key,
-// stride, to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of two with t..t + 3, whose keys are
-// `stride` bytes apart; with `same` all are token t. Both capture by value, so that nothing that is stored can
-// change what they know. kBytes: of a key, 0 if not known to the compiler.
+// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each
+// step of tokens, (same, t, key, stride, to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of
+// two with t..t + 3, whose keys are `stride` bytes apart; with `same` all are token t. Both capture by value, so that
+// nothing that is stored can change what they know. kBytes: of a key, 0 if not known to the compiler.
 template <int64_t kBytes, class Score>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const SplitMemory& memory, Score&& score) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += keys.tile) {
@@ -157,7 +164,9 @@ LOWBIT_INLINE void visit_values(const TokenRows& values, int64_t rows, Add&& add
   for (int64_t t = 0; t < values.count; t += values.tile) {
     LinesAhead ahead(values, t), none;
     for (int64_t h = 0; h < values.heads; h++)
-      for_row_tiles(rows, [&](auto kRows, int64_t r) { add(kRows, h, r, t, smaller(values.tile, values.count - t), r == 0 ? ahead : none); });
+      for_row_tiles(rows, [&](auto kRows, int64_t r) {
+        add(kRows, h, r, t, smaller(values.tile, values.count - t), r == 0 ? ahead : none);
+      });
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations as the kernels want them: int8 codes with scales per (row, group), or floats in the order in which the tile reads them.
+// Activations as the kernels want them: int8 codes with scales per (row, group), or floats in the order in which the
+// tile reads them.
 #pragma once
 
 #include "core/parallel.hpp"
@@ -26,8 +27,9 @@ LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float*
   return buffer;
 }
 
-// A product of codes is at most 128 * 127 in size (int4: 15 * 127), so an int32 sum holds floor((2^31 - 1) / (128 * 127)) = 132,104 of them
-// whatever the codes are, and so does -128 * sum(q). A longer row without groups is summed in pieces of this many k, each with its own float steps.
+// A product of codes is at most 128 * 127 in size (int4: 15 * 127), so an int32 sum holds floor((2^31 - 1) / (128 *
+// 127)) = 132,104 of them whatever the codes are, and so does -128 * sum(q). A longer row without groups is summed in
+// pieces of this many k, each with its own float steps.
 constexpr int64_t kExactK = 1 << 17;
 
 // The sums of one row: one per group of the weight, or per piece of a row without groups.
@@ -37,9 +39,10 @@ struct Sums {
       : k(spec.group_size ? spec.group_size : smaller(spec.padded_k(), kExactK)), count(ceil_div(spec.k, k)) {}
 };
 
-// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over its k of code * q:
-// zero = -8 * scale * sum(q) for symmetric int4, else 0; sum = scale * sum(q) for asymmetric weights, else 0;
-// start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the signed code.
+// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over its k
+// of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; sum = scale * sum(q) for asymmetric weights, else
+// 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the
+// signed code.
 struct RowSum {
   float scale, zero, sum;
   int32_t start;
@@ -74,7 +77,8 @@ LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k) {
   return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
 }
 
-// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and rare: plain code.
+// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and rare: plain
+// code.
 inline Range asymmetric_range(const float* x, int64_t k) {
   float lowest = 0.0f, highest = 0.0f, poison = 0.0f;
   for (int64_t i = 0; i < k; i++) {
@@ -110,10 +114,12 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
       total = add(total, code);
     }
     int32_t sum_q = sum(total);
-    for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++) sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
+    for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++)
+      sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
-    rows.sums[row * rows.sum_count + s] = {.scale = range.scale, .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
+    rows.sums[row * rows.sum_count + s] = {.scale = range.scale,
+                                           .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
                                            .sum = spec.asymmetric ? scaled_sum : 0.0f,
                                            .start = -Dot::kOffset * sum_q};
   }
@@ -133,12 +139,14 @@ LOWBIT_INLINE T* take(char*& cursor, int64_t count) {
   return taken;
 }
 
-// Rows first..first+count of x. Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
+// Rows first..first+count of x. Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put
+// them in one L1 set.
 template <class Dot>
 Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count) {
   using Step = typename Dot::Step;
   const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), sums = Sums(spec).count;
+  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)),
+                sums = Sums(spec).count;
   char* cursor = static_cast<char*>(
       scratch(Scratch::call, count * (stride * sizeof(Step) + sums * sizeof(RowSum) + sizeof(float)) + 256));
   Int8Rows<Step> rows{.codes = take<Step>(cursor, count * stride), .code_stride = stride,
@@ -148,7 +156,8 @@ Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first
   parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
     float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
     const int64_t end = (block + 1) * kBlock < count ? (block + 1) * kBlock : count;
-    for (int64_t row = block * kBlock; row < end; row++) quantize_row<Dot>(args, widen_row(args, first + row, buffer), rows, row);
+    for (int64_t row = block * kBlock; row < end; row++)
+      quantize_row<Dot>(args, widen_row(args, first + row, buffer), rows, row);
   });
   return rows;
 }

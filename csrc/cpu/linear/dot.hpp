@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k, or piece of a k without groups, the product is exact in int32; the float steps
+// Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k, or piece of a k without
+// groups, the product is exact in int32; the float steps
 //   t = fma(dot, scale, zero) [ - w_zero * sum ];  result = fma(t, w_scale, result)
 // are the same on every instruction set, so all rows give the same bits.
 #pragma once
@@ -30,7 +31,8 @@ LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
   else return Dot4::low(load_codes(step));
 }
 
-// All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a fifth (int8) of a tile of 4 rows.
+// All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a
+// fifth (int8) of a tile of 4 rows.
 template <Format kFormat>
 LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename DotOf<kFormat>::Codes* out) {
   for (int64_t half = 0; half < halves; half++)
@@ -39,12 +41,16 @@ LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename
                         : dot_codes<kFormat, false>(half_at<kFormat>(panel.codes, half) + step * 64);
 }
 
-// Adds one half (32 k) to total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from expand_panel, or null.
+// Adds one half (32 k) to total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from
+// expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kRows, int kPanels, class Step>
-LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded, int64_t expanded_stride, int64_t half,
-                            const Step* const* a, Ahead<kFormat == Format::int4> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
+LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
+                            int64_t expanded_stride, int64_t half, const Step* const* a,
+                            Ahead<kFormat == Format::int4> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
-  constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains : kRows * kPanels <= 4 ? smaller(2, Dot::kChains) : 1;
+  constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains
+                          : kRows * kPanels <= 4              ? smaller(2, Dot::kChains)
+                                                              : 1;
   typename Dot::Acc acc[kChains][kRows][kPanels];
 #pragma GCC unroll 4
   for (int chain = 0; chain < kChains; chain++)
@@ -64,7 +70,8 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
       for (int p = 0; p < kPanels; p++) ahead[p].fetch(step);
     typename Dot::Codes codes[kPanels];
 #pragma GCC unroll 4
-    for (int p = 0; p < kPanels; p++) codes[p] = kExpanded ? wide[p][step] : dot_codes<kFormat, kHigh>(packed[p] + step * 64);
+    for (int p = 0; p < kPanels; p++)
+      codes[p] = kExpanded ? wide[p][step] : dot_codes<kFormat, kHigh>(packed[p] + step * 64);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
@@ -86,12 +93,14 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     }
 }
 
-// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k. With expanded codes, ahead_lines cache lines
-// from `ahead` on are prefetched per half: this tile's share of the panels that are expanded next.
-// kOneHalf: a group is one half, and its totals never leave the registers (AVX2, int4, m = 512: 1.11 to 1.16x).
+// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k. With expanded
+// codes, ahead_lines cache lines from `ahead` on are prefetched per half: this tile's share of the panels that are
+// expanded next. kOneHalf: a group is one half, and its totals never leave the registers (AVX2, int4, m = 512: 1.11 to
+// 1.16x).
 template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels>
-void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row, int64_t first_row, int64_t panel,
-              const typename DotOf<kFormat>::Codes* expanded, const uint8_t* ahead, int64_t ahead_lines) {
+void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row,
+              int64_t first_row, int64_t panel, const typename DotOf<kFormat>::Codes* expanded, const uint8_t* ahead,
+              int64_t ahead_lines) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
@@ -120,9 +129,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     do {
       for (int64_t line = 0; kExpanded && line < ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
-        dot_half<kFormat, true, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, next, total);
+        dot_half<kFormat, true, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a,
+                                                                     next, total);
       else
-        dot_half<kFormat, false, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a, next, total);
+        dot_half<kFormat, false, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a,
+                                                                      next, total);
     } while (++half < end && !kOneHalf);
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
@@ -138,10 +149,12 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     }
   }
   for (int r = 0; r < kRows; r++)
-    for (int p = 0; p < kPanels; p++) finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
+    for (int p = 0; p < kPanels; p++)
+      finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
 }
 
-// Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread is free.
+// Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread
+// is free.
 template <Format kFormat>
 void linear_dot(const LinearArgs& args) {
   using Dot = DotOf<kFormat>;
@@ -156,26 +169,34 @@ void linear_dot(const LinearArgs& args) {
     const Int8Rows<typename Dot::Step> rows = quantize_rows<Dot>(args, first, count);
     const int threads = threads_for_products(args.m, spec);
     const int64_t chunk = panel_chunk(panels, threads, kDotPanels), chunks = ceil_div(panels, chunk);
-    const int64_t pair = args.m == 1 ? 1 : kDotPanels;  // one row wants one sequential stream: VNNI, one thread, 28 -> 39 GB/s
+    const int64_t pair =
+        args.m == 1 ? 1 : kDotPanels;  // one row wants one sequential stream: VNNI, one thread, 28 -> 39 GB/s
     parallel_for(blocks * chunks, threads, [&](int64_t task) {
       const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
       const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
       const RowTiles tiles(row_end - row_begin, kDotRows);
       const bool expand = row_end - row_begin >= kExpandRows;
-      Codes* expanded = expand ? static_cast<Codes*>(scratch(Scratch::task, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
+      Codes* expanded =
+          expand ? static_cast<Codes*>(scratch(Scratch::task, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
       for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += pair) {
         const int count_p = static_cast<int>(smaller(pair, panel_end - panel));
         for (int p = 0; expand && p < count_p; p++)
-          expand_panel<kFormat>(view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf, expanded + p * panel_steps);
+          expand_panel<kFormat>(view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
+                                expanded + p * panel_steps);
         for (int64_t tile = 0; tile < tiles.count; tile++)
           with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
             const int64_t row = row_begin + tiles.begin(tile);
-            const int64_t lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
-            const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() + tile * lines * 64 * (panel_steps / kStepsPerHalf);
+            const int64_t lines =
+                ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
+            const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() +
+                                   tile * lines * 64 * (panel_steps / kStepsPerHalf);
             with_count<kDotPanels>(count_p, [&](auto kPanels) {
-              if (!expand) dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr, 0);
-              else if (spec.group_size == kHalfK) dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
-              else dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
+              if (!expand)
+                dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr, 0);
+              else if (spec.group_size == kHalfK)
+                dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
+              else
+                dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
             });
           });
       }

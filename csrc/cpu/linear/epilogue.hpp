@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation, mul, add, rounding.
+// What happens to 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation,
+// mul, add, rounding.
 #pragma once
 
 #include "cpu/simd/math.hpp"
@@ -9,15 +10,17 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// row_offset: what column_sum is multiplied by (asymmetric activations), else null. Not inlined: once per 16 k products, and in every tile of every size
-// it was two thirds of the code.
-[[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, f32x16 value, const float* row_offset) {
+// row_offset: what column_sum is multiplied by (asymmetric activations), else null. Not inlined: once per 16 k
+// products, and in every tile of every size it was two thirds of the code.
+[[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, f32x16 value,
+                                     const float* row_offset) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t column = panel * kPanelColumns, count = spec.n - column, at = row * spec.n + column;
   if (!is_float(spec.format)) {
     const uint8_t* header = args.weight + panel * spec.panel_bytes();
     value = mul(value, load(reinterpret_cast<const float*>(header + spec.column_scale_at())));
-    if (row_offset) value = fma(set1(row_offset[row]), load(reinterpret_cast<const float*>(header + spec.column_sum_at())), value);
+    if (row_offset)
+      value = fma(set1(row_offset[row]), load(reinterpret_cast<const float*>(header + spec.column_sum_at())), value);
   }
   if (args.bias) value = add(value, load_as_float(args.bias, args.bias_dtype, column, count));
   switch (args.activation) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Float tiles, accumulated in float32, for every weight format with float activations. Two ways, chosen by the number of rows:
+// Float tiles, accumulated in float32, for every weight format with float activations. Two ways, chosen by the number
+// of rows:
 //   few rows: each weight is converted in registers and used at once (linear_stream): memory speed at m = 1;
 //   many:     a block of k of a panel is converted to float32 in L1 and multiplied like any matrix (linear_blocked).
 #pragma once
@@ -9,9 +10,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// ---- few rows ----------------------------------------------------------------------------------------------------------------------
+// ---- few rows ------------------------------------------------------------------------------------------------------
 
-// Activations in the order in which the halves are read, each times 2^-shift, and their sums per group (what the zero point is multiplied by).
+// Activations in the order in which the halves are read, each times 2^-shift, and their sums per group (what the zero
+// point is multiplied by).
 struct StreamRows {
   float* values;      // [rows][stride]
   float* group_sums;  // [rows][groups]
@@ -28,9 +30,11 @@ StreamRows order_rows(const LinearArgs& args) {
   for (int64_t row = 0; row < count; row++) {
     const float* x = widen_row(args, row, buffer);
     float* out = rows.values + row * rows.stride;
-    for (int64_t k = 0; k < padded; k += 4)  // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more
+    for (int64_t k = 0; k < padded;
+         k += 4)  // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more
       unroll<4>([&](auto i) {
-        constexpr float kLow = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i)), kHigh = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i + 1));
+        constexpr float kLow = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i)),
+                        kHigh = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i + 1));
         out[k + i] = x[k + i] * (k % kTileK < kHalfK ? kLow : kHigh);
       });
     for (int64_t g = 0; g < groups; g++) {
@@ -62,14 +66,17 @@ struct StreamSums {
   }
 };
 
-// Adds one half (32 k) of a tile. Values of int4 alternate between the halves, those of the other formats follow one another.
+// Adds one half (32 k) of a tile. Values of int4 alternate between the halves, those of the other formats follow one
+// another.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half, Ahead<bits(kFormat) == 4 && kStreamFour>& next, StreamSums<kRows>& sums) {
+LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half,
+                               Ahead<bits(kFormat) == 4 && kStreamFour>& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = bits(kFormat) == 4;
   constexpr int kUnits = kInt4 ? U::kPerTile : U::kPerTile / 2, kValues = kInt4 ? U::kValues / 2 : U::kValues;
   const uint8_t* codes = panel.codes + (kInt4 ? half / 2 : half) * kUnits * U::kBytes;
-  constexpr int kStep = kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
+  constexpr int kStep =
+      kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
   auto run = [&](auto high) {
     for (int64_t unit = 0; unit < kUnits; unit += kStep) {
       for (int64_t at = 0; !high && at < kStep * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
@@ -100,16 +107,19 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
   }
   f32x16 result[kRows];
   for (int r = 0; r < kRows; r++) result[r] = set1(0.0f);
-  const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
+  const int64_t halves = ceil_div(spec.k, kHalfK),
+                halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
   for (int64_t g = 0, half = 0; half < halves; g++) {
     StreamSums<kRows> sums;
-    for (const int64_t end = smaller(halves, half + halves_per_group); half < end; half++) stream_half<kFormat, kRows>(view, x, half, next, sums);
+    for (const int64_t end = smaller(halves, half + halves_per_group); half < end; half++)
+      stream_half<kFormat, kRows>(view, x, half, next, sums);
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
       fetch_group<bits(kFormat) == 4 && kStreamFour>(view, g, view.bytes);
       const f32x16 w_scale = scale_of(view, g), w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
-      for (int r = 0; r < kRows; r++) result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
+      for (int r = 0; r < kRows; r++)
+        result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }
   }
   for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], nullptr);
@@ -125,11 +135,13 @@ void linear_stream(const LinearArgs& args) {
   parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
     for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
       for (int64_t tile = 0; tile < tiles.count; tile++)
-        with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) { stream_panel<kFormat, kRows>(args, rows, tiles.begin(tile), panel); });
+        with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) {
+          stream_panel<kFormat, kRows>(args, rows, tiles.begin(tile), panel);
+        });
   });
 }
 
-// ---- many rows ---------------------------------------------------------------------------------------------------------------------
+// ---- many rows -----------------------------------------------------------------------------------------------------
 
 constexpr int64_t kBlockK = 256;  // a panel's block is 16 KiB of float32: half of L1
 
@@ -185,16 +197,19 @@ void linear_blocked(const LinearArgs& args) {
       const int64_t tile_begin = task / chunks * kBlockTiles, tile_end = smaller(tiles.count, tile_begin + kBlockTiles);
       const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
       const int64_t panel_begin = task % chunks * chunk, width = smaller(chunk, panels - panel_begin);
-      float* c = static_cast<float*>(scratch(Scratch::task, (rows * width + kBlockK * kFloatPanels) * 16 * sizeof(float)));
+      float* c =
+          static_cast<float*>(scratch(Scratch::task, (rows * width + kBlockK * kFloatPanels) * 16 * sizeof(float)));
       float* b = c + rows * width * 16;
       for (int64_t k = 0; k < padded; k += kBlockK) {
         const int64_t length = smaller(kBlockK, padded - k);
         for (int64_t panel = 0; panel < width; panel += kFloatPanels) {
           const int count_p = static_cast<int>(smaller(kFloatPanels, width - panel));
           const bool last = panel + kFloatPanels >= width;  // then the next block is further along k in the first panel
-          const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - panel * spec.panel_bytes() : kFloatPanels * spec.panel_bytes();
+          const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - panel * spec.panel_bytes()
+                                     : kFloatPanels * spec.panel_bytes();
           for (int p = 0; p < count_p; p++)
-            widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK, b + p * kBlockK * 16, ahead);
+            widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
+                                 b + p * kBlockK * 16, ahead);
           for (int64_t tile = tile_begin; tile < tile_end; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
               with_count<kFloatPanels>(count_p, [&](auto kPanels) {
@@ -214,7 +229,8 @@ void linear_blocked(const LinearArgs& args) {
 
 template <Format kFormat>
 void linear_float(const LinearArgs& args) {
-  args.m <= 2 * kStreamRows ? linear_stream<kFormat>(args) : linear_blocked<kFormat>(args);  // from there on converting once pays
+  args.m <= 2 * kStreamRows ? linear_stream<kFormat>(args)
+                            : linear_blocked<kFormat>(args);  // from there on converting once pays
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ void encode_all(const EncodeStateArgs& args) {
       store(values + i, value);
       absmax = max(absmax, bits_of(abs(value)));
     }
-    encode_block<kFormat, kSigned>(absmax, 1.0f, count, values, args.codes.as<uint8_t>() + state_bytes(kFormat, begin), args.scale.as<float>() + block);
+    encode_block<kFormat, kSigned>(absmax, 1.0f, count, values, args.codes.as<uint8_t>() + state_bytes(kFormat, begin),
+                                   args.scale.as<float>() + block);
   });
 }
 
@@ -43,7 +44,8 @@ void decode_all(const DecodeStateArgs& args) {
       f32x16 value[2], factor[2];
       decode_group<kFormat>(decoder, codes + state_bytes(kFormat, i), count - i, value, factor);
       for (int half = 0; half < 2; half++)
-        store_from_float(args.values.data, DType::float32, begin + i + 16 * half, count - i - 16 * half, mul(value[half], factor[half]));
+        store_from_float(args.values.data, DType::float32, begin + i + 16 * half, count - i - 16 * half,
+                         mul(value[half], factor[half]));
     }
   });
 }
@@ -54,16 +56,22 @@ std::string_view refuses(const Args& args) {
 }
 
 template <StateFormat kFormat>
-void encode(const EncodeStateArgs& args) { args.is_signed ? encode_all<kFormat, true>(args) : encode_all<kFormat, false>(args); }
+void encode(const EncodeStateArgs& args) {
+  args.is_signed ? encode_all<kFormat, true>(args) : encode_all<kFormat, false>(args);
+}
 template <StateFormat kFormat>
-void decode(const DecodeStateArgs& args) { args.is_signed ? decode_all<kFormat, true>(args) : decode_all<kFormat, false>(args); }
+void decode(const DecodeStateArgs& args) {
+  args.is_signed ? decode_all<kFormat, true>(args) : decode_all<kFormat, false>(args);
+}
 
 #define LOWBIT_ENCODE_ROW(format) \
   {LOWBIT_ROW("encode_state_" #format), refuses<StateFormat::format, EncodeStateArgs>, encode<StateFormat::format>}
 #define LOWBIT_DECODE_ROW(format) \
   {LOWBIT_ROW("decode_state_" #format), refuses<StateFormat::format, DecodeStateArgs>, decode<StateFormat::format>}
-constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE_ROW(dynamic8), LOWBIT_ENCODE_ROW(dynamic4), LOWBIT_ENCODE_ROW(float8)};
-constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE_ROW(dynamic8), LOWBIT_DECODE_ROW(dynamic4), LOWBIT_DECODE_ROW(float8)};
+constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE_ROW(dynamic8), LOWBIT_ENCODE_ROW(dynamic4),
+                                                   LOWBIT_ENCODE_ROW(float8)};
+constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE_ROW(dynamic8), LOWBIT_DECODE_ROW(dynamic4),
+                                                   LOWBIT_DECODE_ROW(float8)};
 
 }  // namespace
 

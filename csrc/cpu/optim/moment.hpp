@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments between codes and float32, 32 elements at a time. The scale of a block is its largest value, so the whole block is known before a code is written.
+// Moments between codes and float32, 32 elements at a time. The scale of a block is its largest value, so the whole
+// block is known before a code is written.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -24,7 +25,8 @@ LOWBIT_INLINE f32x16 first_lanes(f32x16 values, int64_t count) {
 
 // 32 values, of which `count` are there, and zeros, as value * factor.
 template <StateFormat kFormat, class Decoder>
-LOWBIT_INLINE void decode_group(const Decoder& decoder, const uint8_t* codes, int64_t count, f32x16 (&value)[2], f32x16 (&factor)[2]) {
+LOWBIT_INLINE void decode_group(const Decoder& decoder, const uint8_t* codes, int64_t count, f32x16 (&value)[2],
+                                f32x16 (&factor)[2]) {
   uint8_t some[kGroup] = {};
   if (count < kGroup) {
     for (int64_t i = 0; i < state_bytes(kFormat, count); i++) some[i] = codes[i];
@@ -50,13 +52,15 @@ LOWBIT_INLINE void store_group(uint8_t* codes, int64_t count, i32x16 a, i32x16 b
     for (int64_t i = 0; i < state_bytes(kFormat, count); i++) codes[i] = some[i];
 }
 
-// Codes of a block of values whose largest is absmax; values are there up to a whole group. Not inlined: one copy for all rules.
+// Codes of a block of values whose largest is absmax; values are there up to a whole group. Not inlined: one copy for
+// all rules.
 template <StateFormat kFormat, bool kSigned>
 void encode_values(float absmax, int64_t count, const float* values, uint8_t* codes) {
   const typename StateCodes<kFormat, kSigned>::Encoder encode(absmax);
   auto magnitude = [](f32x16 value) __attribute__((always_inline)) { return kSigned ? abs(value) : value; };
   if constexpr (StateCodes<kFormat, kSigned>::kIsDynamic) {
-    // In two passes, the shifts between them in L1: a chain of instructions half as long, which is what bounds it (AVX2, Zen 5: 1.13x of one pass).
+    // In two passes, the shifts between them in L1: a chain of instructions half as long, which is what bounds it
+    // (AVX2, Zen 5: 1.13x of one pass).
     alignas(64) int32_t shifts[kMaxStateBlock];
     for (int64_t i = 0; i < count; i += kGroup)
       unroll<2>([&](auto half) __attribute__((always_inline)) {
@@ -74,15 +78,18 @@ void encode_values(float absmax, int64_t count, const float* values, uint8_t* co
     }
   } else {
     for (int64_t i = 0; i < count; i += kGroup)
-      store_group<kFormat, kSigned>(codes + state_bytes(kFormat, i), count - i, encode(load(values + i)), encode(load(values + i + 16)));
+      store_group<kFormat, kSigned>(codes + state_bytes(kFormat, i), count - i, encode(load(values + i)),
+                                    encode(load(values + i + 16)));
   }
 }
 
-// Codes and scale of a block of at most kMaxStateBlock values, there up to a whole group, counted in `unit`s; they are lost. The scale is set from the bits
-// of the largest |value|: as integers nan is the largest, then inf, so neither can be lost. A block with one of them gets the scale nan and reads back as
-// nan everywhere: nothing finite is made up. A scale below 2^-126 has no inverse: such a block becomes zeros.
+// Codes and scale of a block of at most kMaxStateBlock values, there up to a whole group, counted in `unit`s; they are
+// lost. The scale is set from the bits of the largest |value|: as integers nan is the largest, then inf, so neither can
+// be lost. A block with one of them gets the scale nan and reads back as nan everywhere: nothing finite is made up. A
+// scale below 2^-126 has no inverse: such a block becomes zeros.
 template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE void encode_block(i32x16 absmax_bits, float unit, int64_t count, float* values, uint8_t* codes, float* scale) {
+LOWBIT_INLINE void encode_block(i32x16 absmax_bits, float unit, int64_t count, float* values, uint8_t* codes,
+                                float* scale) {
   float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits)));
   *scale = absmax * unit / StateCodes<kFormat, kSigned>::kAbsmaxOverScale;
   if (!(*scale >= 0x1p-126f && absmax >= 0x1p-96f && absmax <= 0x1p96f)) [[unlikely]] {

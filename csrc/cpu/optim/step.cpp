@@ -13,7 +13,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Elements of one task: large enough that handing it out costs nothing (2 us at 8 GB/s a core), small enough to balance.
+// Elements of one task: large enough that handing it out costs nothing (2 us at 8 GB/s a core), small enough to
+// balance.
 constexpr int64_t kTaskElements = 1 << 14;
 static_assert(kTaskElements >= kMaxStateBlock);
 
@@ -21,11 +22,13 @@ constexpr DType known_here(DType dtype) { return kSpecializes ? dtype : DType::o
 
 LOWBIT_INLINE int64_t tasks_of(const OptimTensor& tensor) { return (tensor.numel + kTaskElements - 1) / kTaskElements; }
 
-// One parallel region for all tensors, their tasks in one numbering: a task belongs to the last tensor whose first task is not after it.
+// One parallel region for all tensors, their tasks in one numbering: a task belongs to the last tensor whose first task
+// is not after it.
 template <StateFormat kFormat, class Rule>
 void step_all(const OptimStepArgs& args) {
   const int64_t count = static_cast<int64_t>(args.tensors.size());
-  auto* first_task = static_cast<int64_t*>(scratch(Scratch::call, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
+  auto* first_task =
+      static_cast<int64_t*>(scratch(Scratch::call, static_cast<std::size_t>(count + 1) * sizeof(int64_t)));
   first_task[0] = 0;
   for (int64_t i = 0; i < count; i++) first_task[i + 1] = first_task[i] + tasks_of(args.tensors[i]);
   const int64_t tasks = first_task[count];
@@ -36,11 +39,14 @@ void step_all(const OptimStepArgs& args) {
       (first_task[middle] <= task ? found : end) = middle;
     }
     const OptimTensor& tensor = args.tensors[found];
-    const int64_t first = (task - first_task[found]) * (kTaskElements / args.block_size), blocks = (tensor.numel + args.block_size - 1) / args.block_size;
+    const int64_t first = (task - first_task[found]) * (kTaskElements / args.block_size),
+                  blocks = (tensor.numel + args.block_size - 1) / args.block_size;
     const int64_t last = first + kTaskElements / args.block_size, stop = last < blocks ? last : blocks;
     const DType dtype = tensor.param_dtype == tensor.grad_dtype ? tensor.param_dtype : DType::other;
-    if (kSpecializes && dtype == DType::float32) step_blocks<kFormat, Rule, known_here(DType::float32), known_here(DType::float32)>(args, tensor, first, stop);
-    else if (kSpecializes && dtype == DType::bfloat16) step_blocks<kFormat, Rule, known_here(DType::bfloat16), known_here(DType::bfloat16)>(args, tensor, first, stop);
+    if (kSpecializes && dtype == DType::float32)
+      step_blocks<kFormat, Rule, known_here(DType::float32), known_here(DType::float32)>(args, tensor, first, stop);
+    else if (kSpecializes && dtype == DType::bfloat16)
+      step_blocks<kFormat, Rule, known_here(DType::bfloat16), known_here(DType::bfloat16)>(args, tensor, first, stop);
     else step_blocks<kFormat, Rule, DType::other, DType::other>(args, tensor, first, stop);
   });
 }
@@ -55,14 +61,18 @@ void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
   for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
   switch (args.rule) {
-    case Rule::adamw: return args.hyper.amsgrad ? step_all<kFormat, AdamW<true>>(args) : step_all<kFormat, AdamW<false>>(args);
-    case Rule::sgd: return args.hyper.momentum != 0 ? step_all<kFormat, Sgd<true>>(args) : step_all<kFormat, Sgd<false>>(args);
+    case Rule::adamw:
+      return args.hyper.amsgrad ? step_all<kFormat, AdamW<true>>(args) : step_all<kFormat, AdamW<false>>(args);
+    case Rule::sgd:
+      return args.hyper.momentum != 0 ? step_all<kFormat, Sgd<true>>(args) : step_all<kFormat, Sgd<false>>(args);
     case Rule::lion: return step_all<kFormat, Lion>(args);
   }
 }
 
-#define LOWBIT_STEP_ROW(format) {LOWBIT_ROW("optim_step_" #format), refuses<StateFormat::format>, run_step<StateFormat::format>}
-constexpr Kernel<OptimStepArgs> kRows[] = {LOWBIT_STEP_ROW(float32), LOWBIT_STEP_ROW(bfloat16), LOWBIT_STEP_ROW(dynamic8), LOWBIT_STEP_ROW(dynamic4),
+#define LOWBIT_STEP_ROW(format) \
+  {LOWBIT_ROW("optim_step_" #format), refuses<StateFormat::format>, run_step<StateFormat::format>}
+constexpr Kernel<OptimStepArgs> kRows[] = {LOWBIT_STEP_ROW(float32), LOWBIT_STEP_ROW(bfloat16),
+                                           LOWBIT_STEP_ROW(dynamic8), LOWBIT_STEP_ROW(dynamic4),
                                            LOWBIT_STEP_ROW(float8)};
 
 }  // namespace

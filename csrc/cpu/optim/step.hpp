@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 32 elements at a time in registers. The new moments wait in
-// L1 until the block's largest is known, then become codes: p, g and the codes are read once and written once.
+// Blocks of one tensor: decode, rule and rounding of the parameter in one pass over memory, 32 elements at a time in
+// registers. The new moments wait in L1 until the block's largest is known, then become codes: p, g and the codes are
+// read once and written once.
 #pragma once
 
 #include <type_traits>
@@ -19,8 +20,9 @@ LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_
 
 // Of stochastic rounding: of the call, the step and the position in the list.
 LOWBIT_INLINE uint64_t seed_of(uint64_t seed, double step, int64_t index) {
-  const auto random = philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
-                                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  const auto random =
+      philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
+                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
   return uint64_t{random[0]} << 32 | random[1];
 }
 
@@ -32,11 +34,13 @@ struct Common {
   bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
 
   LOWBIT_INLINE Common(const OptimStepArgs& args, const OptimTensor& tensor)
-      : step(*tensor.step_count), seed(args.stochastic_rounding ? seed_of(args.seed, step, &tensor - args.tensors.data()) : 0),
+      : step(*tensor.step_count),
+        seed(args.stochastic_rounding ? seed_of(args.seed, step, &tensor - args.tensors.data()) : 0),
         grad_factor(set1(1.0f / grad_scale_of(args))),
         keep(set1(static_cast<float>(args.hyper.decoupled ? 1 - args.hyper.lr * args.hyper.weight_decay : 1.0))),
-        l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(grad_scale_of(args) != 1.0f), negated(args.hyper.maximize),
-        adds_l2(args.hyper.weight_decay != 0 && !args.hyper.decoupled), special(scaled || negated || adds_l2),
+        l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(grad_scale_of(args) != 1.0f),
+        negated(args.hyper.maximize), adds_l2(args.hyper.weight_decay != 0 && !args.hyper.decoupled),
+        special(scaled || negated || adds_l2),
         stochastic(args.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
 
@@ -45,7 +49,8 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
   alignas(64) static constexpr int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const i32x16 element = add(load_i32(kLanes), set1(static_cast<int32_t>(i)));
   const i32x16 up = add(bits_of(value), shift_right<16>(random_bits(element, key)));
-  return float_of(select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
+  return float_of(
+      select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
 }
 
 LOWBIT_INLINE int32_t block_key(uint64_t seed, int64_t block) {
@@ -53,11 +58,13 @@ LOWBIT_INLINE int32_t block_key(uint64_t seed, int64_t block) {
                                          {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})[0]);
 }
 
-// The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of the largest.
+// The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of
+// the largest.
 template <StateFormat kFormat, class Rule>
 struct BlockOfMoments {
   static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
-  static constexpr int64_t kStride = kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
+  static constexpr int64_t kStride =
+      kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
 
   int64_t begin, count;
   uint8_t* stored[kMaxMoments];
@@ -83,7 +90,8 @@ struct BlockOfMoments {
   template <class> struct AllDecoders;
   template <int... k>
   struct AllDecoders<std::integer_sequence<int, k...>> : Decoder<k>... {
-    LOWBIT_INLINE AllDecoders(const BlockOfMoments& block, const Rule& rule) : Decoder<k>{block.template decoder<k>(rule.carry[k])}... {}
+    LOWBIT_INLINE AllDecoders(const BlockOfMoments& block, const Rule& rule)
+        : Decoder<k>{block.template decoder<k>(rule.carry[k])}... {}
   };
   using Decoders = AllDecoders<std::make_integer_sequence<int, Rule::kMoments>>;
 
@@ -94,9 +102,11 @@ struct BlockOfMoments {
   }
   // 32 old values of moment k, of which `left` are there, and zeros, as value * factor.
   template <int k>
-  LOWBIT_INLINE void read(const Decoders& decoders, int64_t i, int64_t left, f32x16 (&value)[2], f32x16 (&factor)[2]) const {
+  LOWBIT_INLINE void read(const Decoders& decoders, int64_t i, int64_t left, f32x16 (&value)[2],
+                          f32x16 (&factor)[2]) const {
     const auto& decode = static_cast<const Decoder<k>&>(decoders).decode;
-    if constexpr (has_codes(kFormat)) return decode_group<kFormat>(decode, stored[k] + state_bytes(kFormat, i), left, value, factor);
+    if constexpr (has_codes(kFormat))
+      return decode_group<kFormat>(decode, stored[k] + state_bytes(kFormat, i), left, value, factor);
     else
       unroll<2>([&](auto half) __attribute__((always_inline)) {
         value[half] = load_as_float(stored[k], kDType, i + 16 * half, left - 16 * half), factor[half] = decode;
@@ -109,14 +119,18 @@ struct BlockOfMoments {
   }
   LOWBIT_INLINE void encode(const Rule& rule) const {
     unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], rule.unit[k], count, values + k * kStride, stored[k], scale[k]);
+      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], rule.unit[k], count, values + k * kStride, stored[k],
+                                              scale[k]);
     });
   }
 };
 
-// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a nan with a sign, which is above all if unsigned.
+// The larger bits of |value|: nan above inf. A moment that cannot be negative may still be a nan with a sign, which is
+// above all if unsigned.
 template <bool kSigned>
-LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) { return kSigned ? max(bits, bits_of(abs(value))) : max_u32(bits, bits_of(value)); }
+LOWBIT_INLINE i32x16 larger(i32x16 bits, f32x16 value) {
+  return kSigned ? max(bits, bits_of(abs(value))) : max_u32(bits, bits_of(value));
+}
 
 // DType::other: known at run time only.
 constexpr DType known(DType fixed, DType given) { return fixed == DType::other ? given : fixed; }
@@ -137,9 +151,12 @@ struct GroupUpdate {
   LOWBIT_INLINE DType param_dtype() const { return known(kParam, tensor.param_dtype); }
   LOWBIT_INLINE DType grad_dtype() const { return known(kGrad, tensor.grad_dtype); }
 
-  LOWBIT_INLINE void operator()(Moments& moments, const Decoders& decoders, i32x16 (&absmax)[kMoments + 1], int64_t i, int64_t left) const {
+  LOWBIT_INLINE void operator()(Moments& moments, const Decoders& decoders, i32x16 (&absmax)[kMoments + 1], int64_t i,
+                                int64_t left) const {
     f32x16 old[kMoments + 1][2], factors[kMoments + 1][2];
-    unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.template read<k>(decoders, i, left, old[k], factors[k]); });
+    unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
+      moments.template read<k>(decoders, i, left, old[k], factors[k]);
+    });
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const int64_t at = i + 16 * half, lanes = left - 16 * half;
       f32x16 g = load_as_float(grads, grad_dtype(), at, lanes), p = load_as_float(params, param_dtype(), at, lanes);
@@ -150,7 +167,8 @@ struct GroupUpdate {
         if (common.adds_l2) g = fma(p, common.l2, g);
       }
       f32x16 moment[kMoments + 1], factor[kMoments + 1];
-      unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moment[k] = old[k][half], factor[k] = factors[k][half]; });
+      unroll<kMoments>([&](auto k)
+                           __attribute__((always_inline)) { moment[k] = old[k][half], factor[k] = factors[k][half]; });
       p = rule.update(p, common.keep, g, moment, factor);
       unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
         moments.template put<k>(at, lanes, moment[k], rule.unit[k]);
@@ -164,21 +182,26 @@ struct GroupUpdate {
 
 // Any dtypes and the end of a block: one copy per format and rule.
 template <StateFormat kFormat, class Rule>
-[[gnu::noinline]] void update_some(const GroupUpdate<kFormat, Rule, DType::other, DType::other>& update, BlockOfMoments<kFormat, Rule>& moments,
-                                   const typename BlockOfMoments<kFormat, Rule>::Decoders& decoders, i32x16 (&absmax)[Rule::kMoments + 1], int64_t i,
-                                   int64_t left) {
+[[gnu::noinline]] void update_some(const GroupUpdate<kFormat, Rule, DType::other, DType::other>& update,
+                                   BlockOfMoments<kFormat, Rule>& moments,
+                                   const typename BlockOfMoments<kFormat, Rule>::Decoders& decoders,
+                                   i32x16 (&absmax)[Rule::kMoments + 1], int64_t i, int64_t left) {
   update(moments, decoders, absmax, i, left);
 }
 
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
+void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule,
+                  BlockOfMoments<kFormat, Rule>& moments) {
   constexpr int kMoments = Rule::kMoments;
   constexpr int64_t kPrefetchBytes = 4096;
   constexpr bool kKnown = kParam != DType::other && kGrad != DType::other;
   const int64_t param_size = static_cast<int64_t>(size_of(known(kParam, tensor.param_dtype)));
   const int64_t grad_size = static_cast<int64_t>(size_of(known(kGrad, tensor.grad_dtype)));
   const GroupUpdate<kFormat, Rule, kParam, kGrad> update{
-      .tensor = tensor, .common = common, .rule = rule, .params = static_cast<char*>(tensor.param) + moments.begin * param_size,
+      .tensor = tensor,
+      .common = common,
+      .rule = rule,
+      .params = static_cast<char*>(tensor.param) + moments.begin * param_size,
       .grads = static_cast<char*>(tensor.grad) + moments.begin * grad_size,
       .key = common.stochastic ? block_key(common.seed, moments.begin / args.block_size) : 0};
   const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
@@ -194,18 +217,21 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Co
       update(moments, decoders, absmax, i, kGroup);
     }
   if (i < moments.count) {
-    const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor, common, rule, update.params, update.grads, update.key};
+    const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor,        common,       rule,
+                                                                     update.params, update.grads, update.key};
     const auto any_decoders = decoders;  // whose addresses are not those of the loop's, which stay in registers
     i32x16 any_absmax[kMoments + 1];
     for (int k = 0; k <= kMoments; k++) any_absmax[k] = absmax[k];
-    for (; i < moments.count; i += kGroup) update_some<kFormat, Rule>(any, moments, any_decoders, any_absmax, i, moments.count - i);
+    for (; i < moments.count; i += kGroup)
+      update_some<kFormat, Rule>(any, moments, any_decoders, any_absmax, i, moments.count - i);
     for (int k = 0; k <= kMoments; k++) absmax[k] = any_absmax[k];
   }
-  unroll<kMoments>([&](auto k) __attribute__((always_inline)) { moments.absmax[k] = bit_and(absmax[k], set1(INT32_MAX)); });
+  unroll<kMoments>([&](auto k)
+                       __attribute__((always_inline)) { moments.absmax[k] = bit_and(absmax[k], set1(INT32_MAX)); });
 }
 
-// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then, where the code right after the update
-// would wait for the last elements' 100 cycles of latency.
+// Blocks [first, end) of a tensor. A block is encoded after the next one is updated: its largest is known by then,
+// where the code right after the update would wait for the last elements' 100 cycles of latency.
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
 void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t first, int64_t end) {
   using Block = BlockOfMoments<kFormat, Rule>;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize, pack, unpack and dequantize: float weights or plain codes to panels, and back. One task is one panel.
+// Rows of the ops quantize, pack, unpack and dequantize: float weights or plain codes to panels, and back. One task is
+// one panel.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -23,7 +24,8 @@ struct PlainPanel {
   PlainPanel(const WeightSpec& spec, void* memory)
       : spec(spec), codes(static_cast<uint8_t*>(memory)), scale(reinterpret_cast<float*>(codes + 16 * spec.padded_k())),
         zero(scale + 16 * spec.groups()) {
-    const int64_t covered = smaller(spec.padded_k(), spec.groups() * spec.group_k());  // with groups of 32 the last half tile may have none
+    const int64_t covered =
+        smaller(spec.padded_k(), spec.groups() * spec.group_k());  // with groups of 32 the last half tile may have none
     for (int64_t column = 0; column < 16; column++)
       std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
   }
@@ -32,8 +34,9 @@ struct PlainPanel {
 // 2^floor(log2(x)), exact; 0 for 0 and subnormals.
 LOWBIT_INLINE float power_of_two_below(float x) { return float_from_bits(bits_of_float(x) & 0x7f800000u); }
 
-// Splits the scales of one column into column_scale and f16 group scales, and rounds `scale` to what is stored. A power of two as column_scale
-// keeps every f16 scale of an imported checkpoint exact, and gives weights of any magnitude the full precision of f16.
+// Splits the scales of one column into column_scale and f16 group scales, and rounds `scale` to what is stored. A power
+// of two as column_scale keeps every f16 scale of an imported checkpoint exact, and gives weights of any magnitude the
+// full precision of f16.
 LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = plain.spec;
   float* scale = plain.scale + column * spec.groups();
@@ -68,7 +71,8 @@ LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, 
     }
     int64_t sum_codes = 0, begin = g * spec.group_k(), end = smaller(spec.k, begin + spec.group_k());
     for (int64_t i = begin; i < end; i++) sum_codes += codes[i];
-    total += (static_cast<double>(sum_codes) - static_cast<double>(zero[g]) * static_cast<double>(end - begin)) * scale[g];
+    total +=
+        (static_cast<double>(sum_codes) - static_cast<double>(zero[g]) * static_cast<double>(end - begin)) * scale[g];
   }
   reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(total);
 }
@@ -110,7 +114,8 @@ LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, floa
 }
 
 // One row of the weight (one column of the panel), widened to float32 and padded with zeros.
-LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column, uint8_t* panel) {
+LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
+                                         int64_t column, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
   const float levels = static_cast<float>(code_max(spec.format));
@@ -123,7 +128,8 @@ LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPa
   store_scales(plain, column, panel);
   f32x16 signal = set1(0.0f), noise = set1(0.0f);
   for (int64_t g = 0; g < groups; g++) {
-    const float zero = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels) : static_cast<float>(symmetric_zero(spec.format));
+    const float zero = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels)
+                                       : static_cast<float>(symmetric_zero(spec.format));
     const f32x16 divisor = set1(scale[g] > 0.0f ? scale[g] : 1.0f), z = set1(zero), s = set1(scale[g]);
     plain.zero[column * groups + g] = zero;
     for (int64_t i = g * group_k; i < g * group_k + length(g); i += 16) {
@@ -173,7 +179,9 @@ Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
     for (int64_t k = 0; k < padded; k += 16)
-      store(x + k, row < spec.n && k < spec.k ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k) : set1(0.0f));
+      store(x + k, row < spec.n && k < spec.k
+                       ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k)
+                       : set1(0.0f));
     const Distortion column_sums = quantize_column(args, plain, x, column, panel);
     sums.signal += column_sums.signal, sums.noise += column_sums.noise;
   }
@@ -192,10 +200,12 @@ void pack_panel(const PackArgs& args, int64_t index) {
     for (int64_t g = 0; g < groups; g++) {
       const bool real = row < spec.n;
       plain.scale[column * groups + g] = real ? args.scale.as<const float>()[row * groups + g] : 0.0f;
-      const float zero = real && spec.asymmetric ? args.zero.as<const float>()[row * groups + g] : static_cast<float>(symmetric_zero(spec.format));
+      const float zero = real && spec.asymmetric ? args.zero.as<const float>()[row * groups + g]
+                                                 : static_cast<float>(symmetric_zero(spec.format));
       plain.zero[column * groups + g] = zero;
       for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k++)
-        plain.codes[column * padded + k] = real && k < spec.k ? args.codes.as<const uint8_t>()[row * spec.k + k] : static_cast<uint8_t>(zero);
+        plain.codes[column * padded + k] =
+            real && k < spec.k ? args.codes.as<const uint8_t>()[row * spec.k + k] : static_cast<uint8_t>(zero);
     }
     store_scales(plain, column, panel);
     store_zeros_and_sum(plain, column, panel);
@@ -215,7 +225,8 @@ void unpack_panel(const UnpackArgs& args, int64_t index) {
       const float group_scale = view.group_scale ? float_from_float16(view.group_scale[g * 16 + column]) : 1.0f;
       args.scale.as<float>()[row * spec.groups() + g] = column_scale * group_scale;
       if (args.zero)
-        args.zero.as<float>()[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column]) : static_cast<float>(symmetric_zero(spec.format));
+        args.zero.as<float>()[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column])
+                                                                   : static_cast<float>(symmetric_zero(spec.format));
     }
     for (int64_t k = 0; k < spec.k; k++) {
       const CodePosition at = code_position<kFormat>(column, k);
@@ -229,7 +240,8 @@ template <Format kFormat>
 void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   const WeightSpec& spec = args.spec;
   float* wide = static_cast<float*>(scratch(Scratch::task, kTileK * 16 * sizeof(float)));
-  const float* column_scale = reinterpret_cast<const float*>(args.packed.as<const uint8_t>() + index * spec.panel_bytes() + spec.column_scale_at());
+  const float* column_scale = reinterpret_cast<const float*>(args.packed.as<const uint8_t>() +
+                                                             index * spec.panel_bytes() + spec.column_scale_at());
   for (int64_t tile = 0; tile < spec.tiles(); tile++) {
     widen_tiles<kFormat>(spec, args.packed.as<const uint8_t>(), index, tile, 1, wide);
     for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
@@ -248,12 +260,14 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   });
 }
 
-void run_quantize(const QuantizeArgs& args) {  // distortions are summed in the order of the panels: the same for any number of threads
+void run_quantize(const QuantizeArgs&
+                      args) {  // distortions are summed in the order of the panels: the same for any number of threads
   const int64_t panels = args.spec.panels();
   Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { sums[panel] = quantize_panel<kFormat>(args, panel); });
   *args.distortion = {};
-  for (int64_t panel = 0; panel < panels; panel++) args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
+  for (int64_t panel = 0; panel < panels; panel++)
+    args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
 }
 
 void run_pack(const PackArgs& args) {
@@ -274,10 +288,12 @@ void run_dequantize(const DequantizeArgs& args) {
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { dequantize_panel<kFormat>(args, panel); });
 }
 
-constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
+constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {
+    {LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
 constexpr Kernel<PackArgs> kPackRows[] = {{LOWBIT_ROW("pack_panels"), never_refuses<PackArgs>, run_pack}};
 constexpr Kernel<UnpackArgs> kUnpackRows[] = {{LOWBIT_ROW("unpack_panels"), never_refuses<UnpackArgs>, run_unpack}};
-constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {{LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
+constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {
+    {LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
 
 }  // namespace
 

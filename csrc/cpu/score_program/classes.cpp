@@ -8,7 +8,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr Kernel<BlockClassesArgs> kRows[] = {{LOWBIT_ROW("block_classes_intervals"), never_refuses<BlockClassesArgs>, classify_blocks}};
+constexpr Kernel<BlockClassesArgs> kRows[] = {
+    {LOWBIT_ROW("block_classes_intervals"), never_refuses<BlockClassesArgs>, classify_blocks}};
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block classes by interval arithmetic: the program is evaluated once per block on intervals (q in q0..q1, k in k0..k1), what depends on q or k alone
-// once per row or column of blocks. Blocks that intervals leave undecided are evaluated, by the best row of score_program.
+// Block classes by interval arithmetic: the program is evaluated once per block on intervals (q in q0..q1, k in
+// k0..k1), what depends on q or k alone once per row or column of blocks. Blocks that intervals leave undecided are
+// evaluated, by the best row of score_program.
 #include "cpu/score_program/classify.hpp"
 
 #include <algorithm>
@@ -32,7 +33,8 @@ Interval interval_as(const Interval* in, std::index_sequence<at...>) {
 using IntervalOf = Interval (*)(const Interval*);
 template <class... Ops>
 constexpr auto interval_functions(OpList<Ops...>) {
-  return std::array<IntervalOf, sizeof...(Ops)>{[](const Interval* in) { return interval_as<Ops>(in, std::make_index_sequence<arity_of<Ops>()>{}); }...};
+  return std::array<IntervalOf, sizeof...(Ops)>{
+      [](const Interval* in) { return interval_as<Ops>(in, std::make_index_sequence<arity_of<Ops>()>{}); }...};
 }
 constexpr auto kIntervals = interval_functions(ScoreOps{});
 
@@ -54,7 +56,8 @@ Interval scan(const TensorView& view, const Interval* index) {
   for (int d = 0; d < view.rank; d++) {
     const double size = static_cast<double>(view.shape[d]), shift = index[d].high < 0 ? size : 0;
     if (!(index[d].low + shift >= 0 && index[d].high + shift < size)) return {};
-    first[d] = static_cast<int64_t>(index[d].low + shift), count[d] = static_cast<int64_t>(index[d].high + shift) - first[d] + 1;
+    first[d] = static_cast<int64_t>(index[d].low + shift),
+    count[d] = static_cast<int64_t>(index[d].high + shift) - first[d] + 1;
     all *= count[d];
     if (all > kMaxScan) return {};
   }
@@ -72,14 +75,16 @@ Interval scan(const TensorView& view, const Interval* index) {
 class Classifier {
  public:
   Classifier(const ScoreCall& call, const BlockGrid& grid)
-      : call_(call), grid_(grid), nodes_(call.program().graph.nodes), output_(call.program().output), live_(nodes_.size()) {
+      : call_(call), grid_(grid), nodes_(call.program().graph.nodes), output_(call.program().output),
+        live_(nodes_.size()) {
     live_[output_] = true;
     for (int i = output_; i >= 0; i--)
       for (int j = 0; live_[i] && j < nodes_[i].operand_count; j++) live_[nodes_[i].operands[j]] = true;
   }
 
   int64_t run(uint8_t* classes) {
-    const int64_t q_blocks = ceil_div(grid_.q_length, grid_.q_block), kv_blocks = ceil_div(grid_.kv_length, grid_.kv_block);
+    const int64_t q_blocks = ceil_div(grid_.q_length, grid_.q_block),
+                  kv_blocks = ceil_div(grid_.kv_length, grid_.kv_block);
     const int64_t count = static_cast<int64_t>(nodes_.size());
     for (int64_t bh = 0; bh < grid_.batch * grid_.heads; bh++) {
       const int64_t b = bh / grid_.heads, h = bh % grid_.heads;
@@ -91,7 +96,8 @@ class Classifier {
         for (Rate rate : {Rate::head, Rate::row}) evaluate(region(b, h, i, 0), rate, row.data());
         for (int64_t j = 0; j < kv_blocks; j++) {
           const Region here = region(b, h, i, j);
-          for (int64_t n = 0; n < count; n++) block[n] = nodes_[n].rate == Rate::column ? columns[j * count + n] : row[n];
+          for (int64_t n = 0; n < count; n++)
+            block[n] = nodes_[n].rate == Rate::column ? columns[j * count + n] : row[n];
           for (Rate rate : {Rate::diagonal, Rate::tile}) evaluate(here, rate, block.data());
           uint8_t found = class_of(block[output_]);
           if (found == kUndecided) found = search(here);
@@ -123,7 +129,9 @@ class Classifier {
   }
 
   Interval value_of(const ScoreNode& node, const Region& at, const Interval* values) const {
-    const auto between = [](int64_t low, int64_t high) { return Interval{static_cast<double>(low), static_cast<double>(high)}; };
+    const auto between = [](int64_t low, int64_t high) {
+      return Interval{static_cast<double>(low), static_cast<double>(high)};
+    };
     switch (node.op) {
       case number_of<B>(): return between(at.b, at.b);
       case number_of<H>(): return between(at.h, at.h);
@@ -131,7 +139,8 @@ class Classifier {
       case number_of<K>(): return between(at.k0, at.k1);
       case number_of<KMinusQ>(): return between(at.k0 - at.q1, at.k1 - at.q0);
       case number_of<IntConst>(): case number_of<BoolConst>(): return between(node.immediate, node.immediate);
-      case number_of<FloatConst>(): return rounded(std::bit_cast<double>(node.immediate), std::bit_cast<double>(node.immediate));
+      case number_of<FloatConst>():
+        return rounded(std::bit_cast<double>(node.immediate), std::bit_cast<double>(node.immediate));
       default: break;
     }
     std::array<Interval, kMaxOperands> in;
@@ -143,7 +152,9 @@ class Classifier {
     return result.low >= INT32_MIN && result.high <= INT32_MAX ? result : Interval{};  // may wrap
   }
   // The machine computes in float32; rounding is monotone, so the rounded ends are its ends.
-  static Interval rounded(double low, double high) { return {static_cast<double>(static_cast<float>(low)), static_cast<double>(static_cast<float>(high))}; }
+  static Interval rounded(double low, double high) {
+    return {static_cast<double>(static_cast<float>(low)), static_cast<double>(static_cast<float>(high))};
+  }
 
   // What intervals do not decide: piece by piece, until both a kept and a dropped score were seen.
   uint8_t search(const Region& all) {
@@ -152,7 +163,8 @@ class Classifier {
     std::vector<Interval> values(nodes_.size());
     for (int64_t q0 = all.q0; q0 <= all.q1 && !(kept && dropped); q0 += kDenseRows)
       for (int64_t k0 = all.k0; k0 <= all.k1 && !(kept && dropped); k0 += kDenseColumns) {
-        const Region piece{all.b, all.h, q0, std::min(q0 + kDenseRows - 1, all.q1), k0, std::min(k0 + kDenseColumns - 1, all.k1)};
+        const Region piece{
+            all.b, all.h, q0, std::min(q0 + kDenseRows - 1, all.q1), k0, std::min(k0 + kDenseColumns - 1, all.k1)};
         const bool whole = piece.q0 == all.q0 && piece.q1 == all.q1 && piece.k0 == all.k0 && piece.k1 == all.k1;
         for (int n = 0; !whole && n <= output_; n++)
           if (live_[n]) values[n] = value_of(nodes_[n], piece, values.data());
@@ -167,7 +179,14 @@ class Classifier {
     alignas(64) thread_local static float scores[kDenseRows * kDenseColumns];
     const int rows = static_cast<int>(at.q1 - at.q0 + 1), cols = static_cast<int>(at.k1 - at.k0 + 1);
     std::fill(scores, scores + rows * kDenseColumns, 0.0f);
-    lowbit::run(ScoreProgramArgs{.call = &call_, .b = at.b, .h = at.h, .q0 = at.q0, .k0 = at.k0, .rows = rows, .cols = cols, .stride = kDenseColumns,
+    lowbit::run(ScoreProgramArgs{.call = &call_,
+                                 .b = at.b,
+                                 .h = at.h,
+                                 .q0 = at.q0,
+                                 .k0 = at.k0,
+                                 .rows = rows,
+                                 .cols = cols,
+                                 .stride = kDenseColumns,
                                  .scores = scores});
     int64_t count = 0;
     for (int r = 0; r < rows; r++)

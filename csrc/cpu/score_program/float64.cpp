@@ -8,7 +8,9 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-std::string_view refuses(const ScoreProgramArgs& args) { return args.dtype == DType::float64 ? "" : "for float64 scores"; }
+std::string_view refuses(const ScoreProgramArgs& args) {
+  return args.dtype == DType::float64 ? "" : "for float64 scores";
+}
 
 constexpr Kernel<ScoreProgramArgs> kRows[] = {{LOWBIT_ROW("score_program_float64"), refuses, run_tile<double>}};
 

@@ -30,7 +30,8 @@ class Runner {
  public:
   using Int = IntBeside<T>;
 
-  Runner(ScoreMachine<T>& machine, const ScoreTile<T>& tile, T* gradient, int64_t gradient_stride, const CapturedGradient* captured)
+  Runner(ScoreMachine<T>& machine, const ScoreTile<T>& tile, T* gradient, int64_t gradient_stride,
+         const CapturedGradient* captured)
       : m_(machine), tile_(tile), gradient_(gradient), gradient_stride_(gradient_stride), captured_(captured),
         sizes_(bank_sizes(machine.max_rows, machine.max_cols)) {}
 
@@ -53,8 +54,10 @@ class Runner {
   // The stages before the tile, of which a run after this finds nothing left to do.
   void prepare() {
     const bool head = m_.fresh || m_.b != tile_.b || m_.h != tile_.h;
-    const bool rows = head || m_.q0 != tile_.q0 || m_.rows != tile_.rows, cols = head || m_.k0 != tile_.k0 || m_.cols != tile_.cols;
-    m_.fresh = false, m_.b = tile_.b, m_.h = tile_.h, m_.q0 = tile_.q0, m_.k0 = tile_.k0, m_.rows = tile_.rows, m_.cols = tile_.cols;
+    const bool rows = head || m_.q0 != tile_.q0 || m_.rows != tile_.rows,
+               cols = head || m_.k0 != tile_.k0 || m_.cols != tile_.cols;
+    m_.fresh = false, m_.b = tile_.b, m_.h = tile_.h, m_.q0 = tile_.q0, m_.k0 = tile_.k0, m_.rows = tile_.rows,
+    m_.cols = tile_.cols;
     if (m_.plan->has(Stage::head) && head) run_line(Stage::head, 1);
     if (m_.plan->has(Stage::row) && rows) run_line(Stage::row, tile_.rows);
     if (m_.plan->has(Stage::column) && cols) run_line(Stage::column, tile_.cols);
@@ -70,11 +73,13 @@ class Runner {
       if (step.op != number_of<score::Gather>()) continue;
       Source<T> indices[kMaxOperands];
       bool known = true;
-      for (int j = 0; j < step.operand_count; j++) known &= step.operands[j].rate != Rate::tile, indices[j] = source(step.operands[j]);
+      for (int j = 0; j < step.operand_count; j++)
+        known &= step.operands[j].rate != Rate::tile, indices[j] = source(step.operands[j]);
       if (!known) continue;
       const TensorView& tensor = m_.call->captured()[step.immediate];
-      const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count,
-                                     {.rows = tile_.rows, .count = tile_.cols, .width = tile_.cols}, tensor.stride.data());
+      const Plane plane =
+          find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count,
+                     {.rows = tile_.rows, .count = tile_.cols, .width = tile_.cols}, tensor.stride.data());
       if (!plane.valid || plane.along != 1 || plane.down == 0) continue;
       const int64_t size = static_cast<int64_t>(size_of(tensor.dtype));
       return {tensor.as<const char>() + plane.start * size, tile_.rows, tile_.cols * size, plane.down * size};
@@ -97,7 +102,9 @@ class Runner {
       const int count = tile_.cols - c0_ < chunk ? tile_.cols - c0_ : chunk;
       strip_stride_ = round_up(count, 16);
       for (r0_ = first; r0_ < last; r0_ += strip_rows)
-        run_steps({.rows = last - r0_ < strip_rows ? last - r0_ : strip_rows, .count = count, .width = static_cast<int>(strip_stride_)});
+        run_steps({.rows = last - r0_ < strip_rows ? last - r0_ : strip_rows,
+                   .count = count,
+                   .width = static_cast<int>(strip_stride_)});
     }
   }
 
@@ -107,7 +114,9 @@ class Runner {
     for (int at = m_.plan->begin[stage]; at < m_.plan->begin[stage + 1]; at++) run_step(steps[at], extent);
   }
 
-  T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)]; }
+  T* bank(ScoreOperand place) const {
+    return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)];
+  }
 
   // Whether a tensor can stand in for this register; the memory of the caller (below 0) is no register.
   static bool has_view(ScoreOperand place) { return place.rate == Rate::tile && place.at >= 0 && place.at < kViews; }
@@ -123,7 +132,8 @@ class Runner {
       case Rate::row: return {base + r0_, 1, !in_tile};
       case Rate::column: return {base + c0_, 0, true};
       case Rate::diagonal: return {base + (in_tile ? tile_.rows - 1 - r0_ + c0_ : 0), -1, true};
-      default: return has_view(place) && viewed_ >> place.at & 1 ? views_[place.at] : Source<T>{base, strip_stride_, true};
+      default:
+        return has_view(place) && viewed_ >> place.at & 1 ? views_[place.at] : Source<T>{base, strip_stride_, true};
     }
   }
 
@@ -131,7 +141,8 @@ class Runner {
     Strip<T> strip;
     Source<T> in[kMaxOperands];
     unsigned vectors = 0;
-    for (int j = 0; j < step.operand_count; j++) in[j] = source(step.operands[j]), vectors |= static_cast<unsigned>(in[j].vector) << j;
+    for (int j = 0; j < step.operand_count; j++)
+      in[j] = source(step.operands[j]), vectors |= static_cast<unsigned>(in[j].vector) << j;
     if (step.op == number_of<ScatterAdd>()) {
       const CapturedGradient target = captured_ ? captured_[step.immediate] : CapturedGradient{};
       if (target.data) scatter_step(*m_.call, step, in[0], in + 1, target, extent);
@@ -147,7 +158,10 @@ class Runner {
       case number_of<K>(): return iota(strip.out, tile_.k0, 1, extent.width);
       case number_of<KMinusQ>(): return iota(strip.out, tile_.k0 - tile_.q0 - (tile_.rows - 1), 1, extent.width);
       case number_of<score::Gather>(): return run_gather(step, in, strip.out, strip.out_stride, extent);
-      case number_of<FloorDivideInt>(): case number_of<RemainderInt>(): case number_of<TruncDivideInt>(): case number_of<FmodInt>():
+      case number_of<FloorDivideInt>():
+      case number_of<RemainderInt>():
+      case number_of<TruncDivideInt>():
+      case number_of<FmodInt>():
         check_divisor(in[1], extent);
         break;
       default: break;
@@ -160,10 +174,11 @@ class Runner {
   // Where the tensor itself can stand in for the register, it is not copied: a bias then costs what reading it costs.
   void run_gather(const ScoreStep& step, const Source<T>* indices, T* out, int64_t out_stride, Extent extent) {
     const TensorView& tensor = m_.call->captured()[step.immediate];
-    const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count, extent, tensor.stride.data());
+    const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count, extent,
+                                   tensor.stride.data());
     constexpr DType kOwn = sizeof(T) == 4 ? DType::float32 : DType::float64;
-    const bool stands_in = stage_ == Stage::tile && plane.valid && plane.along == 1 && tensor.dtype == kOwn && extent.count == extent.width &&
-                           has_view(step.out);
+    const bool stands_in = stage_ == Stage::tile && plane.valid && plane.along == 1 && tensor.dtype == kOwn &&
+                           extent.count == extent.width && has_view(step.out);
     if (!stands_in) return gather_step(*m_.call, step, plane, indices, out, out_stride, extent);
     views_[step.out.at] = {tensor.as<const T>() + plane.start, plane.down, true};
     viewed_ |= 1u << step.out.at;
@@ -192,7 +207,8 @@ class Runner {
 
   void clear_sums() {
     for (const ScoreStep& step : m_.plan->steps)
-      if (step.op == number_of<Sum>()) std::memset(bank(step.out), 0, sizeof(T) * sizes_.of[static_cast<int>(step.out.rate)]);
+      if (step.op == number_of<Sum>())
+        std::memset(bank(step.out), 0, sizeof(T) * sizes_.of[static_cast<int>(step.out.rate)]);
   }
 
   ScoreMachine<T>& m_;
@@ -213,7 +229,8 @@ template <class T>
 void start(ScoreMachine<T>& machine, void* memory) {
   const BankSizes sizes = bank_sizes(machine.max_rows, machine.max_cols);
   T* next = static_cast<T*>(memory);
-  for (int rate = 0; rate < 6; rate++) machine.banks[rate] = next, next += registers_of(*machine.plan, rate) * sizes.of[rate];
+  for (int rate = 0; rate < 6; rate++)
+    machine.banks[rate] = next, next += registers_of(*machine.plan, rate) * sizes.of[rate];
   T* constants = machine.banks[0];
   for (const ScoreConstant& constant : machine.plan->constants) {
     if (constant.type == 'f') *constants = static_cast<T>(std::bit_cast<double>(constant.bits));
@@ -226,16 +243,17 @@ void start(ScoreMachine<T>& machine, void* memory) {
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 
 // The functions of vm.hpp for one type of score.
-#define LOWBIT_MACHINE(T) \
-  void start_machine(ScoreMachine<T>& machine, void* memory) { start(machine, memory); } \
-  MemoryRows prepare_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile) { \
-    Runner<T> runner(machine, tile, nullptr, 0, nullptr); \
-    runner.prepare(); \
-    return runner.rows_of_gather(); \
-  } \
+#define LOWBIT_MACHINE(T)                                                                           \
+  void start_machine(ScoreMachine<T>& machine, void* memory) { start(machine, memory); }            \
+  MemoryRows prepare_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile) {                  \
+    Runner<T> runner(machine, tile, nullptr, 0, nullptr);                                           \
+    runner.prepare();                                                                               \
+    return runner.rows_of_gather();                                                                 \
+  }                                                                                                 \
   void run_machine_rows(ScoreMachine<T>& machine, const ScoreTile<T>& tile, int first, int count) { \
-    Runner<T>(machine, tile, nullptr, 0, nullptr).run_rows(first, count); \
-  } \
-  void run_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile, T* gradient, int64_t stride, const CapturedGradient* captured) { \
-    Runner<T>(machine, tile, gradient, stride, captured).run(); \
+    Runner<T>(machine, tile, nullptr, 0, nullptr).run_rows(first, count);                           \
+  }                                                                                                 \
+  void run_machine(ScoreMachine<T>& machine, const ScoreTile<T>& tile, T* gradient, int64_t stride, \
+                   const CapturedGradient* captured) {                                              \
+    Runner<T>(machine, tile, gradient, stride, captured).run();                                     \
   }

@@ -30,7 +30,8 @@ struct Addresses {
 };
 constexpr int kOffsets = 256;  // elements that are looked up at once
 
-// All offsets of a tensor fit into 32 bits, of which a vector holds twice as many and AVX2 has a product: 3 of 8 ns per 16 elements.
+// All offsets of a tensor fit into 32 bits, of which a vector holds twice as many and AVX2 has a product: 3 of 8 ns per
+// 16 elements.
 LOWBIT_INLINE bool has_narrow_offsets(const TensorView& tensor, const int64_t* stride) {
   int64_t extent = 0;
   for (int d = 0; d < tensor.rank; d++) {
@@ -50,17 +51,18 @@ bool set_offsets(const Int* index, int count, Offset size, Offset stride, Offset
   for (int c = 0; c < count; c++) {
     const Offset i = static_cast<Offset>(index[c]), wrapped = i < 0 ? i + size : i;
     outside |= static_cast<Offset>(wrapped < 0) | static_cast<Offset>(wrapped >= size);
-    const Offset product = static_cast<Offset>(static_cast<std::make_unsigned_t<Offset>>(wrapped) * static_cast<std::make_unsigned_t<Offset>>(stride));
+    const Offset product = static_cast<Offset>(static_cast<std::make_unsigned_t<Offset>>(wrapped) *
+                                               static_cast<std::make_unsigned_t<Offset>>(stride));
     offsets[c] = kAdd ? offsets[c] + product : product;
   }
   return outside != 0;
 }
 
-// `indices` of `count` elements of row r, from column c, into a tensor of this shape and these strides; `along` as in ScoreStep, `offsets` of
-// kOffsets. A fault makes them invalid.
+// `indices` of `count` elements of row r, from column c, into a tensor of this shape and these strides; `along` as in
+// ScoreStep, `offsets` of kOffsets. A fault makes them invalid.
 template <class T, class Offset>
-Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const Source<T>* indices, const int32_t* along, int dims, int64_t r, int c,
-                                 int count, const int64_t* stride, Offset* offsets) {
+Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const Source<T>* indices, const int32_t* along,
+                                 int dims, int64_t r, int c, int count, const int64_t* stride, Offset* offsets) {
   using Int = IntBeside<T>;
   const TensorView& tensor = call.captured()[number];
   Addresses<Offset> to;
@@ -89,7 +91,8 @@ Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const So
   return to;
 }
 
-// Addresses of a whole strip whose indices are linear in both directions (bias[b, h, q, k]): start + r * down + c * along.
+// Addresses of a whole strip whose indices are linear in both directions (bias[b, h, q, k]): start + r * down + c *
+// along.
 struct Plane {
   bool valid = true;
   int64_t start = 0, down = 0, along = 0;
@@ -100,16 +103,18 @@ struct Plane {
 
 // Not valid if an index is not linear, changes its sign or leaves its dimension: then find_addresses looks closer.
 template <class T>
-Plane find_plane(const TensorView& tensor, const Source<T>* indices, const int32_t* along, const int32_t* down, int dims, Extent extent,
-                 const int64_t* stride) {
+Plane find_plane(const TensorView& tensor, const Source<T>* indices, const int32_t* along, const int32_t* down,
+                 int dims, Extent extent, const int64_t* stride) {
   Plane plane;
   for (int d = 0; d < dims && plane.valid; d++) {
     const int64_t first = *indices[d].template row<IntBeside<T>>(0), size = tensor.shape[d];
     plane.valid = along[d] != ScoreStep::kNotLinear && down[d] != ScoreStep::kNotLinear;
     const int64_t right = int64_t{along[d]} * (extent.count - 1), below = int64_t{down[d]} * (extent.rows - 1);
     for (int64_t corner : {first, first + right, first + below, first + right + below})
-      plane.valid &= (corner < 0) == (first < 0) && static_cast<uint64_t>(from_start(corner, size)) < static_cast<uint64_t>(size);
-    plane.start += from_start(first, size) * stride[d], plane.down += down[d] * stride[d], plane.along += along[d] * stride[d];
+      plane.valid &=
+          (corner < 0) == (first < 0) && static_cast<uint64_t>(from_start(corner, size)) < static_cast<uint64_t>(size);
+    plane.start += from_start(first, size) * stride[d], plane.down += down[d] * stride[d],
+        plane.along += along[d] * stride[d];
   }
   return plane;
 }
@@ -166,8 +171,8 @@ void load_captured(const TensorView& tensor, const Addresses<Offset>& at, int co
 }
 
 template <class Offset, class T>
-void gather_rows(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out, int64_t out_stride,
-                 Extent extent) {
+void gather_rows(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out,
+                 int64_t out_stride, Extent extent) {
   const TensorView& tensor = call.captured()[step.immediate];
   for (int64_t r = 0; r < extent.rows; r++) {
     T* const to = out + r * out_stride;
@@ -179,7 +184,8 @@ void gather_rows(const ScoreCall& call, const ScoreStep& step, const Plane& plan
     Offset offsets[kOffsets];
     for (int c = 0; c < extent.count; c += kOffsets) {
       const int count = extent.count - c < kOffsets ? extent.count - c : kOffsets;
-      const auto at = find_addresses(call, step.immediate, indices, step.along.data(), step.operand_count, r, c, count, tensor.stride.data(), offsets);
+      const auto at = find_addresses(call, step.immediate, indices, step.along.data(), step.operand_count, r, c, count,
+                                     tensor.stride.data(), offsets);
       if (at.valid) load_captured(tensor, at, count, to + c);
       else std::memset(to + c, 0, sizeof(T) * count);
     }
@@ -187,10 +193,11 @@ void gather_rows(const ScoreCall& call, const ScoreStep& step, const Plane& plan
 }
 
 template <class T>
-void gather_step(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out, int64_t out_stride,
-                 Extent extent) {
+void gather_step(const ScoreCall& call, const ScoreStep& step, const Plane& plane, const Source<T>* indices, T* out,
+                 int64_t out_stride, Extent extent) {
   const TensorView& tensor = call.captured()[step.immediate];
-  if (has_narrow_offsets(tensor, tensor.stride.data())) gather_rows<int32_t>(call, step, plane, indices, out, out_stride, extent);
+  if (has_narrow_offsets(tensor, tensor.stride.data()))
+    gather_rows<int32_t>(call, step, plane, indices, out, out_stride, extent);
   else gather_rows<int64_t>(call, step, plane, indices, out, out_stride, extent);
 }
 
@@ -205,8 +212,8 @@ void add_elements(void* data, const Addresses<Offset>& at, int count, const T* v
 
 // The gradient of a captured tensor is contiguous whatever the strides of the tensor are.
 template <class T>
-void scatter_step(const ScoreCall& call, const ScoreStep& step, const Source<T>& value, const Source<T>* indices, CapturedGradient target,
-                  Extent extent) {
+void scatter_step(const ScoreCall& call, const ScoreStep& step, const Source<T>& value, const Source<T>* indices,
+                  CapturedGradient target, Extent extent) {
   const TensorView& tensor = call.captured()[step.immediate];
   int64_t stride[TensorView::kMaxRank], elements = 1, offsets[kOffsets];
   for (int d = tensor.rank - 1; d >= 0; d--) stride[d] = elements, elements *= tensor.shape[d];
@@ -238,7 +245,8 @@ LOWBIT_INLINE T sum_of(const T* value, int count) {
   return sum;
 }
 
-// Adds rows x count values to `to`, which has `row_step` to go from one row to the next, and one element per column or a single one.
+// Adds rows x count values to `to`, which has `row_step` to go from one row to the next, and one element per column or
+// a single one.
 template <class T>
 void sum_step(const Source<T>& value, T* to, int64_t row_step, bool per_column, Extent extent) {
   for (int64_t r = 0; r < extent.rows; r++) {

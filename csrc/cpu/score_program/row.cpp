@@ -7,7 +7,9 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-std::string_view refuses(const ScoreProgramArgs& args) { return args.dtype == DType::float64 ? "scores are float64" : ""; }
+std::string_view refuses(const ScoreProgramArgs& args) {
+  return args.dtype == DType::float64 ? "scores are float64" : "";
+}
 
 constexpr Kernel<ScoreProgramArgs> kRows[] = {{LOWBIT_ROW("score_program_float32"), refuses, run_tile<float>}};
 

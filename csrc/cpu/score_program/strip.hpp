@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops of score/ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the compiler makes vectors of
-// them with the flags of each instruction set. An operand is either one element per element, or one for a whole row.
+// The ops of score/ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the
+// compiler makes vectors of them with the flags of each instruction set. An operand is either one element per element,
+// or one for a whole row.
 #pragma once
 
 #include <array>
@@ -39,11 +40,13 @@ using StripKernel = void (*)(const Strip<T>&);
 #define LOWBIT_INDEPENDENT _Pragma("GCC ivdep")  // a result may overwrite its own operand, element by element
 #endif
 
-// Ops over the vector of 16, where the compiler makes poor vectors of the plain loop: a minimum that keeps nan is one instruction here, five there.
+// Ops over the vector of 16, where the compiler makes poor vectors of the plain loop: a minimum that keeps nan is one
+// instruction here, five there.
 template <class Op> struct ByHand { static constexpr bool exists = false; };
 
-// tanh(x) = x P(x^2) / Q(x^2), lowest power first, fitted with relative error 1.5e-7 up to 8, where tanh is 1 - 2^-22 and is left: with rounding 4.5e-7,
-// and never above 1. One power more in P, for 2e-8 and 3.5e-7, costs a tenth more time; 1 - 2 / (e^2x + 1) costs three times as much.
+// tanh(x) = x P(x^2) / Q(x^2), lowest power first, fitted with relative error 1.5e-7 up to 8, where tanh is 1 - 2^-22
+// and is left: with rounding 4.5e-7, and never above 1. One power more in P, for 2e-8 and 3.5e-7, costs a tenth more
+// time; 1 - 2 / (e^2x + 1) costs three times as much.
 constexpr float kTanhEnd = 8, kTanhP[] = {0.99999988f, 1.2925666e-1f, 2.9510257e-3f, 1.1428442e-5f};
 constexpr float kTanhQ[] = {1, 4.6258882e-1f, 2.3815563e-2f, 2.3866943e-4f, 2.4592163e-7f};
 struct RationalTanh {
@@ -59,7 +62,8 @@ struct RationalTanh {
   LOWBIT_INLINE f32x16 operator()(f32x16 x) const {
     x = max(sub(set1(0.0f), end), min(end, x));
     const f32x16 s = mul(x, x);
-    const f32x16 over = fma(fma(fma(p[3], s, p[2]), s, p[1]), s, p[0]), under = fma(fma(fma(fma(q[4], s, q[3]), s, q[2]), s, q[1]), s, q[0]);
+    const f32x16 over = fma(fma(fma(p[3], s, p[2]), s, p[1]), s, p[0]),
+                 under = fma(fma(fma(fma(q[4], s, q[3]), s, q[2]), s, q[1]), s, q[0]);
     return div(mul(x, over), under);
   }
 };
@@ -105,7 +109,8 @@ void run_strip2(const Strip<T>& strip) {
     const B b0 = *b;
     Out* out = reinterpret_cast<Out*>(strip.out + r * strip.out_stride);
     LOWBIT_INDEPENDENT
-    for (int64_t i = 0; i < width; i++) out[i] = static_cast<Out>(Op::value(mask & 1 ? a[i] : a0, mask & 2 ? b[i] : b0));
+    for (int64_t i = 0; i < width; i++)
+      out[i] = static_cast<Out>(Op::value(mask & 1 ? a[i] : a0, mask & 2 ? b[i] : b0));
   }
 }
 
@@ -126,7 +131,8 @@ void run_strip3(const Strip<T>& strip) {
     Out* out = reinterpret_cast<Out*>(strip.out + r * strip.out_stride);
     if constexpr (kByHand<Op, T>) {
       for (int64_t i = 0; i < width; i += 16)
-        store(out + i, ByHand<Op>::value(mask & 1 ? load(a + i) : set1(a0), mask & 2 ? load(b + i) : set1(b0), mask & 4 ? load(c + i) : set1(c0)));
+        store(out + i, ByHand<Op>::value(mask & 1 ? load(a + i) : set1(a0), mask & 2 ? load(b + i) : set1(b0),
+                                         mask & 4 ? load(c + i) : set1(c0)));
     } else {
       LOWBIT_INDEPENDENT
       for (int64_t i = 0; i < width; i++)
@@ -136,19 +142,23 @@ void run_strip3(const Strip<T>& strip) {
 }
 #undef LOWBIT_INDEPENDENT
 
-// A soft cap: one b and c for a row, mostly for all, whose powers go into the coefficients. Nine products where eleven were: 2.5 ns per 16 scores, not 3.0.
+// A soft cap: one b and c for a row, mostly for all, whose powers go into the coefficients. Nine products where eleven
+// were: 2.5 ns per 16 scores, not 3.0.
 [[maybe_unused]] void run_soft_cap(const Strip<float>& strip) {
   const float first_b = *strip.in[1].row<float>(0), magnitude = __builtin_fabsf(first_b);
   const bool uniform = strip.in[1].row_stride == 0 && strip.in[2].row_stride == 0;
-  if (!uniform || !(magnitude > 0x1p-10f && magnitude < 0x1p10f)) return run_strip3<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats
+  if (!uniform || !(magnitude > 0x1p-10f && magnitude < 0x1p10f))
+    return run_strip3<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats
   const RationalTanh scaled(first_b, *strip.in[2].row<float>(0));
   for (int64_t r = 0; r < strip.rows; r++) {
     const float* a = strip.in[0].row<float>(r);
-    for (int64_t i = 0; i < (strip.width & ~15); i += 16) store(strip.out + r * strip.out_stride + i, scaled(load(a + i)));
+    for (int64_t i = 0; i < (strip.width & ~15); i += 16)
+      store(strip.out + r * strip.out_stride + i, scaled(load(a + i)));
   }
 }
 
-// Per op one kernel for each set of vector operands. All operands one per row: the result is too, and has a stage of its own (but for a copy).
+// Per op one kernel for each set of vector operands. All operands one per row: the result is too, and has a stage of
+// its own (but for a copy).
 template <class T>
 struct StripKernels {
   StripKernel<T> of[8];
@@ -156,17 +166,21 @@ struct StripKernels {
 template <class Op, class T>
 constexpr StripKernels<T> strip_kernels() {
   if constexpr (std::is_same_v<Op, score::ScaledTanh> && sizeof(T) == 4)
-    return {{nullptr, run_soft_cap, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>, run_strip3<Op, T, 5>, run_strip3<Op, T, 6>,
-             run_strip3<Op, T, 7>}};
+    return {{nullptr, run_soft_cap, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>,
+             run_strip3<Op, T, 5>, run_strip3<Op, T, 6>, run_strip3<Op, T, 7>}};
   else if constexpr (std::is_same_v<Op, score::Copy>) return {{run_strip1<Op, T, 0>, run_strip1<Op, T, 1>}};
   else if constexpr (!has_value<Op>()) return {};
   else if constexpr (arity_of<Op>() == 1) return {{nullptr, run_strip1<Op, T, 1>}};
-  else if constexpr (arity_of<Op>() == 2) return {{nullptr, run_strip2<Op, T, 1>, run_strip2<Op, T, 2>, run_strip2<Op, T, 3>}};
-  else return {{nullptr, run_strip3<Op, T, 1>, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>, run_strip3<Op, T, 5>,
-                run_strip3<Op, T, 6>, run_strip3<Op, T, 7>}};
+  else if constexpr (arity_of<Op>() == 2)
+    return {{nullptr, run_strip2<Op, T, 1>, run_strip2<Op, T, 2>, run_strip2<Op, T, 3>}};
+  else
+    return {{nullptr, run_strip3<Op, T, 1>, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>,
+             run_strip3<Op, T, 5>, run_strip3<Op, T, 6>, run_strip3<Op, T, 7>}};
 }
 template <class T, class... Ops>
-constexpr std::array<StripKernels<T>, sizeof...(Ops)> all_strip_kernels(OpList<Ops...>) { return {strip_kernels<Ops, T>()...}; }
+constexpr std::array<StripKernels<T>, sizeof...(Ops)> all_strip_kernels(OpList<Ops...>) {
+  return {strip_kernels<Ops, T>()...};
+}
 template <class T>
 constexpr auto kStripKernels = all_strip_kernels<T>(ScoreOps{});
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs one plan of a score program over tiles of scores: a register machine whose instructions work on a strip of up to 1024 scores at a time, so
-// that finding the instruction (2 ns) costs nothing and all registers stay in L1. One machine per thread, plan and call.
-// The code is in machine.hpp, compiled once per instruction set, for double in one of them (float64.cpp); kernels of other ops include this header.
+// Runs one plan of a score program over tiles of scores: a register machine whose instructions work on a strip of up to
+// 1024 scores at a time, so that finding the instruction (2 ns) costs nothing and all registers stay in L1. One machine
+// per thread, plan and call. The code is in machine.hpp, compiled once per instruction set, for double in one of them
+// (float64.cpp); kernels of other ops include this header.
 #pragma once
 
 #include <cstddef>
@@ -40,15 +41,17 @@ struct MemoryRows {
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell);
 void start_machine(ScoreMachine<float>& machine, void* memory);
 void start_machine(ScoreMachine<double>& machine, void* memory);
-// Computes what the tile has per row, column and diagonal. Returns the rows of a captured tensor that a run will read in place or convert, one per row
-// of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
+// Computes what the tile has per row, column and diagonal. Returns the rows of a captured tensor that a run will read
+// in place or convert, one per row of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
 MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile);
 MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile);
 // Runs a forward plan over `count` rows of the tile from row `first`; tile.scores are those of row `first`.
 void run_machine_rows(ScoreMachine<float>& machine, const ScoreTile<float>& tile, int first, int count);
 void run_machine_rows(ScoreMachine<double>& machine, const ScoreTile<double>& tile, int first, int count);
-void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride, const CapturedGradient* captured);
-void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride, const CapturedGradient* captured);
+void run_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile, float* gradient, int64_t stride,
+                 const CapturedGradient* captured);
+void run_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile, double* gradient, int64_t stride,
+                 const CapturedGradient* captured);
 
 }  // namespace lowbit::cpu::LOWBIT_SERVED_BY
 
@@ -61,7 +64,9 @@ namespace {
 template <class T>
 class ScoreVm {
  public:
-  static std::size_t bytes(const ScorePlan& plan, int max_rows, int max_cols) { return machine_bytes(plan, max_rows, max_cols, sizeof(T)); }
+  static std::size_t bytes(const ScorePlan& plan, int max_rows, int max_cols) {
+    return machine_bytes(plan, max_rows, max_cols, sizeof(T));
+  }
 
   // `memory`: 64-byte aligned, of bytes(); tiles have at most max_rows x max_cols scores.
   ScoreVm(const ScoreCall& call, const ScorePlan& plan, int max_rows, int max_cols, void* memory)
@@ -73,8 +78,8 @@ class ScoreVm {
   void run(const ScoreTile<T>& tile) {
     if (!machine_.plan->empty()) run_machine(machine_, tile, nullptr, 0, nullptr);
   }
-  // Plan `backward` or `backward_only`: raw scores are read; `gradient` (of the modified scores) becomes that of the raw scores, in place;
-  // `captured` has one entry per captured tensor (backward_only: null).
+  // Plan `backward` or `backward_only`: raw scores are read; `gradient` (of the modified scores) becomes that of the
+  // raw scores, in place; `captured` has one entry per captured tensor (backward_only: null).
   void run(const ScoreTile<T>& raw, T* gradient, int64_t stride, const CapturedGradient* captured) {
     if (!machine_.plan->empty()) run_machine(machine_, raw, gradient, stride, captured);
   }

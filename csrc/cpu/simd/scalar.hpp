@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers give in intrinsics.
+// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers give in
+// intrinsics.
 #pragma once
 
 #define LOWBIT_IS_SCALAR 1
@@ -22,8 +23,16 @@ struct u8x64 { uint8_t lane[64]; };  // 16 columns x 4 k
 LOWBIT_INLINE f32x16 set1(float a) { f32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
 LOWBIT_INLINE f32x16 load(const float* p) { f32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE void store(float* p, f32x16 a) { std::memcpy(p, &a, 64); }
-LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { f32x16 r; LOWBIT_LANES r.lane[i] = float_from_float16(p[i]); return r; }
-LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) { f32x16 r; LOWBIT_LANES r.lane[i] = float_from_bfloat16(p[i]); return r; }
+LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) {
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = float_from_float16(p[i]);
+  return r;
+}
+LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = float_from_bfloat16(p[i]);
+  return r;
+}
 LOWBIT_INLINE void store_f16(uint16_t* p, f32x16 a) { LOWBIT_LANES p[i] = float16_from_float(a.lane[i]); }
 LOWBIT_INLINE void store_bf16(uint16_t* p, f32x16 a) { LOWBIT_LANES p[i] = bfloat16_from_float(a.lane[i]); }
 
@@ -31,15 +40,28 @@ LOWBIT_INLINE f32x16 add(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] += b.lane[
 LOWBIT_INLINE f32x16 sub(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
 LOWBIT_INLINE f32x16 mul(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] *= b.lane[i]; return a; }
 LOWBIT_INLINE f32x16 div(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] /= b.lane[i]; return a; }
-LOWBIT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { LOWBIT_LANES a.lane[i] = std::fma(a.lane[i], b.lane[i], c.lane[i]); return a; }
-LOWBIT_INLINE f32x16 max(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }  // b if either is nan
-LOWBIT_INLINE f32x16 min(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  LOWBIT_LANES a.lane[i] = std::fma(a.lane[i], b.lane[i], c.lane[i]);
+  return a;
+}
+LOWBIT_INLINE f32x16 max(f32x16 a, f32x16 b) {
+  LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}  // b if either is nan
+LOWBIT_INLINE f32x16 min(f32x16 a, f32x16 b) {
+  LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
 LOWBIT_INLINE f32x16 abs(f32x16 a) { LOWBIT_LANES a.lane[i] = std::fabs(a.lane[i]); return a; }
-LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::copysign(a.lane[i], b.lane[i]); return a; }
+LOWBIT_INLINE f32x16 copysign(f32x16 a, f32x16 b) {
+  LOWBIT_LANES a.lane[i] = std::copysign(a.lane[i], b.lane[i]);
+  return a;
+}
 LOWBIT_INLINE f32x16 to_float(i32x16 a) { f32x16 r; LOWBIT_LANES r.lane[i] = static_cast<float>(a.lane[i]); return r; }
 LOWBIT_INLINE i32x16 to_int(f32x16 a) {  // to nearest even; INT_MIN where it does not fit, as cvtps2dq
   i32x16 r;
-  LOWBIT_LANES r.lane[i] = a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(std::nearbyintf(a.lane[i])) : INT32_MIN;
+  LOWBIT_LANES r.lane[i] =
+      a.lane[i] >= -0x1p31f && a.lane[i] < 0x1p31f ? static_cast<int32_t>(std::nearbyintf(a.lane[i])) : INT32_MIN;
   return r;
 }
 LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {  // exponent in -126..127
@@ -55,40 +77,94 @@ LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[
 LOWBIT_INLINE i32x16 bits_of(f32x16 a) { i32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE f32x16 float_of(i32x16 a) { f32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
-LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) * static_cast<uint32_t>(b.lane[i])); return a; }
-LOWBIT_INLINE i32x16 min(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
-LOWBIT_INLINE i32x16 max(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 mul(i32x16 a, i32x16 b) {
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) * static_cast<uint32_t>(b.lane[i]));
+  return a;
+}
+LOWBIT_INLINE i32x16 min(i32x16 a, i32x16 b) {
+  LOWBIT_LANES a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
+LOWBIT_INLINE i32x16 max(i32x16 a, i32x16 b) {
+  LOWBIT_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
 LOWBIT_INLINE i32x16 bit_and(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] &= b.lane[i]; return a; }
 LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] |= b.lane[i]; return a; }
 LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] ^= b.lane[i]; return a; }
-template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count); return a; }
-template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count); return a; }  // zeros come in
-LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(count.lane[i]) < 32 ? static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count.lane[i]) : 0; return a; }
-LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) { i32x16 r; LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]); return r; }  // mask; nan: 0
-LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) { bool all = true; LOWBIT_LANES all &= a.lane[i] <= b.lane[i]; return all; }  // false if a lane is nan
-LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i]; return a; }
-LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) { f32x16 r; LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7]; return r; }  // 8 entries, twice, 64-byte aligned
-LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
-  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
+template <int count>
+LOWBIT_INLINE i32x16 shift_left(i32x16 a) {
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) << count);
   return a;
 }
-LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lower half of a is 0, and stays it
+template <int count>
+LOWBIT_INLINE i32x16 shift_right(i32x16 a) {
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count);
+  return a;
+}  // zeros come in
+LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) {
+  LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(count.lane[i]) < 32
+                               ? static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) >> count.lane[i])
+                               : 0;
+  return a;
+}
+LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
+  i32x16 r;
+  LOWBIT_LANES r.lane[i] = -(a.lane[i] >= b.lane[i]);
+  return r;
+}  // mask; nan: 0
+LOWBIT_INLINE bool all_at_most(f32x16 a, f32x16 b) {
+  bool all = true;
+  LOWBIT_LANES all &= a.lane[i] <= b.lane[i];
+  return all;
+}  // false if a lane is nan
+LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) {
+  LOWBIT_LANES a.lane[i] = mask.lane[i] ? a.lane[i] : b.lane[i];
+  return a;
+}
+LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7];
+  return r;
+}  // 8 entries, twice, 64-byte aligned
+LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a,
+                                  i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(
+      ((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
+  return a;
+}
+LOWBIT_INLINE i32x16
+sub_saturating_u16(i32x16 a, i32x16 b) {  // upper halves, not below 0; the lower half of a is 0, and stays it
   LOWBIT_LANES {
     const uint32_t left = static_cast<uint32_t>(a.lane[i]) >> 16, right = static_cast<uint32_t>(b.lane[i]) >> 16;
     a.lane[i] = static_cast<int32_t>((left > right ? left - right : 0) << 16);
   }
   return a;
 }
-LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) { LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i]; return n; }  // n - 1 where a > b; neither negative
-LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(a.lane[i]) > static_cast<uint32_t>(b.lane[i]) ? a.lane[i] : b.lane[i]; return a; }
-LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) { LOWBIT_LANES a.lane[i] = std::signbit(b.lane[i]) ? -a.lane[i] : a.lane[i]; return a; }  // or a * 0 where b is 0
+LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
+  LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i];
+  return n;
+}  // n - 1 where a > b; neither negative
+LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) {
+  LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(a.lane[i]) > static_cast<uint32_t>(b.lane[i]) ? a.lane[i] : b.lane[i];
+  return a;
+}
+LOWBIT_INLINE i32x16 negate_where_negative(i32x16 a, f32x16 b) {
+  LOWBIT_LANES a.lane[i] = std::signbit(b.lane[i]) ? -a.lane[i] : a.lane[i];
+  return a;
+}  // or a * 0 where b is 0
 LOWBIT_INLINE i32x16 load_i32(const int32_t* p) { i32x16 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 load_u8(const uint8_t* p) { i32x16 r; LOWBIT_LANES r.lane[i] = p[i]; return r; }
 LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { std::memcpy(p, &a, 64); }
-LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i] < 0 ? 0 : a.lane[i] > 255 ? 255 : a.lane[i]); }
-// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code; written as the lanes plus an offset, saturated
-// to what 8 bits hold, with 4 bits only from below. Lanes and sums fit into 16 bits.
-LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) { LOWBIT_LANES a.lane[i] = 0x1p23f + p[i], b.lane[i] = 0x1p23f + p[16 + i]; }
+LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
+  LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i] < 0 ? 0 : a.lane[i] > 255 ? 255 : a.lane[i]);
+}
+// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code; written as
+// the lanes plus an offset, saturated to what 8 bits hold, with 4 bits only from below. Lanes and sums fit into 16
+// bits.
+LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) {
+  LOWBIT_LANES a.lane[i] = 0x1p23f + p[i], b.lane[i] = 0x1p23f + p[16 + i];
+}
 LOWBIT_INLINE void load_32_u4(const uint8_t* p, f32x16& a, f32x16& b) {
   uint8_t codes[32];
   for (int i = 0; i < 32; i++) codes[i] = i % 2 ? p[i / 2] & 15 : p[i / 2] >> 4;
@@ -103,7 +179,11 @@ LOWBIT_INLINE void store_32_u4(uint8_t* p, i32x16 a, i32x16 b, int offset) {
   store_32_u8(codes, a, b, offset);
   LOWBIT_LANES p[i] = static_cast<uint8_t>(codes[2 * i] << 4 | codes[2 * i + 1]);
 }
-LOWBIT_INLINE int32_t largest(i32x16 a) { int32_t m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
+LOWBIT_INLINE int32_t largest(i32x16 a) {
+  int32_t m = a.lane[0];
+  LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m;
+  return m;
+}
 LOWBIT_INLINE void store_i8(int8_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int8_t>(a.lane[i]); }  // values fit
 LOWBIT_INLINE int32_t sum(i32x16 a) { int32_t s = 0; LOWBIT_LANES s += a.lane[i]; return s; }
 LOWBIT_INLINE float sum(f32x16 a) {  // halves, then halves of these: the same order, and so the same bits, everywhere
@@ -119,8 +199,14 @@ LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.
 // 16 pairs of int16: what the codes of keys and values are multiplied as.
 struct i16x32 { int16_t lane[32]; };
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { i16x32 r; std::memcpy(&r, p, 64); return r; }
-LOWBIT_INLINE i16x32 load_pair(const int16_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i % 2]; return r; }
-LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) { LOWBIT_LANES p[i] = static_cast<int16_t>(a.lane[i]); }  // values fit
+LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
+  i16x32 r;
+  for (int i = 0; i < 32; i++) r.lane[i] = p[i % 2];
+  return r;
+}
+LOWBIT_INLINE void store_i16(int16_t* p, i32x16 a) {
+  LOWBIT_LANES p[i] = static_cast<int16_t>(a.lane[i]);
+}  // values fit
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) {  // a[0] b[0] a[1] b[1] ...: 16 of each
   i16x32 r;
   LOWBIT_LANES r.lane[2 * i] = a[i], r.lane[2 * i + 1] = b[i];
@@ -129,7 +215,8 @@ LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) {  // a[0] b[0] a[
 template <bool high>
 LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {  // the low or high nibbles of 16 bytes of each, - 8
   i16x32 r;
-  LOWBIT_LANES r.lane[2 * i] = static_cast<int16_t>((high ? a[i] >> 4 : a[i] & 15) - 8), r.lane[2 * i + 1] = static_cast<int16_t>((high ? b[i] >> 4 : b[i] & 15) - 8);
+  LOWBIT_LANES r.lane[2 * i] = static_cast<int16_t>((high ? a[i] >> 4 : a[i] & 15) - 8),
+                          r.lane[2 * i + 1] = static_cast<int16_t>((high ? b[i] >> 4 : b[i] & 15) - 8);
   return r;
 }
 LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
@@ -141,7 +228,11 @@ LOWBIT_INLINE f32x16 in_register(f32x16 a) { return a; }
 LOWBIT_INLINE i16x32 in_register(i16x32 a) { return a; }
 // Two rows of queries share a vector, one in each half, so that each element of a key is wanted in both.
 struct Twice { f32x16 a, b; };  // 16 elements: a has eight of them in each half, b the others
-LOWBIT_INLINE Twice twice(const float* p) { Twice r; LOWBIT_LANES r.a.lane[i] = p[i % 8], r.b.lane[i] = p[8 + i % 8]; return r; }
+LOWBIT_INLINE Twice twice(const float* p) {
+  Twice r;
+  LOWBIT_LANES r.a.lane[i] = p[i % 8], r.b.lane[i] = p[8 + i % 8];
+  return r;
+}
 LOWBIT_INLINE Twice twice_f16(const uint16_t* p) {
   Twice r;
   LOWBIT_LANES r.a.lane[i] = float_from_float16(p[i % 8]), r.b.lane[i] = float_from_float16(p[8 + i % 8]);
@@ -149,17 +240,24 @@ LOWBIT_INLINE Twice twice_f16(const uint16_t* p) {
 }
 LOWBIT_INLINE Twice twice_bf16(const uint16_t* p) {  // a: 0..3 and 8..11, b: 4..7 and 12..15, as unpacking gives them
   Twice r;
-  LOWBIT_LANES r.a.lane[i] = float_from_bfloat16(p[i % 4 + i % 8 / 4 * 8]), r.b.lane[i] = float_from_bfloat16(p[4 + i % 4 + i % 8 / 4 * 8]);
+  LOWBIT_LANES r.a.lane[i] = float_from_bfloat16(p[i % 4 + i % 8 / 4 * 8]),
+               r.b.lane[i] = float_from_bfloat16(p[4 + i % 4 + i % 8 / 4 * 8]);
   return r;
 }
 // 16 bfloat16 in the order that is cheapest to make, and that order undone.
 LOWBIT_INLINE f32x16 load_bf16_unordered(const uint16_t* p) { return load_bf16(p); }
 LOWBIT_INLINE f32x16 ordered_bf16(f32x16 a) { return a; }
-LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) { i16x32 r; for (int i = 0; i < 32; i++) r.lane[i] = p[i % 16]; return r; }
+LOWBIT_INLINE i16x32 twice_i8(const int8_t* p) {
+  i16x32 r;
+  for (int i = 0; i < 32; i++) r.lane[i] = p[i % 16];
+  return r;
+}
 struct TwiceCodes { i16x32 low, high; };
 LOWBIT_INLINE TwiceCodes twice_i4(const uint8_t* p) {  // low and high nibbles of 16 bytes, each - 8
   TwiceCodes r;
-  for (int i = 0; i < 32; i++) r.low.lane[i] = static_cast<int16_t>((p[i % 16] & 15) - 8), r.high.lane[i] = static_cast<int16_t>((p[i % 16] >> 4) - 8);
+  for (int i = 0; i < 32; i++)
+    r.low.lane[i] = static_cast<int16_t>((p[i % 16] & 15) - 8),
+    r.high.lane[i] = static_cast<int16_t>((p[i % 16] >> 4) - 8);
   return r;
 }
 // Sums of the halves of a, b, c, d: [half][which], added in the order that shuffles give: the same bits everywhere.
@@ -187,10 +285,15 @@ LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
   }
   return r;
 }
-LOWBIT_INLINE void store_two_rows(float* to, int64_t stride, f32x8 a) { for (int i = 0; i < 8; i++) to[i / 4 * stride + i % 4] = a.lane[i]; }
-LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) { for (int i = 0; i < 8; i++) to[i / 2 * stride + i % 2] = a.lane[i]; }
+LOWBIT_INLINE void store_two_rows(float* to, int64_t stride, f32x8 a) {
+  for (int i = 0; i < 8; i++) to[i / 4 * stride + i % 4] = a.lane[i];
+}
+LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
+  for (int i = 0; i < 8; i++) to[i / 2 * stride + i % 2] = a.lane[i];
+}
 
-// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times 2^shift(at).
+// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times
+// 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 codes) {  // code - 128
@@ -201,14 +304,16 @@ LOWBIT_INLINE f32x16 int8_value(u8x64 codes) {  // code - 128
 template <int at>
 LOWBIT_INLINE f32x16 bf16_pair_value(u8x64 codes) {  // number `at` of a pair of bfloat16
   f32x16 r;
-  LOWBIT_LANES r.lane[i] = float_from_bits((static_cast<uint32_t>(codes.lane[4 * i + 2 * at + 1]) << 24) | static_cast<uint32_t>(codes.lane[4 * i + 2 * at]) << 16);
+  LOWBIT_LANES r.lane[i] = float_from_bits((static_cast<uint32_t>(codes.lane[4 * i + 2 * at + 1]) << 24) |
+                                           static_cast<uint32_t>(codes.lane[4 * i + 2 * at]) << 16);
   return r;
 }
 constexpr int int4_shift(int) { return 0; }
 template <int at>
 LOWBIT_INLINE f32x16 int4_value(u8x64 codes) {  // even: low nibble of byte at / 2; odd: high nibble
   f32x16 r;
-  LOWBIT_LANES r.lane[i] = static_cast<float>(at % 2 ? codes.lane[4 * i + at / 2] >> 4 : codes.lane[4 * i + at / 2] & 15);
+  LOWBIT_LANES r.lane[i] =
+      static_cast<float>(at % 2 ? codes.lane[4 * i + at / 2] >> 4 : codes.lane[4 * i + at / 2] & 15);
   return r;
 }
 

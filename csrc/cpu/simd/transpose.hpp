@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of 8); sums of lanes.
+// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of
+// 8); sums of lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -36,15 +37,19 @@ LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* 
 
 struct f32x8 { __m256 v; };
 LOWBIT_INLINE f32x8 load8(const float* p) { return {_mm256_loadu_ps(p)}; }
-LOWBIT_INLINE f32x8 repeat_two(const float* p) { return {_mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)))}; }
+LOWBIT_INLINE f32x8 repeat_two(const float* p) {
+  return {_mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)))};
+}
 LOWBIT_INLINE f32x8 repeat_four(const float* p) { return {_mm256_broadcast_ps(reinterpret_cast<const __m128*>(p))}; }
 LOWBIT_INLINE f32x8 mul(f32x8 a, f32x8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
 LOWBIT_INLINE __m256 sums_in_lanes(__m256 a, __m256 b, __m256 c, __m256 d) {  // of each 128 bits: [a b c d]
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)), cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)),
+               cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
   return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
 }
 LOWBIT_INLINE __m256i sums_in_lanes(__m256i a, __m256i b, __m256i c, __m256i d) {
-  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)), cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)),
+                cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
   return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 }
 LOWBIT_INLINE void store_two_rows(float* to, int64_t stride, f32x8 a) {
@@ -58,7 +63,8 @@ LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
 
 LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 16; j += 8) transpose_8x8(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+    for (int j = 0; j < 16; j += 8)
+      transpose_8x8(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
 }
 
 }  // namespace
