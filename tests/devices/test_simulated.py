@@ -32,7 +32,7 @@ def test_checks(file: str) -> None:
 
 
 def test_ops_of_torch_give_on_the_device_what_they_give_on_the_cpu() -> None:
-    assert passed("check_torch_ops.py", PYTORCH_PRINT_REPRO_ON_FAILURE="0") >= 660
+    assert passed("check_torch_ops.py", PYTORCH_PRINT_REPRO_ON_FAILURE="0", OMP_NUM_THREADS="1") >= 660
 
 
 def test_host_code_that_touches_device_memory_dies_and_is_told_why() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lowbit import _C, testing
 
@@ -16,6 +17,9 @@ def score_row(request: pytest.FixtureRequest) -> Iterator[str]:
     if not request.param["available"]:
         pytest.skip(f"{request.param['name']}: {request.param['reason']}")
     name = str(request.param["name"])
+    dtype = request.node.callspec.params.get("dtype", torch.float32)
+    if (dtype == torch.float64) != ("_float64_" in name):
+        pytest.skip(f"{name}: is for {'float64' if dtype != torch.float64 else 'other'} scores")
     previous = _C.force_kernel(name)
     yield name
     _C.force_kernel(previous)

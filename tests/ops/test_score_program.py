@@ -62,14 +62,14 @@ def test_op_is_that_of_torch(score_row: str, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_op_is_that_of_torch_in_float64(name: str) -> None:
     check_op(name, torch.float64)
-    assert _C.last_kernel("score_program") == "score_program_vm_scalar"
+    assert _C.last_kernel("score_program") == "score_program_float64_scalar"
 
 
 def test_float64_is_the_scalar_rows() -> None:
     program, values, captured = operands("exp", torch.float64)
     code = program.finish(program.op("exp", *values))
     for row in testing.rows("score_program"):
-        if row["available"] and row["isa"] != "scalar":
+        if row["available"] and "_float64_" not in str(row["name"]):
             with lowbit.force_kernel(str(row["name"])), pytest.raises(NotImplementedError, match="scores are float64"):
                 run(code, captured, torch.randn(19, 33, dtype=torch.float64))
 
@@ -273,4 +273,5 @@ def test_the_page_names_every_op_and_the_row() -> None:
     for name in {*OPS, "gather"}:
         assert f"`{name}`" in page, name
     for info in testing.rows("score_program"):
-        assert "`score_program_vm_<isa>`" in page and f"`{info['isa']}`" in page, info
+        name = str(info["name"]).removesuffix(f"_{info['backend']}")
+        assert f"`{name}_<isa>`" in page and f"`{info['backend']}`" in page, info

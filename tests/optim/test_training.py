@@ -163,4 +163,4 @@ def test_state_is_there_from_the_start() -> None:
 def test_rows_are_listed() -> None:
     rows = [row["name"] for row in lowbit.kernels("optim_step")]
     formats = ["float32", "bfloat16", "dynamic8", "dynamic4", "float8"]
-    assert rows[-5:] == [f"optim_{name}_scalar" for name in formats]
+    assert rows[-5:] == [f"optim_step_{name}_scalar" for name in formats]
