@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -149,6 +150,20 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   }
 }
 
+// What is left of a gradient where no query looks: nothing.
+void clear(const TensorView& gradient) {
+  if (!gradient || gradient.numel() == 0) return;
+  const int64_t size = static_cast<int64_t>(size_of(gradient.dtype)), columns = gradient.rank ? gradient.size(-1) : 1;
+  for (int64_t row = 0; row < gradient.numel() / columns; row++) {
+    int64_t at = 0, rest = row;
+    for (int dim = gradient.rank - 2; dim >= 0; dim--) {
+      at += rest % gradient.shape[dim] * gradient.stride[dim];
+      rest /= gradient.shape[dim];
+    }
+    std::memset(gradient.as<char>() + at * size, 0, columns * size);
+  }
+}
+
 // Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that owns its elements.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
@@ -192,6 +207,11 @@ void attention_backward(AttentionBackwardArgs args, const BlockLists& lists, std
     plan.emplace(*forward.score_mod, ScoreGradientShape{batch, heads, tiles.count},
                  std::vector<TensorView>(captured_gradients.begin(), captured_gradients.end()), real);
     args.captured = &*plan;
+  }
+  if (forward.out.numel() == 0) {  // no tile, no heads to divide by
+    for (const TensorView& gradient : {args.grad_q, args.grad_k, args.grad_v, args.grad_sink}) clear(gradient);
+    for (const TensorView& gradient : captured_gradients) clear(gradient);
+    return;
   }
   run(args);
   check_faults(forward);

@@ -53,7 +53,8 @@ void check_decode(const DecodeArgs& args) {
   const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), e = q.size(3), kv_heads = k.size(1), kv_length = k.size(2), ev = out.size(3);
   check_rows(op, "q", q, {batch, heads, length, e});
   check(e >= 1 && ev >= 1, value, op, ": head dimensions must be at least 1, got E=", e, " Ev=", ev);
-  check(kv_heads >= 1 && heads % kv_heads == 0, value, op, ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
+  check(heads == 0 || (kv_heads >= 1 && heads % kv_heads == 0), value, op,
+        ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
   check(k.dtype == v.dtype, type, op, ": v must have the dtype of k, got ", name_of(v.dtype), " and ", name_of(k.dtype));
   if (args.format() == KvFormat::floating) {
     check(is_activation(k.dtype), type, op, ": k must be float32, bfloat16, float16, int8 or uint8 (int4 codes), got ", name_of(k.dtype));

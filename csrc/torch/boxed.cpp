@@ -125,6 +125,12 @@ TensorView Tensor::view(std::string_view op, std::string_view name) const {
   return view;
 }
 
+TensorView Tensor::written_view(std::string_view op, std::string_view name) const {
+  TensorView written = view(op, name);
+  if (handle_) ensure(loaded_symbols().get_data_ptr(handle_, &written.data), op, "data of a tensor that is written");
+  return written;
+}
+
 Tensor Tensor::empty(std::string_view op, TensorView& view) {
   const Symbols& torch = loaded_symbols();
   check(view.dtype != DType::other, ErrorKind::type, op, ": the dtype of a result is none that is supported");

@@ -29,7 +29,9 @@ class Tensor {
   }
 
   TensorHandle release() { return std::exchange(handle_, nullptr); }
-  TensorView view(std::string_view op, std::string_view name) const;  // empty view of a missing tensor
+  TensorView view(std::string_view op, std::string_view name) const;  // to read; empty view of a missing tensor
+  // To write: a copy-on-write clone (torch._lazy_clone) gets memory of its own first.
+  TensorView written_view(std::string_view op, std::string_view name) const;
 
   static Tensor take(StableIValue value) { return Tensor(reinterpret_cast<TensorHandle>(value)); }
   static Tensor take_optional(StableIValue value) {

@@ -33,19 +33,21 @@ void decode_kernel(StableIValue* stack) {
 }
 
 void kv_quantize_kernel(StableIValue* stack) {
+  constexpr std::string_view op = "kv_quantize";
   Arguments arguments(stack);
   Tensor x = arguments.tensor();
   const Tensor codes = arguments.tensor(), scale = arguments.tensor();
   const bool rotate = arguments.boolean();
-  kv_quantize({.x = x.dense_view("kv_quantize", "x"), .codes = codes.view("kv_quantize", "codes"), .scale = scale.view("kv_quantize", "scale"),
-               .rotate = rotate});
+  kv_quantize({.x = x.dense_view(op, "x"), .codes = codes.written_view(op, "codes"),
+               .scale = scale.written_view(op, "scale"), .rotate = rotate});
 }
 
 void kv_dequantize_kernel(StableIValue* stack) {
+  constexpr std::string_view op = "kv_dequantize";
   Arguments arguments(stack);
   const Tensor codes = arguments.tensor(), scale = arguments.tensor(), x = arguments.tensor();
   const bool rotated = arguments.boolean();
-  kv_dequantize({.codes = codes.view("kv_dequantize", "codes"), .scale = scale.view("kv_dequantize", "scale"), .x = x.view("kv_dequantize", "x"),
+  kv_dequantize({.codes = codes.view(op, "codes"), .scale = scale.view(op, "scale"), .x = x.written_view(op, "x"),
                  .rotated = rotated});
 }
 

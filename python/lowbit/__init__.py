@@ -139,10 +139,12 @@ __all__ = [
 ]
 
 if _torch is not None:
+    from lowbit.integrations.when_imported import join_when_imported
     from lowbit.ops.registration import register
 
     register()
-    del register
+    join_when_imported()
+    del register, join_when_imported
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+import lowbit  # noqa: E402
 from lowbit import _C  # noqa: E402
 from lowbit.integrations.transformers import CachedStates, QuantizedCache  # noqa: E402
 
@@ -186,8 +187,100 @@ def test_what_it_has_not_is_refused_by_name() -> None:
     from lowbit.integrations.transformers import lowbit_attention
 
     q = torch.randn(1, 2, 3, 32)
-    for option, text in (({"softcap": 30.0}, "softcap"), ({"output_attentions": True}, "attention weights")):
-        with pytest.raises(NotImplementedError, match=text):
-            lowbit_attention(torch.nn.Module(), q, q, q, None, **option)
+    with pytest.raises(NotImplementedError, match="attention weights"):
+        lowbit_attention(torch.nn.Module(), q, q, q, None, output_attentions=True)
     with pytest.raises(ValueError, match="format must be int8 or int4"):
         QuantizedCache("fp8")
+
+
+def test_the_name_is_there_without_an_import_of_ours(python: Callable[..., str]) -> None:
+    """In every order of imports, and `import lowbit` imports no transformers."""
+    model = """
+config = transformers.LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, attn_implementation="lowbit")
+assert transformers.LlamaForCausalLM(config).config._attn_implementation == "lowbit"
+print("there")
+"""
+    for first in ("import lowbit, sys; assert 'transformers' not in sys.modules; import transformers", "import transformers; import torch",
+                  "import torch, transformers", "import transformers; transformers.PreTrainedModel; import lowbit"):  # fmt: skip
+        assert "there" in python("import sys\n" + first.replace("; ", "\n") + model)
+
+
+def gemma2(softcap: float | None) -> torch.nn.Module:
+    config = transformers.Gemma2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, sliding_window=8, attn_logit_softcapping=softcap, query_pre_attn_scalar=1, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("softcap", [2.0, 50.0, None])
+def test_softcap_and_sliding_windows_of_gemma_2(softcap: float | None) -> None:
+    model, prompt, mask = gemma2(softcap), ids(2, 30), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :7] = 0
+    logits = []
+    for implementation in ("eager", "lowbit"):
+        model.set_attn_implementation(implementation)
+        logits.append(model(prompt, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+    assert torch.equal(text(model, "lowbit", prompt, attention_mask=mask), text(model, "eager", prompt, attention_mask=mask))
+
+
+def test_softcap_with_a_quantized_cache() -> None:
+    model, prompt = gemma2(3.0), ids(2, 30)
+    model.set_attn_implementation("lowbit")
+    wanted = model(prompt).logits[:, 10:]
+    cache = QuantizedCache("int8")
+    model(prompt[:, :10], past_key_values=cache)
+    steps = [model(prompt[:, 10:17], past_key_values=cache).logits]
+    steps += [model(prompt[:, i : i + 1], past_key_values=cache).logits for i in range(17, 30)]
+    assert (torch.cat(steps, 1) - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_position_bias_of_t5(padded: bool) -> None:
+    sizes = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    torch.manual_seed(1)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+    prompt, mask = ids(2, 12), torch.ones(2, 12, dtype=torch.int64)
+    if padded:
+        mask[0, 7:] = 0
+    results = []
+    for implementation in ("eager", "lowbit"):
+        model.set_attn_implementation(implementation)
+        out = model(input_ids=prompt, attention_mask=mask, decoder_input_ids=prompt)
+        model.zero_grad()
+        out.logits.pow(2).mean().backward()
+        bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.clone()
+        results.append((out.logits.detach(), bias, text(model, implementation, prompt, attention_mask=mask)))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_continuous_batching_on_our_attention(model: torch.nn.Module) -> None:
+    """transformers takes only names of its own there; by install() its "sdpa" is ours."""
+    prompts = [ids(1, n)[0].tolist() for n in (5, 12, 9)]
+    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    model.set_attn_implementation("sdpa")
+    lowbit.attention.install()
+    try:
+        results = model.generate_batch(prompts, generation_config=config)
+        assert _C.last_kernel("attention_forward") or _C.last_kernel("decode")
+    finally:
+        lowbit.attention.uninstall()
+    written = sorted((tuple(r.prompt_ids), tuple(r.generated_tokens)) for r in results.values())
+    wanted = [(tuple(p), tuple(text(model, "eager", torch.tensor([p]))[0, len(p) : len(p) + 8].tolist())) for p in prompts]
+    assert written == sorted(wanted)
+
+
+def test_a_crop_that_one_layer_refuses_changes_none() -> None:
+    cache = QuantizedCache("int8")
+    for layer, length in ((0, 9), (1, 4)):
+        cache.update(torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32), layer)
+    for count in (-5, 1):
+        with pytest.raises(ValueError, match="crop"):
+            cache.crop(count)
+        assert [layer.get_seq_length() for layer in cache.layers] == [9, 4]
+    cache.crop(-2)
+    assert [layer.get_seq_length() for layer in cache.layers] == [7, 2]

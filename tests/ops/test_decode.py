@@ -246,6 +246,19 @@ def test_keys_and_values_may_be_parts_of_one_tensor(kind: str, length: int) -> N
         assert torch.equal(run(alone)[0], run(data)[0][:, :, at : at + 1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_every_token_may_have_the_memory_of_one(kind: str, tokens: int) -> None:
+    """Keys and values of token stride 0 with scales of their own."""
+    data = make(Case((2, 8, 2, 1, tokens, 64, 64), "causal", kind))
+    call = dict(data.call)
+    for name in ("k", "v"):
+        call[name] = call[name][:, :, :1].expand_as(call[name])
+    dense = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in call.items()}
+    results = [run(Data(each, data.q, data.out, data.lse, data.allowed, data.allowed_lse)) for each in (call, dense)]
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 def test_an_empty_cache_gives_zeros() -> None:
     q, k, v, out, lse = torch.randn(1, 4, 2, 64), torch.empty(1, 2, 0, 64), torch.empty(1, 2, 0, 32), torch.ones(1, 4, 2, 32), torch.ones(1, 4, 2)
     _C.decode(q, k, v, out, 1.0, lse=lse)

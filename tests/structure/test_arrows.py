@@ -35,7 +35,7 @@ PYTHON_ARROWS = {
     "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
-    "__init__.py": {"ops", "formats", "quant", "optim", "attention", "diagnostics", "_C"},
+    "__init__.py": {"ops", "formats", "quant", "optim", "attention", "integrations", "diagnostics", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

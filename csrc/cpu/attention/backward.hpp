@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, from q, k, v, out and lse alone. With D = sum over Ev of grad_out * out - grad_lse, per tile:
-//   p = exp(s - lse);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
+//   p = exp(s - lse - rest);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
+// rest: what lse lost of the sum where it is large (RowStatistics).
 // Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of grad_q are added at the end: five
 // products a tile. Where that is still too few, and for gradients of masks and captured tensors, one pass over tiles of keys makes grad_k and grad_v
 // and another over tiles of queries makes grad_q: seven. Nothing is added by two threads, and every element is summed in the same order in all ways:
@@ -16,7 +17,7 @@ namespace {
 
 // grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the group][L], or without memory.
 template <class T>
-void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
+void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
                    int64_t j, Matrix<T> grad_q) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t first = kv_head * forward.group();
@@ -27,7 +28,7 @@ void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, co
   for (int64_t h = first; h < first + forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       if (!tilings.visit(forward, b, h, i, j, at) || !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
-      load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, delta, tile);
+      load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, statistics, tile);
       score_gradients(args, at, tile);
       add_grad_keys(forward, at, tile);
       if (grad_q.data) add_grad_queries(forward, at, tile, grad_q.from((h - first) * tilings.q.length + at.q0));
@@ -47,18 +48,18 @@ void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardTile<T>& ti
 }
 
 template <class T>
-void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
+void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head,
                     int64_t chunk, Matrix<T> grad_q) {
   const KeyChunks chunks(args.forward, tilings.kv.count);
-  for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) backward_keys(args, tilings, delta, tile, b, kv_head, j, grad_q);
+  for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++) backward_keys(args, tilings, statistics, tile, b, kv_head, j, grad_q);
 }
 
 // All of one kv head.
 template <class T>
-void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
+void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
   const int64_t group = args.forward.group(), length = tilings.q.length;
   sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile,
-             [&](int64_t chunk, Matrix<T> grad_q) { backward_chunk(args, tilings, delta, tile, b, kv_head, chunk, grad_q); });
+             [&](int64_t chunk, Matrix<T> grad_q) { backward_chunk(args, tilings, statistics, tile, b, kv_head, chunk, grad_q); });
   for (int64_t g = 0; g < group; g++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       const TilePlace all{b, kv_head * group + g, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
@@ -68,11 +69,11 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
 template <class T>
-void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, BackwardTile<T>& tile, int64_t b, int64_t h,
+void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, BackwardTile<T>& tile, int64_t b, int64_t h,
                       int64_t i) {
   const AttentionForwardArgs& forward = args.forward;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-  load_queries(args, all, delta, tile);
+  load_queries(args, all, statistics, tile);
   const KeyChunks chunks(forward, tilings.kv.count);
   sum_chunks(chunks, all.rows, tile, [&](int64_t chunk, Matrix<T> grad_q) {
     TilePlace at;
@@ -106,7 +107,7 @@ struct QueryTasks {
 
 // The sink has dp = 0: ds = -p D.
 template <class T>
-void add_grad_sink(const AttentionBackwardArgs& args, const T* delta) {
+void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& statistics) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t length = forward.q_length();
   for (int64_t h = 0; h < forward.heads(); h++) {
@@ -116,8 +117,8 @@ void add_grad_sink(const AttentionBackwardArgs& args, const T* delta) {
         const int64_t at = (b * forward.heads() + h) * length + r;
         const double lse = forward.lse.template as<const T>()[at];
         if (lse == kMinusInfinity<double>) continue;
-        const double log2_p = (forward.sink.template as<const T>()[h] - lse) * kLog2e;
-        total -= __builtin_exp2(log2_p) * delta[at];
+        const double log_p = forward.sink.template as<const T>()[h] - lse - statistics.rest[at];
+        total -= __builtin_exp(log_p) * statistics.delta[at];
       }
     args.grad_sink.template as<T>()[h] = static_cast<T>(total);
   }
@@ -134,22 +135,59 @@ void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t
   });
 }
 
+// The rest of the log-sum-exp of the rows that have one: what their probabilities add up to without it.
+template <class T>
+void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
+  const AttentionForwardArgs& forward = args.forward;
+  const int64_t tasks = forward.batch() * forward.heads() * tilings.q.count;
+  const auto reverse = &ScoreProgram::backward_only;
+  run_backward_tasks<T>(forward, tasks, tilings.q.tile, 0, reverse, [&](int64_t task, BackwardTile<T>& tile) {
+    const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
+    const int64_t b = head / forward.heads(), h = head % forward.heads();
+    const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+    const T* lse = forward.lse.template as<const T>() + head * forward.q_length() + all.q0;
+    bool wanted = false;
+    for (int64_t r = 0; r < all.rows; r++) wanted |= has_rest(lse[r]);
+    if (!wanted) return;
+    load_queries(args, all, statistics, tile);
+    T totals[kBackwardQTile];
+    const T* sink = forward.sink ? forward.sink.template as<const T>() + h : nullptr;
+    for (int64_t r = 0; r < all.rows; r++) totals[r] = sink ? e_to_the_one(*sink - tile.lse[r]) : T{0};
+    TilePlace at;
+    for (int64_t j = 0; j < tilings.kv.count; j++) {
+      if (!tilings.visit(forward, b, h, i, j, at)) continue;
+      if (!find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible)) continue;
+      load_keys(forward, at, tile);
+      load_scores(forward, at, tile);
+      tile.visible.for_each_row(at.rows, [&](int64_t r, Span span) {
+        const T* s = tile.p.row(r);
+        const auto row_lse = set1(tile.lse[at.skipped + r]);
+        auto total = set1(T{0});
+        for (int64_t c = span.begin; c < span.end; c += 16) total = add(total, e_to_the(sub(load(s + c), row_lse)));
+        totals[at.skipped + r] += sum(total);
+      });
+    }
+    for (int64_t r = 0; r < all.rows; r++)
+      if (has_rest(lse[r])) statistics.rest[head * forward.q_length() + all.q0 + r] = log_sum(T{0}, totals[r]);
+  });
+}
+
 // A pass over tiles of queries for the gradients of captured tensors, in the slices of their plan.
 template <class T>
-void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta) {
+void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ScoreGradientPlan& plan = *args.captured;
   run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, tilings.q.tile, &ScoreProgram::backward, [&](int64_t slice, BackwardTile<T>& tile) {
     tile.captured = plan.targets(slice);
     for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
       const ScoreGradientItem item = plan.item(slice, n);
-      backward_queries(args, tilings, delta, tile, item.b, item.head, item.q);
+      backward_queries(args, tilings, statistics, tile, item.b, item.head, item.q);
     }
   });
 }
 
 // Kv heads cut into chunks of keys.
 template <class T>
-void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta, Matrix<T> parts) {
+void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics, Matrix<T> parts) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count, part = forward.group() * tilings.q.length;  // rows of a part
   const int64_t kv_heads = forward.batch() * forward.kv_heads();
@@ -158,7 +196,7 @@ void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, 
     const int64_t chunk = place % 2 ? chunks - 1 - place / 2 : place / 2;  // under causality the first costs most: it goes with the last
     const Matrix<T> grad_q = parts.from((head * chunks + chunk) * part);
     clear_rows(grad_q, part);
-    backward_chunk(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), chunk, grad_q);
+    backward_chunk(args, tilings, statistics, tile, head / forward.kv_heads(), head % forward.kv_heads(), chunk, grad_q);
   });
   parallel_for(forward.batch() * forward.heads() * tilings.q.count, threads_for_attention(forward), [&](int64_t task) {
     const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
@@ -171,20 +209,20 @@ void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, 
 
 // One pass for grad_k and grad_v, one for grad_q and the gradients of masks and captured tensors.
 template <class T>
-void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const T* delta) {
+void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t key_tasks = forward.batch() * forward.kv_heads() * tilings.kv.count;
   run_backward_tasks<T>(forward, key_tasks, tilings.q.tile, 0, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
     const int64_t head = task / tilings.kv.count, j = task % tilings.kv.count;
-    backward_keys(args, tilings, delta, tile, head / forward.kv_heads(), head % forward.kv_heads(), j, Matrix<T>());
+    backward_keys(args, tilings, statistics, tile, head / forward.kv_heads(), head % forward.kv_heads(), j, Matrix<T>());
   });
-  if (args.captured) backward_captured(args, tilings, delta);
+  if (args.captured) backward_captured(args, tilings, statistics);
   if (args.captured && !args.grad_mask) return;
   const QueryTasks tasks(args, tilings.q.count);
   const int64_t count = tasks.b_tasks * tasks.h_tasks * tasks.i_tasks;
   run_backward_tasks<T>(forward, count, tilings.q.tile, tilings.q.tile, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
     tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
-    tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, delta, tile, b, h, i); });
+    tasks.run(task, [&](int64_t b, int64_t h, int64_t i) { backward_queries(args, tilings, statistics, tile, b, h, i); });
   });
 }
 
@@ -200,17 +238,23 @@ void attention_backward(const AttentionBackwardArgs& args) {
   const bool in_one_pass = !args.grad_mask && !args.captured, by_head = in_one_pass && enough(kv_heads);
   const bool by_chunk = in_one_pass && !by_head && chunks > 1 && enough(kv_heads * chunks);
 
-  const int64_t delta_bytes = round_up(heads * length * static_cast<int64_t>(sizeof(T)), 64), stride = row_stride(forward.q.size(3));
+  const int64_t row_bytes = round_up(heads * length * static_cast<int64_t>(sizeof(T)), 64);
+  const int64_t stride = row_stride(forward.q.size(3));
   const int64_t part_bytes = by_chunk ? heads * chunks * length * stride * static_cast<int64_t>(sizeof(T)) : 0;
-  char* memory = static_cast<char*>(scratch(Scratch::call, delta_bytes + part_bytes));
-  T* delta = reinterpret_cast<T*>(memory);
-  parallel_for(heads, threads, [&](int64_t head) { row_deltas(args, head, delta + head * length); });
-  if (args.grad_sink) add_grad_sink(args, delta);
-  if (by_chunk) return backward_chunks(args, tilings, delta, Matrix<T>{reinterpret_cast<T*>(memory + delta_bytes), stride});
-  if (!by_head) return backward_passes(args, tilings, delta);
+  char* memory = static_cast<char*>(scratch(Scratch::call, 2 * row_bytes + part_bytes));
+  const RowStatistics<T> statistics{reinterpret_cast<T*>(memory), reinterpret_cast<T*>(memory + row_bytes)};
+  bool some_rest = false;
+  parallel_for(heads, threads, [&](int64_t head) {
+    if (row_deltas(args, head, statistics.from(head * length))) __atomic_store_n(&some_rest, true, __ATOMIC_RELAXED);
+  });
+  if (some_rest) find_rests(args, tilings, statistics);
+  if (args.grad_sink) add_grad_sink(args, statistics);
+  const Matrix<T> parts{reinterpret_cast<T*>(memory + 2 * row_bytes), stride};
+  if (by_chunk) return backward_chunks(args, tilings, statistics, parts);
+  if (!by_head) return backward_passes(args, tilings, statistics);
   const int64_t rows = forward.group() * length;
   run_backward_tasks<T>(forward, kv_heads, tilings.q.tile, rows, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
-    backward_head(args, tilings, delta, tile, task / forward.kv_heads(), task % forward.kv_heads());
+    backward_head(args, tilings, statistics, tile, task / forward.kv_heads(), task % forward.kv_heads());
   });
 }
 

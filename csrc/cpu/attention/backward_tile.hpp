@@ -30,7 +30,7 @@ struct BackwardTile {
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
   Matrix<T> grad_q, grad_q_part;                  // of one tile of queries, or of all that share a kv head; of a chunk of keys
   Matrix<T> grad_k, grad_v;                       // of one tile of keys
-  T *lse, *delta, *factor, *scales;
+  T *lse, *delta, *rest, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
   Visible<T> visible;
   Span* seeing;                                   // per tile of rows of grad_k
@@ -49,7 +49,7 @@ struct BackwardTile {
     keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile), values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
     p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
     grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
-    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
+    lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), rest = arena.array<T>(q_tile), factor = arena.array<T>(kBackwardKvTile);
     scales = arena.array<T>(kBackwardKvTile);
     visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena), seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
   }
@@ -66,13 +66,33 @@ void add_rows(Matrix<T> from, Matrix<T> to, int64_t rows) {
   for (int64_t i = 0; i < rows * to.stride; i += 16) store(to.data + i, add(load(to.data + i), load(from.data + i)));
 }
 
-// D of every row, [B, Hq, L].
+// What the backward knows of every row besides lse, [B, Hq, L]: D, and the rest of the log-sum-exp, which is lost
+// where it is added to a large score: of a row whose mask is finfo.min lse says nothing but finfo.min.
+//   p = exp(s - lse - rest)
 template <class T>
-void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
+struct RowStatistics {
+  T *delta, *rest;
+  LOWBIT_INLINE RowStatistics from(int64_t row) const { return {delta + row, rest + row}; }
+};
+
+// From here on lse has no more than 13 of its bits behind the point, and rest is computed.
+template <class T>
+constexpr T kLargeLse = sizeof(T) == 8 ? static_cast<T>(1ll << 39) : static_cast<T>(1 << 10);
+template <class T>
+LOWBIT_INLINE bool has_rest(T lse) {
+  const T magnitude = lse < 0 ? -lse : lse;
+  return magnitude >= kLargeLse<T> && magnitude <= std::numeric_limits<T>::max();
+}
+
+// D of the rows of a head, and a rest of 0; true if some row has one.
+template <class T>
+bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatistics<T>& rows) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(), h = head % forward.heads();
   const HeadView out(forward.out, b, h), grad_out(args.grad_out, b, h);
   const T* grad_lse = args.grad_lse ? args.grad_lse.as<const T>() + head * length : nullptr;
+  const T* lse = forward.lse.template as<const T>() + head * length;
+  bool some_rest = false;
   with_elements<T>(out.dtype, [&](auto* tag) {
     using E = std::remove_cvref_t<decltype(*tag)>;
     for (int64_t r = 0; r < length; r++) {
@@ -85,14 +105,17 @@ void row_deltas(const AttentionBackwardArgs& args, int64_t head, T* delta) {
         for (int64_t i = c; i < ev; i++) last_o[i - c] = o[i], last_g[i - c] = g[i];
         total = fma(load16(last_o), load16(last_g), total);
       }
-      delta[r] = sum(total) - (grad_lse ? grad_lse[r] : T{0});
+      rows.delta[r] = sum(total) - (grad_lse ? grad_lse[r] : T{0}), rows.rest[r] = 0;
+      some_rest |= has_rest(lse[r]);
     }
   });
+  return some_rest;
 }
 
-// A tile of queries: q and grad_out widened, lse, D.
+// A tile of queries: q and grad_out widened, lse, D, rest.
 template <class T>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const T* delta, BackwardTile<T>& tile) {
+void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const RowStatistics<T>& statistics,
+                  BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
   widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
@@ -100,7 +123,7 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const 
   for (int64_t r = 0; r < at.rows; r++) {
     const T lse = forward.lse.template as<const T>()[first + r];
     tile.lse[r] = lse == kMinusInfinity<T> ? T{0} : lse;
-    tile.delta[r] = delta[first + r];
+    tile.delta[r] = statistics.delta[first + r], tile.rest[r] = statistics.rest[first + r];
   }
 }
 
@@ -120,30 +143,39 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
     for (int64_t c = 0; c < at.cols; c++) base[r * grad.stride[2] + c * grad.stride[3]] += ds.row(r)[c];
 }
 
+// The scores where they are visible, as the softmax took them, in tile.p.
+template <class T>
+void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, BackwardTile<T>& tile) {
+  const Visible<T>& visible = tile.visible;
+  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was multiplied.
+  const Span* spans = tile.reverse.call ? nullptr : visible.spans;
+  const Broadcast<T> q = rows_of(tile.q.from(at.skipped));
+  multiply(q, tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {.columns = spans});
+  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, visible.all.end);
+  modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, visible, tile.p);
+}
+
 // tile.p and tile.ds, 0 outside of tile.visible, from the queries and keys that are loaded.
 template <class T>
 void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   const Visible<T>& visible = tile.visible;
-  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was multiplied.
-  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {.columns = tile.reverse.call ? nullptr : visible.spans});
-  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, visible.all.end);
-  modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, visible, tile.p);
+  load_scores(forward, at, tile);
   multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3), {.columns = visible.spans});
-  const auto log2e = set1(static_cast<T>(kLog2e));
   visible.for_each_row(at.rows, [&](int64_t r, Span span) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
-    const auto lse = set1(tile.lse[at.skipped + r]), delta = set1(tile.delta[at.skipped + r]);
+    const int64_t row = at.skipped + r;
+    const auto lse = set1(tile.lse[row]), rest = set1(tile.rest[row]), delta = set1(tile.delta[row]);
     if (forward.dropout_p > 0) {
       dropout_factors(forward, at, r, tile.factor);
       for (int64_t c = span.begin; c < span.end; c += 16) {
-        const auto x = exp2(mul(sub(load(p + c), lse), log2e)), kept = load(tile.factor + c);
+        const auto x = e_to_the(sub(sub(load(p + c), lse), rest)), kept = load(tile.factor + c);
         store(ds + c, mul(x, sub(mul(load(ds + c), kept), delta)));
         store(p + c, mul(x, kept));
       }
     } else {
       for (int64_t c = span.begin; c < span.end; c += 16) {
-        const auto x = exp2(mul(sub(load(p + c), lse), log2e));  // not fma(s, log2e, -lse * log2e): that rounds once more
+        const auto x = e_to_the(sub(sub(load(p + c), lse), rest));  // not s - (lse + rest): rest would be lost again
         store(ds + c, mul(x, sub(load(ds + c), delta)));
         store(p + c, x);
       }

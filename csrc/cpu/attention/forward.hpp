@@ -44,7 +44,6 @@ struct ForwardTile {
 // Divides by the sums, and writes out, lse, max_scores.
 template <class T>
 void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const ForwardTile<T>& tile) {
-  const T log2e = static_cast<T>(kLog2e);
   const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
     T top = tile.softmax.base[r], total = sum(load(tile.softmax.sums + 16 * r)), scale = 1;
@@ -52,13 +51,12 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
     if (args.sink) {
       const T sink = args.sink.template as<T>()[at.h], now = sink > top ? sink : top;
       if (now != kMinusInfinity<T>) {
-        scale = exp2_one(top * log2e - now * log2e);
-        total = total * scale + exp2_one(sink * log2e - now * log2e);
+        scale = e_to_the_one(top - now);
+        total = total * scale + e_to_the_one(sink - now);
         top = now;
       }
     }
-    // Of the base as softmax_row rounded it, and rounded once: the backward's p = exp(s - lse) inherits that.
-    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : static_cast<T>((double{top * log2e} + log2(total)) / kLog2e);
+    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : log_sum(top, total);
     tile.factor[r] = total == T{0} ? T{0} : scale / total;
   }
   narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a tile of scores between the two products, but for the softmax: score_mod, masks, dropout; and the powers of two.
+// What happens to a tile of scores between the two products, but for the softmax: score_mod, masks, dropout; and the powers of e.
 #pragma once
 
 #include "core/random.hpp"
@@ -14,11 +14,13 @@ constexpr double kLog2e = 1.4426950408889634;
 template <class T>
 constexpr T kMinusInfinity = -static_cast<T>(__builtin_inf());
 
-// 2^x for x <= 127; 0 below -126.5 and at -inf; nan stays. Adding 1.5 * 2^23 + 127 rounds x to an integer and leaves it, biased, in the low
-// bits. Polynomial of degree 5 on [-1/2, 1/2], exact at 0: 1.4 ulp.
-LOWBIT_INLINE f32x16 exp2(f32x16 x) {
-  x = max(set1(-127.0f), x);
-  const f32x16 magic = set1(12583039.0f), biased = add(x, magic), r = sub(x, sub(biased, magic));
+// e^x for x <= 88; 0 below -87.7 and at -inf; nan stays. Adding 1.5 * 2^23 + 127 to y = x log2(e) rounds it to an
+// integer and leaves that, biased, in the low bits; 2^r of the rest by a polynomial of degree 5 on [-1/2, 1/2], exact
+// at 0: 1.4 ulp. x is a difference of scores, never a score: finfo.min of a mask, times log2(e), is -inf.
+LOWBIT_INLINE f32x16 e_to_the(f32x16 x) {
+  x = max(set1(-88.0f), x);
+  const f32x16 log2e = set1(static_cast<float>(kLog2e)), magic = set1(12583039.0f);
+  const f32x16 biased = fma(x, log2e, magic), r = fma(x, log2e, sub(magic, biased));
   f32x16 p = fma(set1(1.3264717999845743e-3f), r, set1(9.671518579125404e-3f));
   p = fma(p, r, set1(5.550733953714371e-2f));
   p = fma(p, r, set1(2.4022242426872253e-1f));
@@ -26,19 +28,20 @@ LOWBIT_INLINE f32x16 exp2(f32x16 x) {
   p = fma(p, r, set1(1.0f));
   return mul(p, float_of(shift_left<23>(bits_of(biased))));
 }
-LOWBIT_INLINE f64x16 exp2(f64x16 x) {
-  for (double& lane : x.lane) lane = __builtin_exp2(lane);
+LOWBIT_INLINE f64x16 e_to_the(f64x16 x) {
+  for (double& lane : x.lane) lane = __builtin_exp(lane);
   return x;
 }
-LOWBIT_INLINE float log2(float x) { return __builtin_log2f(x); }
-LOWBIT_INLINE double log2(double x) { return __builtin_log2(x); }
 template <class T>
-LOWBIT_INLINE T exp2_one(T x) {
-  if constexpr (sizeof(T) == 8) return __builtin_exp2(x);
+LOWBIT_INLINE T e_to_the_one(T x) {
+  if constexpr (sizeof(T) == 8) return __builtin_exp(x);
   T lanes[16];
-  store(lanes, exp2(set1(x)));
+  store(lanes, e_to_the(set1(x)));
   return lanes[0];
 }
+// base + log(total).
+LOWBIT_INLINE float log_sum(float base, float total) { return base + __builtin_logf(total); }
+LOWBIT_INLINE double log_sum(double base, double total) { return base + __builtin_log(total); }
 
 // Where a tile of scores stands.
 struct TilePlace {

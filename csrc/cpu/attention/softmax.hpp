@@ -36,8 +36,7 @@ template <class T>
   const T before = softmax.base[r];
   softmax.base[r] = highest;
   if (before == kMinusInfinity<T>) return;
-  const T log2e = static_cast<T>(kLog2e);
-  const auto factor = exp2(set1(before * log2e - highest * log2e));  // each rounded as softmax_row does: at |s| = 400 by 2^-16
+  const auto factor = e_to_the(set1(before - highest));
   store(softmax.sums + 16 * r, mul(load(softmax.sums + 16 * r), factor));
   T* out = softmax.out.row(r);
   for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
@@ -54,10 +53,10 @@ LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* r
   }
   if (!all_at_most(top, set1(softmax.base[r] + static_cast<T>(kSlack)))) raise_base(softmax, r, largest(top));
   const T base = softmax.base[r] == kMinusInfinity<T> ? T{0} : softmax.base[r];
-  const auto scale = set1(static_cast<T>(kLog2e)), shift = set1(-base * static_cast<T>(kLog2e));
+  const auto origin = set1(base);
   auto total = load(softmax.sums + 16 * r);
   for (int64_t c = span.begin; c < span.end; c += 16) {
-    const auto p = exp2(fma(load(row + c), scale, shift));
+    const auto p = e_to_the(sub(load(row + c), origin));
     store(row + c, p);
     total = add(total, p);
   }

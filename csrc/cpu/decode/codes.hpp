@@ -71,13 +71,14 @@ LOWBIT_INLINE TwiceCodes twice(const char* p) {
 }
 
 // to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16 columns][pair of rows][32 lanes]. scales: [token]
-// of int8, [token][group] of int4, whose groups meet theirs.
+// of int8, [token][group] of int4, whose groups meet theirs; same: of one token for all.
 template <KvFormat kFormat, int kRows, int kColumns>
-LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded, const float* scales, float* to, int64_t to_stride) {
+LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded, const float* scales,
+                               bool same, float* to, int64_t to_stride) {
   constexpr int kPairs = kRows / 2, kTokens = 8 / kRows;
   constexpr int64_t kGroupBytes = kFormat == KvFormat::int8 ? kKvGroup : kKvGroup / 2;
   if constexpr (kColumns != 0) padded = kColumns;
-  const int64_t groups = padded / kKvGroup, scale_stride = stride ? groups : 0;
+  const int64_t groups = padded / kKvGroup, scale_stride = same ? 0 : groups;
   using Acc = std::conditional_t<kFormat == KvFormat::int8, i32x16, f32x16>;
   Acc acc[kPairs * kTokens];
   unroll<4>([&](auto i) { acc[i] = zero<Acc>(); });
@@ -140,8 +141,10 @@ struct CodeKv {
       score_tokens<kv_row_bytes(kFormat, kColumns)>(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
         const int16_t* q_codes = q.codes + (h * q.head_rows + r) * padded;
         const float *q_steps = q.steps + (h * q.head_rows + r) * 2, *head_scales = scales + h * kSplit * groups;
-        return [=](int64_t t, const char* key, int64_t stride, float* to, int64_t to_stride) __attribute__((always_inline)) {
-          score_codes<kFormat, kRows, kColumns>(q_codes, q_steps, key, stride, padded, head_scales + t * groups, to, to_stride);
+        return [=](bool same, int64_t t, const char* key, int64_t stride, float* to,
+                   int64_t to_stride) __attribute__((always_inline)) {
+          const float* token_scales = head_scales + t * groups;
+          score_codes<kFormat, kRows, kColumns>(q_codes, q_steps, key, stride, padded, token_scales, same, to, to_stride);
         };
       });
     });

@@ -97,7 +97,8 @@ struct FloatKv {
     with_columns(columns, [&](auto kColumns) {
       score_tokens<kColumns * static_cast<int64_t>(sizeof(E))>(keys, rows, memory, [=](auto kRows, int64_t h, int64_t r) __attribute__((always_inline)) {
         const float* floats = q.floats + (h * q.head_rows + r) * q.columns;
-        return [=](int64_t, const char* key, int64_t stride, float* to, int64_t to_stride) __attribute__((always_inline)) {
+        return [=](bool, int64_t, const char* key, int64_t stride, float* to,
+                   int64_t to_stride) __attribute__((always_inline)) {
           score_floats<E, kRows, kColumns>(floats, key, stride, columns, to, to_stride);
         };
       });

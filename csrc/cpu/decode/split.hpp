@@ -213,15 +213,15 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   const int64_t length = args.q_length(), head = row / length, b = head / args.heads(), h = head % args.heads(), l = row % length;
   const float *max = partials.max + partial_row * plan.splits, *sum = partials.sum + partial_row * plan.splits;
   const float* out = partials.out + partial_row * plan.splits * plan.padded_ev;
-  const float sink = args.sink ? args.sink.as<const float>()[h] : kMinusInfinity<float>, log2e = static_cast<float>(kLog2e);
+  const float sink = args.sink ? args.sink.as<const float>()[h] : kMinusInfinity<float>;
   float top = sink;
   for (int64_t s = 0; s < plan.splits; s++) top = max[s] > top || max[s] != max[s] ? max[s] : top;
-  const float base = top == kMinusInfinity<float> ? 0.0f : top * log2e;
-  float total = sink == kMinusInfinity<float> ? 0.0f : exp2_one(sink * log2e - base);
+  const float base = top == kMinusInfinity<float> ? 0.0f : top;
+  float total = sink == kMinusInfinity<float> ? 0.0f : e_to_the_one(sink - base);
   Arena arena{static_cast<char*>(scratch(Scratch::task, (plan.splits + plan.padded_ev + 32) * sizeof(float)))};
   float *weight = arena.array<float>(plan.splits), *result = arena.array<float>(plan.padded_ev);
   for (int64_t s = 0; s < plan.splits; s++) {
-    weight[s] = max[s] == kMinusInfinity<float> ? 0.0f : exp2_one(max[s] * log2e - base);
+    weight[s] = max[s] == kMinusInfinity<float> ? 0.0f : e_to_the_one(max[s] - base);
     total += weight[s] * sum[s];
   }
   for (int64_t c = 0; c < args.out.size(3); c += 16) {
@@ -232,7 +232,7 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   }
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   narrow_rows(Matrix<float>{result, plan.padded_ev}, &inverse, 1, args.out.size(3), HeadView(args.out, b, h), l);
-  if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : (base + log2(total)) / log2e;
+  if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : log_sum(base, total);
 }
 
 // Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for nothing.

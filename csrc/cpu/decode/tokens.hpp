@@ -117,9 +117,10 @@ LOWBIT_INLINE void store_scores(float* to, int64_t stride, f32x8 scores) {
   else store_four_rows(to, stride, scores);
 }
 
-// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each step of tokens, (t, key, stride,
-// to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of two with t..t + 3, whose keys are `stride` bytes apart. Both capture by
-// value, so that nothing that is stored can change what they know. kBytes: of a key, 0 if not known to the compiler.
+// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each step of tokens, (same, t, key,
+// stride, to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of two with t..t + 3, whose keys are
+// `stride` bytes apart; with `same` all are token t. Both capture by value, so that nothing that is stored can
+// change what they know. kBytes: of a key, 0 if not known to the compiler.
 template <int64_t kBytes, class Score>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const SplitMemory& memory, Score&& score) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += keys.tile) {
@@ -138,11 +139,11 @@ LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const Split
         int64_t t = t0;
         for (; t + kTokens <= last; t += kTokens, key += kTokens * stride) {
           if (first_rows) ahead.fetch(ceil_div(kTokens * bytes, 64));
-          score_here(t, key, stride, to + t, to_stride);
+          score_here(false, t, key, stride, to + t, to_stride);
         }
         for (; t < last; t++, key += stride) {
           float same[kRowTile * 4];  // [row][4]: the scores of this token, several times
-          score_here(t, key, 0, same, 4);
+          score_here(true, t, key, 0, same, 4);
           for (int i = 0; i < kPaired; i++) to[i * to_stride + t] = same[i * 4];
         }
         lines = ahead;

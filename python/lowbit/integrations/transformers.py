@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers: ``attn_implementation="lowbit"``, and a quantized cache as ``past_key_values``.
 
-Importing this module registers both names with transformers. The cache works with every attention implementation (another one is given dequantized
+Importing this module registers the name with transformers; lowbit does so itself as soon as transformers is imported (when_imported.py). The cache works with every attention implementation (another one is given dequantized
 keys and values); with "lowbit" its codes are multiplied as they are.
 
 Example:
+    >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="lowbit")
     >>> from lowbit.integrations.transformers import QuantizedCache
-    >>> model.set_attn_implementation("lowbit")
     >>> model.generate(ids, past_key_values=QuantizedCache("int8"), max_new_tokens=20)
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
+from lowbit.attention.program import ProgramBuilder
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.ops.attention import attention
 
@@ -53,6 +55,16 @@ class QuantizedCache(Cache):
         """Bytes of all layers."""
         return sum(layer.store.nbytes for layer in self.layers)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: it is positive, or a layer holds fewer; then no layer is changed.
+        """
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
 
 class _Layer(CacheLayerMixin):
     """What transformers expects of a layer, on a QuantizedKVLayer."""
@@ -69,10 +81,10 @@ class _Layer(CacheLayerMixin):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         first = self.store.length == 0
         self.store.append(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         if first:
             return key_states, value_states
         if torch.compiler.is_compiling():
@@ -92,9 +104,14 @@ class _Layer(CacheLayerMixin):
         self.store.reset()
         self.is_initialized = False
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ValueError(f"QuantizedCache: crop takes the tokens to remove as a negative number, got {tokens_to_remove}")
+        if tokens_to_remove:
+            self.store.cropped_length(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
         if tokens_to_remove:
             self.store.crop(tokens_to_remove)
 
@@ -103,11 +120,11 @@ class _Layer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store.shape is not None:
-            self.store.reorder(torch.arange(self.store.shape[0]).repeat_interleave(repeats))
+            self.store.reorder(torch.arange(self.store.shape[0], device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.store.shape is not None:
-            self.store.reorder(torch.arange(self.store.shape[0])[indices])
+            self.store.reorder(torch.arange(self.store.shape[0], device="cpu")[indices])
 
     def offload(self) -> None:
         """Nothing to do: the cache lives on the CPU."""
@@ -153,35 +170,73 @@ def lowbit_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``; returns ``[B, L, Hq, Ev]``.
 
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
+        position_bias: ``[1 or B, Hq, L, S]``, added to the scores (T5).
+
     Raises:
-        NotImplementedError: the model asks for softcap, a position bias or attention weights.
+        NotImplementedError: the model asks for attention weights, or for dropout with a quantized cache.
     """
-    for option in ("softcap", "position_bias"):
-        if kwargs.get(option) is not None:
-            raise NotImplementedError(f'attn_implementation="lowbit" has no {option}; use "eager"')
     if kwargs.get("output_attentions"):
         raise NotImplementedError('attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"')
     sink = kwargs.get("s_aux")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     store = getattr(key, "store", None)
-    if store is not None:
-        if dropout:
-            raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
+    if store is not None and dropout:
+        raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
+    if store is None and causal and key.shape[2] > query.shape[2]:  # an empty static cache: the prompt stands at its beginning
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    if position_bias is not None:
+        attention_mask = _biased_mask(position_bias, attention_mask)
+    if store is not None and softcap is None:
         out = store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink if sink is None else sink.detach().float())
     else:
-        if causal and key.shape[2] > query.shape[2]:  # an empty static cache: the prompt stands at its beginning
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        if sink is None:
+        if store is not None:  # a step over codes has no softcap
+            key, value = store.keys(query.dtype), store.values(query.dtype)
+            attention_mask, causal = _at_the_end(attention_mask, causal, query.shape[2], key.shape[2])
+        if sink is None and softcap is None:
             out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out = attention(query, key, value, scale=scale, causal=causal, mask=attention_mask, dropout_p=dropout, sink=sink.float())[0]
+            sink = None if sink is None else sink.float()
+            score_mod = () if softcap is None else _softcap_program(float(softcap))
+            out = attention(
+                query, key, value, scale=scale, causal=causal, mask=attention_mask, dropout_p=dropout, score_mod=score_mod, sink=sink
+            )[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _biased_mask(position_bias: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """One floating mask of both."""
+    if attention_mask is None:
+        return position_bias
+    if attention_mask.dtype == torch.bool:
+        return position_bias.masked_fill(~attention_mask, -torch.inf)
+    return position_bias + attention_mask
+
+
+def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -> tuple[Tensor | None, bool]:
+    """mask and causal for queries that are the last of ``length`` tokens, not the first."""
+    if not causal or q_length == length:
+        return mask, causal
+    seen = torch.ones(q_length, length, dtype=torch.bool, device="cpu").tril(length - q_length)[None, None]
+    return seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf), False
+
+
+@functools.cache
+def _softcap_program(softcap: float) -> tuple[int, ...]:
+    """softcap * tanh(score / softcap)"""
+    program = ProgramBuilder()
+    capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1.0 / softcap)))
+    return tuple(program.finish(program.op("mul", capped, program.constant(softcap))))
 
 
 AttentionInterface.register(NAME, lowbit_attention)
