@@ -53,11 +53,14 @@ def entry(name: str, value: Any) -> str:
         return f"### {name}\n\ntorch's own `{value.__module__}.{value.__qualname__}`.\n"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return f"### {name}\n\n{markdown(type(value).__doc__ or '')}"
-    lines = [f"### {name}\n", f"```python\n{signature(name.rpartition('.')[2], value)}\n```\n", markdown(docstring(value))]
-    if inspect.isclass(value) and issubclass(value, enum.Enum):
+    is_enum = inspect.isclass(value) and issubclass(value, enum.Enum)
+    call = "" if is_enum else f"```python\n{signature(name.rpartition('.')[2], value)}\n```\n"
+    lines = [f"### {name}\n", call, markdown(docstring(value))]
+    if is_enum:
         lines.append("Values: " + ", ".join(f"`{member.name}`" for member in value) + ".\n")
     elif inspect.isclass(value):
-        lines += [method(member, getattr(value, member)) for member in vars(value) if not member.startswith("_")]
+        methods = [method(member, getattr(value, member)) for member in vars(value) if not member.startswith("_")]
+        lines.append("".join(line + "\n" for line in methods if line))
     return "\n".join(line for line in lines if line)
 
 
@@ -66,8 +69,8 @@ def method(name: str, value: Any) -> str:
     if not (inspect.isroutine(value) or isinstance(value, property)) or not value.__doc__:
         return ""
     shown = name if isinstance(value, property) else signature(name, value)
-    summary = inspect.cleandoc(value.__doc__).split("\n\n")[0].replace("\n", " ")
-    return f"- `{shown}`: {summary}\n"
+    summary = re.sub(r"\s+", " ", inspect.cleandoc(value.__doc__).split("\n\n")[0])
+    return f"- `{shown}`: {summary.replace('``', '`')}"
 
 
 def docstring(value: Any) -> str:
@@ -76,7 +79,7 @@ def docstring(value: Any) -> str:
     if not inspect.isclass(value) or "Args:" in own:
         return own
     inherited = (inspect.cleandoc(vars(base).get("__doc__") or "") for base in value.__mro__[1:] if base.__module__.startswith("lowbit."))
-    return "\n\n".join([own, *[text for text in inherited if text.startswith("Args:")][:1]])
+    return "\n\n".join([own, *[text[text.index("Args:") :] for text in inherited if "Args:" in text][:1]])
 
 
 def signature(name: str, value: Any) -> str:
@@ -112,16 +115,17 @@ def literal(value: Any) -> str:
 
 def markdown(text: str) -> str:
     """Return a docstring as Markdown: Args and Raises as lists, Example as code."""
-    text = text.rstrip() + "\n"
 
     def part(match: re.Match[str]) -> str:
         body = textwrap.dedent(match[2]).strip("\n")
         if match[1] == "Example":
-            return f"```python\n{body}\n```\n"
-        items = re.split(r"\n(?=\S)", body)
-        return f"{match[1]}:\n\n" + "\n".join("- " + re.sub(r"\s+", " ", re.sub(r"^([\w ,*.]+):", r"`\1`:", item)) for item in items) + "\n"
+            return f"\n```python\n{body}\n```\n"
+        if match[1] == "Returns":
+            return "\nReturns: " + re.sub(r"\s+", " ", body) + "\n"
+        items = (re.sub(r"\s+", " ", item) for item in re.split(r"\n(?=\S)", body))
+        return f"\n{match[1]}:\n\n" + "\n".join("- " + re.sub(r"^([\w ,*.]+):", r"`\1`:", item) for item in items) + "\n"
 
-    return _PART.sub(part, text).replace("``", "`").replace("```python".replace("``", "`"), "```python") if "```" not in text else text
+    return re.sub(r"\n{3,}", "\n\n", _PART.sub(part, text.replace("``", "`").rstrip() + "\n"))
 
 
 def main() -> int:
