@@ -52,7 +52,7 @@ def entry(name: str, value: Any) -> str:
     if getattr(value, "__module__", "").startswith("torch."):
         return f"### {name}\n\ntorch's own `{value.__module__}.{value.__qualname__}`.\n"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
-        return f"### {name}\n\n{markdown(type(value).__doc__ or '')}"
+        return f"### {name}\n\n{markdown(inspect.cleandoc(type(value).__doc__ or ''))}"
     is_enum = inspect.isclass(value) and issubclass(value, enum.Enum)
     call = "" if is_enum else f"```python\n{signature(name.rpartition('.')[2], value)}\n```\n"
     lines = [f"### {name}\n", call, markdown(docstring(value))]
