@@ -1,25 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the docs say about the code is so: links lead somewhere, rows are named, the recipes' diffs apply, the README's commands are those of .ci/run."""
+"""What the docs say about the code is so: links and paths lead somewhere, rows are named, the README's lines run, the API page is
+current, the recipes' diffs apply, the README's commands are those of .ci/run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import lowbit
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+SOURCES = sorted(path for room in ("csrc", "python", "benchmarks", "examples") for path in (ROOT / room).rglob("*") if path.suffix in {".py", ".cpp", ".hpp"})
+BASES = (ROOT, ROOT / "csrc", ROOT / "python" / "lowbit", ROOT / "csrc" / "cpu", ROOT / "docs")  # what a path in the text may begin at
+TREES = ("csrc/", "python/", "tests/", "docs/", "benchmarks/", "examples/", "tools/")
+MADE_BY_BUILD_OR_USER = {"cpu/isas.inc"}
+OF_OTHERS = {"llama.cpp", "test_flex_attention.py", "test_flex_decoding.py", "conftest.py", "setup.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, place in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if place:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert place in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, f"{target}#{place}"
+
+
+def plain(page: Path) -> str:
+    """The page without its diffs, which name files that are not there yet."""
+    return re.sub(r"^```diff\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def is_there(path: str, of: Path) -> bool:
+    if path in MADE_BY_BUILD_OR_USER or any((base / path).exists() for base in (*BASES, of.parent)):
+        return True
+    added = set(re.findall(r"^\+\+\+ b/(\S+)", of.read_text(), re.MULTILINE))  # by the recipe that the page is
+    return any(file.endswith(path) for file in added)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_a_page_lead_to_files(page: Path) -> None:
+    names = {path.name for path in (*SOURCES, *(ROOT / "tests").rglob("*.*"), *(ROOT / "tools").glob("*.py"))}
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", plain(page)):
+        for path in re.findall(r"(?<![\w/.<*{-])((?:[\w-]+/)*[\w-]+\.(?:hpp|cpp|py|md|ipynb|inc))\b", code):
+            if "/" not in path:
+                assert path in names | OF_OTHERS or is_there(path, page), path
+            elif not path.startswith("test/"):
+                assert is_there(path, page), path
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_in_a_comment_lead_to_files(source: Path) -> None:
+    for path in re.findall(r"(?<![\w/.])((?:[\w.-]+/)+[\w-]+\.(?:hpp|cpp|py|md|ipynb))\b", source.read_text()):
+        if path.startswith(TREES):
+            assert is_there(path, source), path
 
 
 def test_readme_has_the_two_commands_of_ci() -> None:
@@ -32,6 +76,61 @@ def test_readme_has_the_two_commands_of_ci() -> None:
     assert len(readme.splitlines()) <= 120
 
 
+def tiny_llama(**options: Any) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        attn_implementation=options.get("attn_implementation"),
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the page and with the model replaced by a small one, which no download is needed for."""
+    transformers = pytest.importorskip("transformers")
+
+    class Tokenizer:
+        def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+            return {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+
+        def decode(self, tokens: torch.Tensor) -> str:
+            return f"{len(tokens)} tokens"
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, **options: tiny_llama(**options))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
+    monkeypatch.chdir(tmp_path)
+    query, key, value = (torch.randn(1, 2, 2048, 16) for _ in range(3))
+    space: dict[str, Any] = {
+        "torch": torch, "query": query, "key": key, "value": value, "fresh_model": tiny_llama(), "tokens": torch.tensor([[1, 2, 3]]),
+    }  # fmt: skip
+    first, second, *others = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(others) == 3
+    exec(first, space)
+    assert space["model"].config._attn_implementation == "lowbit"
+    space["model"] = tiny_llama(attn_implementation="lowbit")
+    exec(second, space)
+    assert not any(isinstance(module, lowbit.QuantLinear) for module in space["model"].modules())
+    assert any(isinstance(module, lowbit.QuantLinear) for module in space["fresh_model"].modules())
+    for lines in others:
+        exec(lines, space)
+    space["out"].sum().backward()
+    assert space["bias"].grad.ne(0).all() and isinstance(space["optimizer"], lowbit.optim.AdamW8bit)
+    assert "tokens" in capsys.readouterr().out
+
+
+def test_api_page_is_current() -> None:
+    """`python tools/api_page.py` writes it."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import api_page
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    listed = [name for names in api_page.SECTIONS.values() if names.startswith("lowbit: ") for name in names.split()[1:]]
+    assert sorted([*listed, "__version__", "attention", "optim"]) == sorted(lowbit.__all__), "a public name is in no section"
+    assert api_page.page() == api_page.PAGE.read_text()
+
+
 @pytest.mark.parametrize("page, op", [("linear", "linear"), ("optim", "optim_step")])
 def test_every_row_is_in_the_page_of_its_op(page: str, op: str) -> None:
     text = (ROOT / "docs" / "ops" / f"{page}.md").read_text()
@@ -40,26 +139,12 @@ def test_every_row_is_in_the_page_of_its_op(page: str, op: str) -> None:
         assert f"`{name}_<isa>`" in text and f"`{row['backend']}`" in text, row["name"]
 
 
-def hunks(page: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each hunk of the page's diffs: (file, lines before, lines after)."""
-    for block in re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        for part in re.split(r"(?=^diff --git )", block, flags=re.MULTILINE)[1:]:
-            file = re.match(r"diff --git a/(\S+)", part)
-            for hunk in re.split(r"^@@ .*\n", part, flags=re.MULTILINE)[1:]:
-                lines = hunk.splitlines()
-                yield str(file and file[1]), [x[1:] for x in lines if x[:1] in " -"], [x[1:] for x in lines if x[:1] in " +"]
-
-
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.name)
 def test_recipe_applies_to_the_code_as_it_is(page: Path) -> None:
-    found = list(hunks(page))
-    assert len(found) > 5
-    reached: dict[str, int] = {}
-    for file, before, after in found:
-        if not before:
-            assert not (ROOT / file).exists() and after, f"{file} is there already"
-            continue
-        old = "\n" + "\n".join(before) + "\n"
-        at = ("\n" + (ROOT / file).read_text()).find(old, reached.get(file, 0))
-        assert at >= 0, f"{page.name} does not apply to {file}:{old}"
-        reached[file] = at + len(old) - 1
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("git is not on this machine")
+    diff = "".join(re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    assert diff.count("diff --git ") > 2
+    done = subprocess.run([git, "apply", "--check", "-"], input=diff, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{page.name} does not apply: {done.stderr}"

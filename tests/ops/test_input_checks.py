@@ -33,7 +33,7 @@ BAD = {
     "group size 48": (dict(group_size=48), ValueError, r"linear: group_size must be 32, 64, 128, 256 or 0 .*got group_size=48"),
     "weight not packed": (dict(weight=torch.randn(N, K)), TypeError, "linear: weight must be packed uint8, got float32"),
     "weight of rank 1": (dict(weight=torch.zeros(7, dtype=torch.uint8)), ValueError, r"linear: weight must have the packed shape .*got \[7\]"),
-    "unknown format": (dict(format=17), ValueError, r"linear: format must be 0\.\.4, got format=17"),
+    "unknown format": (dict(format=17), ValueError, rf"linear: format must be 0\.\.{len(_C.FORMATS) - 1}, got format=17"),
     "n of zero": (dict(n=0), ValueError, "linear: n and k must be at least 1, got n=0"),
     "unknown x_format": (dict(x_format=9), ValueError, r"linear: x_format must be 0\.\.3, got x_format=9"),
     "unknown activation": (dict(activation=9), ValueError, r"linear: activation must be 0\.\.4, got activation=9"),

@@ -17,11 +17,12 @@ CPP_ARROWS = {
     "core": {"core"},
     "formats": {"formats", "core"},
     "rules": {"rules", "core"},
+    "score": {"score", "core"},
     "sim": {"sim", "core"},
-    "ops": {"ops", "formats", "rules", "core"},
-    "cpu": {"cpu", "ops", "formats", "rules", "core"},
-    "torch": {"torch", "sim", "ops", "formats", "rules", "core"},
-    "bindings": {"bindings", "torch", "sim", "ops", "formats", "rules", "core"},
+    "ops": {"ops", "score", "formats", "rules", "core"},
+    "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
+    "torch": {"torch", "sim", "ops", "score", "formats", "rules", "core"},
+    "bindings": {"bindings", "torch", "sim", "ops", "score", "formats", "rules", "core"},
     "backends.cpp": {"cpu", "ops", "core"},
 }
 PYTHON_ARROWS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let code that calls torch's attention on CPU tensors run on ours: install() and uninstall()."""
+"""Let code that calls torch's attention on CPU tensors run by lowbit: install() and uninstall()."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as
 
 
 def install() -> None:
-    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` on ours for CPU tensors.
+    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit for CPU tensors.
 
     The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions in modules that
-    have imported them by name. Tensors on other devices, and what ours refuses by dtype or layout, go to torch as before. Also holds for
+    have imported them by name. Tensors on other devices, and what lowbit refuses by dtype or layout, go to torch as before. Also holds for
     what torch.compile traces from then on. Installing twice is installing once.
 
     Example:
@@ -66,7 +66,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether torch's attention runs on ours."""
+    """Whether calls of torch's attention run by lowbit."""
     return bool(_replaced)
 
 

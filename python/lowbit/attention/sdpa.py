@@ -150,7 +150,7 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Each head as often as it takes to be ``heads``, a multiple of theirs."""
+    """Repeat each head so that there are ``heads`` of them; ``heads`` is a multiple of what is there."""
     return tensor.repeat_interleave(heads // max(1, tensor.shape[-3]), -3)
 
 

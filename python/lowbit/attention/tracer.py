@@ -166,7 +166,7 @@ class Tracer:
         return StandIn(self, Outside(number), meta)
 
     def constant(self, tensor: Tensor) -> Outside:
-        """A real tensor that the mod made, or that nobody told us of."""
+        """A real tensor that the mod made, or read in a way that captured.py does not see."""
         if id(tensor) not in self._constants:
             number = self.steps.add(tensor)
             self._metas[number] = _empty(tensor)
@@ -197,7 +197,7 @@ class Tracer:
         return made
 
     def replace(self, leaf: Any) -> Any:
-        """The stand-in of a captured tensor. A tensor that nobody told of: the program is made of more than its key says, and not kept."""
+        """The stand-in of a captured tensor. One that captured.py did not list is not covered by the key: the program is not kept."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, StandIn):
             return leaf
         stand_in = self.stand_ins.get(id(leaf))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's own configuration objects, read as ours; and what to take in place of its names that are not here."""
+"""torchao's own configuration objects, turned into lowbit's; and what to use in place of names that lowbit does not have."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 class _Once(torch.autograd.Function):
-    """The backward, which has no derivative: who asks for it is told, who only might is not."""
+    """The backward as a function without a derivative of its own. ``create_graph=True`` alone is fine; an error comes only when that
+    second derivative is computed."""
 
     generate_vmap_rule = True
     forward = staticmethod(_backward)

@@ -50,7 +50,7 @@ def _by_name(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
-    """Return ``library``, which now lives as long as `_C`: one that dies takes its registrations with it, also those of a reloaded package."""
+    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a reloaded package needs."""
     _C.__dict__.setdefault("_libraries", []).append(library)
     return library
 

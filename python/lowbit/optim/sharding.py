@@ -63,7 +63,7 @@ def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Te
 
 
 def local_moment(values: Tensor, scale: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return values or codes and scales of a local parameter: the tensors themselves, of DTensors views of what is there."""
+    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views of a DTensor's."""
     if not is_dtensor(values):
         return values, scale
     values = local(values)

@@ -130,7 +130,7 @@ def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def _spec(layout: list[int]) -> LinearSpec | None:
-    """The spec that a layout tells, or None of a version or a format that is not ours."""
+    """The spec that a layout describes, or None if its version or format is unknown."""
     version, format, _, _, group_size, asymmetric, x_format = layout
     formats = {number: name for name, number in _C.FORMATS.items()}
     x_formats = {number: name for name, number in _C.X_FORMATS.items()}

@@ -41,10 +41,10 @@ def quantize_(
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
-        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``; an object of torchao's is
-            read as ours of its name, or refused with what to take instead.
+        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's own; one
+            that lowbit does not have is refused, and the error says what to use.
         filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of transformers,
-            whose weight nobody else reads; the report says what was left and why. Adapters of peft are left.
+            whose weight no other module uses; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: nobody sees into another document."""
+"""Packed sequences: a token sees only its own document."""
 
 from __future__ import annotations
 
