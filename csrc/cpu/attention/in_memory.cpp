@@ -56,19 +56,14 @@ std::vector<BlockClass> read_lists(AttentionForwardArgs& args) {
   return classes;  // its memory does not move
 }
 
-// Zeros, in what the view's strides reach.
+// Zeros, in what the view's strides reach: a dimension of stride 0 is stored once, also where nothing looks at it.
 void clear(const TensorView& view, int dim = 0, int64_t at = 0) {
-  if (!view || view.numel() == 0) return;
-  const std::size_t size = size_of(view.dtype);
-  if (dim == view.rank) {
-    std::memset(view.as<char>() + at * static_cast<int64_t>(size), 0, size);
-    return;
-  }
-  const int64_t count = view.stride[dim] == 0 ? 1 : view.shape[dim];
-  if (dim == view.rank - 1 && view.stride[dim] == 1) {
-    std::memset(view.as<char>() + at * static_cast<int64_t>(size), 0, count * size);
-    return;
-  }
+  if (!view) return;
+  const int64_t size = static_cast<int64_t>(size_of(view.dtype));
+  const int64_t count = dim == view.rank ? 1 : view.stride[dim] == 0 ? 1 : view.shape[dim];
+  const bool last = dim == view.rank || (dim == view.rank - 1 && view.stride[dim] <= 1);
+  if (last && count > 0) std::memset(view.as<char>() + at * size, 0, count * size);
+  if (last) return;
   for (int64_t i = 0; i < count; i++) clear(view, dim + 1, at + i * view.stride[dim]);
 }
 

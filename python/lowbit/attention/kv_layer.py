@@ -203,7 +203,9 @@ class QuantizedKVLayer:
         Raises:
             IndexError: an entry is not in the batch.
         """
-        if self._k is not None and index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):
+        if self._k is None or index.numel() == 0 or torch.compiler.is_compiling():  # a graph does not look: the copy itself refuses
+            return
+        if not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):
             raise IndexError(f"QuantizedKVCache: reorder must name entries 0 to {self._k.codes.shape[0] - 1}, got {index.tolist()}")
 
     def reorder(self, index: Tensor) -> None:
