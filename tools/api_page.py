@@ -32,6 +32,7 @@ SECTIONS = {
     "Optimizers": "lowbit.optim: *",
     "transformers": "lowbit.integrations.transformers: QuantizedCache",
     "What runs here": "lowbit: info kernels explain force_kernel",
+    "Devices": "lowbit.devices: list check has_kernels",
 }
 _PART = re.compile(r"^(Args|Raises|Example|Returns):\n((?:(?:    .*)?\n)*)", re.MULTILINE)
 

@@ -74,8 +74,8 @@ The cache is read once, in splits of 256 tokens: results are the same for any nu
 Args:
     q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.
     k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``kv_quantize``: int8
-        ``[B, Hkv, S, E rounded up to 32]``, or uint8 with two int4 codes a byte. Any strides with a dense last dimension,
-        so token-major caches too.
+        ``[B, Hkv, S, E rounded up to 32]``, or uint8 with two int4 codes a byte. Any strides with a dense last
+        dimension, so token-major caches too.
     out: ``[B, Hq, L, Ev]``, dtype of ``q``.
     scale: what ``q k^T`` is multiplied by.
     k_scale, v_scale: float32 or float16 ``[B, Hkv, S, groups]`` of codes: 1 group for int8, E / 32 rounded up for int4.

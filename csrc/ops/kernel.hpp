@@ -132,8 +132,8 @@ const Kernel<Args>& select(const Args& args) {
 template <class Args>
 void run(const Args& args) {
   const Kernel<Args>& row = select(args);
+  note_ran(OpOf<Args>::name, row.name);  // before: a row may report a fault of what it ran
   row.run(args);
-  note_ran(OpOf<Args>::name, row.name);
 }
 
 }  // namespace lowbit

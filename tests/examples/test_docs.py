@@ -127,7 +127,7 @@ def test_api_page_is_current() -> None:
     finally:
         sys.path.remove(str(ROOT / "tools"))
     listed = [name for names in api_page.SECTIONS.values() if names.startswith("lowbit: ") for name in names.split()[1:]]
-    assert sorted([*listed, "__version__", "attention", "optim"]) == sorted(lowbit.__all__), "a public name is in no section"
+    assert sorted([*listed, "__version__", "attention", "devices", "optim"]) == sorted(lowbit.__all__), "a public name is in no section"
     assert api_page.page() == api_page.PAGE.read_text()
 
 

@@ -155,14 +155,17 @@ def test_op_and_derivative_are_torchs_at_the_ends(score_row: str, name: str, dty
         close(got, torch.zeros_like(got) if want is None else want, 4 * tolerance, f"derivative of {name}")
 
 
-def test_a_result_that_is_a_gather(score_row: str) -> None:
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+def test_a_result_that_is_a_gather(score_row: str, dtype: torch.dtype) -> None:
     """In every position of the table, also where the tensor could stand in for a register: the memory of the scores is none."""
-    for dtype in EPSILON:
-        for rows, cols in ((16, 16), (16, 128), (19, 33), (3, 256)):
-            for build in (lambda p: p.gather(p.captured("float", 2), p.op("q"), p.op("k")), lambda p: p.gather(p.captured("float", 2), p.op("sub", p.constant(Q0 + 18), p.op("q")), p.op("k"))):
-                p = ProgramBuilder()
-                table = torch.randn(Q0 + 19, K0 + 256, dtype=dtype, requires_grad=True)
-                check(p.finish(build(p)), [table], torch.randn(rows, cols, dtype=dtype), tolerance=4 * EPSILON[dtype])
+    for rows, cols in ((16, 16), (16, 128), (19, 33), (3, 256)):
+        for build in (
+            lambda p: p.gather(p.captured("float", 2), p.op("q"), p.op("k")),
+            lambda p: p.gather(p.captured("float", 2), p.op("sub", p.constant(Q0 + 18), p.op("q")), p.op("k")),
+        ):
+            p = ProgramBuilder()
+            table = torch.randn(Q0 + 19, K0 + 256, dtype=dtype, requires_grad=True)
+            check(p.finish(build(p)), [table], torch.randn(rows, cols, dtype=dtype), tolerance=4 * EPSILON[dtype])
 
 
 @pytest.mark.parametrize("inner", [1 / 50, 0.7, -3.0, 2.0**-12, 3e5, 1e-30, 0.0], ids=str)

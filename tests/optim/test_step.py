@@ -305,5 +305,5 @@ def test_the_row_that_is_forced_runs() -> None:
             params = parameters()
             with lowbit.force_kernel(str(row["name"])):
                 name = str(row["name"])
-                run(optim.AdamW8bit([{"params": params, "state_format": name.split("_")[1], "min_8bit_size": 0}]), params, 1)
+                run(optim.AdamW8bit([{"params": params, "state_format": name.split("_")[2], "min_8bit_size": 0}]), params, 1)
             assert _C.last_kernel("optim_step") == name

@@ -149,7 +149,7 @@ def test_autoload_package_imports_nothing_at_the_top() -> None:
 
 def test_rooms_of_the_tests_mirror_the_package() -> None:
     rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks"} <= {path.name for path in PACKAGE.iterdir()}
+    assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
 
 
 def test_files_are_named_after_what_they_hold() -> None:
