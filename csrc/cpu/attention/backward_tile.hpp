@@ -43,7 +43,7 @@ struct BackwardTile {
   bool adds_grad_mask = false;
 
   LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows,
-                             const ScorePlan ScoreProgram::* reverse_plan, Arena& arena)
+                             const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
       : programs(args, q_tile, kBackwardKvTile, arena),
         reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
     if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
