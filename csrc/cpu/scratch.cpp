@@ -2,7 +2,10 @@
 #include "cpu/scratch.hpp"
 
 #include <cstdlib>
+#include <cstring>
 #include <new>
+
+#include "cpu/red_zones.hpp"
 
 namespace lowbit {
 namespace {
@@ -26,6 +29,11 @@ void* scratch(Scratch slot, std::size_t bytes) {
       buffer.bytes = 0;
       throw std::bad_alloc();
     }
+  }
+  if (kRedZones) {  // what the last call left is nobody's, so it is made NaN; what this call did not ask for is forbidden
+    LOWBIT_ALLOW(buffer.data, buffer.bytes);
+    std::memset(buffer.data, 0xff, bytes);
+    LOWBIT_FORBID(static_cast<char*>(buffer.data) + bytes, buffer.bytes - bytes);
   }
   return buffer.data;
 }

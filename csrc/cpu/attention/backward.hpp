@@ -127,9 +127,9 @@ void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& st
 template <class T, class F>
 void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse, F&& f) {
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
-    Arena arena;
+    TileArena arena;
     BackwardTile<T>(args, q_tile, grad_q_rows, reverse, arena);
-    arena = {static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0};
+    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
     BackwardTile<T> tile(args, q_tile, grad_q_rows, reverse, arena);
     f(task, tile);
   });
@@ -238,18 +238,19 @@ void attention_backward(const AttentionBackwardArgs& args) {
   const bool in_one_pass = !args.grad_mask && !args.captured, by_head = in_one_pass && enough(kv_heads);
   const bool by_chunk = in_one_pass && !by_head && chunks > 1 && enough(kv_heads * chunks);
 
-  const int64_t row_bytes = round_up(heads * length * static_cast<int64_t>(sizeof(T)), 64);
   const int64_t stride = row_stride(forward.q.size(3));
-  const int64_t part_bytes = by_chunk ? heads * chunks * length * stride * static_cast<int64_t>(sizeof(T)) : 0;
-  char* memory = static_cast<char*>(scratch(Scratch::call, 2 * row_bytes + part_bytes));
-  const RowStatistics<T> statistics{reinterpret_cast<T*>(memory), reinterpret_cast<T*>(memory + row_bytes)};
+  const int64_t all_rows = heads * length, part_scores = by_chunk ? heads * chunks * length * stride : 0;
+  Arena counted;
+  counted.array<T>(all_rows), counted.array<T>(all_rows), counted.array<T>(part_scores);
+  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
+  const RowStatistics<T> statistics{arena.array<T>(all_rows), arena.array<T>(all_rows)};
   bool some_rest = false;
   parallel_for(heads, threads, [&](int64_t head) {
     if (row_deltas(args, head, statistics.from(head * length))) __atomic_store_n(&some_rest, true, __ATOMIC_RELAXED);
   });
   if (some_rest) find_rests(args, tilings, statistics);
   if (args.grad_sink) add_grad_sink(args, statistics);
-  const Matrix<T> parts{reinterpret_cast<T*>(memory + 2 * row_bytes), stride};
+  const Matrix<T> parts{arena.array<T>(part_scores), stride};
   if (by_chunk) return backward_chunks(args, tilings, statistics, parts);
   if (!by_head) return backward_passes(args, tilings, statistics);
   const int64_t rows = forward.group() * length;

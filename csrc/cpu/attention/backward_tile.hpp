@@ -39,7 +39,7 @@ struct BackwardTile {
   const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
   bool adds_grad_mask = false;
 
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse_plan, Arena& arena)
+  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows, const ScorePlan ScoreProgram::*reverse_plan, TileArena& arena)
       : programs(args, q_tile, kBackwardKvTile, arena), reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
     if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
     const int64_t e = args.q.size(3), ev = args.v.size(3);

@@ -31,7 +31,7 @@ struct ForwardTile {
   T* factor;  // of a row: dropout; of all rows: 1 / sum
   Programs<T> programs;
 
-  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, Arena& arena) : programs(args, q_tile, kKvTile, arena) {
+  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena) : programs(args, q_tile, kKvTile, arena) {
     const int64_t e = args.q.size(3), ev = args.v.size(3);
     q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile), values = arena.matrix<T>(kKvTile, ev);
     scores = arena.matrix<T>(kBlockRows, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
@@ -113,9 +113,9 @@ void attention_forward(const AttentionForwardArgs& args) {
   const Tilings tilings(args, choose_q_tile(args, threads), kKvTile);
   const int64_t heads = args.batch() * args.heads();
   parallel_for(heads * tilings.q.count, threads, [&](int64_t task) {
-    Arena arena;
+    TileArena arena;
     ForwardTile<T>(args, tilings.q.tile, arena);
-    arena = {static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0};
+    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
     ForwardTile<T> tile(args, tilings.q.tile, arena);
     const int64_t head = task / tilings.q.count, i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
     forward_task(args, tilings, tile, head / args.heads(), head % args.heads(), i);

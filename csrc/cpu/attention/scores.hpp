@@ -107,7 +107,7 @@ LOWBIT_INLINE f64x16 hidden(f64x16 mask, f64x16 s) {
 
 // The machine that runs one plan of a program for one thread; without a call there is nothing to run.
 template <class T>
-ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, Arena& arena) {
+ScoreMachine<T> machine_for(const ScoreCall* call, const ScorePlan ScoreProgram::*plan, int64_t rows, int64_t cols, TileArena& arena) {
   ScoreMachine<T> machine;
   if (!call || (call->program().*plan).empty()) return machine;
   machine.call = call, machine.plan = &(call->program().*plan);
@@ -126,7 +126,7 @@ LOWBIT_INLINE ScoreTile<T> score_tile(const TilePlace& at, Matrix<T> scores) {
 template <class T>
 struct Programs {
   ScoreMachine<T> score, mask;
-  LOWBIT_INLINE Programs(const AttentionForwardArgs& args, int64_t rows, int64_t cols, Arena& arena)
+  LOWBIT_INLINE Programs(const AttentionForwardArgs& args, int64_t rows, int64_t cols, TileArena& arena)
       : score(machine_for<T>(args.score_mod, &ScoreProgram::forward, rows, cols, arena)),
         mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
 };

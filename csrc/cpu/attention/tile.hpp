@@ -6,6 +6,7 @@
 #include "core/tensor_view.hpp"
 #include "core/parallel.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/red_zones.hpp"
 #include "cpu/score_program/vm.hpp"
 #include "cpu/simd/double.hpp"
 
@@ -57,16 +58,8 @@ LOWBIT_INLINE void fill(T* to, int64_t count, T x) {
   for (int64_t i = 0; i < count; i++) to[i] = x;
 }
 
-// Hands out aligned parts of one piece of memory; with base null it only counts.
-struct Arena {
-  char* base = nullptr;
-  int64_t bytes = 0;
-  template <class T>
-  LOWBIT_INLINE T* array(int64_t count) {
-    T* at = reinterpret_cast<T*>(base + bytes);
-    bytes = round_up(bytes + count * static_cast<int64_t>(sizeof(T)), 64);
-    return at;
-  }
+// An arena that hands out matrices too.
+struct TileArena : Arena {
   template <class T>
   LOWBIT_INLINE Matrix<T> matrix(int64_t rows, int64_t columns) {
     return {array<T>(rows * row_stride(columns)), row_stride(columns)};

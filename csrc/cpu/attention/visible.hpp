@@ -29,7 +29,7 @@ struct Visible {
 };
 
 template <class T>
-LOWBIT_INLINE Visible<T> visible_memory(const AttentionForwardArgs& args, int64_t rows, int64_t cols, Arena& arena) {
+LOWBIT_INLINE Visible<T> visible_memory(const AttentionForwardArgs& args, int64_t rows, int64_t cols, TileArena& arena) {
   Visible<T> visible;
   visible.memory = arena.array<Span>(RowTiles(rows, kFloatRows).count);
   if (args.mask_mod) visible.mask = arena.matrix<T>(rows, cols);

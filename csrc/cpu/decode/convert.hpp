@@ -93,8 +93,9 @@ LOWBIT_INLINE void dequantize_row(const KvDequantizeArgs& args, int64_t b, int64
 void kv_quantize_rows_of(const KvQuantizeArgs& args) {
   const int64_t padded = kv_padded(args.x.size(3));
   for_each_head_row(args.x, [&](int64_t b, int64_t h, int64_t l) {
-    float* row = static_cast<float*>(scratch(Scratch::task, 2 * padded * sizeof(float)));
-    quantize_row(args, b, h, l, row, reinterpret_cast<int32_t*>(row + padded));
+    Arena arena{static_cast<char*>(scratch(Scratch::task, 2 * (padded * sizeof(float) + kRedZone)))};
+    float* row = arena.array<float>(padded);
+    quantize_row(args, b, h, l, row, arena.array<int32_t>(padded));
   });
 }
 

@@ -78,7 +78,7 @@ struct PreparedQueries {
   float* steps;    // [B][Hkv][l_blocks][task_rows][2]: QueryRows
   int16_t* row_codes;  // scratch for one row
 
-  PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
+  PreparedQueries(const DecodeArgs& args, const DecodePlan& plan, TileArena& arena) {
     const int64_t rows = args.batch() * args.kv_heads() * plan.l_blocks * plan.task_rows;
     floats = arena.array<float>((Kv::kCodes ? 0 : rows * plan.padded_e) + plan.padded_e), codes = arena.array<int16_t>(Kv::kCodes ? rows * plan.padded_e : 0);
     steps = arena.array<float>(Kv::kCodes ? 2 * rows : 0), row_codes = arena.array<int16_t>(plan.padded_e);
@@ -142,14 +142,14 @@ struct PreparedQueries {
 // What a split leaves of a row, for every row of a pass: [row][split].
 struct Partials {
   float *max, *sum, *out;  // out [row][split][padded_ev]
-  Partials(int64_t rows, const DecodePlan& plan, Arena& arena) {
+  Partials(int64_t rows, const DecodePlan& plan, TileArena& arena) {
     max = arena.array<float>(rows * plan.splits), sum = arena.array<float>(rows * plan.splits);
     out = arena.array<float>(rows * plan.splits * plan.padded_ev);
   }
 };
 
 struct TaskMemory : SplitMemory {
-  TaskMemory(const DecodeArgs& args, const DecodePlan& plan, Arena& arena) {
+  TaskMemory(const DecodeArgs& args, const DecodePlan& plan, TileArena& arena) {
     head_rows = plan.task_rows;
     const int64_t rows = plan.heads * head_rows, groups = larger(1, larger(args.k_scale ? args.k_scale.size(3) : 0, args.v_scale ? args.v_scale.size(3) : 0));
     scores = arena.matrix<float>(rows, kSplit), out = arena.matrix<float>(rows, plan.padded_ev);
@@ -218,7 +218,7 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   for (int64_t s = 0; s < plan.splits; s++) top = max[s] > top || max[s] != max[s] ? max[s] : top;
   const float base = top == kMinusInfinity<float> ? 0.0f : top;
   float total = sink == kMinusInfinity<float> ? 0.0f : e_to_the_one(sink - base);
-  Arena arena{static_cast<char*>(scratch(Scratch::task, (plan.splits + plan.padded_ev + 32) * sizeof(float)))};
+  Arena arena{static_cast<char*>(scratch(Scratch::task, (plan.splits + plan.padded_ev + 32) * sizeof(float) + 2 * kRedZone))};
   float *weight = arena.array<float>(plan.splits), *result = arena.array<float>(plan.padded_ev);
   for (int64_t s = 0; s < plan.splits; s++) {
     weight[s] = max[s] == kMinusInfinity<float> ? 0.0f : e_to_the_one(max[s] - base);
@@ -246,9 +246,9 @@ void decode_pass(const DecodeArgs& args, const DecodePlan& plan, const PreparedQ
   parallel_for(blocks * runs, threads, [&](int64_t task) {
     const int64_t block = task / runs, first_split = task % runs * run, bundle = block / plan.l_blocks;
     SplitPlace at = plan.place_of(args, first_bundle + bundle, block % plan.l_blocks);
-    Arena counted;
+    TileArena counted;
     TaskMemory{args, plan, counted};
-    Arena arena{static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+    TileArena arena{{static_cast<char*>(scratch(Scratch::task, counted.bytes))}};
     TaskMemory memory(args, plan, arena);
     for (int64_t split = first_split; split < smaller(plan.splits, first_split + run); split++) {
       at.first = (plan.first_split + split) * kSplit, at.count = smaller(kSplit, args.kv_length() - at.first);
@@ -276,10 +276,10 @@ void decode_call(const DecodeArgs& args) {
   const int64_t bundles = args.batch() * plan.bundles_per_batch(args), rows = plan.heads * plan.rows_per_kv_head(args);
   const int64_t bundle_bytes = rows * larger(1, plan.splits) * (plan.padded_ev + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t pass = smaller(bundles, larger(1, kPartialBytes / bundle_bytes));
-  Arena counted;
+  TileArena counted;
   PreparedQueries<Kv>{args, plan, counted};
   Partials{pass * rows, plan, counted};
-  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
+  TileArena arena{{static_cast<char*>(scratch(Scratch::call, counted.bytes))}};
   const PreparedQueries<Kv> queries(args, plan, arena);
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);

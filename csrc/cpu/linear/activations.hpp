@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/parallel.hpp"
+#include "cpu/red_zones.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/linear/epilogue.hpp"
 #include "cpu/panel.hpp"
@@ -126,24 +127,25 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
   }
 }
 
-template <class T>
-LOWBIT_INLINE T* take(char*& cursor, int64_t count) {
-  T* taken = reinterpret_cast<T*>(cursor);
-  cursor += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-  return taken;
+// Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
+template <class Step>
+LOWBIT_INLINE Int8Rows<Step> take_rows(const LinearArgs& args, int64_t count, Arena& arena) {
+  const int64_t stride = args.weight_spec.padded_k() + 64 / static_cast<int64_t>(sizeof(Step)), sums = Sums(args.weight_spec).count;
+  Int8Rows<Step> rows{.codes = arena.array<Step>(count * stride), .code_stride = stride,
+                      .sums = arena.array<RowSum>(count * sums), .sum_count = sums, .offset = nullptr};
+  if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = arena.array<float>(count);
+  return rows;
 }
 
-// Rows first..first+count of x. Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
+// Rows first..first+count of x.
 template <class Dot>
 Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count) {
   using Step = typename Dot::Step;
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t padded = spec.padded_k(), stride = padded + 64 / static_cast<int64_t>(sizeof(Step)), sums = Sums(spec).count;
-  char* cursor = static_cast<char*>(
-      scratch(Scratch::call, count * (stride * sizeof(Step) + sums * sizeof(RowSum) + sizeof(float)) + 256));
-  Int8Rows<Step> rows{.codes = take<Step>(cursor, count * stride), .code_stride = stride,
-                      .sums = take<RowSum>(cursor, count * sums), .sum_count = sums, .offset = nullptr};
-  if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = take<float>(cursor, count);
+  const int64_t padded = args.weight_spec.padded_k();
+  Arena counted;
+  take_rows<Step>(args, count, counted);
+  Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
+  const Int8Rows<Step> rows = take_rows<Step>(args, count, arena);
   constexpr int64_t kBlock = 8;
   parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
     float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));

@@ -22,8 +22,8 @@ template <Format kFormat>
 StreamRows order_rows(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups(), group_k = spec.group_k();
-  char* cursor = static_cast<char*>(scratch(Scratch::call, (count * (padded + 16 + groups) + 64) * sizeof(float)));
-  StreamRows rows{take<float>(cursor, count * (padded + 16)), take<float>(cursor, count * groups), padded + 16, groups};
+  Arena arena{static_cast<char*>(scratch(Scratch::call, (count * (padded + 16 + groups) + 64) * sizeof(float) + 2 * kRedZone))};
+  StreamRows rows{arena.array<float>(count * (padded + 16)), arena.array<float>(count * groups), padded + 16, groups};
   float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
   for (int64_t row = 0; row < count; row++) {
     const float* x = widen_row(args, row, buffer);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/random.hpp"
+#include "cpu/red_zones.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/optim/moment.hpp"
 #include "cpu/loops.hpp"
@@ -211,6 +212,9 @@ void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t f
   using Block = BlockOfMoments<kFormat, Rule>;
   constexpr int64_t kFloats = has_codes(kFormat) ? Rule::kMoments * Block::kStride : 0;
   float* const values = kFloats ? static_cast<float*>(scratch(Scratch::task, 2 * kFloats * sizeof(float))) : nullptr;
+  if constexpr (kRedZones)
+    for (int64_t i = 0; i < 2 * kFloats; i += Block::kStride)
+      LOWBIT_FORBID(values + i + args.block_size, (Block::kStride - args.block_size) * static_cast<int64_t>(sizeof(float)));
   const Common common(args, tensor);
   const Rule rule(args.hyper, common.step);
   Block moments, previous;

@@ -3,6 +3,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
+#include "cpu/red_zones.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/panel.hpp"
 #include "cpu/rows.hpp"
@@ -19,10 +20,16 @@ struct PlainPanel {
   float* scale;    // [16][groups]
   float* zero;     // [16][groups]
 
-  static int64_t bytes(const WeightSpec& spec) { return 16 * (spec.padded_k() + 8 * spec.groups()); }
-  PlainPanel(const WeightSpec& spec, void* memory)
-      : spec(spec), codes(static_cast<uint8_t*>(memory)), scale(reinterpret_cast<float*>(codes + 16 * spec.padded_k())),
-        zero(scale + 16 * spec.groups()) {
+  // Scratch for `floats` floats and a panel.
+  static Arena memory(const WeightSpec& spec, int64_t floats) {
+    Arena counted;
+    counted.array<float>(floats), PlainPanel(spec, counted);
+    return {static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+  }
+  PlainPanel(const WeightSpec& spec, Arena& arena)
+      : spec(spec), codes(arena.array<uint8_t>(16 * spec.padded_k())), scale(arena.array<float>(16 * spec.groups())),
+        zero(arena.array<float>(16 * spec.groups())) {
+    if (!arena.base) return;
     const int64_t covered = smaller(spec.padded_k(), spec.groups() * spec.group_k());  // with groups of 32 the last half tile may have none
     for (int64_t column = 0; column < 16; column++)
       std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
@@ -167,8 +174,9 @@ Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
   std::memset(panel, 0, spec.panel_bytes());
   if constexpr (is_float(kFormat)) return pack_float_panel<kFormat>(args, index, panel);
   const int64_t padded = spec.padded_k();
-  float* x = static_cast<float*>(scratch(Scratch::task, padded * 4 + PlainPanel::bytes(spec)));
-  const PlainPanel plain(spec, x + padded);
+  Arena arena = PlainPanel::memory(spec, padded);
+  float* x = arena.array<float>(padded);
+  const PlainPanel plain(spec, arena);
   Distortion sums;
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
@@ -186,7 +194,8 @@ void pack_panel(const PackArgs& args, int64_t index) {
   const int64_t groups = spec.groups(), padded = spec.padded_k();
   uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
   std::memset(panel, 0, spec.panel_bytes());
-  const PlainPanel plain(spec, scratch(Scratch::task, PlainPanel::bytes(spec)));
+  Arena arena = PlainPanel::memory(spec, 0);
+  const PlainPanel plain(spec, arena);
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
     for (int64_t g = 0; g < groups; g++) {

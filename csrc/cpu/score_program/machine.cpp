@@ -7,10 +7,12 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell) {
-  const BankSizes sizes = bank_sizes(max_rows, max_cols);
-  int64_t cells = 0;
-  for (int rate = 0; rate < 6; rate++) cells += registers_of(plan, rate) * sizes.of[rate];
-  return static_cast<std::size_t>(cells) * cell;
+  Arena counted;
+  double* doubles[6];
+  float* floats[6];
+  if (cell == sizeof(double)) take_banks(plan, max_rows, max_cols, counted, doubles);
+  else take_banks(plan, max_rows, max_cols, counted, floats);
+  return static_cast<std::size_t>(counted.bytes);
 }
 
 LOWBIT_MACHINE(float)

@@ -2,6 +2,7 @@
 // The machine of vm.hpp.
 #pragma once
 
+#include "cpu/red_zones.hpp"
 #include "cpu/score_program/memory.hpp"
 #include "formats/format.hpp"
 
@@ -20,8 +21,22 @@ LOWBIT_INLINE BankSizes bank_sizes(int max_rows, int max_cols) {
   const int64_t rows = round_up(max_rows, 16), cols = round_up(max_cols, 16);
   return {{16, kHeadCells, rows, cols, rows + cols + 16, kStripScores}};
 }
-LOWBIT_INLINE int64_t registers_of(const ScorePlan& plan, int rate) {
-  return rate == 0 ? ceil_div(static_cast<int64_t>(plan.constants.size()), 16) : plan.registers[rate];
+// From one register of a rate to the next.
+template <class T>
+LOWBIT_INLINE int64_t bank_stride(const BankSizes& sizes, int rate) {
+  return sizes.of[rate] + kRedZone / static_cast<int64_t>(sizeof(T));
+}
+// The registers of each rate; constants, 16 to a register, are one array.
+template <class T>
+void take_banks(const ScorePlan& plan, int max_rows, int max_cols, Arena& arena, T* (&banks)[6]) {
+  const BankSizes sizes = bank_sizes(max_rows, max_cols);
+  const int64_t constants = static_cast<int64_t>(plan.constants.size());
+  banks[0] = constants ? arena.array<T>(round_up(constants, 16)) : nullptr;
+  for (int rate = 1; rate < 6; rate++)
+    for (int i = 0; i < plan.registers[rate]; i++) {
+      T* const cells = arena.array<T>(sizes.of[rate]);
+      if (i == 0) banks[rate] = cells;
+    }
 }
 
 // One step on one strip: which elements its registers have there.
@@ -107,7 +122,7 @@ class Runner {
     for (int at = m_.plan->begin[stage]; at < m_.plan->begin[stage + 1]; at++) run_step(steps[at], extent);
   }
 
-  T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * sizes_.of[static_cast<int>(place.rate)]; }
+  T* bank(ScoreOperand place) const { return m_.banks[static_cast<int>(place.rate)] + place.at * bank_stride<T>(sizes_, static_cast<int>(place.rate)); }
 
   // Whether a tensor can stand in for this register; the memory of the caller (below 0) is no register.
   static bool has_view(ScoreOperand place) { return place.rate == Rate::tile && place.at >= 0 && place.at < kViews; }
@@ -211,9 +226,8 @@ class Runner {
 
 template <class T>
 void start(ScoreMachine<T>& machine, void* memory) {
-  const BankSizes sizes = bank_sizes(machine.max_rows, machine.max_cols);
-  T* next = static_cast<T*>(memory);
-  for (int rate = 0; rate < 6; rate++) machine.banks[rate] = next, next += registers_of(*machine.plan, rate) * sizes.of[rate];
+  Arena arena{static_cast<char*>(memory)};
+  take_banks(*machine.plan, machine.max_rows, machine.max_cols, arena, machine.banks);
   T* constants = machine.banks[0];
   for (const ScoreConstant& constant : machine.plan->constants) {
     if (constant.type == 'f') *constants = static_cast<T>(std::bit_cast<double>(constant.bits));

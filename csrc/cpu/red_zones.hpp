@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Red zones: under AddressSanitizer (tools/sanitize) every array in scratch memory is followed by bytes that nothing may touch, so that an access past
+// its end is reported, where it would meet the next array and stay unseen. In every other build they have no bytes and nothing here does anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/bits.hpp"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define LOWBIT_FORBID(at, bytes) ASAN_POISON_MEMORY_REGION(at, static_cast<std::size_t>(bytes))
+#define LOWBIT_ALLOW(at, bytes) ASAN_UNPOISON_MEMORY_REGION(at, static_cast<std::size_t>(bytes))
+#else
+#define LOWBIT_FORBID(at, bytes) (static_cast<void>(at), static_cast<void>(bytes))
+#define LOWBIT_ALLOW(at, bytes) (static_cast<void>(at), static_cast<void>(bytes))
+#endif
+
+namespace lowbit {
+namespace {
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kRedZones = true;
+#else
+constexpr bool kRedZones = false;
+#endif
+constexpr int64_t kRedZone = kRedZones ? 64 : 0;  // bytes
+
+// Hands out 64-byte aligned arrays of one piece of memory, a red zone behind each; with base null it only counts their bytes.
+struct Arena {
+  char* base = nullptr;
+  int64_t bytes = 0;
+  template <class T>
+  LOWBIT_INLINE T* array(int64_t count) {
+    char* const at = base ? base + bytes : nullptr;
+    const int64_t used = count * static_cast<int64_t>(sizeof(T)), end = round_up(bytes + used + kRedZone, 64);
+    if (kRedZones && base) {
+      LOWBIT_ALLOW(at, used);
+      LOWBIT_FORBID(at + used, end - bytes - used);
+    }
+    bytes = end;
+    return reinterpret_cast<T*>(at);
+  }
+};
+
+}  // namespace
+}  // namespace lowbit
