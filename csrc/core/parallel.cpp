@@ -14,6 +14,16 @@
 #include <thread>
 #include <vector>
 
+// ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled with it.
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#define LOWBIT_HAPPENS_BEFORE(at) __tsan_release(at)
+#define LOWBIT_HAPPENS_AFTER(at) __tsan_acquire(at)
+#else
+#define LOWBIT_HAPPENS_BEFORE(at) static_cast<void>(at)
+#define LOWBIT_HAPPENS_AFTER(at) static_cast<void>(at)
+#endif
+
 namespace lowbit {
 namespace {
 
@@ -177,9 +187,13 @@ void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
   if (const TorchThreads* torch = torch_threads(); torch && !forked) {
     auto range = [](int64_t begin, int64_t end, void* r) {
+      LOWBIT_HAPPENS_AFTER(r);
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
+      LOWBIT_HAPPENS_BEFORE(r);
     };
+    LOWBIT_HAPPENS_BEFORE(&region);
     const int32_t status = torch->parallel_for(0, threads, 1, range, &region);
+    LOWBIT_HAPPENS_AFTER(&region);
     check(status == 0 || region.failed, ErrorKind::runtime, "torch_parallel_for failed with status ", status, ": not every part of the work ran");
   } else {
     Pool::instance().run(threads, region);

@@ -138,6 +138,30 @@ print(before, alone.threads())
     assert python(code).strip() == str(["own pool (torch is not loaded)"] * 3) + " {'count': 3, 'source': 'torch_parallel_for'}"
 
 
+def test_two_threads_at_once_share_our_own_pool(python: Callable[..., str]) -> None:
+    int4 = lowbit._C.FORMATS["int4"]
+    code = f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+from lowbit import _C
+
+weight = np.random.default_rng(0).standard_normal((512, 256), dtype=np.float32)
+
+def pack():
+    packed = np.zeros((32, _C.panel_bytes({int4}, 256, 32, False)), np.uint8)
+    _C.quantize(weight, packed, {int4}, 32, False, 0)
+    return packed.tobytes()
+
+wanted = pack()
+with ThreadPoolExecutor(2) as pool:
+    assert all(got == wanted for got in pool.map(lambda _: pack(), range(40)))
+assert "torch" not in sys.modules
+print(_C.threads()["count"], _C.threads()["source"])
+"""
+    assert python(code, OMP_NUM_THREADS="4", TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "4 own pool (torch is not loaded)\n"
+
+
 @pytest.mark.parametrize("first", ["import torch, lowbit", "import lowbit, torch"])
 def test_both_import_orders_compute(python: Callable[..., str], first: str) -> None:
     assert "ok" in python(f"{first}\n{SETUP}\nassert torch.allclose(wanted.double(), data.wanted, atol=1e-2)\nprint('ok')")

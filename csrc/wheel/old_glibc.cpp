@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// For wheels (LOWBIT_OLD_GLIBC): functions that the linker would bind to a new version of glibc, bound to the first that x86-64 ever had, so that what
+// is built here also loads on glibc 2.28 (manylinux_2_28). Hidden definitions come before those of glibc for all that is linked in, the static
+// libstdc++ too. The functions are the same ones: glibc 2.29 took error handling out of exp..pow, and 2.34 moved the others from libpthread and libdl.
+#ifndef __x86_64__
+#error "LOWBIT_OLD_GLIBC is for x86-64"
+#endif
+
+#define LOWBIT_FIRST_VERSION(name) \
+  __asm__(".symver first_" #name "," #name "@GLIBC_2.2.5\n" \
+          ".pushsection .text\n" \
+          ".globl " #name "\n.hidden " #name "\n.type " #name ",@function\n" \
+          #name ": jmp *first_" #name "@GOTPCREL(%rip)\n" \
+          ".popsection\n");
+
+LOWBIT_FIRST_VERSION(exp)
+LOWBIT_FIRST_VERSION(log)
+LOWBIT_FIRST_VERSION(pow)
+LOWBIT_FIRST_VERSION(exp2)
+LOWBIT_FIRST_VERSION(log2)
+LOWBIT_FIRST_VERSION(dlopen)
+LOWBIT_FIRST_VERSION(dlsym)
+LOWBIT_FIRST_VERSION(pthread_create)
+LOWBIT_FIRST_VERSION(pthread_detach)
+LOWBIT_FIRST_VERSION(pthread_join)
+LOWBIT_FIRST_VERSION(pthread_once)
+LOWBIT_FIRST_VERSION(pthread_key_create)
+LOWBIT_FIRST_VERSION(pthread_key_delete)
+LOWBIT_FIRST_VERSION(pthread_getspecific)
+LOWBIT_FIRST_VERSION(pthread_setspecific)
+LOWBIT_FIRST_VERSION(pthread_mutex_trylock)
+LOWBIT_FIRST_VERSION(__pthread_key_create)
+
+// libstdc++ asks whether the process has one thread, to count references without atomics (glibc 2.32): it may have more.
+extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
+char __libc_single_threaded = 0;
+
+// Of std::random_device (glibc 2.36), which nothing here uses but the linker takes along.
+extern "C" int getentropy(void* buffer, unsigned long bytes);
+extern "C" [[gnu::visibility("hidden")]] unsigned arc4random() {
+  unsigned random;
+  if (getentropy(&random, sizeof random) != 0) __builtin_trap();
+  return random;
+}
