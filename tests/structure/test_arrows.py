@@ -23,6 +23,7 @@ CPP_ARROWS = {
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "sim", "ops", "score", "formats", "rules", "core"},
     "bindings": {"bindings", "torch", "sim", "ops", "score", "formats", "rules", "core"},
+    "wheel": set(),
     "backends.cpp": {"cpu", "ops", "core"},
 }
 PYTHON_ARROWS = {
