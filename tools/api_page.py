@@ -60,7 +60,9 @@ def entry(name: str, value: Any) -> str:
     if is_enum:
         lines.append("Values: " + ", ".join(f"`{member.name}`" for member in value) + ".\n")
     elif inspect.isclass(value):
-        methods = [method(member, getattr(value, member)) for member in vars(value) if not member.startswith("_")]
+        own = {member: getattr(value, member) for member in vars(value) if not member.startswith("_")}
+        # torch puts a wrapped `step` into the class of an optimizer as soon as there is one
+        methods = [method(member, made) for member, made in own.items() if not getattr(made, "hooked", False)]
         lines.append("".join(line + "\n" for line in methods if line))
     return "\n".join(line for line in lines if line)
 

@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
 
 def _instead(name: str) -> str:
     """What to use instead of a name of torchao or bitsandbytes that is not here."""
-    if name.startswith("_"):  # asked for by inspect, pickle and others
+    if name.startswith("_") or _torch is None:  # asked for by inspect, pickle and others
         return ""
     from lowbit.formats.torchao import INSTEAD
 

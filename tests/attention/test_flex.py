@@ -308,3 +308,13 @@ def test_keys_of_another_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> N
     assert torch.autograd.grad(out.sum(), q)[0].dtype == q_dtype
     compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), out)
+
+
+def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(forward_row: str) -> None:
+    q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
+    mask = lowbit.create_block_mask(lambda b, h, i, j: j <= 0, 1, 1, 16, 16, BLOCK_SIZE=16)
+    for block_mask in (None, mask):
+        out, aux = lowbit.flex_attention(
+            q, k, v, lambda s, b, h, i, j: s * float("nan"), block_mask, return_aux=lowbit.AuxRequest(lse=True)
+        )
+        assert out.isnan().all() and aux.lse.isnan().all()

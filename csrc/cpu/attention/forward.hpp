@@ -65,7 +65,7 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
         top = now;
       }
     }
-    if (args.lse) args.lse.template as<T>()[first + r] = top == kMinusInfinity<T> ? top : log_sum(top, total);
+    if (args.lse) args.lse.template as<T>()[first + r] = log_sum(top, total);  // -inf beside a sum of 0, nan beside nan
     tile.factor[r] = total == T{0} ? T{0} : scale / total;
   }
   narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);

@@ -15,8 +15,6 @@ what is not of Python (files, clocks, environment) makes the key None: that mod 
 from __future__ import annotations
 
 import functools
-import math
-import operator
 import types
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -169,8 +167,6 @@ class _Walk:
         return code, cells, defaults, tuple(found), self._named_in(function.__dict__)
 
     def _module(self, module: types.ModuleType) -> Hashable:
-        if module is math or module is operator:
-            return module
         inside = vars(module)
         if "__getattr__" in inside and module is not torch:
             raise _Unknown

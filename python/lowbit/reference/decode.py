@@ -64,5 +64,6 @@ def decode(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
     with_sink = scores if sink is None else torch.cat([scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     lse = torch.logsumexp(with_sink, -1)
-    p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    # Not exp(scores - lse): beside a mask of 1e30, log(total) is lost in lse.
+    p = torch.softmax(with_sink, -1)[..., :keys].masked_fill((lse == -math.inf)[..., None], 0.0)
     return p @ v, lse, p

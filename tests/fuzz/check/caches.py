@@ -182,7 +182,10 @@ def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) ->
         lengths = [0 if pair is None else pair[0].shape[2] for pair in held[:made]]
         return all(abs(arguments[0]) <= length for length in lengths)
     if name == "attend":
-        return held[arguments[0]] is not None and held[arguments[0]][0].shape[0] == arguments[1].shape[0]
+        pair, query = held[arguments[0]], arguments[1]
+        heads = 0 if pair is None else pair[0].shape[1]
+        grouped = query.shape[1] % heads == 0 if heads else query.shape[1] == 0
+        return pair is not None and pair[0].shape[0] == query.shape[0] and grouped
     return all(pair is None or int(arguments[0].max()) < pair[0].shape[0] for pair in held)
 
 

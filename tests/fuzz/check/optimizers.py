@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import optim
+from lowbit.reference.optim import code_map
 
 from .compare import UNIT, Wrong, ambient, taken_by, within
 
@@ -137,6 +138,11 @@ def refuses_state(
         ours.step()
         return
     raise Wrong(f"load_state_dict accepted {what}")
+
+
+def dynamic_map() -> Tensor:
+    """The map of signed 8-bit codes, as a checkpoint of bitsandbytes has it."""
+    return code_map("dynamic8", True).float()
 
 
 def loads(name: str, params: list[Tensor], state_dict: dict[str, Any], what: str, **options: Any) -> None:

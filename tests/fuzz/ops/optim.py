@@ -14,7 +14,8 @@ def parameters(c: Choices, dtype: str) -> str:
     made = []
     for _ in range(c.between(1, 3)):
         shape = eval(c.pick(*SHAPES))
-        made.append(layout(c, lambda sizes: normal(sizes, dtype), shape) if c.chance(30) else normal(shape, dtype))
+        text = layout(c, lambda sizes: normal(sizes, dtype), shape) if c.chance(30) else normal(shape, dtype)
+        made.append(text if "expand" not in text else normal(shape, dtype))  # no step could serve it: refused, tests/optim
     return "params = [\n" + "".join(f"    {text},\n" for text in made) + "]\n"
 
 

@@ -59,7 +59,7 @@ MUTATIONS = {
 FOREIGN = {
     "bitsandbytes SGD": ("SGD8bit", "{'state1': torch.zeros(p.shape), 'step': 3}", "'lr': 0.01, 'betas': (0.9, 0.0), 'eps': 0.0, 'weight_decay': 0.0, 'lars': 0.0"),
     "bitsandbytes SGD8bit": (
-        "SGD8bit", "{'state1': torch.zeros(p.shape, dtype=torch.uint8), 'absmax1': torch.zeros(-(-p.numel() // 256)), 'qmap1': torch.zeros(256), 'step': 3}",
+        "SGD8bit", "{'state1': torch.zeros(p.shape, dtype=torch.uint8), 'absmax1': torch.zeros(-(-p.numel() // 256)), 'qmap1': check.dynamic_map(), 'step': 3}",
         "'lr': 0.01, 'betas': (0.9, 0.0), 'eps': 0.0, 'weight_decay': 0.0, 'lars': 0.0",
     ),
     "bitsandbytes AdamW": (
