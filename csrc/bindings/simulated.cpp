@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated devices for Python: memory as DLPack capsules of device type 12, which torch takes as PrivateUse1 tensors; runs; faults.
+// The simulated devices for Python: memory as DLPack capsules of device type 12, which torch takes as PrivateUse1
+// tensors; runs; faults.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -32,13 +33,18 @@ void destroy_unused(PyObject* capsule) {
   managed->deleter(managed);
 }
 
-py::capsule offer(void* data, dlpack::DeviceType type, int device, std::vector<int64_t>&& shape, std::vector<int64_t>&& strides, int code,
-                  int bits) {
+py::capsule offer(void* data, dlpack::DeviceType type, int device, std::vector<int64_t>&& shape,
+                  std::vector<int64_t>&& strides, int code, int bits) {
   auto* const offered = new Offered{.shape = std::move(shape), .strides = std::move(strides)};
-  offered->managed = {.tensor = {.data = data, .device = {type, device}, .rank = static_cast<int32_t>(offered->shape.size()),
-                                 .dtype = {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, .shape = offered->shape.data(),
-                                 .strides = offered->strides.data(), .byte_offset = 0},
-                      .context = offered, .deleter = Offered::destroy};
+  offered->managed = {.tensor = {.data = data,
+                                 .device = {type, device},
+                                 .rank = static_cast<int32_t>(offered->shape.size()),
+                                 .dtype = {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1},
+                                 .shape = offered->shape.data(),
+                                 .strides = offered->strides.data(),
+                                 .byte_offset = 0},
+                      .context = offered,
+                      .deleter = Offered::destroy};
   return py::capsule(&offered->managed, "dltensor", destroy_unused);
 }
 
@@ -52,13 +58,15 @@ int64_t bytes_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& 
 }
 
 py::capsule empty(int device, std::vector<int64_t> shape, std::vector<int64_t> strides, int code, int bits) {
-  check(shape.size() == strides.size(), ErrorKind::value, "lowbit_sim: strides must have ", shape.size(), " entries, got ", strides.size());
+  check(shape.size() == strides.size(), ErrorKind::value, "lowbit_sim: strides must have ", shape.size(),
+        " entries, got ", strides.size());
   const int64_t bytes = bytes_of(shape, strides, bits);
   void* const data = sim::allocate(device, static_cast<std::size_t>(bytes));
   if (!data && bytes > 0) {
     const sim::Usage usage = sim::usage(device);
-    PyErr_SetString(PyExc_MemoryError, concat("lowbit_sim:", device, ": out of memory: tried to allocate ", bytes, " bytes; ", usage.live_bytes,
-                                              " of ", usage.capacity, " bytes are in use").c_str());
+    PyErr_SetString(PyExc_MemoryError, concat("lowbit_sim:", device, ": out of memory: tried to allocate ", bytes,
+                                              " bytes; ", usage.live_bytes, " of ", usage.capacity, " bytes are in use")
+                                           .c_str());
     throw py::error_already_set();
   }
   return offer(data, dlpack::kExtDev, device, std::move(shape), std::move(strides), code, bits);
@@ -70,14 +78,16 @@ py::capsule host_view(uintptr_t address, std::vector<int64_t> shape, std::vector
 
 sim::Fault fault_of(std::string_view name) {
   const auto* const found = std::find(std::begin(sim::kFaultNames), std::end(sim::kFaultNames), name);
-  check(found != std::end(sim::kFaultNames), ErrorKind::value, "inject: fault must be memory, launch, lost or slow, got '", name, "'");
+  check(found != std::end(sim::kFaultNames), ErrorKind::value,
+        "inject: fault must be memory, launch, lost or slow, got '", name, "'");
   return static_cast<sim::Fault>(found - std::begin(sim::kFaultNames));
 }
 
 py::dict usage(int device) {
   const sim::Usage usage = sim::usage(device);
   py::dict result;
-  result["live_bytes"] = usage.live_bytes, result["peak_bytes"] = usage.peak_bytes, result["live_blocks"] = usage.live_blocks;
+  result["live_bytes"] = usage.live_bytes, result["peak_bytes"] = usage.peak_bytes,
+  result["live_blocks"] = usage.live_blocks;
   result["blocks"] = usage.blocks, result["capacity"] = usage.capacity;
   return result;
 }
@@ -85,30 +95,39 @@ py::dict usage(int device) {
 // What the part that is built against libc10 calls.
 py::tuple functions() {
   const auto address = [](auto* function) { return reinterpret_cast<uintptr_t>(function); };
-  return py::make_tuple(address(&lowbit_sim_allocate), address(&lowbit_sim_deallocate), address(&lowbit_sim_copy), address(&lowbit_sim_usage),
-                        address(&lowbit_sim_reset_peak));
+  return py::make_tuple(address(&lowbit_sim_allocate), address(&lowbit_sim_deallocate), address(&lowbit_sim_copy),
+                        address(&lowbit_sim_usage), address(&lowbit_sim_reset_peak));
 }
 
 }  // namespace
 
 void register_simulated(py::module_& parent) {
   using py::arg;
-  py::module_ m = parent.def_submodule("simulated", "Memory, runs and faults of the simulated devices (lowbit.devices.simulated).");
-  m.def("start", sim::start, arg("devices"), arg("bytes"), "Reserve address space for ``devices`` of ``bytes`` each; once per process.");
+  py::module_ m =
+      parent.def_submodule("simulated", "Memory, runs and faults of the simulated devices (lowbit.devices.simulated).");
+  m.def("start", sim::start, arg("devices"), arg("bytes"),
+        "Reserve address space for ``devices`` of ``bytes`` each; once per process.");
   m.def("device_count", sim::device_count, "Return how many devices run; 0 before start.");
   m.def("empty", empty, arg("device"), arg("shape"), arg("strides"), arg("code"), arg("bits"),
         "Return a DLPack capsule of new device memory, not zeroed; MemoryError where there is no room.");
   m.def("host_view", host_view, arg("address"), arg("shape"), arg("strides"), arg("code"), arg("bits"),
-        "Return a DLPack capsule of a CPU tensor over device memory; it owns nothing, and may be read and written inside a run only.");
-  py::class_<sim::Open>(m, "Open", "Keeps the memory of a device readable until it is deleted; the outermost one of a thread is a launch.")
+        "Return a DLPack capsule of a CPU tensor over device memory; it owns nothing, and may be read and written "
+        "inside a run only.");
+  py::class_<sim::Open>(
+      m, "Open",
+      "Keeps the memory of a device readable until it is deleted; the outermost one of a thread is a launch.")
       .def(py::init<int>(), arg("device"));
-  m.def("usage", usage, arg("device"), "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
+  m.def("usage", usage, arg("device"),
+        "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
   m.def("reset_peak", sim::reset_peak, arg("device"), "Let the peak start again from what is in use.");
   m.def("launches", sim::launches, arg("device"), "Return how many kernels and copies were launched.");
-  m.def("inject", [](int device, std::string_view fault, int64_t after, int64_t times, int64_t microseconds) {
-          sim::inject(device, fault_of(fault), {.after = after, .times = times, .microseconds = microseconds});
-        }, arg("device"), arg("fault"), arg("after"), arg("times"), arg("microseconds"),
-        "Let the next ``after`` allocations or launches go well and the ``times`` after them fail, or take longer.");
+  m.def(
+      "inject",
+      [](int device, std::string_view fault, int64_t after, int64_t times, int64_t microseconds) {
+        sim::inject(device, fault_of(fault), {.after = after, .times = times, .microseconds = microseconds});
+      },
+      arg("device"), arg("fault"), arg("after"), arg("times"), arg("microseconds"),
+      "Let the next ``after`` allocations or launches go well and the ``times`` after them fail, or take longer.");
   m.def("recover", sim::recover, arg("device"), "Take back every fault of a device.");
   m.def("functions", functions, "Return the addresses of what python/lowbit/devices/simulated/shim.cpp calls.");
 }

@@ -25,14 +25,16 @@ struct State {
     return true;
   }
   void check_present(int device) const {
-    check(!lost, ErrorKind::runtime, "lowbit_sim:", device, ": the device is lost (injected; simulated.recover brings it back)");
+    check(!lost, ErrorKind::runtime, "lowbit_sim:", device,
+          ": the device is lost (injected; simulated.recover brings it back)");
   }
 };
 
 std::array<State, kMostDevices> states;
 
 State& state_of(int device) {
-  check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device, ", there are ", device_count());
+  check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device,
+        ", there are ", device_count());
   return states[static_cast<std::size_t>(device)];
 }
 
@@ -40,8 +42,8 @@ State& state_of(int device) {
 
 void inject(int device, Fault fault, const Injection& injection) {
   check(injection.after >= 0 && injection.times >= 1 && injection.microseconds >= 0, ErrorKind::value,
-        "inject: after and microseconds must be at least 0 and times at least 1, got ", injection.after, ", ", injection.microseconds, " and ",
-        injection.times);
+        "inject: after and microseconds must be at least 0 and times at least 1, got ", injection.after, ", ",
+        injection.microseconds, " and ", injection.times);
   State& state = state_of(device);
   const std::lock_guard lock(state.mutex);
   state.pending[static_cast<std::size_t>(fault)] = injection;

@@ -9,19 +9,20 @@
 
 namespace lowbit::sim {
 
-// memory: allocations find no room. launch: kernels do not start. lost: a kernel does not start, and from then on nothing on that device
-// does until recover(). slow: launches take longer.
+// memory: allocations find no room. launch: kernels do not start. lost: a kernel does not start, and from then on
+// nothing on that device does until recover(). slow: launches take longer.
 enum class Fault { memory, launch, lost, slow };
 inline constexpr std::string_view kFaultNames[] = {"memory", "launch", "lost", "slow"};
 
-// The next `after` allocations or launches go well, then `times` of them do not. `microseconds` is what a slow launch takes more.
+// The next `after` allocations or launches go well, then `times` of them do not. `microseconds` is what a slow launch
+// takes more.
 struct Injection {
   int64_t after = 0, times = 1, microseconds = 0;
 };
 
 LOWBIT_API void inject(int device, Fault fault, const Injection& injection);
-LOWBIT_API void recover(int device);          // no fault is left, a lost device is back; its memory is as it was
-LOWBIT_API int64_t launches(int device);      // since the start
+LOWBIT_API void recover(int device);      // no fault is left, a lost device is back; its memory is as it was
+LOWBIT_API int64_t launches(int device);  // since the start
 
 // Asked by memory.cpp.
 bool allocation_fails(int device);  // throws Error on a lost device

@@ -22,8 +22,8 @@ constexpr std::size_t kAlignment = 256, kPage = 4096, kLarge = std::size_t{1} <<
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-// One device. Blocks lie at offsets from `base`: `live` and `holes` are disjoint and fill [0, end). Pages of [0, touched) have been handed
-// out at least once, and only they are ever opened.
+// One device. Blocks lie at offsets from `base`: `live` and `holes` are disjoint and fill [0, end). Pages of [0,
+// touched) have been handed out at least once, and only they are ever opened.
 struct Device {
   char* base = nullptr;
   std::mutex mutex;
@@ -34,7 +34,8 @@ struct Device {
 
   void protect(std::size_t from, std::size_t to, int protection) {
     if (from == to) return;
-    check(mprotect(base + from, to - from, protection) == 0, ErrorKind::runtime, "lowbit_sim: mprotect failed: ", std::strerror(errno));
+    check(mprotect(base + from, to - from, protection) == 0, ErrorKind::runtime,
+          "lowbit_sim: mprotect failed: ", std::strerror(errno));
   }
 
   // The first hole that is large enough, else the end.
@@ -67,10 +68,13 @@ struct Device {
     if (after != holes.end() && after->first == offset + bytes) bytes += after->second, after = holes.erase(after);
     if (after != holes.begin()) {
       const auto before = std::prev(after);
-      if (before->first + before->second == offset) offset = before->first, bytes += before->second, holes.erase(before);
+      if (before->first + before->second == offset)
+        offset = before->first, bytes += before->second, holes.erase(before);
     }
-    if (offset + bytes == end) end = offset;
-    else holes[offset] = bytes;
+    if (offset + bytes == end)
+      end = offset;
+    else
+      holes[offset] = bytes;
   }
 };
 
@@ -85,7 +89,8 @@ std::size_t capacity = 0;  // of one device: device i starts at lowest + i * cap
 thread_local int depth = 0;
 
 Device& device_at(int device) {
-  check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device, ", there are ", device_count());
+  check(device >= 0 && device < device_count(), ErrorKind::value, "lowbit_sim: there is no device ", device,
+        ", there are ", device_count());
   return devices()[static_cast<std::size_t>(device)];
 }
 
@@ -93,12 +98,14 @@ Device& device_at(int device) {
 
 void start(int wanted, std::size_t bytes) {
   check(count == 0, ErrorKind::runtime, "lowbit_sim: the simulated devices run already");
-  check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices, ", got ", wanted);
+  check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices,
+        ", got ", wanted);
   check(bytes >= kLarge, ErrorKind::value, "lowbit_sim: memory must be at least ", kLarge, " bytes, got ", bytes);
   capacity = round_up(bytes, kPage);
   const std::size_t all = capacity * static_cast<std::size_t>(wanted);
   void* const memory = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  check(memory != MAP_FAILED, ErrorKind::runtime, "lowbit_sim: no address space for ", all, " bytes: ", std::strerror(errno));
+  check(memory != MAP_FAILED, ErrorKind::runtime, "lowbit_sim: no address space for ", all,
+        " bytes: ", std::strerror(errno));
   lowest = static_cast<char*>(memory);
   for (int i = 0; i < wanted; i++) {
     Device& device = devices()[static_cast<std::size_t>(i)];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the simulated devices: for each a piece of address space that nobody can read or write (PROT_NONE) but while a run is open on it.
-// Host code that touches device memory dies at that spot, as it would on a device whose memory is its own.
+// Memory of the simulated devices: for each a piece of address space that nobody can read or write (PROT_NONE) but
+// while a run is open on it. Host code that touches device memory dies at that spot, as it would on a device whose
+// memory is its own.
 #pragma once
 
 #include <cstddef>
@@ -13,22 +14,25 @@ namespace lowbit::sim {
 inline constexpr int kMostDevices = 8;
 
 struct Usage {
-  int64_t live_bytes = 0, peak_bytes = 0, live_blocks = 0, blocks = 0, capacity = 0;  // blocks: allocated since the start
+  int64_t live_bytes = 0, peak_bytes = 0, live_blocks = 0, blocks = 0,
+          capacity = 0;  // blocks: allocated since the start
 };
 
 // Reserves address space for `devices` of `bytes` each; once per process.
 LOWBIT_API void start(int devices, std::size_t bytes);
 LOWBIT_API int device_count();  // 0 until start()
 
-// Null for 0 bytes and where there is no room: the caller knows what its world calls that error. 256-byte aligned, not zeroed.
+// Null for 0 bytes and where there is no room: the caller knows what its world calls that error. 256-byte aligned, not
+// zeroed.
 LOWBIT_API void* allocate(int device, std::size_t bytes);
 LOWBIT_API void deallocate(void* pointer) noexcept;
 LOWBIT_API int device_of(const void* pointer);  // -1: not memory of a simulated device
 LOWBIT_API Usage usage(int device);
 LOWBIT_API void reset_peak(int device);
 
-// While one lives, the memory of its device can be read and written, from any thread. The outermost one of a thread is a launch: it fails
-// or takes longer as sim/faults.hpp was told, and is counted. -1 stands for the host: nothing is opened.
+// While one lives, the memory of its device can be read and written, from any thread. The outermost one of a thread is
+// a launch: it fails or takes longer as sim/faults.hpp was told, and is counted. -1 stands for the host: nothing is
+// opened.
 class LOWBIT_API Open {
  public:
   explicit Open(int device);
@@ -46,7 +50,8 @@ class LOWBIT_API Open {
 extern "C" {
 LOWBIT_API void* lowbit_sim_allocate(int device, std::size_t bytes);
 LOWBIT_API void lowbit_sim_deallocate(void* pointer);
-LOWBIT_API void lowbit_sim_copy(void* to, const void* from, std::size_t bytes);  // within a device, between two, from and to the host
+LOWBIT_API void lowbit_sim_copy(void* to, const void* from,
+                                std::size_t bytes);  // within a device, between two, from and to the host
 LOWBIT_API void lowbit_sim_usage(int device, lowbit::sim::Usage* usage);
 LOWBIT_API void lowbit_sim_reset_peak(int device);
 }

@@ -24,10 +24,13 @@ void on_fault(int signal, siginfo_t* info, void*) {
     const char digit = static_cast<char>('0' + offset / device_length);
     say("\nlowbit_sim:", 12);
     say(&digit, 1);
-    constexpr char kText[] = ": host code touched device memory outside a run (a data_ptr() read on the CPU, or a kernel given the wrong tensor)\n";
+    constexpr char kText[] =
+        ": host code touched device memory outside a run (a data_ptr() read on the CPU, or a kernel given the wrong "
+        "tensor)\n";
     say(kText, sizeof kText - 1);
   }
-  sigaction(signal, &previous, nullptr);  // the access is tried again when this returns, and meets the handler of before
+  sigaction(signal, &previous,
+            nullptr);  // the access is tried again when this returns, and meets the handler of before
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What torch takes from C++ only: the allocator and the device guard of PrivateUse1. Built by shim.py on the user's machine against the headers
-// of the torch that is loaded there (c10 only, and linked to libc10 only), because both are bound to that one version of torch.
-// Memory is liblowbit's (csrc/sim/memory.hpp). A stream is a name and an event is a time: the host does the work of a device at once, in the
-// order in which it is asked for, so that everything that a stream could wait for has happened already.
+// What torch takes from C++ only: the allocator and the device guard of PrivateUse1. Built by shim.py on the user's
+// machine against the headers of the torch that is loaded there (c10 only, and linked to libc10 only), because both are
+// bound to that one version of torch. Memory is liblowbit's (csrc/sim/memory.hpp). A stream is a name and an event is a
+// time: the host does the work of a device at once, in the order in which it is asked for, so that everything that a
+// stream could wait for has happened already.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
@@ -45,7 +46,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.has_index()) current = device.index();
   }
   void setDevice(Device device) const override {
-    TORCH_CHECK(!device.has_index() || device.index() < devices, "lowbit_sim: there is no device ", int{device.index()}, ", there are ", devices);
+    TORCH_CHECK(!device.has_index() || device.index() < devices, "lowbit_sim: there is no device ", int{device.index()},
+                ", there are ", devices);
     uncheckedSetDevice(device);
   }
   Device exchangeDevice(Device device) const override {
@@ -86,7 +88,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void*) const override {}
   double elapsedTime(void* from, void* to, DeviceIndex) const override {
     TORCH_CHECK(from && to, "lowbit_sim: elapsed_time needs two recorded events");
-    return std::chrono::duration<double, std::milli>(*static_cast<Clock::time_point*>(to) - *static_cast<Clock::time_point*>(from)).count();
+    return std::chrono::duration<double, std::milli>(*static_cast<Clock::time_point*>(to) -
+                                                     *static_cast<Clock::time_point*>(from))
+        .count();
   }
 };
 
@@ -95,8 +99,8 @@ struct Allocator final : c10::DeviceAllocator {
     void* const data = lowbit.allocate(current, bytes);
     if (!data && bytes > 0) {
       const Usage now = usage(current);
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "lowbit_sim:", int{current}, ": out of memory: tried to allocate ", bytes, " bytes; ",
-                       now.live_bytes, " of ", now.capacity, " bytes are in use");
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "lowbit_sim:", int{current}, ": out of memory: tried to allocate ",
+                       bytes, " bytes; ", now.live_bytes, " of ", now.capacity, " bytes are in use");
     }
     return {data, data, lowbit.deallocate, Device(kType, current)};
   }
@@ -111,7 +115,8 @@ struct Allocator final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes})
       (*bytes)[0].current = now.live_bytes, (*bytes)[0].peak = now.peak_bytes;
-    for (auto* blocks : {&stats.allocation, &stats.active}) (*blocks)[0].current = now.live_blocks, (*blocks)[0].allocated = now.blocks;
+    for (auto* blocks : {&stats.allocation, &stats.active})
+      (*blocks)[0].current = now.live_blocks, (*blocks)[0].allocated = now.blocks;
     return stats;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
