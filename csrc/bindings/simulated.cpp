@@ -121,10 +121,13 @@ void register_simulated(py::module_& parent) {
         "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
   m.def("reset_peak", sim::reset_peak, arg("device"), "Let the peak start again from what is in use.");
   m.def("launches", sim::launches, arg("device"), "Return how many kernels and copies were launched.");
-  m.def("inject", [](int device, std::string_view fault, int64_t after, int64_t times, int64_t microseconds) {
-          sim::inject(device, fault_of(fault), {.after = after, .times = times, .microseconds = microseconds});
-        }, arg("device"), arg("fault"), arg("after"), arg("times"), arg("microseconds"),
-        "Let the next ``after`` allocations or launches go well and the ``times`` after them fail, or take longer.");
+  m.def(
+      "inject",
+      [](int device, std::string_view fault, int64_t after, int64_t times, int64_t microseconds) {
+        sim::inject(device, fault_of(fault), {.after = after, .times = times, .microseconds = microseconds});
+      },
+      arg("device"), arg("fault"), arg("after"), arg("times"), arg("microseconds"),
+      "Let the next ``after`` allocations or launches go well and the ``times`` after them fail, or take longer.");
   m.def("recover", sim::recover, arg("device"), "Take back every fault of a device.");
   m.def("functions", functions, "Return the addresses of what python/lowbit/devices/simulated/shim.cpp calls.");
 }

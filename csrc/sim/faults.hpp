@@ -21,8 +21,8 @@ struct Injection {
 };
 
 LOWBIT_API void inject(int device, Fault fault, const Injection& injection);
-LOWBIT_API void recover(int device);          // no fault is left, a lost device is back; its memory is as it was
-LOWBIT_API int64_t launches(int device);      // since the start
+LOWBIT_API void recover(int device);      // no fault is left, a lost device is back; its memory is as it was
+LOWBIT_API int64_t launches(int device);  // since the start
 
 // Asked by memory.cpp.
 bool allocation_fails(int device);  // throws Error on a lost device

@@ -71,8 +71,10 @@ struct Device {
       if (before->first + before->second == offset)
         offset = before->first, bytes += before->second, holes.erase(before);
     }
-    if (offset + bytes == end) end = offset;
-    else holes[offset] = bytes;
+    if (offset + bytes == end)
+      end = offset;
+    else
+      holes[offset] = bytes;
   }
 };
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated device: each file of simulated/ runs in a process of its own, because enabling it cannot be undone and changes torch."""
+"""The simulated device: each file of simulated/ runs in a process of its own, because enabling it cannot be undone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 CHECKS = Path(__file__).parent / "simulated"
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the simulated device needs a C++ compiler once")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="the simulated device needs a C++ compiler once"
+)
 
 
 def passed(file: str, **environment: str) -> int:
@@ -26,7 +28,9 @@ def passed(file: str, **environment: str) -> int:
     return int(re.search(r"(\d+) passed", done.stdout)[1])
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in CHECKS.glob("check_*.py") if path.name != "check_torch_ops.py"))
+@pytest.mark.parametrize(
+    "file", sorted(path.name for path in CHECKS.glob("check_*.py") if path.name != "check_torch_ops.py")
+)
 def test_checks(file: str) -> None:
     assert passed(file) > 0
 
@@ -49,8 +53,11 @@ print(ctypes.c_float.from_address(x.data_ptr()).value)
 
 
 def test_the_environment_enables_it_at_import_and_autoload_never_does() -> None:
-    code = "import torch; print(torch._C._get_privateuse1_backend_name()); import lowbit; print(torch._C._get_privateuse1_backend_name())"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"LOWBIT_SIM": "1"}, capture_output=True, text=True, check=True)
+    name = "print(torch._C._get_privateuse1_backend_name())"
+    code = f"import torch; {name}; import lowbit; {name}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"LOWBIT_SIM": "1"}, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["privateuseone", "lowbit_sim"]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["privateuseone", "privateuseone"]

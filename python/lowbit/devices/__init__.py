@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where lowbit's ops run: `list()`, `check()`; entry points by which torch and other packages find lowbit; simulated devices."""
+"""Where lowbit's ops run: `list()`, `check()`; how torch and other packages find lowbit; simulated devices."""
 
 from __future__ import annotations
 

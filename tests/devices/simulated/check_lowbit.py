@@ -22,7 +22,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 40))
 
 
-@pytest.mark.parametrize("config", [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()])
+@pytest.mark.parametrize(
+    "config",
+    [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()],
+)
 def test_a_model_quantized_there_gives_the_bits_of_one_quantized_here(config: object) -> None:
     here, there = model(), model().to(DEVICE)
     lowbit.quantize_(here, config)

@@ -47,7 +47,10 @@ def test_freed_memory_is_used_again() -> None:
 
 
 def test_the_memory_ends_and_the_error_has_the_figures() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"lowbit_sim:0: out of memory: tried to allocate 67108868 bytes; \d+ of 67108864 bytes"):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"lowbit_sim:0: out of memory: tried to allocate 67108868 bytes; \d+ of 67108864 bytes",
+    ):
         torch.empty((1 << 24) + 1, device=DEVICE)
     with pytest.raises(torch.OutOfMemoryError, match="lowbit_sim:1: out of memory"):
         torch.UntypedStorage(1 << 27, device="lowbit_sim:1")

@@ -18,7 +18,9 @@ simulated.enable()
 DEVICE, OTHER = "lowbit_sim:0", "lowbit_sim:1"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_values_survive_the_way_there_and_back(dtype: torch.dtype) -> None:
     here = (torch.randn(4, 6) * 4).to(dtype)
     there = here.to(OTHER)

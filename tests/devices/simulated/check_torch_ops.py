@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own device-generic tests: every operator of `op_db`, float32, up to four samples, on the device and on the CPU."""
+"""torch's own device-generic tests: every operator of `op_db`, float32, up to four samples, here and on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from torch.testing._internal.common_methods_invocations import op_db  # noqa: E4
 from torch.testing._internal.common_utils import TestCase  # noqa: E402
 
 SAMPLES = 4
-NO_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}  # only their shapes are compared
+NO_VALUES = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}  # only their shapes are compared
 NOT_HERE = {
     "sparse.sampled_addmm": "no sparse tensors on the device",
     "to_sparse": "no sparse tensors on the device",
@@ -45,7 +52,8 @@ class TestOps(TestCase):
             if i == SAMPLES:
                 break
             arguments = on_cpu((sample.input, sample.args, sample.kwargs))
-            torch.default_generator.manual_seed(0)  # torch.manual_seed keeps its caller's stack for devices to come: a third of the time
+            # torch.manual_seed keeps its caller's stack for devices to come: a third of the time
+            torch.default_generator.manual_seed(0)
             wanted = op(arguments[0], *arguments[1], **arguments[2])
             torch.default_generator.manual_seed(0)
             got = on_cpu(op(sample.input, *sample.args, **sample.kwargs))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lowbit_sim`: devices that this machine does not have, for programs that must run on some, and for backends to come.
 
-Each has memory of its own, which host code cannot touch; ops of torch run by their CPU kernels, ops of lowbit by its own. See docs/simulated.md.
+Each has memory of its own, which host code cannot touch; ops of torch run by their CPU kernels, ops of lowbit by its
+own. See docs/simulated.md.
 
 Example:
     >>> from lowbit.devices import simulated

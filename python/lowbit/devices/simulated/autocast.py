@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast on the device: matrix products and attention in the low dtype, sums of many terms in float32, the rest as it comes."""
+"""Autocast: matrix products and attention in the low dtype, sums of many terms in float32, the rest as it comes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lowbit.devices.simulated.name import DEVICE
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _LOW = (
-    "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d.input", "conv_transpose3d.input", "scaled_dot_product_attention",
+    "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "scaled_dot_product_attention",
 )  # fmt: skip
 _FLOAT32 = (
-    "softmax.int", "log_softmax.int", "layer_norm", "group_norm", "exp", "log", "pow.Tensor_Scalar", "sum", "sum.dim_IntList", "prod", "cumsum",
-    "nll_loss", "cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits",
+    "softmax.int", "log_softmax.int", "layer_norm", "group_norm", "exp", "log", "pow.Tensor_Scalar", "sum",
+    "sum.dim_IntList", "prod", "cumsum", "nll_loss", "cross_entropy_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
+    "binary_cross_entropy_with_logits",
 )  # fmt: skip
 
 

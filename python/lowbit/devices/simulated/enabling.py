@@ -13,16 +13,16 @@ _lock = threading.Lock()
 def enable(devices: int = 2, memory: int = 1 << 34) -> None:
     """Make the devices ``lowbit_sim:0`` ... known to torch; calling again with the same numbers does nothing.
 
-    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch it builds 150 lines of C++
-    (some seconds). ``LOWBIT_SIM=1`` in the environment calls it when lowbit is imported.
+    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch it
+    builds 150 lines of C++ (some seconds). ``LOWBIT_SIM=1`` in the environment calls it when lowbit is imported.
 
     Args:
         devices: how many, 1 to 8.
         memory: bytes of each, at least 1 MiB. Address space only: pages that are used take memory.
 
     Raises:
-        RuntimeError: another package has taken torch's one place for such a device, a backward() has run, there is no C++ compiler, or the devices
-            run already with other numbers.
+        RuntimeError: another package has taken torch's one place for such a device, a backward() has run, there is no
+            C++ compiler, or the devices run already with other numbers.
         ValueError: a number is out of range.
     """
     from lowbit.devices.simulated import registration  # imports torch's internals; nobody else needs them
@@ -35,7 +35,8 @@ def enable(devices: int = 2, memory: int = 1 << 34) -> None:
         capacity = _C.simulated.usage(0)["capacity"]
         if devices != running or abs(capacity - memory) > 4096:
             raise RuntimeError(
-                f"simulated.enable: {running} devices of {capacity} bytes run already, got devices={devices}, memory={memory}"
+                f"simulated.enable: {running} devices of {capacity} bytes run already, "
+                f"got devices={devices}, memory={memory}"
             )
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every torch op that has no kernel of its own here: run by the CPU's kernel, inside one run, over the device's own memory.
+"""Every torch op that has no kernel of its own here: run by the CPU's kernel, in one run, over the device's own memory.
 
-Inputs become CPU tensors at the same address (nothing is copied), so what is written in place is written. Results are new device tensors, or
-the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a copy, taken over afterwards.
+Inputs become CPU tensors at the same address (nothing is copied), so what is written in place is written. Results are
+new device tensors, or the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a copy,
+taken over afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import Tensor
 from lowbit.devices.simulated import memory
 from lowbit.devices.simulated.name import DEVICE
 
-_HOST_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"}
+_HOST_INDICES = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+    "aten::_unsafe_index_put",
+}
 """Ops that take CPU tensors beside the device's, as on every device: indices."""
 
 
@@ -50,7 +58,9 @@ class _Call:
 
     op: Any
     schema: _Schema
-    hosts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by id of the host tensor: (device tensor, host tensor)
+    hosts: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # by id of the host tensor: (device tensor, host tensor)
     outs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def to_host(self, value: Any, is_out: bool = False) -> Any:
@@ -81,8 +91,12 @@ class _Call:
         viewed = self._viewed_by(host)
         if viewed is not None:
             if viewed.dtype != host.dtype:
-                raise NotImplementedError(f"{self.op}: a view of another dtype, {host.dtype} of {viewed.dtype}, needs a kernel on {DEVICE}")
-            return viewed.as_strided(host.shape, host.stride(), viewed.storage_offset() + _elements_between(viewed, host))
+                raise NotImplementedError(
+                    f"{self.op}: a view of another dtype, {host.dtype} of {viewed.dtype}, needs a kernel on {DEVICE}"
+                )
+            return viewed.as_strided(
+                host.shape, host.stride(), viewed.storage_offset() + _elements_between(viewed, host)
+            )
         made = memory.empty_strided(host.shape, _strides_for(host), dtype=host.dtype, device=device)
         memory.on_host(made).copy_(host)
         return made
@@ -109,7 +123,10 @@ def fallback(op: Any, *args: Any, **options: Any) -> Any:
     device = _result_device(schema, args, options, ours)
     call = _Call(op, schema)
     with memory.run(*[tensor.device for tensor in ours], device):
-        host_args = [call.to_host(_as_tensor(value, name, schema), name in schema.outs) for name, value in zip(schema.names, args, strict=False)]
+        host_args = [
+            call.to_host(_as_tensor(value, name, schema), name in schema.outs)
+            for name, value in zip(schema.names, args, strict=False)
+        ]
         host_options = {name: call.to_host(value, name in schema.outs) for name, value in options.items()}
         result = op(*host_args, **host_options)
         call.take_outs()
@@ -134,13 +151,16 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def _check_one_device(op: Any, schema: _Schema, tensors: list[Tensor], ours: list[Tensor]) -> None:
-    """A single number may come from the CPU, and indices; all else must be on one device, as torch's own devices want it."""
+    """A single number may come from the CPU, and indices; all else must be on one device, as on torch's own devices."""
     first = ours[0].device if ours else None
     for tensor in tensors:
-        foreign = tensor.device != first and tensor.dim() > 0 and not (schema.takes_host and tensor.device.type == "cpu")
+        foreign = (
+            tensor.device != first and tensor.dim() > 0 and not (schema.takes_host and tensor.device.type == "cpu")
+        )
         if first is not None and foreign:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {first} and {tensor.device}! (in {op})"
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{first} and {tensor.device}! (in {op})"
             )
 
 

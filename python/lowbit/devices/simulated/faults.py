@@ -9,12 +9,15 @@ from lowbit import _C
 from lowbit.devices.simulated.name import DEVICE
 
 
-def inject(fault: str, device: int | str | torch.device = 0, *, after: int = 0, times: int = 1, microseconds: int = 0) -> None:
+def inject(
+    fault: str, device: int | str | torch.device = 0, *, after: int = 0, times: int = 1, microseconds: int = 0
+) -> None:
     """Let a device fail: the next ``after`` allocations or launches go well, the ``times`` after them do not.
 
     Args:
-        fault: ``"memory"``: an allocation raises torch.OutOfMemoryError. ``"launch"``: a kernel or a copy raises RuntimeError and has done
-            nothing. ``"lost"``: the same, and so does everything on the device until :func:`recover`. ``"slow"``: a launch takes longer.
+        fault: ``"memory"``: an allocation raises torch.OutOfMemoryError. ``"launch"``: a kernel or a copy raises
+            RuntimeError and has done nothing. ``"lost"``: the same, and so does everything on the device until
+            :func:`recover`. ``"slow"``: a launch takes longer.
         device: number or name.
         microseconds: what a slow launch takes more.
 

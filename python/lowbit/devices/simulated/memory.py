@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory as tensors: every one is a block of the C++ core that comes to torch as a DLPack capsule of device type 12 (kDLExtDev)."""
+"""Device memory as tensors: each is a block of the C++ core, comes to torch as a DLPack capsule of device type 12."""
 
 from __future__ import annotations
 
@@ -82,11 +82,13 @@ def dense_strides(size: Sequence[int], memory_format: torch.memory_format | None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor over the same memory, for use inside ``run()``: the same storage, offset, shape, strides, lazy conj and neg."""
+    """Return a CPU tensor over the same memory, for use inside ``run()``: same storage, strides, lazy conj and neg."""
     dtype, storage = tensor.dtype, tensor.untyped_storage()
     code, bits = CODES.get(dtype, CODES[torch.uint8])
     whole = _from_dlpack(_C.simulated.host_view(storage.data_ptr(), [storage.nbytes() * 8 // bits], [1], code, bits))
-    host = (whole if dtype in CODES else whole.view(dtype)).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    host = (whole if dtype in CODES else whole.view(dtype)).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
     if tensor.is_conj():
         host = host.conj()
     return torch._neg_view(host) if tensor.is_neg() else host
@@ -94,8 +96,10 @@ def on_host(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run(*devices: torch.device) -> Any:
-    """Open the memory of those of ``devices`` that are ours: one launch. Whatever reads or writes device memory does it in here."""
-    opened = [_C.simulated.Open(index) for index in sorted({index_of(device) for device in devices if device.type == DEVICE})]
+    """Open the memory of those of ``devices`` that are ours: one launch. Device memory is touched in here only."""
+    opened = [
+        _C.simulated.Open(index) for index in sorted({index_of(device) for device in devices if device.type == DEVICE})
+    ]
     try:
         yield
     finally:

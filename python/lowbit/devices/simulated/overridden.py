@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that torch does not leave to the fallback: it has a decomposition, or another name for the kernel of a device that is not the CPU."""
+"""Ops that torch does not leave to the fallback: it decomposes them, or has another name for them there."""
 
 from __future__ import annotations
 
@@ -30,10 +30,25 @@ def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=No
 
 
 def _convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups) -> Any:
-    return fallback(aten.convolution.default, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-
-
-def _convolution_backward(grad, x, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask) -> Any:
     return fallback(
-        aten.convolution_backward.default, grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, output_mask
+        aten.convolution.default, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+    )
+
+
+def _convolution_backward(
+    grad, x, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask
+) -> Any:
+    return fallback(
+        aten.convolution_backward.default,
+        grad,
+        x,
+        weight,
+        None,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        output_mask,
     )

@@ -31,7 +31,9 @@ def register(devices: int, bytes_each: int) -> None:
 def _check_free() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", DEVICE):
-        raise RuntimeError(f"simulated.enable: torch has one place for a device of this kind in a process, and {taken!r} has taken it")
+        raise RuntimeError(
+            f"simulated.enable: torch has one place for a device of this kind in a process, and {taken!r} has taken it"
+        )
 
 
 def _register_kernels() -> None:

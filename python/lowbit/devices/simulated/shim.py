@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build shim.cpp for the torch that is loaded, once, and hand it the functions of liblowbit.
 
-The built file is kept in the user's cache folder (LOWBIT_CACHE, XDG_CACHE_HOME, ~/.cache), named by torch's version and the source: another
-torch, or another lowbit, builds its own. It takes some seconds; afterwards it is loaded in no time.
+The built file is kept in the user's cache folder (LOWBIT_CACHE, XDG_CACHE_HOME, ~/.cache), named by torch's version and
+the source: another torch, or another lowbit, builds its own. It takes some seconds; afterwards it is loaded in no time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _build(path: Path) -> None:
     compiler = _compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     abi = int(torch.compiled_with_cxx11_abi())
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # two processes may build at once: the last one in wins, with the same bytes
+    with tempfile.TemporaryDirectory(
+        dir=path.parent
+    ) as folder:  # two processes may build at once: the last one in wins, with the same bytes
         made = Path(folder) / path.name
         command = [
             compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
@@ -61,7 +63,8 @@ def _build(path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(
-                f"simulated.enable: {compiler} could not build {_SOURCE.name} for torch {torch.__version__}:\n{done.stderr[-4000:]}"
+                f"simulated.enable: {compiler} could not build {_SOURCE.name} for torch {torch.__version__}:\n"
+                + done.stderr[-4000:]
             )
         os.replace(made, path)
 
@@ -71,6 +74,6 @@ def _compiler() -> str:
         if name and shutil.which(name):
             return name
     raise RuntimeError(
-        "simulated.enable: needs a C++ compiler once, to build 150 lines for this torch (its allocator and device guard cannot be set from "
-        "Python); found none of CXX, c++, g++, clang++"
+        "simulated.enable: needs a C++ compiler once, to build 150 lines for this torch (its allocator and device "
+        "guard cannot be set from Python); found none of CXX, c++, g++, clang++"
     )

@@ -47,7 +47,7 @@ def _set_nothing(self: Tensor) -> Tensor:
 
 
 def _resize(self: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """In its own storage where that is large enough, else in a new one that begins with the old bytes (others keep the old storage)."""
+    """In its own storage if that is large enough, else in a new one with the old bytes (other views keep theirs)."""
     if list(size) == list(self.shape) and memory_format is None:
         return self
     strides = memory.dense_strides(size, memory_format)
