@@ -15,6 +15,8 @@ what is not of Python (files, clocks, environment) makes the key None: that mod 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import types
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
