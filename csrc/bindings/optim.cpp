@@ -9,6 +9,7 @@
 
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
+#include "sim/memory.hpp"
 
 namespace lowbit {
 namespace {
@@ -71,8 +72,6 @@ OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::ha
   OptimStep step(rule, state_format, block_size, hyper_of(hyper), *scale, *inf, seed);
   const std::size_t count = py::len(params);
   const List param_list = list_of(params, "optim_step: params", count);
-  const TensorArgument first(count ? py::object(param_list[0]) : py::none(), "optim_step: params", Access::write,
-                             true);  // keeps its device open
   const List grad_list = list_of(grads, "optim_step: grads", count);
   const List step_list = list_of(steps, "optim_step: steps", count);
   const std::vector<List> moment_lists = lists_of(states, "optim_step: states", step.moments(), count);
@@ -90,6 +89,7 @@ OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::ha
 }
 
 void take(OptimStep& step) {
+  const sim::Open open(sim::device_of(step.memory()));
   const py::gil_scoped_release nogil;
   step.run();
 }

@@ -80,6 +80,7 @@ class LOWBIT_API OptimStep {
   void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
            const TensorView* scale);
   void run();
+  const void* memory() const { return tensors_.empty() ? nullptr : tensors_[0].param; }  // of the first parameter
 
  private:
   OptimStepArgs args_;

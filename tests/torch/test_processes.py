@@ -144,7 +144,8 @@ def test_two_threads_at_once_share_our_own_pool(python: Callable[..., str]) -> N
 import sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
-from lowbit import _C
+{ALONE}
+_C = alone
 
 weight = np.random.default_rng(0).standard_normal((512, 256), dtype=np.float32)
 
