@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -108,3 +109,20 @@ def test_enabling_again_with_other_numbers_is_refused() -> None:
     simulated.enable(devices=2, memory=1 << 26)
     with pytest.raises(RuntimeError, match="run already"):
         simulated.enable(devices=3)
+
+
+def test_threads_run_and_free_at_once() -> None:
+    wrong = []
+
+    def work(device: str) -> None:
+        for i in range(60):
+            x = torch.full((257,), float(i), device=device)
+            cycle = [x]
+            cycle.append(cycle)  # freed by the collector, on any thread
+            if (x * 2).sum().item() != 2 * 257 * i or x.cpu()[-1].item() != i:
+                wrong.append((device, i))
+
+    threads = [threading.Thread(target=work, args=(f"lowbit_sim:{i % 2}",)) for i in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not wrong
