@@ -113,6 +113,8 @@ TensorArgument::TensorArgument(py::handle object, const char* what, Access acces
   if (optional && object.is_none()) return;
   check(from_dlpack(object, what) || from_buffer(object, what, access) || from_attributes(object, what), type, what,
         " must be a torch CPU tensor or a numpy array", optional ? " or None" : "", ", got ", type_name(object));
+  check(reinterpret_cast<uintptr_t>(view_.data) % size_of(view_.dtype) == 0, value, what, " must be aligned to its ",
+        size_of(view_.dtype), " bytes of ", name_of(view_.dtype), ", got an address that is not");
 }
 
 TensorArgument::~TensorArgument() {

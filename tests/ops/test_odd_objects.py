@@ -60,3 +60,9 @@ print(count)
 
 def test_no_object_ends_the_process(python: Callable[..., str]) -> None:
     assert int(python(FUZZ)) > 2000
+
+
+def test_an_array_that_is_not_aligned_is_refused() -> None:
+    array = np.frombuffer(bytearray(65), np.uint8)[1:].view(np.float32)
+    with pytest.raises(ValueError, match="all_finite: tensor must be aligned to its 4 bytes of float32"):
+        _C.all_finite(array)
