@@ -3,8 +3,6 @@
 
 #include <pybind11/stl.h>
 
-#include <deque>
-
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
 #include "ops/block_classes.hpp"
@@ -14,21 +12,9 @@ namespace {
 
 using Code = std::vector<int64_t>;
 
-// Captured tensors of a call; the arguments must live as long as the views.
-class CapturedArguments {
- public:
-  CapturedArguments(const py::list& tensors, const char* what, Access access = Access::read, bool optional = false) {
-    for (const py::handle tensor : tensors) views.push_back(*arguments_.emplace_back(tensor, what, access, optional));
-  }
-  std::vector<TensorView> views;
-
- private:
-  std::deque<TensorArgument> arguments_;
-};
-
 void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0,
                py::handle scores) {
-  const CapturedArguments tensors(captured, "score_program_eval: captured");
+  const TensorArguments tensors(captured, "score_program_eval: captured");
   const TensorArgument scores_argument = output(scores, "score_program_eval: scores");
   const py::gil_scoped_release nogil;
   const ScoreCall call("score_program_eval", "code", code, tensors.views);
@@ -37,8 +23,8 @@ void eval_into(const Code& code, const py::list& captured, int64_t b, int64_t h,
 
 void program_backward_into(const Code& code, const py::list& captured, int64_t b, int64_t h, int64_t q0, int64_t k0,
                            py::handle scores, py::handle gradient, const py::list& captured_gradients) {
-  const CapturedArguments tensors(captured, "score_program_backward: captured");
-  const CapturedArguments gradients(captured_gradients, "score_program_backward: captured_gradients", Access::write,
+  const TensorArguments tensors(captured, "score_program_backward: captured");
+  const TensorArguments gradients(captured_gradients, "score_program_backward: captured_gradients", Access::write,
                                     true);
   const TensorArgument scores_argument(scores, "score_program_backward: scores"),
       gradient_argument = output(gradient, "score_program_backward: gradient");
@@ -49,7 +35,7 @@ void program_backward_into(const Code& code, const py::list& captured, int64_t b
 
 int64_t block_classes_into(const Code& code, const py::list& captured, int64_t batch, int64_t heads, int64_t q_length,
                            int64_t kv_length, int64_t q_block, int64_t kv_block, py::handle classes) {
-  const CapturedArguments tensors(captured, "block_classes: captured");
+  const TensorArguments tensors(captured, "block_classes: captured");
   const TensorArgument classes_argument = output(classes, "block_classes: classes");
   const py::gil_scoped_release nogil;
   const ScoreCall call("block_classes", "mask_mod", code, tensors.views);

@@ -84,12 +84,6 @@ bool is_left(const Isa& isa) { return !limit() || limit()->needs.contains(isa.ne
 
 }  // namespace
 
-std::vector<std::string_view> isa_names() {
-  std::vector<std::string_view> names;
-  for (const Isa& isa : kIsas) names.push_back(isa.name);
-  return names;
-}
-
 std::string_view detected_isa() {
   for (const Isa& isa : kIsas)
     if (is_detected(isa)) return isa.name;

@@ -5,13 +5,10 @@
 
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/error.hpp"
 
 namespace lowbit {
-
-LOWBIT_API std::vector<std::string_view> isa_names();  // every one that lowbit knows, best first
 
 LOWBIT_API std::string_view
 detected_isa();  // the best whose features cpuid and xgetbv show (the OS must save the registers too)

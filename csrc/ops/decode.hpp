@@ -19,7 +19,6 @@ struct ScoreCall;
 
 // How keys and values are stored. Rows of codes are padded with zeros to a multiple of 32 elements.
 enum class KvFormat : int { floating, int8, int4 };
-inline constexpr std::string_view kKvFormatNames[] = {"float", "int8", "int4"};
 constexpr int64_t kKvGroup = 32;  // elements of a scale of int4, and what rows are padded to
 
 constexpr int64_t kv_padded(int64_t columns) { return (columns + kKvGroup - 1) / kKvGroup * kKvGroup; }
