@@ -185,7 +185,7 @@ def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) ->
         pair, query = held[arguments[0]], arguments[1]
         heads = 0 if pair is None else pair[0].shape[1]
         grouped = query.shape[1] % heads == 0 if heads else query.shape[1] == 0
-        return pair is not None and pair[0].shape[0] == query.shape[0] and grouped
+        return pair is not None and pair[0].shape[::3] == query.shape[::3] and grouped  # batch and head dimension
     return all(pair is None or int(arguments[0].max()) < pair[0].shape[0] for pair in held)
 
 

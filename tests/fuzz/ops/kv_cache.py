@@ -19,7 +19,7 @@ def generate(choices: Choices) -> str:
         if kind in ("append", "bad append"):
             length = c.pick(1, 5, 33, 257)
             sizes = [batch, heads, e, ev]
-            if kind == "bad append" and tokens[layer]:  # the first append of a layer says its sizes
+            if kind == "bad append":
                 sizes[c.below(4)] = c.pick(5, 0, 513, 600)
             dtype = c.pick("float32", "bfloat16", "float16")
             key = layout(c, lambda sizes: normal(sizes, dtype), (sizes[0], sizes[1], length, sizes[2]))
