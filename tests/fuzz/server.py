@@ -131,7 +131,7 @@ def _run(op: str, case: dict[str, Any], answer: Any) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(compile(text, name, "exec"), {"__name__": "fuzz_case"})
+            exec(compile(text, name, "exec", dont_inherit=True), {"__name__": "fuzz_case"})  # our annotations are not theirs
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
         signature = f"{type(error).__name__}: {_without_numbers(str(error))}"

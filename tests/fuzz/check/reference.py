@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .compare import UNIT, unit_of_sums
 
@@ -26,6 +27,16 @@ class Result:
     p: Tensor
 
 
+class _PromotingWhere(TorchFunctionMode):
+    """torch.where(condition, a, b) in the common dtype of a and b: vmap's takes that of the one that is mapped, if the other is not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.where and len(args) == 3 and all(isinstance(item, Tensor) for item in args):
+            a, b = (torch.empty(item.shape, dtype=item.dtype, device="cpu") for item in args[1:])
+            args = args[0], *(item.to(torch.result_type(a, b)) for item in args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     """What a mod gives for every score, by torch's vmap, as torch's eager flex_attention evaluates it."""
     first = () if scores is None else (0,)
@@ -33,7 +44,8 @@ def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...]) -> Tens
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=first + dims)
     indices = [torch.arange(size, device="cpu") for size in shape]
-    made = function(*indices) if scores is None else function(scores, *indices)
+    with _PromotingWhere():
+        made = function(*indices) if scores is None else function(scores, *indices)
     return made.expand(shape)
 
 
