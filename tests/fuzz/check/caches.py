@@ -51,14 +51,10 @@ def decode(
     out, got_lse = torch.full((*q.shape[:3], ev), 7.0, dtype=q.dtype), torch.full(q.shape[:3], 7.0)
     with ambient(under):
         _C.decode(q, stored.pop("k"), stored.pop("v"), out, scale, lse=got_lse, **stored, **call)
-    if (
-        exact.get("mask") is None
-        or exact["mask"].dtype == torch.bool
-        or exact["mask"].abs().nan_to_num(0, 0, 0).max() < 1e17  # above, float64 loses the scores too
-    ):
-        row = _row_error(wide_q, wide_k, scale, e, bool(codes), exact.get("mask"))
-    else:
-        row = torch.zeros(q.shape[:3], dtype=torch.float64)  # what is hidden so far is lost to float64 too
+    row = _row_error(wide_q, wide_k, scale, e, bool(codes), exact.get("mask"))
+    if exact.get("mask") is not None and exact["mask"].dtype != torch.bool:  # beyond 1e17 float64 loses the scores too
+        lost = exact["mask"].abs().nan_to_num(0, 0, 0).amax(-1) >= 1e17
+        row = torch.where(lost, 0.0, row)
     _compare(out, got_lse, wanted, lse, wide_v, row, bool(codes), q.dtype)
 
 
