@@ -67,7 +67,7 @@ void register_score_program(py::module_& m) {
         R"(Run a score program over one tile: ``scores`` becomes the modified scores, for a mask the score or -inf.
 
 Args:
-    code: the program (lowbit.attention.program).
+    code: the program (lowbit.score.program).
     captured: its captured tensors.
     b, h: batch and query head of the tile.
     q0, k0: query and key of ``scores[0, 0]``.

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit import _C
 from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, block_classes, to_classes
-from lowbit.attention.program import UnknownOp
-from lowbit.attention.trace import bind, positional_arguments
+from lowbit.score.program import UnknownOp
+from lowbit.score.program_cache import bind, positional_arguments
 
 _RATES = "once per: head (batch and head), row (query), column (key), diagonal (key - query), tile (every score)"
 

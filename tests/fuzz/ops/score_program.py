@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
+from lowbit.score.program import ProgramBuilder, Value
 
 from ..choices import Choices
 from ..tensors import booleans, header, integers, normal

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder, Value
 from lowbit.reference import score_program as reference
+from lowbit.score.program import ProgramBuilder, Value
 
 B, H, Q0, K0 = 1, 2, 37, 20
 EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}

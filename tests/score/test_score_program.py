@@ -8,13 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from score_programs import B, EPSILON, H, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
+from score_programs import (
+    EPSILON,
+    K0,
+    Q0,
+    B,
+    H,
+    alibi,
+    causal,
+    check,
+    close,
+    code_of,
+    document,
+    gather_of_distance,
+    interpret,
+    relative_table,
+    run,
+    softcap,
+)
 from torch import Tensor
 
 import lowbit
 from lowbit import _C, testing
-from lowbit.attention.program import TYPES, ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
+from lowbit.score.program import TYPES, ProgramBuilder, Value
 
 INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add", "scaled_tanh"}
 LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const", "gather"}
