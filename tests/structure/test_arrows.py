@@ -154,6 +154,14 @@ def test_rooms_of_the_tests_mirror_the_package() -> None:
     assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
 
 
+def test_every_instruction_set_is_asked_for_the_whole_vector() -> None:
+    isas = re.findall(r"^ *lowbit_cpu_isa\((\w+) ", (CSRC / "cpu" / "CMakeLists.txt").read_text(), re.MULTILINE)
+    assert {"scalar", "avx2", "avx512", "avx512_vnni"} <= set(isas)
+    for isa in isas:
+        header = CSRC / "cpu" / "simd" / f"{isa}.hpp"
+        assert header.read_text().endswith('\n#include "cpu/simd/vector.hpp"\n'), f"{header.name} must end with vector.hpp"
+
+
 def test_files_are_named_after_what_they_hold() -> None:
     for path in [*cpp_files(), *python_files()]:
         assert not FORBIDDEN_WORDS & set(path.stem.split("_")), path

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns as two ymm. Needs AVX2, FMA, F16C. Meanings: scalar.hpp.
+// The vector of 16 columns as two ymm, without its integer products. Needs AVX2, FMA, F16C. Meanings: scalar.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -230,10 +230,6 @@ LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
   };
   return zip_bytes(codes(a), codes(b));
 }
-LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
-  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)),
-          _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
-}
 LOWBIT_INLINE f32x16 in_register(f32x16 a) {
   asm("" : "+x"(a.lo), "+x"(a.hi));
   return a;
@@ -311,13 +307,8 @@ LOWBIT_INLINE __m256 int4_value(__m256i codes) {
 template <int at>
 LOWBIT_INLINE f32x16 int4_value(u8x64 c) { return {int4_value<at>(c.lo), int4_value<at>(c.hi)}; }
 
-// Eight maddubs results are added in int16 before one madd: 8 * 2 * 15 * 127 = 30480 < 32767, exact.
-struct Dot4 {
+struct NibbleCodes {
   using Codes = u8x64;
-  struct Acc { __m256i lo, hi; };  // int16
-  using Step = int8_t;
-  static constexpr int kChains = 1;
-  static constexpr int kOffset = 0;
   LOWBIT_INLINE static Codes low(u8x64 c) {
     const __m256i mask = _mm256_set1_epi8(15);
     return {_mm256_and_si256(c.lo, mask), _mm256_and_si256(c.hi, mask)};
@@ -326,44 +317,6 @@ struct Dot4 {
     const __m256i mask = _mm256_set1_epi8(15);
     return {_mm256_and_si256(_mm256_srli_epi16(c.lo, 4), mask), _mm256_and_si256(_mm256_srli_epi16(c.hi, 4), mask)};
   }
-  LOWBIT_INLINE static Acc start(i32x16) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
-    const __m256i b = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(a));
-    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(c.lo, b)),
-            _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(c.hi, b))};
-  }
-  LOWBIT_INLINE static i32x16 finish(i32x16 total, Acc acc) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(total.lo, _mm256_madd_epi16(acc.lo, ones)),
-            _mm256_add_epi32(total.hi, _mm256_madd_epi16(acc.hi, ones))};
-  }
-};
-
-// int8 x int8 has no exact byte product here (u8 x s8 saturates), so both sides are widened to int16: k 0,2 and k 1,3
-// of each column as pairs. 4 uops for 32 products, as many as the sign trick, with two fewer on the multiplier ports.
-struct Dot8 {
-  static constexpr int kOffset = 0;
-  struct Codes { __m256i even_lo, even_hi, odd_lo, odd_hi; };
-  using Acc = i32x16;
-  using Step = int16_t;  // k 0, 2, 1, 3
-  static constexpr int kChains = 1;
-  LOWBIT_INLINE static Codes codes(u8x64 c) {
-    const __m256i flip = _mm256_set1_epi8(-128);
-    const __m256i lo = _mm256_xor_si256(c.lo, flip), hi = _mm256_xor_si256(c.hi, flip);
-    return {_mm256_srai_epi16(_mm256_slli_epi16(lo, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(hi, 8), 8),
-            _mm256_srai_epi16(lo, 8), _mm256_srai_epi16(hi, 8)};
-  }
-  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
-  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int16_t* a) {
-    const __m256i even = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(a)[0]),
-                  odd = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(a)[1]);
-    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(c.even_lo, even));
-    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(c.even_hi, even));
-    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(c.odd_lo, odd));
-    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(c.odd_hi, odd));
-    return acc;
-  }
-  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
 // Tiles: 16 registers. Dot: 4 rows keep 8 int16 sums, 2 codes and a broadcast; float: 6 rows keep 12 sums.
