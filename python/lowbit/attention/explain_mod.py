@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
@@ -12,14 +12,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from lowbit import _C
 from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, block_classes, to_classes
 from lowbit.score.program import UnknownOp
-from lowbit.score.program_cache import bind, positional_arguments
+from lowbit.score.program_cache import BoundProgram, bind, positional_arguments
 
 _RATES = "once per: head (batch and head), row (query), column (key), diagonal (key - query), tile (every score)"
 
 
 @dataclass(frozen=True, slots=True)
 class ModExplanation:
-    """A mod and what was made of it; prints as text.
+    """A mod and what was made of it; prints as text, and ``source`` prints it as device functions.
 
     Attributes:
         kind: "score_mod", "mask_mod" or "block mask".
@@ -36,6 +36,21 @@ class ModExplanation:
     captured: tuple[str, ...]
     through_torch: str = ""
     blocks: tuple[int, int, int] | None = None
+    _program: BoundProgram | None = field(default=None, compare=False)
+
+    def source(self, language: str) -> str:
+        """Return the program as device functions for one score, ``score_mod`` and ``score_mod_gradient`` or ``mask_mod``.
+
+        Args:
+            language: "cuda" (CUDA C) or "opencl" (OpenCL C).
+
+        Raises:
+            ValueError: another language, or the mod has no program: it changes nothing or runs through torch.
+        """
+        if self._program is None:
+            reason = f"it runs through torch: {self.through_torch}" if self.through_torch else "it changes nothing"
+            raise ValueError(f"source: {self.kind} {self.name} has no program, {reason}")
+        return _C.score_program_source(self._program.code, self._program.captured, language)
 
     def __repr__(self) -> str:
         lines = [f"{self.kind} {self.name}"]
@@ -81,8 +96,8 @@ def explain_mod(
 
 
 def _with_blocks(made: ModExplanation, classes: Any) -> ModExplanation:
-    counts = tuple(int((classes == value).sum()) for value in (EMPTY, PARTIAL, FULL))
-    return ModExplanation(made.kind, made.name, made.forward, made.backward, made.captured, made.through_torch, counts)
+    empty, partial, full = (int((classes == value).sum()) for value in (EMPTY, PARTIAL, FULL))
+    return replace(made, blocks=(empty, partial, full))
 
 
 def _program(kind: str, mod: Callable[..., Any], *, mask: bool) -> ModExplanation:
@@ -91,6 +106,8 @@ def _program(kind: str, mod: Callable[..., Any], *, mask: bool) -> ModExplanatio
         bound = bind("explain", mod, mask=mask)
     except UnknownOp as unknown:
         return ModExplanation(kind, name, "", "", (), str(unknown))
-    steps = _C.score_program_explain(bound.code) if bound.code else {"forward": "", "backward": ""}
+    if not bound.code:
+        return ModExplanation(kind, name, "", "", ())
+    steps = _C.score_program_explain(bound.code)
     captured = tuple(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in bound.captured)
-    return ModExplanation(kind, name, steps["forward"].strip(), steps["backward"].strip(), captured)
+    return ModExplanation(kind, name, steps["forward"].strip(), steps["backward"].strip(), captured, _program=bound)
