@@ -23,7 +23,7 @@ namespace lowbit {
 
 enum class SourceLanguage : uint8_t { cuda, opencl };
 
-// What printed functions are made of: once per source file, before them.
+// What printed functions are made of: once per source file, before them and after all headers (its words are macros).
 LOWBIT_API std::string score_source_prelude(SourceLanguage language);
 // One function: the gradient where `gradient`.
 LOWBIT_API std::string score_source(const ScoreCall& call, SourceLanguage language, bool gradient);

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Printed score programs, compiled by g++ under a few lines that stand for a device, and called for every score of a tile.
+"""Printed score programs, compiled by g++ under a few lines that stand for a device, and called for every score.
 
-An emulation of the language, not of a device: arithmetic, types and memory are what the text says, the C library is this machine's.
+An emulation of the language, not of a device: arithmetic, types and memory are what the text says, the C library is
+this machine's.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Printed:
 
     @staticmethod
     def _tile(number: int, program: Program, made: str) -> str:
-        """A function that calls the printed ones for every score: `out` is the modified scores, or with a gradient that of the raw ones."""
+        """C that calls the printed functions for every score: `out` is modified scores, or the gradient of raw ones."""
         tensors = "".join(f"Any{{t[{i}]}}, " for i in range(len(program[1])))
         targets = "".join(f"Any{{d[{i}]}}, " for i, tensor in enumerate(program[1]) if tensor.is_floating_point())
         place, end = f"{B}, {H}, q0 + i / cols, k0 + i % cols, {tensors}", "Any{layout}, fault)"
@@ -94,8 +95,9 @@ class Printed:
         if name == "score_mod":
             value = f"gradient ? score_mod_gradient_{number}(scores[i], gradient[i], {place}{targets}{end} : {value}"
         return (
-            f'extern "C" void tile_{number}(int count, int cols, int q0, int k0, const float* scores, const float* gradient, float* out, '
-            f"void** t, void** d, void* layout, int* fault) {{\n  for (int i = 0; i < count; i++) out[i] = {value};\n}}\n"
+            f'extern "C" void tile_{number}(int count, int cols, int q0, int k0, const float* scores, '
+            "const float* gradient, float* out, void** t, void** d, void* layout, int* fault) {\n"
+            f"  for (int i = 0; i < count; i++) out[i] = {value};\n}}\n"
         )
 
     def run(
@@ -104,11 +106,23 @@ class Printed:
         """Return the result, the gradients of the captured tensors that want one, and the fault."""
         captured = self.programs[number][1]
         scores, out, fault = scores.detach().contiguous(), torch.empty(scores.shape), (ctypes.c_int * 4)()
-        sums = [torch.zeros(tensor.shape) if tensor.requires_grad and gradient is not None else None for tensor in captured]
+        sums = [
+            torch.zeros(tensor.shape) if tensor.requires_grad and gradient is not None else None for tensor in captured
+        ]
         layout = [number for tensor in captured for number in (*tensor.shape, *tensor.stride())]
-        at = lambda tensors: (ctypes.c_void_p * max(len(tensors), 1))(*(None if t is None else t.data_ptr() for t in tensors))  # noqa: E731
+        at = lambda tensors: (ctypes.c_void_p * max(len(tensors), 1))(
+            *(None if t is None else t.data_ptr() for t in tensors)
+        )  # noqa: E731
         pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (scores, gradient, out)]
         getattr(self._library, f"tile_{number}")(
-            scores.numel(), scores.shape[1], q0, k0, *pointers, at(captured), at(sums), (ctypes.c_int64 * max(len(layout), 1))(*layout), fault
+            scores.numel(),
+            scores.shape[1],
+            q0,
+            k0,
+            *pointers,
+            at(captured),
+            at(sums),
+            (ctypes.c_int64 * max(len(layout), 1))(*layout),
+            fault,
         )
         return out, sums, list(fault)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs printed as CUDA C and OpenCL C compute what the machine computes: every op, random programs, captured tensors, faults.
+"""Programs printed as CUDA C and OpenCL C compute what the machine computes: ops, random programs, tensors, faults.
 
-They run compiled by g++ (printed_programs.py): bit for bit, but for the functions that the machine has of its own. clang's OpenCL and
-NVRTC say whether they are the languages that they should be, where these compilers are.
+They run compiled by g++ (printed_programs.py): bit for bit, but for the functions that the machine has of its own.
+clang's OpenCL and NVRTC say whether they are the languages that they should be, where these compilers are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def same(got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def near(got: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def op_at_the_ends(name: str) -> Program:
@@ -73,13 +75,16 @@ def op_at_the_ends(name: str) -> Program:
         keep = captured[1] != 0
         captured = [tensor[keep] for tensor in captured]
     values = [
-        program.gather(program.captured(next(t for t in TYPES if t[0] == letter), 1), program.op("k")) for letter in types
+        program.gather(program.captured(next(t for t in TYPES if t[0] == letter), 1), program.op("k"))
+        for letter in types
     ]
     return program.finish(program.convert(program.op(name, *values), "float")), captured
 
 
 @pytest.fixture(scope="module", params=LANGUAGES)
-def printed_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Printed, int]]]:
+def printed_ops(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Printed, int]]]:
     """Every op twice, at the ends and on plain numbers with its derivative, compiled together."""
     torch.manual_seed(1)
     programs = {f"{name} at the ends": op_at_the_ends(name) for name in OPS}
@@ -160,13 +165,24 @@ def test_printed_random_programs_are_those_of_the_machine(language: str, tmp_pat
             for sum, wanted_sum in zip(sums, wanted_sums, strict=False):
                 finite = wanted_sum is not None and wanted_sum.isfinite().all() and wanted_sum.abs().max() < 1e6
                 if finite and not jumps:  # another order of additions
-                    near(sum, wanted_sum, 1e-3 * (1 + float(wanted_sum.abs().max())), f"program {number}, a captured tensor")
+                    near(
+                        sum,
+                        wanted_sum,
+                        1e-3 * (1 + float(wanted_sum.abs().max())),
+                        f"program {number}, a captured tensor",
+                    )
     assert compared > 200
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool], ids=str)
-def test_printed_program_reads_tensors_of_any_dtype_and_layout(language: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool],
+    ids=str,
+)
+def test_printed_program_reads_tensors_of_any_dtype_and_layout(
+    language: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Every 16-bit float; ranks 0 and 3; steps, stride 0, negative indices."""
     if dtype in (torch.bfloat16, torch.float16):
         table = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 1, 256)
@@ -176,7 +192,9 @@ def test_printed_program_reads_tensors_of_any_dtype_and_layout(language: str, dt
     number = torch.tensor(3).to(dtype)
     type = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
     program = ProgramBuilder()
-    cell = program.gather(program.captured(type, 3), program.op("neg", program.op("q")), program.op("h"), program.op("k"))
+    cell = program.gather(
+        program.captured(type, 3), program.op("neg", program.op("q")), program.op("h"), program.op("k")
+    )
     scalar = program.gather(program.captured(type, 0))
     code = program.finish(program.op("add", program.convert(cell, "float"), program.convert(scalar, "float")))
     captured, scores = [table, number], torch.randn(256, 256)
@@ -215,7 +233,9 @@ def everything(language: str) -> str:
         programs.append((program.finish(program.convert(program.op(name, *values), "float")), captured))
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int32):
         program = ProgramBuilder()
-        cell = program.gather(program.captured("int" if dtype == torch.int32 else "float", 2), program.op("h"), program.op("k"))
+        cell = program.gather(
+            program.captured("int" if dtype == torch.int32 else "float", 2), program.op("h"), program.op("k")
+        )
         programs.append((program.finish(program.convert(cell, "float")), [torch.ones(3, 4).to(dtype)]))
     programs += [(code_of(build), tensors(build, torch.float32)) for build in (alibi, relative_table, softcap)]
     programs.append((code_of(causal), []))
@@ -227,14 +247,32 @@ def everything(language: str) -> str:
 
 
 def test_printed_opencl_is_opencl(tmp_path: Path) -> None:
-    clang = next((path for name in ("clang", *(f"clang-{n}" for n in range(22, 12, -1))) if (path := shutil.which(name))), None)
+    clang = next(
+        (path for name in ("clang", *(f"clang-{n}" for n in range(22, 12, -1))) if (path := shutil.which(name))), None
+    )
     if clang is None:
         pytest.skip("no clang on this machine: it is asked whether the text is OpenCL C")
     source = tmp_path / "programs.cl"
     source.write_text("#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n" + everything("opencl"))
     for standard in ("CL1.2", "CL3.0"):
-        flags = ["-x", "cl", f"-cl-std={standard}", "-Xclang", "-finclude-default-header", "-target", "spir64", "-fsyntax-only", "-Wall", "-Werror"]
-        done = subprocess.run([clang, *flags, "-Wno-unused-function", "-Wno-unused-variable", str(source)], capture_output=True, text=True, timeout=120)
+        flags = [
+            "-x",
+            "cl",
+            f"-cl-std={standard}",
+            "-Xclang",
+            "-finclude-default-header",
+            "-target",
+            "spir64",
+            "-fsyntax-only",
+            "-Wall",
+            "-Werror",
+        ]
+        done = subprocess.run(
+            [clang, *flags, "-Wno-unused-function", "-Wno-unused-variable", str(source)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr[:4000]
 
 
@@ -268,7 +306,9 @@ def test_printed_cuda_is_cuda() -> None:
     for name, parameters in calls:
         if name.startswith(("score_mod", "mask_mod")):  # a call from a kernel, so that each is compiled to the end
             names = ", ".join(parameter.rpartition(" ")[2].lstrip("*") for parameter in parameters.split(", "))
-            kernels += f'extern "C" __global__ void run_{name}(float* out, {parameters}) {{ *out = {name}({names}); }}\n'
+            kernels += (
+                f'extern "C" __global__ void run_{name}(float* out, {parameters}) {{ *out = {name}({names}); }}\n'
+            )
     ptx = ptx_of(text + kernels)
     assert ptx.count(".entry run_") == kernels.count("__global__") > 150
 
@@ -279,7 +319,8 @@ def test_printed_cuda_is_not_contracted() -> None:
     ratio = program.op("div", program.convert(program.op("q"), "float"), program.constant(49.0))
     code = program.finish(program.op("sub", program.op("mul", ratio, ratio), program.convert(program.op("k"), "float")))
     source = _C.score_program_source(code, [], "cuda")
-    kernel = 'extern "C" __global__ void run(float* out, int q, int k) { *out = score_mod(0.0f, 0, 0, q, k, nullptr, nullptr); }\n'
+    call = "score_mod(0.0f, 0, 0, q, k, nullptr, nullptr)"
+    kernel = f'extern "C" __global__ void run(float* out, int q, int k) {{ *out = {call}; }}\n'
     ptx = ptx_of(source + kernel)
     assert "fma." not in ptx and "div.rn.f32" in ptx and "mul.rn.f32" in ptx and "sub.rn.f32" in ptx
 

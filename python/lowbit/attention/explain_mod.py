@@ -39,7 +39,7 @@ class ModExplanation:
     _program: BoundProgram | None = field(default=None, compare=False)
 
     def source(self, language: str) -> str:
-        """Return the program as device functions for one score, ``score_mod`` and ``score_mod_gradient`` or ``mask_mod``.
+        """Return the program as functions of a device: ``score_mod`` and ``score_mod_gradient``, or ``mask_mod``.
 
         Args:
             language: "cuda" (CUDA C) or "opencl" (OpenCL C).
@@ -65,14 +65,16 @@ class ModExplanation:
                 lines += ["backward", *(f"  {line}" for line in self.backward.splitlines())]
         if self.blocks:
             empty, partial, full = self.blocks
-            lines.append(f"blocks: {empty} empty (skipped), {partial} partial (mask_mod asked), {full} full (mask_mod not asked)")
+            lines.append(
+                f"blocks: {empty} empty (skipped), {partial} partial (mask_mod asked), {full} full (mask_mod not asked)"
+            )
         return "\n".join(lines)
 
 
 def explain_mod(
     mod: Callable[..., Any] | BlockMask, *, q_len: int = 4096, kv_len: int | None = None, block_size: int = 128
 ) -> ModExplanation:
-    """Say what a mod becomes: its steps and how often each runs, and for a mask how many blocks are empty, partial and full.
+    """Say what a mod becomes: its steps and how often each runs; of a mask, how many blocks are of which kind.
 
     Args:
         mod: a score_mod, a mask_mod, or a BlockMask.
@@ -88,11 +90,15 @@ def explain_mod(
         return _with_blocks(made, to_classes(mod))
     count = positional_arguments(mod)
     if count not in (4, 5):
-        raise TypeError(f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}")
+        raise TypeError(
+            f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}"
+        )
     made = _program("score_mod" if count == 5 else "mask_mod", mod, mask=count == 4)
     if count == 5 or made.through_torch:
         return made
-    return _with_blocks(made, block_classes(mod, 1, 1, q_len, q_len if kv_len is None else kv_len, block_size, block_size))
+    return _with_blocks(
+        made, block_classes(mod, 1, 1, q_len, q_len if kv_len is None else kv_len, block_size, block_size)
+    )
 
 
 def _with_blocks(made: ModExplanation, classes: Any) -> ModExplanation:
