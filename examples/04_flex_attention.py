@@ -19,7 +19,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit.attention import masks
-from lowbit.attention.mod import MaskMod
+from lowbit.score.mod import MaskMod
 
 HEADS, HEAD_DIM = 8, 64
 

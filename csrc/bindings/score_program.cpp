@@ -6,6 +6,7 @@
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
 #include "ops/block_classes.hpp"
+#include "score/print.hpp"
 
 namespace lowbit {
 namespace {
@@ -51,6 +52,17 @@ py::dict explain_program(const Code& code) {
   return result;
 }
 
+std::string program_source(const Code& code, const py::list& captured, std::string_view language) {
+  const TensorArguments tensors(captured, "score_program_source: captured");
+  const ScoreCall call("score_program_source", "code", code, tensors.views);
+  check(language == "cuda" || language == "opencl", ErrorKind::value,
+        "score_program_source: language must be cuda or opencl, got ", language);
+  const SourceLanguage in = language == "cuda" ? SourceLanguage::cuda : SourceLanguage::opencl;
+  std::string source = score_source_prelude(in) + score_source(call, in, false);
+  if (!call.program().is_mask) source += score_source(call, in, true);
+  return source;
+}
+
 py::dict numbered_ops() {
   py::dict result;
   for (int op = 0; op < op_count(); op++) result[py::str(op_info(op).name)] = py::make_tuple(op, op_info(op).types);
@@ -67,7 +79,7 @@ void register_score_program(py::module_& m) {
         R"(Run a score program over one tile: ``scores`` becomes the modified scores, for a mask the score or -inf.
 
 Args:
-    code: the program (lowbit.attention.program).
+    code: the program (lowbit.score.program).
     captured: its captured tensors.
     b, h: batch and query head of the tile.
     q0, k0: query and key of ``scores[0, 0]``.
@@ -94,6 +106,10 @@ A block that reaches over the end of q or k is never full. Returns how many bloc
 left to be evaluated.)");
   m.def("score_program_explain", explain_program, arg("code"),
         "Return the steps that a program runs as, forward and backward, and whether it is a mask.");
+  m.def("score_program_source", program_source, arg("code"), arg("captured"), arg("language"),
+        R"(Return a program as device functions in CUDA C (``"cuda"``) or OpenCL C (``"opencl"``): csrc/score/print.hpp.
+
+Of ``captured`` the dtypes are read.)");
 }
 
 }  // namespace lowbit

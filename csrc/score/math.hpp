@@ -2,11 +2,17 @@
 // Elementary functions of one element for the score ops: plain arithmetic where a compiler turns the loop around it
 // into vectors (exp), the C library elsewhere; float tanh is in cpu/score_program/strip.hpp. exp and exp2 are off by
 // 1.2 units in the last place; double is the C library's.
+//
+// Printed programs (print.hpp) call the same names. What is arithmetic on a device too is written once, in what C++,
+// CUDA C and OpenCL C have in common, and keeps its text: LOWBIT_OF_FLOATS, LOWBIT_OF_INTS. There a Float is a float,
+// an Int an int. A function of the C library is a word in LOWBIT_LIBRARY1 or LOWBIT_LIBRARY2; for the rest print.cpp
+// says what each language calls it.
 #pragma once
 
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 #include "core/dtype.hpp"
@@ -31,19 +37,31 @@ LOWBIT_INLINE float floor_of(float a) { return __builtin_floorf(a); }
 LOWBIT_INLINE double floor_of(double a) { return __builtin_floor(a); }
 LOWBIT_INLINE float round_of(float a) { return __builtin_nearbyintf(a); }
 LOWBIT_INLINE double round_of(double a) { return __builtin_nearbyint(a); }
+LOWBIT_INLINE float copysign_of(float a, float b) { return __builtin_copysignf(a, b); }
+LOWBIT_INLINE double copysign_of(double a, double b) { return __builtin_copysign(a, b); }
 
-#define LOWBIT_LIBRARY1(name)                                                        \
-  LOWBIT_INLINE float name##_of(float a) { return __builtin_##name##f(a); }          \
+// Rounded each, also where a compiler of a device would make one multiply-add of two, or a product of a division.
+template <class A, class B> LOWBIT_INLINE auto add_of(A a, B b) { return a + b; }
+template <class A, class B> LOWBIT_INLINE auto sub_of(A a, B b) { return a - b; }
+template <class A, class B> LOWBIT_INLINE auto mul_of(A a, B b) { return a * b; }
+template <class A, class B> LOWBIT_INLINE auto div_of(A a, B b) { return a / b; }
+
+// Of one and of two arguments: the C library's name.
+#define LOWBIT_LIBRARY1(F) F(expm1) F(log) F(log2) F(log1p) F(sin) F(cos) F(tan) F(atan) F(erf)
+#define LOWBIT_LIBRARY2(F) F(pow) F(fmod)
+
+#define LOWBIT_DEFINE1(name)                                                \
+  LOWBIT_INLINE float name##_of(float a) { return __builtin_##name##f(a); } \
   LOWBIT_INLINE double name##_of(double a) { return __builtin_##name(a); }
-#define LOWBIT_LIBRARY2(name)                                                                \
-  LOWBIT_INLINE float name##_of(float a, float b) { return __builtin_##name##f(a, b); }      \
+#define LOWBIT_DEFINE2(name)                                                            \
+  LOWBIT_INLINE float name##_of(float a, float b) { return __builtin_##name##f(a, b); } \
   LOWBIT_INLINE double name##_of(double a, double b) { return __builtin_##name(a, b); }
-LOWBIT_LIBRARY1(expm1)
-LOWBIT_LIBRARY1(log) LOWBIT_LIBRARY1(log2) LOWBIT_LIBRARY1(log1p) LOWBIT_LIBRARY1(sin) LOWBIT_LIBRARY1(cos)
-    LOWBIT_LIBRARY1(tan) LOWBIT_LIBRARY1(atan) LOWBIT_LIBRARY1(erf) LOWBIT_LIBRARY2(pow) LOWBIT_LIBRARY2(fmod)
-#undef LOWBIT_LIBRARY1
-#undef LOWBIT_LIBRARY2
-        LOWBIT_INLINE double exp_of(double a) { return __builtin_exp(a); }
+LOWBIT_LIBRARY1(LOWBIT_DEFINE1)
+LOWBIT_LIBRARY2(LOWBIT_DEFINE2)
+#undef LOWBIT_DEFINE1
+#undef LOWBIT_DEFINE2
+
+LOWBIT_INLINE double exp_of(double a) { return __builtin_exp(a); }
 LOWBIT_INLINE double exp2_of(double a) { return __builtin_exp2(a); }
 LOWBIT_INLINE double tanh_of(double a) { return __builtin_tanh(a); }
 
@@ -79,63 +97,62 @@ LOWBIT_INLINE float exp2_of(float x) {
   return times_power_of_two(exp_of_small((x - n) * 0.693147181f), static_cast<int32_t>(n));
 }
 
-template <class Float>
-LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> remainder_of(Float a, Float b) {
+// result name(arguments) { body }, and its text.
+#define LOWBIT_OF_FLOATS(result, name, ...)                   \
+  template <class Float, class Int = IntBeside<Float>>        \
+  LOWBIT_INLINE result name __VA_ARGS__                       \
+  inline constexpr std::string_view name##_text = #result " " #name #__VA_ARGS__
+#define LOWBIT_OF_INTS(name, ...)    \
+  template <class Int>               \
+  LOWBIT_INLINE Int name __VA_ARGS__ \
+  inline constexpr std::string_view name##_text = "Int " #name #__VA_ARGS__
+
+LOWBIT_OF_FLOATS(Float, remainder_of, (Float a, Float b) {
   const Float r = fmod_of(a, b);
   return r != 0 && (r < 0) != (b < 0) ? r + b : r;
-}
-template <class Float>
-LOWBIT_INLINE std::enable_if_t<std::is_floating_point_v<Float>, Float> floor_divide_of(
-    Float a, Float b) {  // the quotient that remainder_of belongs to
-  if (b == 0) return a / b;
-  const Float r = fmod_of(a, b), truncated = (a - r) / b;
-  const Float quotient = truncated - Float(r != 0 && (r < 0) != (b < 0)),
-              low = floor_of(quotient);  // b may be infinite: not (a - r - b) / b
-  return quotient == 0 ? __builtin_copysign(Float(0), a / b) : quotient - low > Float(0.5) ? low + 1 : low;
-}
+});
+// The quotient that remainder_of belongs to. b may be infinite: not (a - r - b) / b.
+LOWBIT_OF_FLOATS(Float, floor_divide_of, (Float a, Float b) {
+  if (b == 0) return div_of(a, b);
+  const Float r = fmod_of(a, b);
+  const Float quotient = div_of(a - r, b) - (Float)(r != 0 && (r < 0) != (b < 0));
+  const Float low = floor_of(quotient);
+  return quotient == 0 ? copysign_of((Float)0, div_of(a, b)) : quotient - low > 0.5f ? low + 1 : low;
+});
+// Toward zero. What an int does not hold, nan too, becomes its least value, as the instruction of x86 does and
+// therefore torch.
+LOWBIT_OF_FLOATS(Int, int_of, (Float a) {
+  const Int least = -2147483647 - 1;
+  const bool above = a > (Float)least - (sizeof(Float) == 4 ? 0 : 1);
+  return above && a < -(Float)least ? (Int)a : least;
+});
 
-// Integers are divided as doubles, which vectors have: the quotient of two int32 is never rounded up to an integer it
-// has not reached. Division by zero gives 0 here; the machine reports it where the divisor is not constant.
-LOWBIT_INLINE int32_t floor_divide_of(int32_t a, int32_t b) {
-  const double quotient = floor_of(static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b));
-  return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));
-}
-LOWBIT_INLINE int64_t floor_divide_of(int64_t a, int64_t b) {
+// Division by zero gives 0 here; the machine reports it where the divisor is not constant.
+LOWBIT_OF_INTS(floor_divide_int, (Int a, Int b) {
   if (b == 0) return 0;
   if (b == -1) return wrapped(-bits_of(a));
   return a / b - (a % b != 0 && (a % b < 0) != (b < 0));
+});
+LOWBIT_OF_INTS(trunc_divide_int, (Int a, Int b) { return b == 0 ? 0 : b == -1 ? wrapped(-bits_of(a)) : a / b; });
+// Vectors have the division of doubles: the quotient of two int32 is never rounded up to an integer it has not reached.
+LOWBIT_INLINE int32_t floor_divide_int(int32_t a, int32_t b) {
+  const double quotient = floor_of(static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b));
+  return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));
 }
-LOWBIT_INLINE int32_t trunc_divide_of(int32_t a, int32_t b) {
+LOWBIT_INLINE int32_t trunc_divide_int(int32_t a, int32_t b) {
   const double quotient = static_cast<double>(a) / static_cast<double>(b == 0 ? 1 : b);
   return b == 0 ? 0 : static_cast<int32_t>(static_cast<int64_t>(quotient));
 }
-LOWBIT_INLINE int64_t trunc_divide_of(int64_t a, int64_t b) {
-  return b == 0 ? 0 : b == -1 ? wrapped(-bits_of(a)) : a / b;
-}
-template <class Int>
-LOWBIT_INLINE std::enable_if_t<std::is_integral_v<Int>, Int> remainder_of(Int a, Int b) {
-  return wrapped(bits_of(a) - bits_of(b) * bits_of(floor_divide_of(a, b)));
-}
-
-// Toward zero. What int32 does not hold, nan too, becomes its least value, as the instruction of x86 does and therefore
-// torch.
-template <class Float>
-LOWBIT_INLINE IntBeside<Float> int_of(Float a) {
-  const bool fits = a > Float(-2147483648.0) - (sizeof(Float) == 4 ? 0 : 1) && a < Float(2147483648.0);
-  return fits ? static_cast<IntBeside<Float>>(a) : INT32_MIN;
-}
+LOWBIT_OF_INTS(remainder_int, (Int a, Int b) {
+  return wrapped(bits_of(a) - bits_of(b) * bits_of(floor_divide_int(a, b)));
+});
 
 // A shift by less than 0 or by all bits and more gives what shifting bit by bit would.
+LOWBIT_OF_INTS(shifted_left, (Int a, Int b) { return b < 0 || b >= 32 ? 0 : wrapped(bits_of(a) << b); });
+LOWBIT_OF_INTS(shifted_right, (Int a, Int b) { return a >> (b < 0 || b >= 32 ? 31 : b); });
+
 template <class Int>
-LOWBIT_INLINE Int shifted_left(Int a, Int b) {
-  constexpr Int kBits = 32;
-  return b < 0 || b >= kBits ? 0 : wrapped(bits_of(a) << b);
-}
-template <class Int>
-LOWBIT_INLINE Int shifted_right(Int a, Int b) {
-  constexpr Int kBits = 32;
-  return a >> (b < 0 || b >= kBits ? kBits - 1 : b);
-}
+LOWBIT_INLINE FloatBeside<Int> float_of(Int a) { return static_cast<FloatBeside<Int>>(a); }
 
 LOWBIT_INLINE float rounded_to_bfloat16(float a) { return float_from_bfloat16(bfloat16_from_float(a)); }
 LOWBIT_INLINE float rounded_to_float16(float a) { return float_from_float16(float16_from_float(a)); }
@@ -145,5 +162,8 @@ LOWBIT_INLINE double rounded_to_bfloat16(double a) {
 LOWBIT_INLINE double rounded_to_float16(double a) {
   return static_cast<double>(rounded_to_float16(static_cast<float>(a)));
 }
+
+#undef LOWBIT_OF_FLOATS
+#undef LOWBIT_OF_INTS
 
 }  // namespace lowbit

@@ -4,10 +4,12 @@
 // follow from these alone.
 //
 //   types       operands > result: f float, i int, b bool
-//   value       of one element. Float is float or double, Int is int32_t or int64_t beside it; a bool is an Int that is
-//   0 or 1 derivative  of the result with respect to each float operand, in terms of the operands and the result y; E
-//   is an expression that records
-//               further ops (score/reverse.cpp). No derivative: the gradient stops here (torch: zero)
+//   value       of one element of operands a, b, c. Float is float or double, Int is int32_t or int64_t beside it; a
+//               bool is an Int that is 0 or 1. Written in what C++, CUDA C and OpenCL C have in common, with the
+//               functions of math.hpp: its text is what a printed program has (score/print.cpp)
+//   derivative  of the result with respect to each float operand, in terms of the operands and the result y; E is an
+//               expression that records further ops (score/reverse.cpp). No derivative: the gradient stops here
+//               (torch: zero)
 //   interval    what the result can be if the operands are anywhere in these intervals; without it, anything
 #pragma once
 
@@ -44,8 +46,12 @@ Interval over_corners(Interval a, Interval b, Function&& function) {  // of a fu
 namespace score {
 
 #define LOWBIT_OP(op_name, op_types) static constexpr std::string_view name = op_name, types = op_types
-#define LOWBIT_VALUE1(expression) template <class A> LOWBIT_INLINE static auto value(A a) { return expression; }
-#define LOWBIT_VALUE2(expression) template <class A> LOWBIT_INLINE static auto value(A a, A b) { return expression; }
+#define LOWBIT_VALUE(parameters, expression)                        \
+  LOWBIT_INLINE static auto value parameters { return expression; } \
+  static constexpr std::string_view text = #expression
+#define LOWBIT_VALUE1(expression) template <class A> LOWBIT_VALUE((A a), expression);
+#define LOWBIT_VALUE2(expression) template <class A> LOWBIT_VALUE((A a, A b), expression);
+#define LOWBIT_VALUE3(expression) template <class A, class B> LOWBIT_VALUE((A a, B b, B c), expression);
 #define LOWBIT_DERIVATIVE1(expression)                              \
   template <class E>                                                \
   static E derivative([[maybe_unused]] E a, [[maybe_unused]] E y) { \
@@ -56,7 +62,11 @@ namespace score {
   static std::array<E, 2> derivative([[maybe_unused]] E a, [[maybe_unused]] E b, [[maybe_unused]] E y) { \
     return {da, db};                                                                                     \
   }
-#define LOWBIT_RISING(function) static Interval interval(Interval a) { return {function(a.low), function(a.high)}; }
+#define LOWBIT_RISING(function)                                  \
+  static Interval interval(Interval a) {                         \
+    const double low = function(a.low), high = function(a.high); \
+    return {low, high};                                          \
+  }
 
 // Leaves have no value of their own: the program or the tile gives it.
 struct Score { LOWBIT_OP("score", ">f"); };  // scale * q . k
@@ -77,32 +87,26 @@ struct KMinusQ { LOWBIT_OP("k_minus_q", ">i"); };           // of the diagonal
 struct ScatterAdd { LOWBIT_OP("scatter_add", "f>?"); };     // to the gradient of a captured tensor
 struct Sum { LOWBIT_OP("sum", "f>f"); };                    // over the axes that the result does not depend on
 struct Copy { LOWBIT_OP("copy", "f>f"); LOWBIT_VALUE1(a) };
-struct MultiplyAdd {
-  LOWBIT_OP("multiply_add", "fff>f");
-  template <class T> LOWBIT_INLINE static T value(T a, T b, T c) { return fma_of(a, b, c); }
-};
-struct ScaledTanh {
-  LOWBIT_OP("scaled_tanh", "fff>f");
-  template <class T> LOWBIT_INLINE static T value(T a, T b, T c) { return tanh_of(a * b) * c; }
-};
+struct MultiplyAdd { LOWBIT_OP("multiply_add", "fff>f"); LOWBIT_VALUE3(fma_of(a, b, c)) };
+struct ScaledTanh { LOWBIT_OP("scaled_tanh", "fff>f"); LOWBIT_VALUE3(mul_of(tanh_of(mul_of(a, b)), c)) };
 
 // Float
 struct Add { LOWBIT_OP("add", "ff>f");
-  LOWBIT_VALUE2(a + b) LOWBIT_DERIVATIVE2(1.0, 1.0) static Interval interval(Interval a, Interval b) {
+  LOWBIT_VALUE2(add_of(a, b)) LOWBIT_DERIVATIVE2(1.0, 1.0) static Interval interval(Interval a, Interval b) {
     return over_corners(a, b, [](double x, double y) { return x + y; });
   }
 };
 struct Sub { LOWBIT_OP("sub", "ff>f");
-  LOWBIT_VALUE2(a - b) LOWBIT_DERIVATIVE2(1.0, -1.0) static Interval interval(Interval a, Interval b) {
+  LOWBIT_VALUE2(sub_of(a, b)) LOWBIT_DERIVATIVE2(1.0, -1.0) static Interval interval(Interval a, Interval b) {
     return over_corners(a, b, [](double x, double y) { return x - y; });
   }
 };
 struct Mul { LOWBIT_OP("mul", "ff>f");
-  LOWBIT_VALUE2(a* b) LOWBIT_DERIVATIVE2(b, a) static Interval interval(Interval a, Interval b) {
+  LOWBIT_VALUE2(mul_of(a, b)) LOWBIT_DERIVATIVE2(b, a) static Interval interval(Interval a, Interval b) {
     return over_corners(a, b, [](double x, double y) { return x * y; });
   }
 };
-struct Div { LOWBIT_OP("div", "ff>f"); LOWBIT_VALUE2(a / b) LOWBIT_DERIVATIVE2(1.0 / b, -y / b)
+struct Div { LOWBIT_OP("div", "ff>f"); LOWBIT_VALUE2(div_of(a, b)) LOWBIT_DERIVATIVE2(1.0 / b, -y / b)
   static Interval interval(Interval a, Interval b) {
     return b.low <= 0 && b.high >= 0 ? Interval{} : over_corners(a, b, [](double x, double y) { return x / y; });
   } };
@@ -151,7 +155,7 @@ struct Neg { LOWBIT_OP("neg", "f>f"); LOWBIT_VALUE1(-a) LOWBIT_DERIVATIVE1(-1.0)
   static Interval interval(Interval a) { return {-a.high, -a.low}; } };
 struct Sign {
   LOWBIT_OP("sign", "f>f");
-  LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value)
+  LOWBIT_VALUE1((a > 0) - (a < 0)) LOWBIT_RISING(value)
 };
 struct Abs { LOWBIT_OP("abs", "f>f"); LOWBIT_VALUE1(a < 0 ? -a : a + 0) LOWBIT_DERIVATIVE1(call<Sign>(a))
   static Interval interval(Interval a) {
@@ -164,7 +168,7 @@ struct Ceil { LOWBIT_OP("ceil", "f>f"); LOWBIT_VALUE1(-floor_of(-a)) LOWBIT_RISI
 struct Trunc { LOWBIT_OP("trunc", "f>f"); LOWBIT_VALUE1(a < 0 ? -floor_of(-a) : floor_of(a)) LOWBIT_RISING(value) };
 struct Round { LOWBIT_OP("round", "f>f"); LOWBIT_VALUE1(round_of(a)) LOWBIT_RISING(value) };  // half to even
 struct Sqrt { LOWBIT_OP("sqrt", "f>f"); LOWBIT_VALUE1(sqrt_of(a)) LOWBIT_DERIVATIVE1(0.5 / y) };
-struct Rsqrt { LOWBIT_OP("rsqrt", "f>f"); LOWBIT_VALUE1(A(1) / sqrt_of(a)) LOWBIT_DERIVATIVE1(-0.5 * y * y * y) };
+struct Rsqrt { LOWBIT_OP("rsqrt", "f>f"); LOWBIT_VALUE1(div_of(1, sqrt_of(a))) LOWBIT_DERIVATIVE1(-0.5 * y * y * y) };
 struct Exp { LOWBIT_OP("exp", "f>f"); LOWBIT_VALUE1(exp_of(a)) LOWBIT_DERIVATIVE1(y) };
 struct Exp2 { LOWBIT_OP("exp2", "f>f"); LOWBIT_VALUE1(exp2_of(a)) LOWBIT_DERIVATIVE1(y * 0.69314718055994531) };
 struct Expm1 { LOWBIT_OP("expm1", "f>f"); LOWBIT_VALUE1(expm1_of(a)) LOWBIT_DERIVATIVE1(y + 1.0) };
@@ -179,7 +183,7 @@ struct Atan { LOWBIT_OP("atan", "f>f"); LOWBIT_VALUE1(atan_of(a)) LOWBIT_DERIVAT
 struct Tanh { LOWBIT_OP("tanh", "f>f"); LOWBIT_VALUE1(tanh_of(a)) LOWBIT_DERIVATIVE1(1.0 - y * y) };
 struct Sigmoid {
   LOWBIT_OP("sigmoid", "f>f");
-  LOWBIT_VALUE1(A(1) / (A(1) + exp_of(-a))) LOWBIT_DERIVATIVE1(y * (1.0 - y))
+  LOWBIT_VALUE1(div_of(1, add_of(1, exp_of(-a)))) LOWBIT_DERIVATIVE1(y * (1.0 - y))
 };
 struct Erf {
   LOWBIT_OP("erf", "f>f");
@@ -193,12 +197,12 @@ struct ToFloat16 { LOWBIT_OP("to_float16", "f>f"); LOWBIT_VALUE1(rounded_to_floa
 struct AddInt : Add { LOWBIT_OP("add_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_of(a) + bits_of(b))) };
 struct SubInt : Sub { LOWBIT_OP("sub_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_of(a) - bits_of(b))) };
 struct MulInt : Mul { LOWBIT_OP("mul_int", "ii>i"); LOWBIT_VALUE2(wrapped(bits_of(a) * bits_of(b))) };
-struct FloorDivideInt { LOWBIT_OP("floor_divide_int", "ii>i"); LOWBIT_VALUE2(floor_divide_of(a, b))
+struct FloorDivideInt { LOWBIT_OP("floor_divide_int", "ii>i"); LOWBIT_VALUE2(floor_divide_int(a, b))
   static Interval interval(Interval a, Interval b) {
     return b.low <= 0 && b.high >= 0 ? Interval{}
                                      : over_corners(a, b, [](double x, double y) { return std::floor(x / y); });
   } };
-struct RemainderInt { LOWBIT_OP("remainder_int", "ii>i"); LOWBIT_VALUE2(remainder_of(a, b))
+struct RemainderInt { LOWBIT_OP("remainder_int", "ii>i"); LOWBIT_VALUE2(remainder_int(a, b))
   static Interval interval(Interval a, Interval b) {
     if (!b.is_point() || b.low == 0) return {};
     const double low = std::floor(a.low / b.low), high = std::floor(a.high / b.low);
@@ -206,10 +210,10 @@ struct RemainderInt { LOWBIT_OP("remainder_int", "ii>i"); LOWBIT_VALUE2(remainde
       return {std::min(a.low - low * b.low, a.high - low * b.low), std::max(a.low - low * b.low, a.high - low * b.low)};
     return b.low > 0 ? Interval{0, b.low - 1} : Interval{b.low + 1, 0};
   } };
-struct TruncDivideInt { LOWBIT_OP("trunc_divide_int", "ii>i"); LOWBIT_VALUE2(trunc_divide_of(a, b)) };
+struct TruncDivideInt { LOWBIT_OP("trunc_divide_int", "ii>i"); LOWBIT_VALUE2(trunc_divide_int(a, b)) };
 struct FmodInt {
   LOWBIT_OP("fmod_int", "ii>i");
-  LOWBIT_VALUE2(wrapped(bits_of(a) - bits_of(b) * bits_of(trunc_divide_of(a, b))))
+  LOWBIT_VALUE2(wrapped(bits_of(a) - bits_of(b) * bits_of(trunc_divide_int(a, b))))
 };
 struct MaximumInt : Maximum { LOWBIT_OP("maximum_int", "ii>i"); LOWBIT_VALUE2(a > b ? a : b) };
 struct MinimumInt : Minimum { LOWBIT_OP("minimum_int", "ii>i"); LOWBIT_VALUE2(a < b ? a : b) };
@@ -217,16 +221,16 @@ struct NegInt : Neg { LOWBIT_OP("neg_int", "i>i"); LOWBIT_VALUE1(wrapped(-bits_o
 struct AbsInt : Abs { LOWBIT_OP("abs_int", "i>i"); LOWBIT_VALUE1(a < 0 ? wrapped(-bits_of(a)) : a) };
 struct SignInt {
   LOWBIT_OP("sign_int", "i>i");
-  LOWBIT_VALUE1(static_cast<A>(a > 0) - static_cast<A>(a < 0)) LOWBIT_RISING(value)
+  LOWBIT_VALUE1((a > 0) - (a < 0)) LOWBIT_RISING(value)
 };
-struct AndInt { LOWBIT_OP("and_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a & b))
+struct AndInt { LOWBIT_OP("and_int", "ii>i"); LOWBIT_VALUE2(a & b)
   static Interval interval(Interval a, Interval b) {
     return a.low >= 0 && b.low >= 0 ? Interval{0, std::min(a.high, b.high)} : Interval{};
   }
 };
-struct OrInt { LOWBIT_OP("or_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a | b)) };
-struct XorInt { LOWBIT_OP("xor_int", "ii>i"); LOWBIT_VALUE2(static_cast<A>(a ^ b)) };
-struct NotInt { LOWBIT_OP("not_int", "i>i"); LOWBIT_VALUE1(static_cast<A>(~a))
+struct OrInt { LOWBIT_OP("or_int", "ii>i"); LOWBIT_VALUE2(a | b) };
+struct XorInt { LOWBIT_OP("xor_int", "ii>i"); LOWBIT_VALUE2(a ^ b) };
+struct NotInt { LOWBIT_OP("not_int", "i>i"); LOWBIT_VALUE1(~a)
   static Interval interval(Interval a) { return {-1 - a.high, -1 - a.low}; } };
 struct ShiftLeft { LOWBIT_OP("shift_left", "ii>i"); LOWBIT_VALUE2(shifted_left(a, b)) };
 struct ShiftRight { LOWBIT_OP("shift_right", "ii>i"); LOWBIT_VALUE2(shifted_right(a, b))
@@ -259,22 +263,22 @@ struct EqualInt : Equal { LOWBIT_OP("eq_int", "ii>b"); };
 struct NotEqualInt : NotEqual { LOWBIT_OP("ne_int", "ii>b"); };
 
 // Bool
-struct And { LOWBIT_OP("and", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a & b))
+struct And { LOWBIT_OP("and", "bb>b"); LOWBIT_VALUE2(a & b)
   static Interval interval(Interval a, Interval b) { return {std::min(a.low, b.low), std::min(a.high, b.high)}; } };
-struct Or { LOWBIT_OP("or", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a | b))
+struct Or { LOWBIT_OP("or", "bb>b"); LOWBIT_VALUE2(a | b)
   static Interval interval(Interval a, Interval b) { return {std::max(a.low, b.low), std::max(a.high, b.high)}; } };
-struct Xor { LOWBIT_OP("xor", "bb>b"); LOWBIT_VALUE2(static_cast<A>(a ^ b))
+struct Xor { LOWBIT_OP("xor", "bb>b"); LOWBIT_VALUE2(a ^ b)
   static Interval interval(Interval a, Interval b) {
     return a.is_point() && b.is_point() ? truth(a == b, !(a == b)) : truth(true, true);
   }
 };
-struct Not { LOWBIT_OP("not", "b>b"); LOWBIT_VALUE1(static_cast<A>(a ^ 1))
+struct Not { LOWBIT_OP("not", "b>b"); LOWBIT_VALUE1(a ^ 1)
   static Interval interval(Interval a) { return {1 - a.high, 1 - a.low}; } };
 
-// where(c, a, b)
+// where(condition, x, y)
 struct Where {
   LOWBIT_OP("where", "bff>f");
-  template <class C, class A> LOWBIT_INLINE static A value(C c, A a, A b) { return c ? a : b; }
+  LOWBIT_VALUE3(a ? b : c)
   template <class E>
   static std::array<E, 2> derivative(E c, E, E, E) {
     return {where(c, E(1.0), E(0.0)), where(c, E(0.0), E(1.0))};
@@ -290,11 +294,11 @@ struct WhereBool : Where { LOWBIT_OP("where_bool", "bbb>b"); };
 // Conversions. Int (the template argument) is the int beside a Float, and the other way round.
 struct IntToFloat {
   LOWBIT_OP("int_to_float", "i>f");
-  LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double)
+  LOWBIT_VALUE1(float_of(a)) LOWBIT_RISING(double)
 };
 struct BoolToFloat {
   LOWBIT_OP("bool_to_float", "b>f");
-  LOWBIT_VALUE1(static_cast<FloatBeside<A>>(a)) LOWBIT_RISING(double)
+  LOWBIT_VALUE1(float_of(a)) LOWBIT_RISING(double)
 };
 struct BoolToInt { LOWBIT_OP("bool_to_int", "b>i"); LOWBIT_VALUE1(a) LOWBIT_RISING(double) };
 struct FloatToInt {
@@ -306,8 +310,10 @@ struct FloatToBool { LOWBIT_OP("float_to_bool", "f>b"); LOWBIT_VALUE1(a != 0)
 struct IntToBool : FloatToBool { LOWBIT_OP("int_to_bool", "i>b"); };
 
 #undef LOWBIT_OP
+#undef LOWBIT_VALUE
 #undef LOWBIT_VALUE1
 #undef LOWBIT_VALUE2
+#undef LOWBIT_VALUE3
 #undef LOWBIT_DERIVATIVE1
 #undef LOWBIT_DERIVATIVE2
 #undef LOWBIT_RISING
@@ -344,6 +350,13 @@ consteval int number_in(OpList<Ops...>) {
 }
 template <class Op>
 consteval int number_of() { return number_in<Op>(ScoreOps{}); }
+
+// Ops that report a divisor of 0.
+constexpr bool divides_ints(int op) {
+  using namespace score;
+  return op == number_of<FloorDivideInt>() || op == number_of<RemainderInt>() || op == number_of<TruncDivideInt>() ||
+         op == number_of<FmodInt>();
+}
 
 // What holds an element of type 'f', 'i' or 'b' beside a Float.
 template <char kType, class Float> using ScoreCell = std::conditional_t<kType == 'f', Float, IntBeside<Float>>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a score_mod or a mask_mod does to one score, as data: a list of integers that a kernel runs inside its tile
-// loop. docs/ops/score_programs.md explains the list; python/lowbit/attention/program.py writes it.
+// loop. docs/ops/score_programs.md explains the list; python/lowbit/score/program.py writes it.
 #pragma once
 
 #include <atomic>

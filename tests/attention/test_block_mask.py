@@ -15,8 +15,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import lowbit
 from lowbit import and_masks, create_block_mask, noop_mask, or_masks
-from lowbit.attention import trace
 from lowbit.attention.block_mask import from_classes, to_classes
+from lowbit.score import program_cache
 
 _FIELDS = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")]
 IDS, LENGTHS = torch.tensor([0] * 70 + [3] * 1 + [1] * 129 + [2] * 200), torch.tensor([0, 17, 400])
@@ -69,7 +69,7 @@ def test_classes_and_lists_are_inverses(name: str) -> None:
 
 def test_an_op_without_a_program_goes_through_torch() -> None:
     mask_mod = lambda b, h, q, k: torch.special.bessel_j0((q - k) / 50) > 0  # noqa: E731
-    trace._warned.clear()
+    program_cache._warned.clear()
     with pytest.warns(UserWarning, match="mask_mod uses aten.special_bessel_j0"):
         ours = create_block_mask(mask_mod, None, None, 300, 300)
     theirs = torch_flex.create_block_mask(mask_mod, None, None, 300, 300, "cpu")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import lowbit
 from lowbit import _C, testing
-from lowbit.attention.program import ProgramBuilder
 from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder
 
 MIN, MAX = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 VALUES = (MIN, MIN / 2, -1e38, -3e38, -1e30, -65504.0, -1e4, -2000.0, 2000.0, 1e4, 1e30, MAX)

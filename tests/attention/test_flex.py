@@ -14,9 +14,9 @@ from torch import Tensor
 
 import lowbit
 from lowbit import AuxRequest, create_block_mask, flex_attention
-from lowbit.attention import trace
 from lowbit.attention.packed import with_documents
 from lowbit.reference.attention import attention as reference
+from lowbit.score import program_cache
 
 H, L, S = 4, 150, 190
 # Results of at most a few units, sums of at most 190 terms: float32 2e-5, 16-bit dtypes their rounding times a small factor.
@@ -209,7 +209,7 @@ def test_an_unknown_op_runs_through_torch_with_one_warning() -> None:
     bias = torch.randn(H, L, S, requires_grad=True)
     mod = lambda s, b, h, q, k: torch.lgamma(s.abs() + 2) + bias[h, q, k]  # noqa: E731
     fancy = lambda b, h, q, k: torch.special.bessel_j0((q - k) / 9) > 0  # noqa: E731
-    trace._warned.clear()
+    program_cache._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for mask in ("none", "document", "nothing"):

@@ -10,7 +10,7 @@ import torch
 
 import lowbit
 from lowbit.attention import masks
-from lowbit.attention.mod import MaskMod
+from lowbit.score.mod import MaskMod
 
 L = 24
 IDS = torch.tensor([0] * 5 + [1] * 9 + [4] * 10)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import lowbit
-from lowbit.attention import trace
+from lowbit.score import program_cache
 
 Mod = Callable[..., Tensor]
 
@@ -65,7 +65,7 @@ def test_a_captured_tensor_of_any_strides_can_be_reshaped(change: Callable[[Tens
     check(mod_of(base.t().contiguous()), [], (5, 7))
     table = base.t()
     wanted = base.t().contiguous()
-    ours = trace.bind("test", lambda s, b, h, q, k: s + change(table)[k % 6], mask=False).captured[0]
+    ours = program_cache.bind("test", lambda s, b, h, q, k: s + change(table)[k % 6], mask=False).captured[0]
     assert torch.equal(ours, change(wanted))
 
 
@@ -100,7 +100,7 @@ def test_torchs_defaults_do_not_matter(defaults: None, what: str, through_torch:
         assert mask.mask_mod.dense(8).shape == (8, 8)
         return lowbit.flex_attention(*inputs, score_mod, mask)
 
-    trace._warned.clear()
+    program_cache._warned.clear()
     wanted = run()
     if what == "device":
         torch.set_default_device("meta")
@@ -115,7 +115,7 @@ def test_torchs_defaults_do_not_matter(defaults: None, what: str, through_torch:
 def test_activations_are_programs(name: str) -> None:
     function = getattr(functional, name)
     mod = lambda s, b, h, q, k: function(s * 3)  # noqa: E731
-    trace.bind("test", mod, mask=False)  # else UnknownOp
+    program_cache.bind("test", mod, mask=False)  # else UnknownOp
     check(mod, [], (17, 33), 2e-4)
 
 
@@ -136,7 +136,7 @@ def test_another_thread_may_draw_random_numbers_while_a_mod_is_traced() -> None:
     thread.start()
     try:
         for number in range(50):
-            trace.bind("test", lambda s, b, h, q, k, number=number: s * number + torch.tensor(2.0), mask=False)
+            program_cache.bind("test", lambda s, b, h, q, k, number=number: s * number + torch.tensor(2.0), mask=False)
     finally:
         stop.set()
         thread.join()

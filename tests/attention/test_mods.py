@@ -11,7 +11,7 @@ import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from lowbit.attention import mods
-from lowbit.attention.mod import ScoreMod
+from lowbit.score.mod import ScoreMod
 
 L, S, H = 20, 30, 4
 

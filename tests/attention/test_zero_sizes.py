@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit.ops.attention import attention
-from lowbit.attention.program import ProgramBuilder
+from lowbit.score.program import ProgramBuilder
 
 SIZES = list(itertools.product((0, 2), (0, 4), (0, 2), (0, 3), (0, 5)))  # B, Hq, Hkv, L, S
 

@@ -8,10 +8,11 @@ with the text that makes each; the mod sees them as t0, t1, ...
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .choices import Choices
-from .tensors import EXTREMES, booleans, halves, integers, layout, normal
+from .tensors import EXTREMES, INFINITY, booleans, halves, integers, layout, normal
 
 _INT_PAIRS = (
     "{} + {}",
@@ -164,9 +165,9 @@ class Mod:
         if kind == "reshaped" and rank >= 2:
             place = f"({indices[0]}) % {shape[0]} * {shape[1]} + ({indices[1]}) % {shape[1]}"
             return f"{name}.reshape(-1, {', '.join(map(str, shape[2:])) or 1})[{place}{', ' + ', '.join(indices[2:]) if rank > 2 else ', 0'}]"
-        if kind == "flat" and rank >= 1:
+        if kind == "flat":
             place = " + ".join(
-                f"(({index}) % {size}) * {_product(shape[at + 1 :])}"
+                f"(({index}) % {size}) * {math.prod(shape[at + 1 :])}"
                 for at, (index, size) in enumerate(zip(indices, shape, strict=True))
             )
             return f"{c.pick(f'{name}.flatten()', f'{name}.reshape(-1)', f'{name}.contiguous().view(-1)')}[{place}]"
@@ -278,10 +279,7 @@ class Mod:
         if kind == "table":
             return self.table()
         if kind == "division":
-            operands = (
-                f"({self.exact(1)})",
-                f"({c.pick(self.exact(0), 'torch.tensor(float(' + chr(34) + 'inf' + chr(34) + '))')})",
-            )
+            operands = f"({self.exact(1)})", f"({c.pick(self.exact(0), f'torch.tensor({INFINITY})')})"
             return f"s + {c.pick(*_EXACT_PAIRS[:5]).format(*operands)}"
         if kind == "bias":
             return f"s + {self.gather('float')}"
@@ -316,10 +314,3 @@ class Mod:
         if kind == "captured":
             return self.capture("torch.tensor(True)" if self.choices.chance(50) else "torch.tensor(False)", False)
         return self.bool(3)
-
-
-def _product(sizes: list[int]) -> int:
-    made = 1
-    for size in sizes:
-        made *= size
-    return made

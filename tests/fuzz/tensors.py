@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from .choices import Choices
 
 FLOATS = ("float32", "bfloat16", "float16")
+INFINITY = "float('inf')"
 EXTREMES = (
     "0.0", "-0.0", "1.0", "-1.0", "2.0", "-1e4", "-1e9", "1e30", "-1e30", "-1e38", "-2.4e38", "torch.finfo(torch.float32).min",
-    "torch.finfo(torch.float32).max", "float('-inf')", "float('inf')", "1e-30", "1e-45",
+    "torch.finfo(torch.float32).max", "float('-inf')", INFINITY, "1e-30", "1e-45",
 )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import lowbit
 from lowbit import _C, testing
-from lowbit.attention.program import ProgramBuilder
 from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 ROWS = [row for op in ("attention_forward", "attention_backward") for row in testing.rows(op) if "_decode_" not in str(row["name"])]

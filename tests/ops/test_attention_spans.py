@@ -11,8 +11,8 @@ from torch import Tensor
 
 import lowbit
 from lowbit import _C, testing
-from lowbit.attention.program import ProgramBuilder
 from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder
 
 FORWARD, BACKWARD = ([row for row in testing.rows(f"attention_{way}") if str(row["name"]).startswith(f"attention_{way}_float32")] for way in ("forward", "backward"))
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowbit import _C, testing
-from lowbit.attention.program import ProgramBuilder
 from lowbit.reference import decode as reference
+from lowbit.score.program import ProgramBuilder
 
 KINDS = ("float32", "bfloat16", "float16", "int8", "int4")
 U = testing.ROUNDOFF["float32"]

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from largest_products import largest_products
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -63,28 +64,15 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, format: str,
     """All -128 (or -8, 127, 7) against activations of +-127: the largest products there are, over a long k."""
     k = 2048
     for group_size in (0, 32, 256):
-        groups = -(-k // group_size) if group_size else 1
-        packed = torch.zeros(2, _C.panel_bytes(_C.FORMATS[format], k, group_size, False), dtype=torch.uint8)
-        codes, scale = torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, groups)
-        _C.pack(codes, scale, None, packed, N, k, _C.FORMATS[format], group_size, False)
         for x_format in _C.X_FORMATS:
             for m in (1, 5, 33):
                 case = LinearCase(m, N, k, "float32", format, group_size, "symmetric", x_format)
                 if not testing.serves(kernel, case):
                     continue
-                for sign in (1, -1):
-                    x = torch.full((m, k), 127.0 * sign)
-                    previous = _C.force_kernel(kernel)
-                    try:
-                        y = torch.ops.lowbit.linear(x, packed, *case.op_args)
-                    finally:
-                        _C.force_kernel(previous)
-                    step = code - (128 if format == "int8" else 8)
-                    wanted = torch.full((m, N), 127.0 * sign * step * k, dtype=torch.float64)
-                    if x_format == "int8_row_asymmetric":  # the range 0..127 in 254 steps: the same value, two roundings
-                        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=0)
-                    else:
-                        torch.testing.assert_close(y.double(), wanted, rtol=(k + 8) * 2.0**-24, atol=0)
+                # Asymmetric: the range 0..127 in 254 steps, the same value by two roundings.
+                tolerance = 1e-5 if x_format == "int8_row_asymmetric" else (k + 8) * 2.0**-24
+                for y, wanted in largest_products(kernel, case, code):
+                    torch.testing.assert_close(y, wanted, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from largest_products import largest_products
 
 from lowbit import _C, testing
 from lowbit.testing import LinearCase
@@ -16,25 +17,13 @@ EXACT_K = 1 << 17  # csrc/cpu/linear/activations.hpp: a longer row is summed in 
 @pytest.mark.parametrize("format, code", [("int8", 0), ("int8", 255), ("int4", 0), ("int4", 15)])
 @pytest.mark.parametrize("k", [EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65])
 def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, format: str, code: int, k: int) -> None:
-    packed = torch.zeros(2, _C.panel_bytes(_C.FORMATS[format], k, 0, False), dtype=torch.uint8)
-    _C.pack(
-        torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, 1), None, packed, N, k, _C.FORMATS[format], 0, False
-    )
-    step = code - (128 if format == "int8" else 8)
     for m in (1, 17):
         for x_format in _C.X_FORMATS:
             case = LinearCase(m, N, k, "float32", format, 0, "symmetric", x_format)
             if x_format == "float" or not testing.serves(kernel, case):
                 continue
-            for sign in (1, -1):
-                x = torch.full((m, k), 127.0 * sign)
-                previous = _C.force_kernel(kernel)
-                try:
-                    y = torch.ops.lowbit.linear(x, packed, *case.op_args)
-                finally:
-                    _C.force_kernel(previous)
-                wanted = torch.full((m, N), 127.0 * sign * step * k, dtype=torch.float64)
-                torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=0)
+            for y, wanted in largest_products(kernel, case, code):
+                torch.testing.assert_close(y, wanted, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

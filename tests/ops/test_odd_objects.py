@@ -10,6 +10,7 @@ import pytest
 
 from lowbit import _C
 
+
 @pytest.mark.parametrize("array", [np.zeros(3, dtype=[]), np.zeros((2, 3), dtype="V0"), np.zeros(0, dtype="V0")], ids=["no fields", "V0", "none"])
 def test_elements_of_no_bytes_are_refused(array: np.ndarray) -> None:
     with pytest.raises(TypeError, match="all_finite: tensor must have elements of some bytes"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import Case, copies, equal, parameters, set_grads
 from torch import nn
+from twins import Case, copies, equal, parameters, set_grads
 
 from lowbit import optim
 

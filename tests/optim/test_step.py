@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from twins import CASES, Case, copies, equal, parameters, run, set_grads, states
 from torch import nn
+from twins import CASES, Case, copies, equal, parameters, run, set_grads, states
 
 import lowbit
 from lowbit import _C, optim

@@ -32,8 +32,9 @@ PYTHON_ARROWS = {
     "formats": {"formats", "ops", "_C", "reference"},
     "quant": {"quant", "devices", "formats", "ops", "_C", "reference"},
     "optim": {"optim", "devices", "ops", "_C"},
-    "attention": {"attention", "devices", "ops", "_C"},
-    "integrations": {"integrations", "attention", "ops", "_C"},
+    "score": {"score", "devices", "_C"},
+    "attention": {"attention", "score", "devices", "ops", "_C"},
+    "integrations": {"integrations", "attention", "score", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
@@ -151,6 +152,14 @@ def test_autoload_package_imports_nothing_at_the_top() -> None:
 def test_rooms_of_the_tests_mirror_the_package() -> None:
     rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
     assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
+
+
+def test_every_instruction_set_is_asked_for_the_whole_vector() -> None:
+    isas = re.findall(r"^ *lowbit_cpu_isa\((\w+) ", (CSRC / "cpu" / "CMakeLists.txt").read_text(), re.MULTILINE)
+    assert {"scalar", "avx2", "avx512", "avx512_vnni"} <= set(isas)
+    for isa in isas:
+        header = CSRC / "cpu" / "simd" / f"{isa}.hpp"
+        assert header.read_text().endswith('\n#include "cpu/simd/vector.hpp"\n'), f"{header.name} must end with vector.hpp"
 
 
 def test_files_are_named_after_what_they_hold() -> None:

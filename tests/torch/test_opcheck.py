@@ -8,7 +8,7 @@ import torch
 
 import lowbit
 from lowbit import _C, create_block_mask, testing
-from lowbit.attention import trace
+from lowbit.score import program_cache
 from lowbit.testing import LinearCase, cached_data
 
 CASES = [
@@ -65,8 +65,8 @@ def test_fakes_name_only_what_their_schema_has() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_attention_with_everything(dtype: torch.dtype) -> None:
     """Mods with captured tensors, a block mask, a broadcast mask, dropout, a sink; layouts that are not dense."""
-    score = trace.bind("test", lambda s, b, h, i, j, bias=torch.randn(4, 1): s + bias[h, 0] * (i - j), mask=False)
-    visible = trace.bind("test", lambda b, h, i, j: i >= j, mask=True)
+    score = program_cache.bind("test", lambda s, b, h, i, j, bias=torch.randn(4, 1): s + bias[h, 0] * (i - j), mask=False)
+    visible = program_cache.bind("test", lambda b, h, i, j: i >= j, mask=True)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40, BLOCK_SIZE=16)
     blocks = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     q, k, v = (torch.randn(2, heads, 16, 40).mT.to(dtype) for heads in (4, 2, 2))

@@ -173,14 +173,9 @@ class Runner {
       case number_of<K>(): return iota(strip.out, tile_.k0, 1, extent.width);
       case number_of<KMinusQ>(): return iota(strip.out, tile_.k0 - tile_.q0 - (tile_.rows - 1), 1, extent.width);
       case number_of<score::Gather>(): return run_gather(step, in, strip.out, strip.out_stride, extent);
-      case number_of<FloorDivideInt>():
-      case number_of<RemainderInt>():
-      case number_of<TruncDivideInt>():
-      case number_of<FmodInt>():
-        check_divisor(in[1], extent);
-        break;
       default: break;
     }
+    if (divides_ints(step.op)) check_divisor(in[1], extent);
     for (int j = 0; j < 3 && j < step.operand_count; j++) strip.in[j] = in[j];
     strip.rows = extent.rows, strip.width = extent.width;
     kStripKernels<T>[step.op].of[vectors](strip);

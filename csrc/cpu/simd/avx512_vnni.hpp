@@ -2,12 +2,13 @@
 // AVX-512 with VNNI: vpdpbusd multiplies unsigned codes by signed activations and adds into int32 without saturating.
 #pragma once
 
-#define LOWBIT_HAS_VNNI 1
 #define LOWBIT_SERVED_BY avx512  // in everything but integer products
-#include "cpu/simd/avx512.hpp"
+#include "cpu/simd/avx512_lanes.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
+
+LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
 
 struct Dot4 : NibbleCodes {
   using Acc = i32x16;
@@ -28,3 +29,5 @@ struct Dot8 : Dot4 {
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
+
+#include "cpu/simd/vector.hpp"

@@ -347,3 +347,5 @@ constexpr bool kStreamFour = false;  // prefetch streams of int4 with float acti
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
+
+#include "cpu/simd/vector.hpp"

@@ -16,8 +16,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_mask, noop_mask, or_masks
 
 from lowbit import _C
-from lowbit.attention.program import UnknownOp
-from lowbit.attention.trace import bind, positional_arguments, warn_unknown
+from lowbit.score.program import UnknownOp
+from lowbit.score.program_cache import bind, positional_arguments, warn_unknown
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _torch_create_block_mask = torch_flex.create_block_mask  # before install() may put ours there

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from lowbit import devices
 from lowbit.attention.run_mods import WHOLE, run_mods
-from lowbit.attention.tracer import Subgraph
+from lowbit.score.tracer import Subgraph
 
 _MARK = "_LOWBIT"  # kernel option: dropout_p of a call of ours
 everything = False

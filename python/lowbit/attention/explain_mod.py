@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit import _C
 from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, block_classes, to_classes
-from lowbit.attention.program import UnknownOp
-from lowbit.attention.trace import bind, positional_arguments
+from lowbit.score.program import UnknownOp
+from lowbit.score.program_cache import BoundProgram, bind, positional_arguments
 
 _RATES = "once per: head (batch and head), row (query), column (key), diagonal (key - query), tile (every score)"
 
 
 @dataclass(frozen=True, slots=True)
 class ModExplanation:
-    """A mod and what was made of it; prints as text.
+    """A mod and what was made of it; prints as text, and ``source`` prints it as device functions.
 
     Attributes:
         kind: "score_mod", "mask_mod" or "block mask".
@@ -36,6 +36,21 @@ class ModExplanation:
     captured: tuple[str, ...]
     through_torch: str = ""
     blocks: tuple[int, int, int] | None = None
+    _program: BoundProgram | None = field(default=None, compare=False)
+
+    def source(self, language: str) -> str:
+        """Return the program as functions of a device: ``score_mod`` and ``score_mod_gradient``, or ``mask_mod``.
+
+        Args:
+            language: "cuda" (CUDA C) or "opencl" (OpenCL C).
+
+        Raises:
+            ValueError: another language, or the mod has no program: it changes nothing or runs through torch.
+        """
+        if self._program is None:
+            reason = f"it runs through torch: {self.through_torch}" if self.through_torch else "it changes nothing"
+            raise ValueError(f"source: {self.kind} {self.name} has no program, {reason}")
+        return _C.score_program_source(self._program.code, self._program.captured, language)
 
     def __repr__(self) -> str:
         lines = [f"{self.kind} {self.name}"]
@@ -50,14 +65,16 @@ class ModExplanation:
                 lines += ["backward", *(f"  {line}" for line in self.backward.splitlines())]
         if self.blocks:
             empty, partial, full = self.blocks
-            lines.append(f"blocks: {empty} empty (skipped), {partial} partial (mask_mod asked), {full} full (mask_mod not asked)")
+            lines.append(
+                f"blocks: {empty} empty (skipped), {partial} partial (mask_mod asked), {full} full (mask_mod not asked)"
+            )
         return "\n".join(lines)
 
 
 def explain_mod(
     mod: Callable[..., Any] | BlockMask, *, q_len: int = 4096, kv_len: int | None = None, block_size: int = 128
 ) -> ModExplanation:
-    """Say what a mod becomes: its steps and how often each runs, and for a mask how many blocks are empty, partial and full.
+    """Say what a mod becomes: its steps and how often each runs; of a mask, how many blocks are of which kind.
 
     Args:
         mod: a score_mod, a mask_mod, or a BlockMask.
@@ -73,16 +90,20 @@ def explain_mod(
         return _with_blocks(made, to_classes(mod))
     count = positional_arguments(mod)
     if count not in (4, 5):
-        raise TypeError(f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}")
+        raise TypeError(
+            f"explain: a score_mod takes 5 positional arguments and a mask_mod 4, got a function of {count}"
+        )
     made = _program("score_mod" if count == 5 else "mask_mod", mod, mask=count == 4)
     if count == 5 or made.through_torch:
         return made
-    return _with_blocks(made, block_classes(mod, 1, 1, q_len, q_len if kv_len is None else kv_len, block_size, block_size))
+    return _with_blocks(
+        made, block_classes(mod, 1, 1, q_len, q_len if kv_len is None else kv_len, block_size, block_size)
+    )
 
 
 def _with_blocks(made: ModExplanation, classes: Any) -> ModExplanation:
-    counts = tuple(int((classes == value).sum()) for value in (EMPTY, PARTIAL, FULL))
-    return ModExplanation(made.kind, made.name, made.forward, made.backward, made.captured, made.through_torch, counts)
+    empty, partial, full = (int((classes == value).sum()) for value in (EMPTY, PARTIAL, FULL))
+    return replace(made, blocks=(empty, partial, full))
 
 
 def _program(kind: str, mod: Callable[..., Any], *, mask: bool) -> ModExplanation:
@@ -91,6 +112,8 @@ def _program(kind: str, mod: Callable[..., Any], *, mask: bool) -> ModExplanatio
         bound = bind("explain", mod, mask=mask)
     except UnknownOp as unknown:
         return ModExplanation(kind, name, "", "", (), str(unknown))
-    steps = _C.score_program_explain(bound.code) if bound.code else {"forward": "", "backward": ""}
+    if not bound.code:
+        return ModExplanation(kind, name, "", "", ())
+    steps = _C.score_program_explain(bound.code)
     captured = tuple(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in bound.captured)
-    return ModExplanation(kind, name, steps["forward"].strip(), steps["backward"].strip(), captured)
+    return ModExplanation(kind, name, steps["forward"].strip(), steps["backward"].strip(), captured, _program=bound)

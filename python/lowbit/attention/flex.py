@@ -6,40 +6,22 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from lowbit import devices
 from lowbit.attention.compiled import compiled_attention
 from lowbit.attention.packed import with_documents
 from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
 from lowbit.attention.run_mods import WHOLE, run_mods
-from lowbit.attention.trace import positional_arguments
+from lowbit.score.program_cache import positional_arguments
 
 _NAME = "flex_attention"
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # what torch takes; there is one here
-
-
-class _AuxRequest(NamedTuple):
-    """Which further results to return."""
-
-    lse: bool = False
-    max_scores: bool = False
-
-
-class _AuxOutput(NamedTuple):
-    """The further results that were asked for."""
-
-    lse: Tensor | None = None
-    max_scores: Tensor | None = None
-
-
-AuxRequest = getattr(torch_flex, "AuxRequest", _AuxRequest)  # torch has them since 2.9
-AuxOutput = getattr(torch_flex, "AuxOutput", _AuxOutput)
 
 
 def flex_attention(

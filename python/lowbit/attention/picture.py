@@ -9,8 +9,8 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit.attention.block_mask import FULL, to_classes
-from lowbit.attention.mod import MaskMod, ScoreMod, draw
-from lowbit.attention.trace import positional_arguments
+from lowbit.score.mod import MaskMod, ScoreMod, draw
+from lowbit.score.program_cache import positional_arguments
 
 
 def plot(

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit.attention.block_mask import to_classes
-from lowbit.attention.program import UnknownOp
 from lowbit.attention.through_torch import attention_through_torch
-from lowbit.attention.trace import BoundProgram, bind, warn_unknown
 from lowbit.ops.attention import attention
+from lowbit.score.program import UnknownOp
+from lowbit.score.program_cache import BoundProgram, bind, warn_unknown
 
 _NAME = "flex_attention"
 WHOLE = 1 << 30  # torch's block size for "no block mask"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.attention.indexing import GetitemAsAten
+from lowbit.score.indexing import GetitemAsAten
 
 _QUERIES = 128
 

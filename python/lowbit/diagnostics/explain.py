@@ -59,7 +59,8 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
         options: for a mask_mod ``q_len``, ``kv_len``, ``block_size`` that its blocks are counted for.
 
     Returns:
-        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text.
+        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")`` or
+        ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
 
     Raises:
         TypeError: ``module`` is none of these.

@@ -23,9 +23,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import sdpa_mask
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
-from lowbit.attention.program import ProgramBuilder
 from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches are other classes")

@@ -41,7 +41,7 @@ def evaluate(
     """Evaluate a program over a tile; differentiable in the scores and the captured tensors.
 
     Args:
-        code: the program (lowbit.attention.program).
+        code: the program (lowbit.score.program).
         opcodes: ``_C.SCORE_OPS``: the number and the types of every op.
         captured: its captured tensors.
         scores: float64 ``[rows, cols]``: the scores of queries ``q0 ..`` and keys ``k0 ..``.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder
+from lowbit.score.program import ProgramBuilder
 
 from .compare import in_child
 

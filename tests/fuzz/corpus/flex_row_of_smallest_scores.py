@@ -4,55 +4,13 @@ import torch
 from tests.fuzz import check
 
 torch.manual_seed(0)
-q = torch.randn(1, 2, 16, 8)
-k, v = (torch.randn(1, 2, 16, 8) for _ in range(2))
-captured = [torch.zeros(())]
+for first_row in (torch.finfo(torch.float32).min, -1e30, -1e12, 1e30):
 
+    def make_score_mod(t0, first_row=first_row):
+        def score_mod(s, b, h, i, j):
+            return torch.where(i >= 1, s, first_row) + 0 * t0
 
-def make_score_mod(t0):
-    def score_mod(s, b, h, i, j):
-        return torch.where(i >= 1, s, torch.finfo(torch.float32).min) + 0 * t0
+        return score_mod
 
-    return score_mod
-
-
-check.flex(q, k, v, make_score_mod, captured)
-q = torch.randn(1, 2, 16, 8)
-k, v = (torch.randn(1, 2, 16, 8) for _ in range(2))
-captured = [torch.zeros(())]
-
-
-def make_score_mod(t0):
-    def score_mod(s, b, h, i, j):
-        return torch.where(i >= 1, s, -1e30) + 0 * t0
-
-    return score_mod
-
-
-check.flex(q, k, v, make_score_mod, captured)
-q = torch.randn(1, 2, 16, 8)
-k, v = (torch.randn(1, 2, 16, 8) for _ in range(2))
-captured = [torch.zeros(())]
-
-
-def make_score_mod(t0):
-    def score_mod(s, b, h, i, j):
-        return torch.where(i >= 1, s, -1e12) + 0 * t0
-
-    return score_mod
-
-
-check.flex(q, k, v, make_score_mod, captured)
-q = torch.randn(1, 2, 16, 8)
-k, v = (torch.randn(1, 2, 16, 8) for _ in range(2))
-captured = [torch.zeros(())]
-
-
-def make_score_mod(t0):
-    def score_mod(s, b, h, i, j):
-        return torch.where(i >= 1, s, 1e30) + 0 * t0
-
-    return score_mod
-
-
-check.flex(q, k, v, make_score_mod, captured)
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    check.flex(q, k, v, make_score_mod, [torch.zeros(())])

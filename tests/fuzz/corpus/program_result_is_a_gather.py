@@ -3,7 +3,7 @@
 import torch
 from tests.fuzz import check
 
-from lowbit.attention.program import ProgramBuilder
+from lowbit.score.program import ProgramBuilder
 
 torch.manual_seed(0)
 p = ProgramBuilder()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..choices import Choices
-from ..tensors import EXTREMES, booleans, header, layout, normal
+from ..tensors import EXTREMES, INFINITY, booleans, header, layout, normal
 
 
 def generate(choices: Choices) -> str:
@@ -58,5 +58,6 @@ def _mask(c: Choices, kind: str, full: tuple[int, ...]) -> str:
         return f"mask = ({layout(c, booleans, shape)}).expand{full}\n"
     text = f"mask = ({layout(c, normal, shape)}).clone()\n"
     if kind == "rows":
-        text += f"mask[..., {c.below(shape[2])}:, :] = {c.pick(*(value for value in EXTREMES if value not in ('-1e9', 'float(' + chr(39) + 'inf' + chr(39) + ')')))}\n"
+        value = c.pick(*(value for value in EXTREMES if value not in ("-1e9", INFINITY)))
+        text += f"mask[..., {c.below(shape[2])}:, :] = {value}\n"
     return text + f"mask = mask.expand{full}\n"

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
+from lowbit.score.program import ProgramBuilder, Value
 
 from ..choices import Choices
 from ..tensors import booleans, header, integers, normal
@@ -21,7 +21,7 @@ def generate(choices: Choices) -> str:
     c = choices
     rows, cols = c.pick(16, 1, 5, 33, 128), c.pick(16, 1, 7, 33, 128, 136)
     q0, k0 = c.pick(0, 0, 37), c.pick(0, 0, 20)
-    code, tensors, jumps = _program(c, (2, 3, rows + q0, cols + k0))
+    code, tensors, jumps = random_program(c, (2, 3, rows + q0, cols + k0))
     made = "".join(f"    {text},\n" for text in tensors)
     text = f"{header(c)}captured = [\n{made}]\n"
     if c.chance(50):
@@ -30,7 +30,7 @@ def generate(choices: Choices) -> str:
     return f"{text}check.program({code}, captured, {rows}, {cols}, {q0}, {k0}, jumps={jumps})\n"
 
 
-def _program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], bool]:
+def random_program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[str], bool]:
     p, tensors, jumps = ProgramBuilder(), [], False
     leaves = {name: p.op(name) for name in ("score", "b", "h", "q", "k")}
     values: dict[str, list[Value]] = {"float": [leaves["score"]], "int": [leaves[name] for name in "bhqk"], "bool": []}

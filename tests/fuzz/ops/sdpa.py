@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from ..choices import Choices
-from ..tensors import EXTREMES, booleans, header, layout, normal
+from ..tensors import EXTREMES, INFINITY, booleans, header, layout, normal
 
 _LENGTHS = (5, 1, 2, 16, 17, 33, 64, 0, 130)
-_EXTREME = tuple(value for value in EXTREMES if value != "float('inf')")
+_EXTREME = tuple(value for value in EXTREMES if value != INFINITY)
 
 
 def generate(choices: Choices) -> str:

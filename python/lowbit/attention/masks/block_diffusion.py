@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit.attention.mod import MaskMod
+from lowbit.score.mod import MaskMod
 
 
 def block_diffusion(length: int, block_size: int) -> MaskMod:

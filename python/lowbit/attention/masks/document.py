@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.attention.mod import MaskFunction, MaskMod
+from lowbit.score.mod import MaskFunction, MaskMod
 
 
 def document_ids(cu_seqlens: Tensor) -> Tensor:

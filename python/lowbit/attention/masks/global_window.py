@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.attention.mod import MaskMod
+from lowbit.score.mod import MaskMod
 
 
 def global_window(window: int, is_global: Tensor) -> MaskMod:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.attention.mod import ScoreMod
+from lowbit.score.mod import ScoreMod
 
 
 def alibi(heads: int) -> ScoreMod:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lowbit.attention.mod import ScoreMod
+from lowbit.score.mod import ScoreMod
 
 
 def learned_bias(bias: Tensor) -> ScoreMod:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.attention.mod import ScoreMod
+from lowbit.score.mod import ScoreMod
 
 
 def softcap(cap: float) -> ScoreMod:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.attention.mod import ScoreMod
+from lowbit.score.mod import ScoreMod
 
 
 def t5_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = True) -> ScoreMod:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.attention.program import Value
+from lowbit.score.program import Value
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -25,16 +25,16 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     return change(tree)
 
 
-def stand_ins_of(tree: Any) -> list[StandIn]:
-    """The stand-ins among the arguments of an op."""
+def proxies_of(tree: Any) -> list[Proxy]:
+    """The proxies among the arguments of an op."""
     kind = type(tree)
-    if kind is StandIn:
+    if kind is Proxy:
         return [tree]
     if kind is dict:
         tree = tree.values()
     elif kind is not tuple and kind is not list:
         return []
-    return [found for item in tree for found in stand_ins_of(item)]
+    return [found for item in tree for found in proxies_of(item)]
 
 
 class RandomOp(Exception):
@@ -63,7 +63,7 @@ class Inside:
     numbers: Tensor
 
 
-class StandIn(Tensor):
+class Proxy(Tensor):
     """A tensor without data, that knows what it is made of."""
 
     tracer: Any
@@ -72,7 +72,7 @@ class StandIn(Tensor):
     argument: bool  # of the mod, or captured: must not be written to
 
     @staticmethod
-    def __new__(cls, tracer: Any, content: Outside | Part | Inside, meta: Tensor, argument: bool = False) -> StandIn:
+    def __new__(cls, tracer: Any, content: Outside | Part | Inside, meta: Tensor, argument: bool = False) -> Proxy:
         made = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device="cpu")
         made.tracer, made.content, made.meta, made.argument = tracer, content, meta, argument
         return made
@@ -81,7 +81,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        tracer = stand_ins_of((args, kwargs))[0].tracer
+        tracer = proxies_of((args, kwargs))[0].tracer
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RandomOp(func.__name__)
         name = func._overloadpacket._qualified_op_name.removeprefix("aten::")

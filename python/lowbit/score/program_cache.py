@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowbit import devices
-from lowbit.attention.captured import Captured, captured_by
-from lowbit.attention.program import UnknownOp
-from lowbit.attention.stand_in import RandomOp
-from lowbit.attention.tracer import DataDependent, MutatedArgument, Steps, Subgraph, Tracer
+from lowbit.score.captured import Captured, captured_by
+from lowbit.score.program import UnknownOp
+from lowbit.score.proxy import RandomOp
+from lowbit.score.tracer import DataDependent, MutatedArgument, Steps, Subgraph, Tracer
 
 _KEPT = 512
 _SCORE, _MASK = "score_mod", "mask_mod"

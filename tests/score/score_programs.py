@@ -10,11 +10,48 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder, Value
 from lowbit.reference import score_program as reference
+from lowbit.score.program import TYPES, ProgramBuilder, Value
 
 B, H, Q0, K0 = 1, 2, 37, 20
 EPSILON = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+
+
+POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p", "pow"}
+NEVER_ZERO = {"remainder", "fmod", "floor_divide", "floor_divide_int", "remainder_int", "trunc_divide_int", "fmod_int"}
+
+
+FLOAT_ENDS = {
+    torch.float32: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 1e-45, -1e-38, 3.4028234e38, -3.4028234e38, 16777217.0, 2147483648.0],
+    torch.float64: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 5e-324, -1e-310, 1.79e308, -1.79e308, 9007199254740993.0, 4e9],
+}
+INT_ENDS = [0, 1, -1, 2, -3, 7, -7, 31, 32, 33, -31, 46341, 65536, 2**30, 2**31 - 1, -(2**31), -(2**31) + 1]
+
+
+def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value], list[Tensor]]:
+    """Operands of an op: the score, then captured [rows, cols] tensors of values where the op has something to say."""
+    types = _C.SCORE_OPS[name][1].partition(">")[0]
+    program, values, captured = ProgramBuilder(), [], []
+    q, k = program.op("q"), program.op("k")
+    for place, letter in enumerate(types):
+        if letter == "f" and place == 0:
+            values.append(program.op("score"))
+            continue
+        type = next(t for t in TYPES if t[0] == letter)
+        values.append(program.gather(program.captured(type, 2), q, k))
+        if letter == "f":
+            data = torch.randn(Q0 + 19, K0 + 33, dtype=dtype) * 2
+            data.requires_grad_()
+        elif letter == "b":
+            data = torch.rand(Q0 + 19, K0 + 33) < 0.5
+        elif name.startswith("shift"):  # of int32, which wraps
+            data = torch.randint(*((0, 31) if place else (-5000, 5000)), (Q0 + 19, K0 + 33), dtype=torch.int32)
+        else:
+            data = torch.randint(-50, 50, (Q0 + 19, K0 + 33), dtype=torch.int64)
+            if name in NEVER_ZERO and place == 1:
+                data[data == 0] = 7
+        captured.append(data)
+    return program, values, captured
 
 
 def interpret(code: list[int], captured: list[Tensor], scores: Tensor, q0: int = Q0, k0: int = K0) -> Tensor:

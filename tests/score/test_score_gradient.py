@@ -10,8 +10,8 @@ import torch
 from score_programs import code_of
 from torch import Tensor
 
-from lowbit.attention.program import ProgramBuilder, Value
 from lowbit.ops.attention import attention
+from lowbit.score.program import ProgramBuilder, Value
 
 BATCH, HEADS, LENGTH = 2, 2, 300
 

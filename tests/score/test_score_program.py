@@ -8,13 +8,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from score_programs import B, EPSILON, H, K0, Q0, alibi, causal, check, close, code_of, document, gather_of_distance, interpret, relative_table, run, softcap
-from torch import Tensor
+from score_programs import (
+    EPSILON,
+    FLOAT_ENDS,
+    INT_ENDS,
+    K0,
+    NEVER_ZERO,
+    POSITIVE,
+    Q0,
+    B,
+    H,
+    alibi,
+    causal,
+    check,
+    close,
+    code_of,
+    document,
+    gather_of_distance,
+    interpret,
+    operands,
+    relative_table,
+    run,
+    softcap,
+)
 
 import lowbit
 from lowbit import _C, testing
-from lowbit.attention.program import TYPES, ProgramBuilder, Value
 from lowbit.reference.score_program import OPS
+from lowbit.score.program import TYPES, ProgramBuilder
 
 INTERNAL = {"gradient", "k_minus_q", "scatter_add", "sum", "copy", "multiply_add", "scaled_tanh"}
 LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const", "gather"}
@@ -22,36 +43,6 @@ LEAVES = {"score", "b", "h", "q", "k", "float_const", "int_const", "bool_const",
 
 def test_every_op_has_a_test() -> None:
     assert set(OPS) | INTERNAL | LEAVES == set(_C.SCORE_OPS)
-
-
-POSITIVE = {"sqrt", "rsqrt", "log", "log2", "log1p", "pow"}
-NEVER_ZERO = {"remainder", "fmod", "floor_divide", "floor_divide_int", "remainder_int", "trunc_divide_int", "fmod_int"}
-
-
-def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value], list[Tensor]]:
-    """Operands of an op: the score, then captured [rows, cols] tensors of values where the op has something to say."""
-    types = _C.SCORE_OPS[name][1].partition(">")[0]
-    program, values, captured = ProgramBuilder(), [], []
-    q, k = program.op("q"), program.op("k")
-    for place, letter in enumerate(types):
-        if letter == "f" and place == 0:
-            values.append(program.op("score"))
-            continue
-        type = next(t for t in TYPES if t[0] == letter)
-        values.append(program.gather(program.captured(type, 2), q, k))
-        if letter == "f":
-            data = torch.randn(Q0 + 19, K0 + 33, dtype=dtype) * 2
-            data.requires_grad_()
-        elif letter == "b":
-            data = torch.rand(Q0 + 19, K0 + 33) < 0.5
-        elif name.startswith("shift"):  # of int32, which wraps
-            data = torch.randint(*((0, 31) if place else (-5000, 5000)), (Q0 + 19, K0 + 33), dtype=torch.int32)
-        else:
-            data = torch.randint(-50, 50, (Q0 + 19, K0 + 33), dtype=torch.int64)
-            if name in NEVER_ZERO and place == 1:
-                data[data == 0] = 7
-        captured.append(data)
-    return program, values, captured
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -111,24 +102,17 @@ def test_op_takes_infinities_and_nan_as_torch_does(score_row: str, name: str) ->
     close(got, wanted, 4 * EPSILON[torch.float32], name)
 
 
-FLOATS = {
-    torch.float32: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 1e-45, -1e-38, 3.4028234e38, -3.4028234e38, 16777217.0, 2147483648.0],
-    torch.float64: [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, -7.3, math.inf, -math.inf, math.nan, 5e-324, -1e-310, 1.79e308, -1.79e308, 9007199254740993.0, 4e9],
-}
-INTS = [0, 1, -1, 2, -3, 7, -7, 31, 32, 33, -31, 46341, 65536, 2**30, 2**31 - 1, -(2**31), -(2**31) + 1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", sorted(n for n in OPS if not n.startswith("to_")))
 def test_op_and_derivative_are_torchs_at_the_ends(score_row: str, name: str, dtype: torch.dtype) -> None:
     """Every pair (triple) of infinities, nan, zeros, the largest and the smallest numbers."""
     types = _C.SCORE_OPS[name][1].partition(">")[0]
-    choices = {"f": torch.tensor(FLOATS[dtype], dtype=dtype), "i": torch.tensor(INTS, dtype=torch.int32), "b": torch.tensor([False, True])}
+    choices = {"f": torch.tensor(FLOAT_ENDS[dtype], dtype=dtype), "i": torch.tensor(INT_ENDS, dtype=torch.int32), "b": torch.tensor([False, True])}
     places = torch.meshgrid(*(torch.arange(len(choices[letter])) for letter in types), indexing="ij")
     columns = [choices[letter][place.reshape(-1)] for letter, place in zip(types, places, strict=True)]
     keep = torch.ones_like(columns[0], dtype=torch.bool)
     if name in NEVER_ZERO and name.endswith("int"):  # torch divides the least integer by -1 with a signal
-        keep = (columns[1] != 0) & ~((columns[0] == INTS[-2]) & (columns[1] == -1))
+        keep = (columns[1] != 0) & ~((columns[0] == INT_ENDS[-2]) & (columns[1] == -1))
     if name in ("fmod", "remainder"):  # torch's vectors give nan where the quotient leaves the range of an integer
         quotient = (columns[0].double() / columns[1].double()).abs()
         keep = ~((quotient > 1e6) & quotient.isfinite()) & ~(quotient.isinf() & columns[0].isfinite() & (columns[1] != 0))

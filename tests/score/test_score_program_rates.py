@@ -9,9 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_programs import EPSILON, FLOATS, K0, Q0, check, code_of, gather_of_distance, relative_table, run, run_backward, shuffled, tensors
+from score_programs import (
+    EPSILON,
+    FLOATS,
+    K0,
+    Q0,
+    check,
+    code_of,
+    gather_of_distance,
+    relative_table,
+    run,
+    run_backward,
+    shuffled,
+    tensors,
+)
 
-from lowbit.attention.program import ProgramBuilder, Value
+from lowbit.score.program import ProgramBuilder, Value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

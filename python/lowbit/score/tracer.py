@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a score_mod or mask_mod once on stand-ins, and write down what it does as a score program.
+"""Run a score_mod or mask_mod once on proxies, and write down what it does as a score program.
 
 The mod is called with 0-d tensors that hold no number. Every op on one of them does one of three things:
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowbit.attention.aten_ops import FUNCTIONS, INSTRUCTIONS, KEYWORDS, VIEWS
-from lowbit.attention.indexing import getitem
-from lowbit.attention.program import Captured, ProgramBuilder, UnknownOp, Value
-from lowbit.attention.stand_in import Inside, Outside, Part, RandomOp, StandIn, mapped, stand_ins_of
+from lowbit.score.aten_ops import FUNCTIONS, INSTRUCTIONS, KEYWORDS, VIEWS
+from lowbit.score.indexing import getitem
+from lowbit.score.program import Captured, ProgramBuilder, UnknownOp, Value
+from lowbit.score.proxy import Inside, Outside, Part, Proxy, RandomOp, mapped, proxies_of
 
 MAX_ELEMENTS = 1024  # of a tensor inside a program (a row of a captured tensor): every element is instructions
 _SHAPE_READERS = {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.Tensor.shape.__get__}
@@ -38,7 +38,7 @@ _VALUE_READERS = {
     torch.Tensor.__format__,
     *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }  # fmt: skip
-"""What a stand-in cannot say of the tensor that it stands for."""
+"""What a proxy cannot say of the tensor that it stands for."""
 _NEVER_DRAW = frozenset(("__get__", "__len__", "__getitem__", "__iter__", "dim", "size", "tensor", "to", "reshape", "view", "expand", "numel"))
 
 
@@ -98,22 +98,22 @@ class Tracer:
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, Outside] = {}
         self._metas = {number: _empty(tensor) for number, tensor in enumerate(captured)}  # of steps
-        self.stand_ins = {id(tensor): StandIn(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
+        self.proxies = {id(tensor): Proxy(self, Outside(i), self._metas[i], True) for i, tensor in enumerate(captured)}
 
-    def argument(self, name: str, dtype: torch.dtype) -> StandIn:
+    def argument(self, name: str, dtype: torch.dtype) -> Proxy:
         return self.inside([self.program.op(name)], torch.ones((), dtype=dtype, device="cpu"), argument=True)
 
-    def run(self, mod: Callable[..., Any], arguments: Sequence[StandIn]) -> Any:
+    def run(self, mod: Callable[..., Any], arguments: Sequence[Proxy]) -> Any:
         if isinstance(mod, Subgraph):
-            mod = Subgraph(mod.graph, tuple(self.stand_ins.get(id(item), item) for item in mod.captured))
+            mod = Subgraph(mod.graph, tuple(self.proxies.get(id(item), item) for item in mod.captured))
         with _Capture(self):
             return mod(*arguments)
 
     # -- values
 
-    def inside(self, values: Sequence[Value], meta: Tensor, argument: bool = False) -> StandIn:
+    def inside(self, values: Sequence[Value], meta: Tensor, argument: bool = False) -> Proxy:
         numbers = torch.tensor([self.number(value) for value in values], dtype=torch.int64, device="cpu")
-        return StandIn(self, Inside(numbers.reshape(meta.shape)), meta, argument)
+        return Proxy(self, Inside(numbers.reshape(meta.shape)), meta, argument)
 
     def number(self, value: Value) -> int:
         number = self._numbers.setdefault(value.number, len(self._values))
@@ -125,11 +125,11 @@ class Tracer:
         """The values of an operand, as numbers in its shape."""
         if not isinstance(operand, Tensor):
             return torch.tensor(self.number(self.program.constant(operand)), device="cpu")
-        if isinstance(operand, StandIn) and isinstance(operand.content, Inside):
+        if isinstance(operand, Proxy) and isinstance(operand.content, Inside):
             return operand.content.numbers
         if operand.numel() > MAX_ELEMENTS:
             raise UnknownOp(f"a tensor of shape {list(operand.shape)} inside the mod")
-        if isinstance(operand, StandIn):
+        if isinstance(operand, Proxy):
             content = operand.content
             self.reads_shapes |= operand.dim() > 0
         elif operand.requires_grad:
@@ -160,10 +160,10 @@ class Tracer:
             self._declared[tensor.step] = self.program.captured(type, meta.dim())
         return self._declared[tensor.step]
 
-    def outside(self, step: Any, meta: Tensor) -> StandIn:
+    def outside(self, step: Any, meta: Tensor) -> Proxy:
         number = self.steps.add(step)
         self._metas[number] = meta
-        return StandIn(self, Outside(number), meta)
+        return Proxy(self, Outside(number), meta)
 
     def constant(self, tensor: Tensor) -> Outside:
         """A real tensor that the mod made, or read in a way that captured.py does not see."""
@@ -175,8 +175,8 @@ class Tracer:
         return self._constants[id(tensor)]
 
     def real(self, tensor: Tensor) -> Tensor | None:
-        """What a stand-in stands for, if it is made of captured tensors alone: then the program holds for their values only."""
-        if not isinstance(tensor, StandIn):
+        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for their values only."""
+        if not isinstance(tensor, Proxy):
             return tensor
         if not isinstance(tensor.content, Outside):
             return None
@@ -189,7 +189,7 @@ class Tracer:
     def own(self, made: Any) -> Any:
         """Note the real tensors that a function gave to the mod."""
         if isinstance(made, Tensor):
-            if not isinstance(made, StandIn):
+            if not isinstance(made, Proxy):
                 self.made[id(made)] = made
         elif isinstance(made, (tuple, list)):
             for item in made:
@@ -197,13 +197,13 @@ class Tracer:
         return made
 
     def replace(self, leaf: Any) -> Any:
-        """The stand-in of a captured tensor. One that captured.py did not list is not covered by the key: the program is not kept."""
-        if not isinstance(leaf, Tensor) or isinstance(leaf, StandIn):
+        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program is not kept."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Proxy):
             return leaf
-        stand_in = self.stand_ins.get(id(leaf))
-        if stand_in is None and id(leaf) not in self.made:
+        proxy = self.proxies.get(id(leaf))
+        if proxy is None and id(leaf) not in self.made:
             self.reads_values = True
-        return leaf if stand_in is None else stand_in
+        return leaf if proxy is None else proxy
 
     # -- ops
 
@@ -218,9 +218,9 @@ class Tracer:
             return self._detach(func, args[0])
         if name in ("alias", "lift_fresh", "clone", "lift_fresh_copy", "contiguous"):
             return args[0]
-        stand_ins = stand_ins_of((args, kwargs))
-        if all(type(stand_in.content) is Outside for stand_in in stand_ins):
-            return self._step(name, func, args, kwargs, stand_ins)
+        proxies = proxies_of((args, kwargs))
+        if all(type(proxy.content) is Outside for proxy in proxies):
+            return self._step(name, func, args, kwargs, proxies)
         if name == "index":
             return INSTRUCTIONS[name](self, *args)
         meta = _meta_of(func, args, kwargs)
@@ -230,23 +230,23 @@ class Tracer:
             raise UnknownOp(f"aten.{name}")
         return INSTRUCTIONS[name](self, meta, *args, **kwargs)
 
-    def _detach(self, func: Callable[..., Any], tensor: StandIn) -> StandIn:
+    def _detach(self, func: Callable[..., Any], tensor: Proxy) -> Proxy:
         if isinstance(tensor.content, Outside):
             return self.outside((func, (tensor.content,), {}), tensor.meta)
         if tensor.is_floating_point():
             raise UnknownOp("aten.detach of what depends on the score")  # programs have nothing that stops a gradient
         return tensor
 
-    def _step(self, name: str, func: Any, args: Any, kwargs: Any, stand_ins: list[StandIn]) -> Any:
-        self.reads_shapes |= any([stand_in.dim() > 0 for stand_in in stand_ins])
+    def _step(self, name: str, func: Any, args: Any, kwargs: Any, proxies: list[Proxy]) -> Any:
+        self.reads_shapes |= any([proxy.dim() > 0 for proxy in proxies])
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and (name != "index" or any(map(_is_mask, args[1]))):
             return self.own(func(*mapped(self.real_leaf, args), **mapped(self.real_leaf, kwargs)))
         if name in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
-            func = torch.reshape  # a captured tensor may have other strides than its stand-in
+            func = torch.reshape  # a captured tensor may have other strides than its proxy
         meta = _meta_of(func, args, kwargs)
 
         def kept(leaf: Any) -> Any:
-            return leaf.content if type(leaf) is StandIn else leaf
+            return leaf.content if type(leaf) is Proxy else leaf
 
         step = func, mapped(kept, args), mapped(kept, kwargs)
         if isinstance(meta, Tensor):
@@ -257,9 +257,9 @@ class Tracer:
         return [self.outside((_item, (whole, index), {}), item) for index, item in enumerate(meta)]
 
     def view(self, name: str, *args: Any) -> Any:
-        """A view or an index of a stand-in, or of a tensor by a stand-in."""
+        """A view or an index of a proxy, or of a tensor by a proxy."""
         func = getattr(torch.ops.aten, name)
-        return self.dispatch(name, func, args, {}) if stand_ins_of(args) else func(*args)
+        return self.dispatch(name, func, args, {}) if proxies_of(args) else func(*args)
 
     def _view(self, name: str, func: Any, args: Any, kwargs: Any, meta: Any) -> Any:
         if name == "select" and isinstance(args[0].content, Part):
@@ -273,17 +273,17 @@ class Tracer:
             raise UnknownOp(f"aten.{name} of several dtypes")
         made = func(*tensors, **kwargs)
         if isinstance(made, (tuple, list)):
-            return [StandIn(self, Inside(numbers), item) for numbers, item in zip(made, meta, strict=True)]
-        return StandIn(self, Inside(made), meta)
+            return [Proxy(self, Inside(numbers), item) for numbers, item in zip(made, meta, strict=True)]
+        return Proxy(self, Inside(made), meta)
 
-    def part(self, part: Part, meta: Tensor) -> StandIn:
+    def part(self, part: Part, meta: Tensor) -> Proxy:
         if None in part.indices:
-            return StandIn(self, part, meta)
+            return Proxy(self, part, meta)
         return self.inside([self.gather(part, ())], meta)
 
     def write(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        if not name.endswith("_") or not isinstance(target, StandIn) or target.argument or not isinstance(target.content, Inside):
+        if not name.endswith("_") or not isinstance(target, Proxy) or target.argument or not isinstance(target.content, Inside):
             raise MutatedArgument(name)
         made = INSTRUCTIONS["_to_copy"](self, target.meta, getattr(torch.ops.aten, name[:-1])(*args, **kwargs))
         target.content = made.content
@@ -299,7 +299,7 @@ class MutatedArgument(Exception):
 
 
 class _Capture(TorchFunctionMode):
-    """Puts the stand-in in place of each captured tensor, and watches what is read from it."""
+    """Puts the proxy in place of each captured tensor, and watches what is read from it."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -313,13 +313,13 @@ class _Capture(TorchFunctionMode):
                 tracer.reads_values = True
                 return tracer.own(func(*[tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in args], **kwargs))
         args, kwargs = mapped(tracer.replace, args), mapped(tracer.replace, kwargs) if kwargs else kwargs
-        if func in _SHAPE_READERS and isinstance(args[0], StandIn):
+        if func in _SHAPE_READERS and isinstance(args[0], Proxy):
             tracer.reads_shapes |= args[0].dim() > 0
-        stand_ins = stand_ins_of((args, kwargs))
-        if func is torch.Tensor.__getitem__ and stand_ins:
+        proxies = proxies_of((args, kwargs))
+        if func is torch.Tensor.__getitem__ and proxies:
             return tracer.own(getitem(tracer.view, *args))
         name, swapped = FUNCTIONS.get(getattr(func, "__name__", ""), ("", False))
-        if name and stand_ins and kwargs.keys() <= KEYWORDS:
+        if name and proxies and kwargs.keys() <= KEYWORDS:
             if swapped:
                 return tracer.dispatch(name, lambda a, b: func(b, a), args[::-1], kwargs)
             return tracer.dispatch(name, func, args, kwargs)
@@ -366,7 +366,7 @@ def _metas(tree: Any, zeros: bool) -> Any:
         nonlocal small
         if not isinstance(leaf, Tensor):
             return leaf
-        empty = leaf.meta if type(leaf) is StandIn else _empty(leaf)
+        empty = leaf.meta if type(leaf) is Proxy else _empty(leaf)
         small &= empty.device.type == "cpu"
         return torch.zeros_like(empty) if zeros and not empty.is_floating_point() else empty
 

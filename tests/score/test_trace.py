@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit import _C
-from lowbit.attention import trace
-from lowbit.attention.program import UnknownOp
+from lowbit.score import program_cache
+from lowbit.score.program import UnknownOp
 
 BIAS, ROW, IDS = torch.randn(2, 3, 20, 24), torch.randn(24), torch.randint(0, 3, (24,))
 EDGES = torch.tensor([-7, -2, 0, 3, 3, 11])
@@ -62,7 +62,7 @@ MODS: dict[str, Callable[..., Any]] = {
 def evaluate(mod: Callable[..., Any], b: int, h: int, rows: int = 17, cols: int = 21) -> tuple[Tensor, Tensor]:
     """What the program gives for a tile, and torch score by score."""
     scores = torch.randn(rows, cols)
-    bound = trace.bind("test", mod, mask=False)
+    bound = program_cache.bind("test", mod, mask=False)
     ours = scores.clone()
     if bound.code:
         _C.score_program_eval(bound.code, bound.captured, b, h, 2, 1, ours)
@@ -106,7 +106,7 @@ def test_captured_tensors_are_found_wherever_they_are() -> None:
     for mod, tensors in ((module, 1), (module.forward, 1), (with_default, 1), (partial, 2), (MODS["index"], 2)):
         ours, wanted = evaluate(mod, 0, 1)
         torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-5)
-        assert len(trace.bind("test", mod, mask=False).captured) == tensors
+        assert len(program_cache.bind("test", mod, mask=False).captured) == tensors
 
 
 def test_new_tensors_do_not_trace_again_and_new_constants_do() -> None:
@@ -114,16 +114,16 @@ def test_new_tensors_do_not_trace_again_and_new_constants_do() -> None:
         ids = torch.arange(length)
         return lambda s, b, h, q, k: torch.where(ids[q] == ids[k], s * factor, table[h])
 
-    trace.bind("test", make(torch.randn(3), 0.5, 10), mask=False)
-    before = trace.traces
+    program_cache.bind("test", make(torch.randn(3), 0.5, 10), mask=False)
+    before = program_cache.traces
     for length in (10, 20, 33):
-        tensors = trace.bind("test", make(torch.randn(length), 0.5, length), mask=False).captured
+        tensors = program_cache.bind("test", make(torch.randn(length), 0.5, length), mask=False).captured
         assert {tensor.shape[0] for tensor in tensors} == {length}
-    assert trace.traces == before
-    codes = [trace.bind("test", make(torch.randn(3), factor, 10), mask=False).code for factor in (0.5, 0.25, 1, True)]
-    assert trace.traces == before + 3 and len({str(code) for code in codes}) >= 3
-    trace.bind("test", make(torch.randn(3, dtype=torch.float64), 0.5, 10), mask=False)
-    assert trace.traces == before + 4
+    assert program_cache.traces == before
+    codes = [program_cache.bind("test", make(torch.randn(3), factor, 10), mask=False).code for factor in (0.5, 0.25, 1, True)]
+    assert program_cache.traces == before + 3 and len({str(code) for code in codes}) >= 3
+    program_cache.bind("test", make(torch.randn(3, dtype=torch.float64), 0.5, 10), mask=False)
+    assert program_cache.traces == before + 4
 
 
 def test_what_the_mod_reads_of_a_tensor_in_python_is_not_kept_wrongly() -> None:
@@ -160,7 +160,7 @@ def test_an_object_that_changes_is_seen() -> None:
 
 def test_gradients_reach_captured_tensors_through_steps() -> None:
     table = torch.randn(24, requires_grad=True)
-    bound = trace.bind("test", lambda s, b, h, q, k: s + torch.softmax(table, 0)[k], mask=False)
+    bound = program_cache.bind("test", lambda s, b, h, q, k: s + torch.softmax(table, 0)[k], mask=False)
     assert bound.captured[0].requires_grad and bound.captured[0] is not table
     (grad,) = torch.autograd.grad(bound.captured[0][3], table)
     assert torch.allclose(grad, torch.autograd.grad(torch.softmax(table, 0)[3], table)[0])
@@ -169,7 +169,7 @@ def test_gradients_reach_captured_tensors_through_steps() -> None:
 @pytest.mark.parametrize("mod", [lambda s, b, h, q, k: torch.special.bessel_j0(s), lambda s, b, h, q, k: s + torch.zeros(3).scatter(0, k.long()[None], s[None])[0]])
 def test_what_has_no_program_says_so(mod: Callable[..., Any]) -> None:
     with pytest.raises(UnknownOp):
-        trace.bind("test", mod, mask=False)
+        program_cache.bind("test", mod, mask=False)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_has_no_program_says_so(mod: Callable[..., Any]) -> None:
 def test_bad_mods(mod: Callable[..., Any], error: type[Exception], text: str) -> None:
     before = ROW.clone(), torch.get_rng_state()
     with pytest.raises(error, match=text):
-        trace.bind("test", mod, mask=False)
+        program_cache.bind("test", mod, mask=False)
     assert torch.equal(ROW, before[0]) and torch.equal(torch.get_rng_state(), before[1])
 
 

@@ -6,7 +6,7 @@ its number of dimensions; the tensors themselves are listed in the order in whic
 
 A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where everything that
 the code can reach is of a kind whose every reading is seen here: code whose opcodes read names, attributes by their names and elements
-(code_names.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules and plain
+(bytecode.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules and plain
 objects, of which the attributes that any code in reach names are followed, properties and methods too; functions of torch and math. What
 runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), what can read anything (`getattr`) and
 what is not of Python (files, clocks, environment) makes the key None: that mod is traced at every call.
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.attention.code_names import DANGEROUS_ATTRIBUTES, PURE_BUILTIN_VALUES, PURE_BUILTINS, names_of
-from lowbit.attention.mod import MaskMod, ScoreMod
+from lowbit.score.bytecode import DANGEROUS_ATTRIBUTES, PURE_BUILTIN_VALUES, PURE_BUILTINS, names_of
+from lowbit.score.mod import MaskMod, ScoreMod
 
 _CONSTANTS = (int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)

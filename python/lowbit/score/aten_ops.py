@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.attention.aten_pointwise import POINTWISE, common, each, kind, rounded
-from lowbit.attention.program import UnknownOp, Value
-from lowbit.attention.stand_in import Inside, Part, StandIn
+from lowbit.score.aten_pointwise import POINTWISE, common, each, kind, rounded
+from lowbit.score.program import UnknownOp, Value
+from lowbit.score.proxy import Inside, Part, Proxy
 
 VIEWS = frozenset((
     "select", "slice", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "unbind", "split",
@@ -28,7 +28,7 @@ VIEWS = frozenset((
 def _index(tracer: Any, tensor: Any, indices: list[Any]) -> Any:
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         raise UnknownOp("an index that is a mask")
-    if isinstance(tensor, StandIn):
+    if isinstance(tensor, Proxy):
         if isinstance(tensor.content, Inside):
             raise UnknownOp("an index into values of the program")
         part = tensor.content if isinstance(tensor.content, Part) else Part(tensor.content, (None,) * tensor.dim())

@@ -20,13 +20,28 @@ from typing import Any
 import pytest
 import reuse_probes
 import torch
-from reuse_probes import PROBES, STATE, TABLE, Caches, Config, E, H, L, Mod, Probe, Relative, Slotted, first_of_table, parameter
+from reuse_probes import (
+    PROBES,
+    STATE,
+    TABLE,
+    Caches,
+    Config,
+    E,
+    H,
+    L,
+    Mod,
+    Probe,
+    Relative,
+    Slotted,
+    first_of_table,
+    parameter,
+)
 from reuse_protocols import Protocols
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowbit
-from lowbit.attention import trace
+from lowbit.score import program_cache
 
 
 @pytest.fixture(autouse=True)
@@ -197,13 +212,13 @@ def test_what_is_known_is_traced_once() -> None:
                  lowbit.and_masks(masks.causal, lambda b, h, q, k: ids[q] == 1), masks.natten(3, 3, 3), masks.global_window(2, ids > 3)]  # fmt: skip
     for _ in range(2):  # the names that one code reaches are learned from all mods made of it
         for mod in mods:
-            trace.bind("test", mod, mask=False)
+            program_cache.bind("test", mod, mask=False)
         for mod in mask_mods:
-            trace.bind("test", mod, mask=True)
-    before = trace.traces
+            program_cache.bind("test", mod, mask=True)
+    before = program_cache.traces
     for mod in mods:
-        trace.bind("test", mod, mask=False)
-        assert trace.traces == before, mod
+        program_cache.bind("test", mod, mask=False)
+        assert program_cache.traces == before, mod
     for mod in mask_mods:
-        trace.bind("test", mod, mask=True)
-        assert trace.traces == before, mod
+        program_cache.bind("test", mod, mask=True)
+        assert program_cache.traces == before, mod

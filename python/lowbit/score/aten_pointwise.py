@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.attention.program import UnknownOp, Value
+from lowbit.score.program import UnknownOp, Value
 
 POINTWISE: dict[str, Callable[..., Any]] = {}
 

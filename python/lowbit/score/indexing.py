@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowbit.attention.program import UnknownOp
+from lowbit.score.program import UnknownOp
 
 
 def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from score_programs import MASKS, causal, code_of, dense, document, everything, nothing, window
 
 from lowbit import _C
-from lowbit.attention.program import ProgramBuilder, Value
+from lowbit.score.program import ProgramBuilder, Value
 
 
 @pytest.mark.parametrize("q_block, kv_block", [(128, 128), (32, 64), (16, 300), (1, 1), (400, 400)])

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "score/print.hpp"
+
+#include <array>
+#include <bit>
+#include <charconv>
+#include <map>
+#include <utility>
+
+namespace lowbit {
+namespace {
+
+using namespace score;
+
+// A name that the texts of score/ops.hpp and score/math.hpp use, and what it is in each language. CUDA's functions with
+// _rn are never contracted into a multiply-add, nor is a division replaced, whatever the options of the compiler are.
+struct Word {
+  std::string_view name, cuda, opencl;
+};
+constexpr Word kWords[] = {
+    {"DEVICE", "__device__ __forceinline__", "static inline"},
+    {"GLOBAL", "", "__global"},
+    {"LAYOUT", "const long long*", "__global const long*"},
+    {"FAULT", "int*", "volatile __global int*"},
+    {"Float", "float", "float"},
+    {"Int", "int", "int"},
+    {"Long", "long long", "long"},
+    {"element(p, at)", "__ldg((p) + (at))", "(p)[at]"},
+    {"exchanged(p, value)", "atomicExch(p, value)", "atomic_xchg(p, value)"},
+    {"bits_of_float(a)", "__float_as_uint(a)", "as_uint(a)"},
+    {"float_from_bits(a)", "__uint_as_float(a)", "as_float(a)"},
+    {"bits_of(a)", "((unsigned int)(a))", "((unsigned int)(a))"},
+    {"wrapped(a)", "((int)(a))", "((int)(a))"},
+    {"float_of(a)", "((float)(a))", "((float)(a))"},
+    {"add_of(a, b)", "__fadd_rn(a, b)", "((float)(a) + (float)(b))"},
+    {"sub_of(a, b)", "__fsub_rn(a, b)", "((float)(a) - (float)(b))"},
+    {"mul_of(a, b)", "__fmul_rn(a, b)", "((float)(a) * (float)(b))"},
+    {"div_of(a, b)", "__fdiv_rn(a, b)", "((float)(a) / (float)(b))"},
+    {"fma_of(a, b, c)", "__fmaf_rn(a, b, c)", "fma((float)(a), (float)(b), (float)(c))"},
+    {"sqrt_of(a)", "__fsqrt_rn(a)", "sqrt((float)(a))"},
+    {"floor_of(a)", "floorf(a)", "floor((float)(a))"},
+    {"round_of(a)", "rintf(a)", "rint((float)(a))"},
+    {"copysign_of(a, b)", "copysignf(a, b)", "copysign((float)(a), (float)(b))"},
+#define LOWBIT_WORD1(name) {#name "_of(a)", #name "f(a)", #name "((float)(a))"},
+#define LOWBIT_WORD2(name) {#name "_of(a, b)", #name "f(a, b)", #name "((float)(a), (float)(b))"},
+    LOWBIT_WORD1(exp) LOWBIT_WORD1(exp2) LOWBIT_WORD1(tanh)
+    LOWBIT_LIBRARY1(LOWBIT_WORD1) LOWBIT_LIBRARY2(LOWBIT_WORD2)
+#undef LOWBIT_WORD1
+#undef LOWBIT_WORD2
+};
+
+// Texts of math.hpp, in the order in which they use each other.
+constexpr std::string_view kShared[] = {remainder_of_text,     floor_divide_of_text, int_of_text,
+                                        floor_divide_int_text, trunc_divide_int_text, remainder_int_text,
+                                        shifted_left_text,     shifted_right_text};
+
+// Rounding to 16 bits and back as core/dtype.hpp does, on bits; captured tensors of 16 bits; addresses.
+constexpr std::string_view kPrelude = R"(
+DEVICE float rounded_to_bfloat16(float a) {
+  const unsigned int bits = bits_of_float(a);
+  return a != a ? a : float_from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+DEVICE float rounded_to_float16(float a) {
+  const unsigned int bits = bits_of_float(a), sign = bits & 0x80000000u, magnitude = bits ^ sign;
+  if (magnitude >= 0x477ff000u) return a != a ? a : float_from_bits(sign | 0x7f800000u);
+  if (magnitude < 0x38800000u)
+    return float_from_bits(sign | bits_of_float(sub_of(add_of(float_from_bits(magnitude), 0.5f), 0.5f)));
+  return float_from_bits(sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u)) & 0xffffe000u));
+}
+DEVICE float float_from_bfloat16(unsigned short a) { return float_from_bits((unsigned int)a << 16); }
+DEVICE float float_from_float16(unsigned short a) {
+  const unsigned int sign = (a & 0x8000u) << 16, magnitude = a & 0x7fffu;
+  if (magnitude >= 0x7c00u) return float_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x0400u) return float_from_bits(sign | ((magnitude << 13) + 0x38000000u));
+  return float_from_bits(sign | bits_of_float(mul_of((float)magnitude, 5.9604644775390625e-8f)));
+}
+DEVICE void note_fault(FAULT fault, int tensor, int dim, int index) {
+  if (exchanged(fault, 1) == 0) fault[1] = tensor, fault[2] = dim, fault[3] = index;
+}
+DEVICE Long checked_index(int index, Long size, int tensor, int dim, FAULT fault) {
+  const Long i = index < 0 ? index + size : index;
+  if (i >= 0 && i < size) return i;
+  note_fault(fault, tensor, dim, index);
+  return -1;
+}
+)";
+constexpr std::string_view kAddCuda = R"(DEVICE void add_to(float* p, float value) { atomicAdd(p, value); }
+)";
+constexpr std::string_view kAddOpencl = R"(DEVICE void add_to(__global float* p, float value) {
+  volatile __global unsigned int* bits = (volatile __global unsigned int*)p;
+  unsigned int before = *bits, wanted;
+  do {
+    wanted = before;
+    before = atomic_cmpxchg(bits, wanted, as_uint(as_float(wanted) + value));
+  } while (before != wanted);
+}
+)";
+
+template <class Op>
+constexpr std::string_view text_of() {
+  if constexpr (requires { Op::text; }) return Op::text;
+  else return {};
+}
+template <class... Ops>
+constexpr auto texts(OpList<Ops...>) { return std::array{text_of<Ops>()...}; }
+constexpr auto kTexts = texts(ScoreOps{});
+
+bool is_letter(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
+
+// The text with its words a, b, c replaced by the operands.
+std::string with_operands(std::string_view text, const std::string* operands) {
+  std::string made;
+  for (std::size_t at = 0; at < text.size();) {
+    std::size_t end = at;
+    while (end < text.size() && is_letter(text[end])) end++;
+    const std::string_view word = text.substr(at, end - at);
+    if (word.size() == 1 && word[0] >= 'a' && word[0] <= 'c') made += operands[word[0] - 'a'];
+    else made += word;
+    if (end < text.size()) made += text[end++];
+    at = end;
+  }
+  return made;
+}
+
+std::string_view type_name(char type) { return type == 'f' ? "float" : type == 'i' ? "int" : "bool"; }
+
+std::string literal(char type, int64_t bits) {
+  if (type != 'f') return bits >= 0 ? std::to_string(bits) : concat("(", bits + 1, " - 1)");  // -2^31 has no literal
+  const float value = static_cast<float>(std::bit_cast<double>(bits));
+  const bool finite = value - value == 0;
+  if (!finite) return concat("float_from_bits(", std::bit_cast<uint32_t>(value), "u)");
+  char text[32];  // the shortest that is this float
+  std::string made(text, std::to_chars(text, text + sizeof text, value).ptr);
+  if (made.find_first_of(".e") == std::string::npos) made += ".0";
+  return value < 0 || std::signbit(value) ? concat("(", made, "f)") : made + "f";
+}
+
+// An element of a captured tensor in memory, and what is written around it to make a value of it.
+struct Element {
+  std::string_view type, before, after;
+};
+Element element_of(DType dtype) {
+  switch (dtype) {
+    case DType::float32: return {"float", "", ""};
+    case DType::bfloat16: return {"unsigned short", "float_from_bfloat16(", ")"};
+    case DType::float16: return {"unsigned short", "float_from_float16(", ")"};
+    case DType::float64: return {"double", "(float)", ""};
+    case DType::int32: return {"int", "", ""};
+    case DType::int64: return {"Long", "(int)", ""};
+    default: return {"unsigned char", "", " != 0"};
+  }
+}
+
+class Printer {
+ public:
+  Printer(const ScoreCall& call, bool gradient)
+      : call_(call), program_(call.program()), gradient_(gradient),
+        plan_(gradient ? program_.backward : program_.forward) {}
+
+  std::string print() {
+    head();
+    current_[{Rate::tile, kScoreMemory}] = "score", current_[{Rate::tile, kGradientMemory}] = "gradient";
+    for (int stage = 0; stage < kStages; stage++)
+      for (int at = plan_.begin[stage]; at < plan_.begin[stage + 1]; at++) step(plan_.steps[at]);
+    text_ += concat("  return ", current_[{Rate::tile, gradient_ ? kGradientMemory : kScoreMemory}], ";\n}\n");
+    return std::move(text_);
+  }
+
+ private:
+  const std::vector<CapturedType>& captured() const { return program_.graph.captured; }
+
+  void head() {
+    text_ = concat("DEVICE float ", program_.is_mask ? "mask_mod" : "score_mod", gradient_ ? "_gradient" : "",
+                   "(float score, ", gradient_ ? "float gradient, " : "", "int b, int h, int q, int k, ");
+    for (std::size_t i = 0; i < captured().size(); i++)
+      text_ += concat("GLOBAL const ", element_of(call_.captured()[i].dtype).type, "* t", i, ", ");
+    for (std::size_t i = 0; i < captured().size(); i++)
+      if (gradient_ && captured()[i].type == 'f') text_ += concat("GLOBAL float* d", i, ", ");
+    text_ += "LAYOUT layout, FAULT fault) {\n";
+  }
+
+  std::string operand(ScoreOperand place) {
+    if (place.rate != Rate::constant) return current_[{place.rate, place.at}];
+    return literal(plan_.constants[place.at].type, plan_.constants[place.at].bits);
+  }
+
+  // "const Long i3_0 = ..": the indices of a step, checked; returns "i3_0 < 0 || .." of them.
+  std::string indices(const ScoreStep& step, int first, std::string_view indent) {
+    std::string outside;
+    for (int j = first; j < step.operand_count; j++) {
+      const int dim = j - first;
+      text_ += concat(indent, "const Long i", count_, "_", dim, " = checked_index(", operand(step.operands[j]),
+                      ", layout[", size_at(step.immediate, dim), "], ", step.immediate, ", ", dim, ", fault);\n");
+      outside += concat(dim ? " || i" : "i", count_, "_", dim, " < 0");
+    }
+    return outside;
+  }
+  int64_t size_at(int64_t tensor, int dim) const {
+    int64_t at = 0;
+    for (int64_t i = 0; i < tensor; i++) at += 2 * captured()[i].rank;
+    return at + dim;
+  }
+
+  void gather(const ScoreStep& step) {
+    const std::string outside = indices(step, 0, "  ");
+    const int rank = captured()[step.immediate].rank;
+    std::string at = rank ? "" : "0";
+    for (int dim = 0; dim < rank; dim++)
+      at += concat(dim ? " + i" : "i", count_, "_", dim, " * layout[", size_at(step.immediate, dim) + rank, "]");
+    const Element element = element_of(call_.captured()[step.immediate].dtype);
+    const std::string value = concat(element.before, "element(t", step.immediate, ", ", at, ")", element.after);
+    define(step, outside.empty() ? value : concat(outside, " ? 0 : ", value));
+  }
+
+  void scatter_add(const ScoreStep& step) {
+    const int rank = captured()[step.immediate].rank;
+    text_ += concat("  if (d", step.immediate, ") {\n");
+    const std::string outside = indices(step, 1, "    ");
+    std::string at = rank ? concat("i", count_, "_0") : "0";
+    for (int dim = 1; dim < rank; dim++)
+      at = concat("(", at, ") * layout[", size_at(step.immediate, dim), "] + i", count_, "_", dim);
+    const std::string inside = outside.empty() ? "" : concat("if (!(", outside, ")) ");
+    text_ += concat("    ", inside, "add_to(d", step.immediate, " + ", at, ", ", operand(step.operands[0]),
+                    ");\n  }\n");
+    count_++;
+  }
+
+  void step(const ScoreStep& step) {
+    if (step.op == number_of<score::Gather>()) return gather(step);
+    if (step.op == number_of<ScatterAdd>()) return scatter_add(step);
+    std::string operands[3];
+    for (int j = 0; j < step.operand_count; j++) operands[j] = operand(step.operands[j]);
+    if (divides_ints(step.op)) text_ += concat("  if (", operands[1], " == 0) note_fault(fault, -1, 0, 0);\n");
+    switch (step.op) {
+      case number_of<B>(): return define(step, "b");
+      case number_of<H>(): return define(step, "h");
+      case number_of<Q>(): return define(step, "q");
+      case number_of<K>(): return define(step, "k");
+      case number_of<KMinusQ>(): return define(step, "wrapped(bits_of(k) - bits_of(q))");
+      case number_of<Sum>(): return define(step, operands[0]);  // every score adds its share
+      default: return define(step, with_operands(kTexts[step.op], operands));
+    }
+  }
+
+  void define(const ScoreStep& step, std::string_view value) {
+    const std::string name = concat("v", count_++);
+    text_ += concat("  const ", type_name(step.type), " ", name, " = ", value, ";\n");
+    current_[{step.out.rate, step.out.at}] = name;
+  }
+
+  const ScoreCall& call_;
+  const ScoreProgram& program_;
+  bool gradient_;
+  const ScorePlan& plan_;
+  std::map<std::pair<Rate, int32_t>, std::string> current_;  // the variable that a register of the plan is now
+  int count_ = 0;
+  std::string text_;
+};
+
+}  // namespace
+
+std::string score_source_prelude(SourceLanguage language) {
+  const bool cuda = language == SourceLanguage::cuda;
+  std::string text = cuda ? "" : "#pragma OPENCL FP_CONTRACT OFF\n";
+  for (const Word& word : kWords) text += concat("#define ", word.name, " ", cuda ? word.cuda : word.opencl, "\n");
+  for (std::string_view shared : kShared) text += concat("DEVICE ", shared, "\n");
+  return concat(text, kPrelude.substr(1), cuda ? kAddCuda : kAddOpencl);
+}
+
+std::string score_source(const ScoreCall& call, SourceLanguage language, bool gradient) {
+  std::string text;
+  for (int i = 0; i < call.captured_count(); i++)
+    if (language == SourceLanguage::opencl && call.captured()[i].dtype == DType::float64)
+      text = "#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n";
+  return text + Printer(call, gradient).print();
+}
+
+}  // namespace lowbit

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// A score program as the source of device functions. They do what the machine does for one score, step by step, from
+// the same structs (score/ops.hpp):
+//
+//   float score_mod(float score, int b, int h, int q, int k, t0, t1 .., layout, fault)
+//   float score_mod_gradient(float score, float gradient, int b, int h, int q, int k, t0 .., d0 .., layout, fault)
+//
+// The first returns the modified score, of a mask (mask_mod) the score or -inf. The second is given the gradient of the
+// modified score, returns that of the raw one and adds to the gradients of the captured tensors.
+//
+//   t<n>      elements of captured tensor n, of its dtype; its layout may be any
+//   d<n>      float tensors: where the gradient is added up, contiguous float32 of the tensor's shape; or null
+//   layout    per captured tensor its sizes, then its strides in elements: int64
+//   fault     4 ints, zero before: 1, then the tensor, the dimension and the index of the first gather out of range,
+//             or -1 for an integer divided by zero
+#pragma once
+
+#include <string>
+
+#include "score/program.hpp"
+
+namespace lowbit {
+
+enum class SourceLanguage : uint8_t { cuda, opencl };
+
+// What printed functions are made of: once per source file, before them and after all headers (its words are macros).
+LOWBIT_API std::string score_source_prelude(SourceLanguage language);
+// One function: the gradient where `gradient`.
+LOWBIT_API std::string score_source(const ScoreCall& call, SourceLanguage language, bool gradient);
+
+}  // namespace lowbit
