@@ -120,7 +120,8 @@ def attend(
         )
     empty = (joined == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : scores.shape[-1]]
-    return Result(p @ v, torch.logsumexp(joined, -1), products, scores, p)
+    top = joined.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # beside -1e38 the rest of lse, and its gradient, is lost
+    return Result(p @ v, torch.logsumexp(joined - top, -1) + top[..., 0], products, scores, p)
 
 
 def score_error(
