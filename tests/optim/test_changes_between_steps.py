@@ -122,9 +122,15 @@ def other_addresses_of_the_same_size(optimizer: Any, params: list[nn.Parameter])
     params[0].data = kept
 
 
+def another_memory_order(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """What is saved before the next step has the order too."""
+    params[0].data = params[0].data.t().contiguous().t()
+
+
 CHANGES: list[Callable[[Any, list[nn.Parameter]], None]] = [
     swap_param_data, same_address_other_values, swap_state_data, swap_state_data_for_other_values, new_state_tensors, new_state_dicts, state_in_place,
     load_its_own, load_an_older_one, new_lr, new_lr_value, fewer_gradients, frozen_and_back, another_dtype, other_addresses_of_the_same_size,
+    another_memory_order,
 ]  # fmt: skip
 
 

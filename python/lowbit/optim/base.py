@@ -207,6 +207,18 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 del self._layouts[forgotten]
         return plan
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers do, after converting moments to the memory order that their parameters have now.
+
+        4-bit codes do not say their order: a loader reads them in that of the parameter.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self._layouts.get(param) if self.state.get(param) else None
+                if kept is not None and kept.shape == sharding.local(param).shape:
+                    self._prepare_state(group, param)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any of their formats.
 

@@ -83,7 +83,7 @@ def _derivatives(
     tolerance = gradient_tolerance(q.dtype, exact, row, q.shape[-1])
     leaves = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
     weight = torch.randn(out.shape, dtype=torch.float64, device="cpu")
-    further = [torch.randn(inputs[index].shape, dtype=torch.float64, device="cpu") for index in leaves]  # type: ignore[union-attr]
+    further = [torch.randn_like(inputs[index], device="cpu").double() for index in leaves]  # the gradients have the dtypes of the leaves
     with ambient("" if "device" in under else under):  # torch's own backward fails under a default device
         got = _grads(ours, list(inputs), leaves, weight, further, order, how)
     want = _grads(lambda *tensors: wanted(*tensors).out, exact_inputs, leaves, weight, further, order, "create_graph")
@@ -151,11 +151,15 @@ def flex(
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     leaves = [tensor for tensor in (q, k, v, *captured) if isinstance(tensor, Tensor) and tensor.requires_grad]
 
-    def reference(dtype: torch.dtype) -> tuple[Result, list[Tensor]]:
-        given = [doubles(tensor, dtype) for tensor in (q, k, v)] + [copied(tensor) for tensor in captured]
+    wide = q.dtype == torch.float64
+
+    def reference(dtype: torch.dtype, copy: Callable[[Any], Any] = copied, rough: Tensor | None = None) -> tuple[Result, list[Tensor]]:
+        given = [doubles(tensor, dtype) for tensor in (q, k, v)] + [copy(tensor) for tensor in captured]
         score_mod = None if make is None else make(*given[3:])
         mask_mod = None if make_mask is None else make_mask(*mask_captured)
-        result = attend(*given[:3], factor, score_mod=score_mod, mask_mod=mask_mod)
+        result = attend(
+            *given[:3], factor, score_mod=score_mod, mask_mod=mask_mod, wide=wide and dtype == torch.float64, rough=rough
+        )
         return result, [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.requires_grad]
 
     settings = under if under.startswith("default dtype") else ""
@@ -163,6 +167,8 @@ def flex(
         with ambient(settings):
             exact, exact_leaves = reference(torch.float64)
             rough, _ = reference(torch.float32)
+            if overflows := not wide and bool((exact.scores.isfinite() & ~rough.scores.isfinite()).any()):
+                exact, _ = reference(torch.float64, rough=rough.scores.detach())
     except Exception:
         return  # torch does not take it
     with ambient(under):
@@ -181,8 +187,15 @@ def flex(
             return_aux=lowbit.AuxRequest(lse=True, max_scores=True),
         )
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
-    if gradients and leaves and exact.out.isfinite().all() and (exact.lse.isfinite() | (exact.lse == -torch.inf)).all():
-        _flex_gradients(out, aux.lse, leaves, exact, exact_leaves, what, q)
+    finite = exact.out.isfinite().all() and (exact.lse.isfinite() | (exact.lse == -torch.inf)).all()
+    if gradients and leaves and finite and not overflows:
+        row = torch.zeros_like(exact.lse.detach())
+        if any(leaf.element_size() == 2 for leaf in leaves):  # torch adds up their gradients in 16 bits
+            with ambient(settings):
+                summed, exact_leaves = reference(torch.float64, doubles)
+            row = torch.where(exact.p > 0, (summed.scores - exact.scores).abs(), 0.0).detach()
+            exact, row = summed, row.amax(-1) if row.numel() else row.sum(-1)
+        _flex_gradients(out, aux.lse, leaves, exact, exact_leaves, what, q, row)
 
 
 def _compare_flex(
@@ -213,11 +226,11 @@ def _compare_flex(
 
 
 def _flex_gradients(
-    out: Tensor, lse: Tensor, leaves: list[Tensor], exact: Result, exact_leaves: list[Tensor], what: str, q: Tensor
+    out: Tensor, lse: Tensor, leaves: list[Tensor], exact: Result, exact_leaves: list[Tensor], what: str, q: Tensor, row: Tensor
 ) -> None:
+    """``row``: how far the scores of a row are from those of the call, as torch rounds what is in 16 bits."""
     if exact.scores.numel() == 0:
         return
-    row = (exact.p * 0).amax(-1).detach()
     weight = torch.randn(out.shape, dtype=torch.float64, device="cpu")
     seen = torch.where(exact.lse.detach().isfinite(), torch.randn(lse.shape, dtype=torch.float64, device="cpu"), 0.0)
 
@@ -232,9 +245,8 @@ def _flex_gradients(
     for index, (mine, exactly) in enumerate(zip(got, want, strict=True)):
         if exactly.isfinite().all():
             size = float(exactly.abs().amax()) if exactly.numel() else 0.0
-            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + 1e-3 + 8 * UNIT[exactly.dtype]) * (
-                size + 1.0
-            )
+            of_mod = 1e-3 * unit_of_sums(q.dtype) / UNIT[torch.float32] + 8 * UNIT[mine.dtype] * (mine.dtype != q.dtype)
+            limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + of_mod) * (size + 1.0)
             within(mine, exactly, limit, f"{what}gradient of leaf {index}")
 
 
@@ -267,4 +279,5 @@ def flex_now(
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
     if leaves and where is not in_child:
         copies = {id(tensor): copy for tensor, copy in zip((q, k, v), given, strict=True)}
-        _flex_gradients(out, aux.lse, list(leaves), exact, [copies.get(id(leaf), leaf) for leaf in leaves], what, q)
+        row = torch.zeros_like(exact.lse.detach())
+        _flex_gradients(out, aux.lse, list(leaves), exact, [copies.get(id(leaf), leaf) for leaf in leaves], what, q, row)

@@ -12,15 +12,40 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import optim
-from lowbit.reference.optim import code_map
+from lowbit.reference import optim as reference
 
 from .compare import UNIT, Wrong, ambient, taken_by, within
 
 DRIFT = 2e-5
 """How far a step from the same moments may be from torch's, relative to the largest step that torch's takes: float32 arithmetic."""
+_MOMENT_DRIFT = 2e-6
+"""The same of a moment before its format rounds it, relative to the largest moment before and after: an FMA, and the code's decoding."""
 
 
-def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer | None:
+class _Lion(torch.optim.Optimizer):
+    """Lion by the reference, as torch has none."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        super().__init__(params, {"betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False} | options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            hyper = {"beta1": beta1, "beta2": beta2, "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+            for param in group["params"]:
+                state = self.state[param]
+                moment = state.setdefault("exp_avg", torch.zeros_like(param))
+                gradient = -param.grad if group["maximize"] else param.grad
+                new, (after,) = reference.lion(param, gradient, [moment], 0, hyper)
+                terms = beta1 * moment, (1 - beta1) * gradient
+                unknown = (terms[0] + terms[1]).abs() <= 2.0**-22 * (terms[0].abs() + terms[1].abs())
+                state["jump"] = torch.where(unknown, 2 * hyper["lr"], 0.0)  # either sign is right
+                param.copy_(new)
+                moment.copy_(after)
+
+
+def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
     kept = {
         key: value
         for key, value in options.items()
@@ -32,7 +57,7 @@ def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.opt
         return torch.optim.Adam(params, **{"lr": 1e-3} | kept)
     if name.startswith("SGD"):
         return torch.optim.SGD(params, **{"lr": 1e-3, "momentum": 0.9} | kept)
-    return None
+    return _Lion(params, **{"lr": 1e-4} | kept)
 
 
 def trains(name: str, params: list[Tensor], steps: int = 3, under: str = "", **options: Any) -> None:
@@ -41,7 +66,7 @@ def trains(name: str, params: list[Tensor], steps: int = 3, under: str = "", **o
 
     def torch_takes() -> None:
         copies = [nn.Parameter(param.detach().clone(memory_format=torch.preserve_format)) for param in params]
-        twin = _twin(name, copies, options) or torch.optim.SGD(copies, lr=0.1)
+        twin = _twin(name, copies, options)
         for param in copies:
             param.grad = torch.zeros_like(param)
         twin.step()
@@ -59,31 +84,51 @@ def trains(name: str, params: list[Tensor], steps: int = 3, under: str = "", **o
             mine.grad, wide.grad = grad.clone(), grad.double()
         with ambient(under):
             ours.step()
-        if twin is None:
-            continue
+        old_moments = [_moments_of(twin, wide) for wide in exact]
         twin.step()
+        decoded = _decoded(ours, name, leaves, options)
         for index, (mine, wide, old) in enumerate(zip(leaves, exact, before, strict=True)):
+            what = f"parameter {index} of {list(mine.shape)}"
             way = float((wide.detach() - old).abs().amax()) if wide.numel() else 0.0
-            allowed = steps * (DRIFT * way + 2 * UNIT[mine.dtype] * wide.detach().abs() + 1e-7 * way)
-            within(mine.detach(), wide.detach(), allowed + 1e-7, f"parameter {index} of {list(mine.shape)}")
+            allowed = DRIFT * way + 1.5 * UNIT[mine.dtype] * wide.detach().abs() + torch.finfo(mine.dtype).tiny
+            within(mine.detach(), wide.detach(), allowed + twin.state[wide].get("jump", 0.0), what)
+            for moment, wanted in _moments_of(twin, wide).items():
+                size = float(wanted.abs().amax() + old_moments[index].get(moment, wanted).abs().amax()) if wanted.numel() else 0.0
+                rounding = _rounding(wanted, ours.state[mine], ours.param_groups[0], moment, mine)
+                within(decoded[index][moment], wanted, rounding + _MOMENT_DRIFT * size, f"{moment} of {what}")
+                twin.state[wide][moment].copy_(decoded[index][moment])
             with torch.no_grad():
                 wide.copy_(mine)  # errors do not add up, and a moment that a format rounds to 0 is 0 for both
-        for wide, moments in zip(exact, _moments(ours, name, leaves, options), strict=True):
-            for moment, values in twin.state[wide].items():
-                if moment != "step" and values is not None:
-                    values.copy_(moments[moment])
     _round_trip(ours, name, leaves, options)
 
 
-def _moments(
+def _moments_of(twin: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    kept = twin.state[param].items()
+    return {name: value.clone() for name, value in kept if isinstance(value, Tensor) and name not in ("step", "jump")}
+
+
+def _decoded(
     ours: torch.optim.Optimizer, name: str, leaves: list[nn.Parameter], options: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
-    """What its moments stand for, in float32, for each parameter."""
-    wide = options if name == "AdamW" else options | {"optim_bits": 32}
+    """What its moments stand for, in float32, for each parameter: as an optimizer with float32 moments loads them."""
     copies = _clone(leaves)
-    again = getattr(optim, name)(copies, **wide)
+    again = getattr(optim, name)(copies, **(options | {"optim_bits": 32}))
     again.load_state_dict(ours.state_dict())
     return [again.state[param] for param in copies]
+
+
+def _rounding(values: Tensor, state: dict[str, Any], group: dict[str, Any], moment: str, param: Tensor) -> Tensor:
+    """How far the nearest value of its format is from each element of a moment."""
+    values, state_format, block_size = values.detach(), group["state_format"], group["block_size"]
+    if f"{moment}_scale" not in state:
+        return values.abs() * UNIT[state[moment].dtype]
+    dense = torch.empty_like(param, dtype=torch.float64, requires_grad=False).copy_(values)  # in the memory order of the parameter
+    flat = dense.as_strided((dense.numel(),), (1,))
+    scale, signed = reference.scales(flat, state_format, block_size), moment in ("exp_avg", "momentum_buffer")
+    spread = scale.repeat_interleave(block_size)[: flat.numel()]
+    codes = reference.nearest_code((flat / spread).nan_to_num(0.0), state_format, signed)
+    flat.sub_(reference.decode(codes, scale, state_format, signed, block_size)).abs_()
+    return dense
 
 
 def _round_trip(ours: torch.optim.Optimizer, name: str, leaves: list[nn.Parameter], options: dict[str, Any]) -> None:
@@ -156,7 +201,7 @@ def refuses_state(
 
 def dynamic_map() -> Tensor:
     """The map of signed 8-bit codes, as a checkpoint of bitsandbytes has it."""
-    return code_map("dynamic8", True).float()
+    return reference.code_map("dynamic8", True).float()
 
 
 def loads(name: str, params: list[Tensor], state_dict: dict[str, Any], what: str, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from .compare import UNIT, unit_of_sums
 
@@ -27,39 +28,73 @@ class Result:
     p: Tensor
 
 
-class _PromotingWhere(TorchFunctionMode):
-    """torch.where(condition, a, b) in the common dtype of a and b: vmap's takes that of the one that is mapped, if the other is not."""
+class _OurNumbers(TorchFunctionMode):
+    """How numbers of a mod are here, where torch's own are not the better ones (docs/ops/flex_attention.md).
+
+    torch.where(condition, a, b) is in the common dtype of a and b: vmap's takes that of the one that is mapped, if the other is not.
+    ``wide``, for calls in float64: what torch would hold in float32 is float64, but for the value of a tensor that is made.
+    """
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self._wide, self._default = wide, torch.get_default_dtype()
+
+    def __enter__(self) -> Any:
+        if self._wide and self._default == torch.float32:
+            torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self._default)
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.where and len(args) == 3 and all(isinstance(item, Tensor) for item in args):
             a, b = (torch.empty(item.shape, dtype=item.dtype, device="cpu") for item in args[1:])
             args = args[0], *(item.to(torch.result_type(a, b)) for item in args[1:])
-        return func(*args, **(kwargs or {}))
+        if not self._wide:
+            return func(*args, **(kwargs or {}))
+        if func is torch.tensor:
+            made = func(*args, **{"dtype": self._default if isinstance(args[0], float) else None, **(kwargs or {})})
+            return _widened(made)
+        args, kwargs = tree_map(_widened, (args, kwargs or {}))
+        return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
 
 
-def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def _widened(item: Any) -> Any:
+    if item is torch.float32:
+        return torch.float64
+    return item.double() if isinstance(item, Tensor) and item.dtype == torch.float32 else item
+
+
+def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...], wide: bool = False) -> Tensor:
     """What a mod gives for every score, by torch's vmap, as torch's eager flex_attention evaluates it."""
     first = () if scores is None else (0,)
     function = mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=first + dims)
     indices = [torch.arange(size, device="cpu") for size in shape]
-    with _PromotingWhere():
+    with _OurNumbers(wide):
         made = function(*indices) if scores is None else function(scores, *indices)
     return made.expand(shape)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None, score_mod: Mod | None = None,
-    mask_mod: Mod | None = None, sink: Tensor | None = None,
+    mask_mod: Mod | None = None, sink: Tensor | None = None, wide: bool = False, rough: Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """softmax(score_mod(scale q k^T) + mask) v in the dtype of the arguments; a row that sees nothing is 0, its lse -inf."""
+    """softmax(score_mod(scale q k^T) + mask) v in the dtype of the arguments; a row that sees nothing is 0, its lse -inf.
+
+    A score that is not finite among those of ``rough`` is what it is there. ``wide``: of float64 queries (`_OurNumbers`).
+    """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
     products = q @ k.transpose(-1, -2) * scale
     scores = products
     if score_mod is not None:
-        scores = over_scores(score_mod, products, tuple(products.shape)).to(products.dtype)
+        scores = over_scores(score_mod, products, tuple(products.shape), wide).to(products.dtype)
+    if rough is not None:
+        scores = torch.where(rough.isfinite(), scores, rough.to(scores.dtype))
     hidden = torch.zeros(products.shape, dtype=torch.bool, device="cpu")
     if causal:
         hidden = hidden | torch.ones(products.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
@@ -85,13 +120,15 @@ def attend(
         )
     empty = (joined == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : scores.shape[-1]]
-    return Result(p @ v, torch.logsumexp(joined, -1), products, scores, p)
+    top = joined.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # beside -1e38 the rest of lse, and its gradient, is lost
+    return Result(p @ v, torch.logsumexp(joined - top, -1) + top[..., 0], products, scores, p)
 
 
 def score_error(
     q: Tensor, k: Tensor, scale: float, exact: Result, mask: Tensor | None, rough: Result | None, dtype: torch.dtype
 ) -> Tensor:
-    """How far the scores of a row that count may be off: roundings of q k^T, of a float mask, and 8 times what a mod in float32 is off.
+    """How far the scores of a row that count may be off: roundings of q k^T, of a float mask, and 8 times what a mod in float32 is
+    off (in float64: less by the ratio of their roundings).
 
     A mask that is so large that even float64 loses the score is exact: all that it hides is lost to every dtype.
     """
@@ -106,7 +143,8 @@ def score_error(
             size * 2.0**-54 > lost, 0.0, torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6))
         )
     if rough is not None:
-        error = error + 8 * (rough.scores.double() - exact.scores).abs().nan_to_num(0.0, 0.0, 0.0)
+        off = (rough.scores.double() - exact.scores.detach()).abs().nan_to_num(0.0, 0.0, 0.0)
+        error = error + 8 * off * (u / UNIT[torch.float32])
     finite = exact.scores.detach().abs().nan_to_num(0.0, 0.0, 0.0)
     error = error + torch.where(finite < 1e6, 8 * u * finite, 0.0)
     return torch.where(exact.p > 0, error, 0.0).amax(-1) if error.shape[-1] else error.sum(-1)

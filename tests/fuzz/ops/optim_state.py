@@ -33,7 +33,7 @@ MUTATIONS = {
     "no moment": "return drop(state, 'exp_avg', 'momentum_buffer')",
     "three times as many scales": "return change(state, 'scale', lambda t: t.repeat(3))",
     "no scales in their tensor": "return change(state, 'scale', lambda t: t[:0])",
-    "a group's state_format of another name": "group['state_format'] = 'dynamic4' if group['state_format'] != 'dynamic4' else 'dynamic8'; return bool(scales)",
+    "a group's state_format of another name": "group['state_format'] = 'dynamic4' if group['state_format'] != 'dynamic4' else 'dynamic8'; return bool(scales) and params[0].shape != (1,)",  # one element: a byte and a scale in either
     "a group's state_format that does not exist": "group['state_format'] = 'float7'; return bool(scales)",
     "a group's block_size of another size": "group['block_size'] = 2 * group['block_size']; return bool(scales) and moment.numel() > group['block_size'] // 2",
     "eps None": "return replace(group, 'eps', None)",
