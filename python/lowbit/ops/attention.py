@@ -7,27 +7,27 @@ float32 and one log-sum-exp per row; the scores are computed again in the backwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.ops import batching
-from lowbit.ops.registration import register
+from lowbit.ops.registration import by_name, register
 
 register()
 batching.register("attention_forward")
 batching.register("attention_backward")
-_forward_op = torch.ops.lowbit.attention_forward.default
-_backward_op = torch.ops.lowbit.attention_backward.default
-_forward_function = _forward_op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
+_forward, _backward = by_name("attention_forward"), by_name("attention_backward")
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
-# Positions among the arguments of the op; the Function takes score_captured behind all others.
-_MASK, _SINK, _FIXED = 5, 14, 17
+# The arguments of a call, by name, are dicts. autograd sees a tensor that is an argument of its own: a Function takes the
+# others in one dict, which has the length of each list of tensors, and behind it the tensors, in this order.
+_TENSORS = ("q", "k", "v", "mask", "sink", "seed")
+_LISTS = ("score_captured", "mask_captured", "blocks")
 
 
 def attention(
@@ -77,9 +77,14 @@ def attention(
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     if sink is not None:
         sink = sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    call = {
+        "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "mask": mask, "dropout_p": dropout_p, "seed": seed, "sink": sink,
+        "score_mod": score_mod, "score_captured": score_captured, "mask_mod": mask_mod, "mask_captured": mask_captured,
+        "blocks": blocks, "block_size": block_size, "want_max_scores": want_max_scores, "real_out": False,
+    }  # fmt: skip
     compiling = _is_dynamo_compiling()
     transformed = not compiling and _is_transformed()
-    if _is_grad_enabled() and (
+    if not _is_grad_enabled() or not (
         transformed  # inside vmap a tensor does not say that the one around it requires a gradient
         or q.requires_grad
         or k.requires_grad
@@ -88,71 +93,85 @@ def attention(
         or (sink is not None and sink.requires_grad)
         or any(tensor.requires_grad for tensor in score_captured)
     ):
-        function = _TransformedAttention if compiling or transformed else _Attention
-        # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
-        # would be off by four times as much. The result in float32: a gradient of the scores is p (dp - sum of grad_out * out), and where one score is
-        # far above the others that difference is nothing but the rounding of the result.
-        out, lse, max_scores = function.apply(
-            q, k, v, scale, causal, mask, dropout_p, seed, score_mod, len(score_captured), mask_mod, mask_captured, blocks, block_size,
-            sink, True, True, *score_captured,
-        )  # fmt: skip
-        return out if out.dtype == q.dtype else out.to(q.dtype), lse, max_scores
-    return (_forward_op if compiling else _forward_function)(
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, score_captured, mask_mod, mask_captured, blocks, block_size, sink,
-        want_max_scores,
-    )  # fmt: skip
+        return _forward(call)
+    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
+    # would be off by four times as much. The result in float32: a gradient of the scores is p (dp - sum of grad_out * out), and where one score is
+    # far above the others that difference is nothing but the rounding of the result.
+    call["want_max_scores"] = call["real_out"] = True
+    function = _TransformedAttention if compiling or transformed else _Attention
+    out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse, max_scores
+
+
+def _without_tensors(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: len(value) if name in _LISTS else value for name, value in call.items() if name not in _TENSORS}
+
+
+def _tensors(call: dict[str, Any]) -> list[Tensor | None]:
+    tensors = [call[name] for name in _TENSORS]
+    for name in _LISTS:
+        tensors += call[name]
+    return tensors
+
+
+def _joined(others: dict[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
+    """The call of `_without_tensors` and `_tensors`, or of what stands for each tensor."""
+    call = others | dict(zip(_TENSORS, tensors, strict=False))
+    begin = len(_TENSORS)
+    for name in _LISTS:
+        call[name] = tensors[begin : begin + others[name]]
+        begin += others[name]
+    return call
 
 
 class _TransformedAttention(torch.autograd.Function):
-    """Captured tensors come last, one argument each, so that autograd sees them."""
+    """The op with its gradient, for Dynamo and torch.func."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward_op(*args[:9], args[_FIXED:], *args[10:_FIXED])
+    def forward(others: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return _forward(_joined(others, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, scale, causal, mask, dropout_p, seed, score_mod, captured, mask_mod, mask_captured, blocks, block_size, sink, *_ = inputs[
-            :_FIXED
-        ]
+        ctx.others, *tensors = inputs
         out, lse, max_scores = output
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
-        ctx.numbers = scale, causal, dropout_p, score_mod, mask_mod, block_size
-        ctx.counts = captured, len(mask_captured), len(blocks)
-        ctx.save_for_backward(q, k, v, out, lse, mask, seed, sink, *inputs[_FIXED:], *mask_captured, *blocks)
+        ctx.save_for_backward(out, lse, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, mask, seed, sink, *rest = ctx.saved_tensors
-        scale, causal, dropout_p, score_mod, mask_mod, block_size = ctx.numbers
-        n, m, _ = ctx.counts
-        score_captured, mask_captured, blocks = rest[:n], rest[n : n + m], rest[n + m :]
-        needs = ctx.needs_input_grad
-        captured_needs = list(needs[_FIXED:])
+        out, lse, *tensors = ctx.saved_tensors
+        call, needs = _joined(ctx.others, tensors), _joined(ctx.others, ctx.needs_input_grad[1:])
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         twice = torch.is_grad_enabled()  # create_graph=True, and always in torch.func
-        if twice and not (score_mod or mask_mod or blocks or dropout_p > 0):
-            grad_q, grad_k, grad_v, grad_mask, grad_sink = _twice_differentiable(
-                (q, k, v, mask, sink), needs, scale, causal, (grad_out, grad_lse)
-            )
-            return grad_q, grad_k, grad_v, None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, None
-        grads = (_Once.apply if twice else _backward)(
-            q, k, v, out, lse, grad_out, grad_lse, scale, causal, mask, dropout_p, seed, score_mod, captured_needs, mask_mod, mask_captured,
-            blocks, block_size, sink, needs[_MASK], needs[_SINK], *score_captured,
-        )  # fmt: skip
-        others = iter(grads[3:])
-        grad_mask = next(others).to(mask.dtype) if needs[_MASK] else None
-        grad_sink = next(others) if needs[_SINK] else None
-        captured = (next(others) if needed else None for needed in captured_needs)
-        return *grads[:3], None, None, grad_mask, *(None,) * (_SINK - _MASK - 1), grad_sink, None, None, *captured
+        if twice and not (call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0):
+            grads = _twice_differentiable(call, needs, grad_out, grad_lse)
+        else:
+            wanted = {"score_captured_needs": list(needs["score_captured"]), "mask_needs": needs["mask"], "sink_needs": needs["sink"]}
+            function = _Once.apply if twice else _gradients
+            grads = _by_argument(call, needs, function(ctx.others | wanted, out, lse, grad_out, grad_lse, *tensors))
+        return None, *_tensors(grads)
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(_backward_op(*args[:13], args[21:], *args[13:21]))
+def _gradients(
+    others: dict[str, Any], out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    results = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
+    return tuple(_backward(_joined(others, tensors) | results))
+
+
+def _by_argument(call: dict[str, Any], needs: dict[str, Any], grads: Iterable[Tensor]) -> dict[str, Any]:
+    """The gradients that the op returns one behind the other, by the argument that they are of."""
+    rest = iter(grads)
+    of = {"q": next(rest), "k": next(rest), "v": next(rest), "seed": None}
+    of["mask"] = next(rest).to(call["mask"].dtype) if needs["mask"] else None
+    of["sink"] = next(rest) if needs["sink"] else None
+    of |= {name: [None] * len(call[name]) for name in _LISTS}
+    return of | {"score_captured": [next(rest) if needed else None for needed in needs["score_captured"]]}
 
 
 class _Once(torch.autograd.Function):
@@ -160,7 +179,7 @@ class _Once(torch.autograd.Function):
     second derivative is computed."""
 
     generate_vmap_rule = True
-    forward = staticmethod(_backward)
+    forward = staticmethod(_gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -172,32 +191,26 @@ class _Once(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """The same in one part: torch binds the arguments of a `setup_context` by their signature, 20 us a call. torch.func and Dynamo need it."""
+    """The same in one part: torch binds the arguments of a `setup_context` by their signature, 20 us a call."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _forward_function(*args[:9], args[_FIXED:], *args[10:_FIXED])
-        _TransformedAttention.setup_context(ctx, args, output)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _TransformedAttention.forward(*inputs)
+        _TransformedAttention.setup_context(ctx, inputs, output)
         return output
 
     backward = _TransformedAttention.backward
 
 
-def _twice_differentiable(
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    needs: Sequence[bool],
-    scale: float,
-    causal: bool,
-    grads: tuple[Tensor, Tensor | None],
-) -> list[Tensor | None]:
-    """The gradients of q, k, v, mask and sink by torch's own ops, from the whole matrix of scores; see the formulas of the kernel."""
-    q, k, v, mask, sink = inputs
+def _twice_differentiable(call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Any]:
+    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores; see the formulas of the kernel."""
+    q, k, v, mask, sink = (call[name] for name in ("q", "k", "v", "mask", "sink"))
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))
     wide_k, wide_v = (x.to(real).repeat_interleave(groups[1], 1) for x in (k, v))
-    scores = q.to(real) @ wide_k.transpose(-1, -2) * scale
+    scores = q.to(real) @ wide_k.transpose(-1, -2) * call["scale"]
     visible = None
-    if causal:
+    if call["causal"]:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         visible = mask if visible is None else mask & visible
@@ -211,15 +224,17 @@ def _twice_differentiable(
     p = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)  # a row that sees nothing must not make nan
     p, p_sink = (p, None) if sink is None else (p[..., :-1], p[..., -1:])
 
-    grad_out, grad_lse = (None if grad is None else grad.to(real) for grad in grads)
+    grad_out = grad_out.to(real)
     grad_p = grad_out @ wide_v.transpose(-1, -2)
     d = (p * grad_p).sum(-1, keepdim=True)
     if grad_lse is not None:
-        d = d - grad_lse[..., None]
+        d = d - grad_lse.to(real)[..., None]
     grad_s = p * (grad_p - d)
-    grad_q = (grad_s @ wide_k * scale).to(q.dtype)
-    grad_k = (grad_s.transpose(-1, -2) @ q.to(real) * scale).unflatten(1, groups).sum(2).to(k.dtype)
-    grad_v = (p.transpose(-1, -2) @ grad_out).unflatten(1, groups).sum(2).to(v.dtype)
-    grad_mask = grad_s.sum_to_size(mask.shape).to(mask.dtype) if mask is not None and needs[_MASK] else None
-    grad_sink = -(p_sink * d).sum((0, 2, 3)) if p_sink is not None and needs[_SINK] else None
-    return [grad_q, grad_k, grad_v, grad_mask, grad_sink]
+    return {name: [None] * len(call[name]) for name in _LISTS} | {
+        "q": (grad_s @ wide_k * call["scale"]).to(q.dtype),
+        "k": (grad_s.transpose(-1, -2) @ q.to(real) * call["scale"]).unflatten(1, groups).sum(2).to(k.dtype),
+        "v": (p.transpose(-1, -2) @ grad_out).unflatten(1, groups).sum(2).to(v.dtype),
+        "mask": grad_s.sum_to_size(mask.shape).to(mask.dtype) if needs["mask"] else None,
+        "sink": -(p_sink * d).sum((0, 2, 3)) if needs["sink"] else None,
+        "seed": None,
+    }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lowbit.ops.registration import keep
+from lowbit.ops.registration import argument_names, keep
 
 
 def register(name: str) -> None:
@@ -23,7 +23,7 @@ def register(name: str) -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"lowbit::{name}", "FuncTorchBatched"):
         return
     op = getattr(torch.ops.lowbit, name).default
-    names = [argument.name for argument in op._schema.arguments]
+    names = argument_names(name)
     library = keep(torch.library.Library("lowbit", "FRAGMENT"))
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:

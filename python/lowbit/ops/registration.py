@@ -7,6 +7,7 @@ given the arguments by the names that the schema has for them, and names those t
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from lowbit import _C
 from lowbit.ops import autocast, fakes
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _lock = threading.Lock()
 _registered: list[dict[str, str]] = _C.__dict__.setdefault("_registered", [])  # like the ops, outlives the package where that is loaded again
 
@@ -41,11 +43,35 @@ def register_key(key: str) -> None:
     _C.register_torch_key(key)
 
 
+def argument_names(name: str) -> list[str]:
+    """Return the names of the arguments of ``lowbit::name``, in the order of its schema."""
+    return [argument.name for argument in _op(name)._schema.arguments]
+
+
+def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
+    """Return ``lowbit::name`` as a function of one dict with all of its arguments, and perhaps others.
+
+    By keyword, torch takes 0.2 us longer for each argument.
+    """
+    op, names = _op(name), argument_names(name)
+    function, in_order = op._op, operator.itemgetter(*names)  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo, as itemgetter is
+
+    def call(arguments: dict[str, Any]) -> Any:
+        if _is_dynamo_compiling():
+            return op(*[arguments[name] for name in names])
+        return function(*in_order(arguments))
+
+    return call
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.lowbit, name).default
+
+
 def _by_name(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel as torch calls it: positional as the schema has them, defaults left out."""
-    arguments = getattr(torch.ops.lowbit, name).default._schema.arguments
-    names = [argument.name for argument in arguments]
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    names = argument_names(name)
+    defaults = {argument.name: argument.default_value for argument in _op(name)._schema.arguments if argument.has_default_value()}
     return lambda *given, **named: fake(**defaults | dict(zip(names, given, strict=False)) | named)
 
 
