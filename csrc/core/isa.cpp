@@ -7,22 +7,26 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace lowbit {
 namespace {
 
 // Bits of cpuid and of the register state that the OS saves (xcr0). One set contains another if it has all its bits.
 struct Features {
-  uint32_t ecx1 = 0;               // leaf 1
-  uint32_t ebx7 = 0, ecx7 = 0;     // leaf 7
+  uint32_t ecx1 = 0;                      // leaf 1
+  uint32_t ebx7 = 0, ecx7 = 0, edx7 = 0;  // leaf 7
   uint32_t xcr0 = 0;
 
   constexpr Features operator|(const Features& o) const {
-    return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, xcr0 | o.xcr0};
+    return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, edx7 | o.edx7, xcr0 | o.xcr0};
   }
   constexpr bool contains(const Features& o) const {
     return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 &&
-           (xcr0 & o.xcr0) == o.xcr0;
+           (edx7 & o.edx7) == o.edx7 && (xcr0 & o.xcr0) == o.xcr0;
   }
 };
 
@@ -32,6 +36,8 @@ constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5
 constexpr Features kAvx512 =
     kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
+constexpr Features kAmx =
+    kAvx512Vnni | Features{.edx7 = 1u << 22 | 1u << 24 | 1u << 25, .xcr0 = 0x600e6};  // bf16, tile, int8
 
 struct Isa {
   std::string_view name;
@@ -40,11 +46,22 @@ struct Isa {
 
 // Best first, as in csrc/cpu/CMakeLists.txt.
 constexpr Isa kIsas[] = {
+    {"amx", kAmx},
     {"avx512_vnni", kAvx512Vnni},
     {"avx512", kAvx512},
     {"avx2", kAvx2},
     {"scalar", kNone},
 };
+
+// Linux gives a process the 8 KiB of tiles per thread when it asks (5.16 and later), for good, and for its children.
+bool system_allows_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 const Features& detected() {
   static const Features features = [] {
@@ -52,8 +69,9 @@ const Features& detected() {
 #if defined(__x86_64__)
     uint32_t eax, ebx, edx, high;
     __get_cpuid(1, &eax, &ebx, &found.ecx1, &edx);
-    __get_cpuid_count(7, 0, &eax, &found.ebx7, &found.ecx7, &edx);
+    __get_cpuid_count(7, 0, &eax, &found.ebx7, &found.ecx7, &found.edx7);
     if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
+    if (found.contains(kAmx) && !system_allows_tiles()) found.edx7 = 0;
 #endif
     return found;
   }();

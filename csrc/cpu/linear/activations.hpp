@@ -53,8 +53,8 @@ template <class Step>
 struct Int8Rows {
   Step* codes;       // [rows][code_stride]
   int64_t code_stride;
-  RowSum* sums;  // [rows][sum_count]
-  int64_t sum_count;
+  RowSum* sums;      // [rows / tile][sum_count][tile]
+  int64_t sum_count, tile;
   float* offset;     // [rows], asymmetric activations only, else null
 };
 
@@ -119,7 +119,7 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
       sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
-    rows.sums[row * rows.sum_count + s] = {.scale = range.scale,
+    rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {.scale = range.scale,
                                            .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
                                            .sum = spec.asymmetric ? scaled_sum : 0.0f,
                                            .start = -Dot::kOffset * sum_q};
@@ -135,24 +135,24 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
 
 // Rows of codes are 64 bytes more apart than they are long: a stride of 4096 would put them in one L1 set.
 template <class Step>
-LOWBIT_INLINE Int8Rows<Step> take_rows(const LinearArgs& args, int64_t count, Arena& arena) {
+LOWBIT_INLINE Int8Rows<Step> take_rows(const LinearArgs& args, int64_t count, int64_t tile, Arena& arena) {
   const int64_t stride = args.weight_spec.padded_k() + 64 / static_cast<int64_t>(sizeof(Step)),
                 sums = Sums(args.weight_spec).count;
   Int8Rows<Step> rows{.codes = arena.array<Step>(count * stride), .code_stride = stride,
-                      .sums = arena.array<RowSum>(count * sums), .sum_count = sums, .offset = nullptr};
+                      .sums = arena.array<RowSum>(count * sums), .sum_count = sums, .tile = tile, .offset = nullptr};
   if (args.x_format == XFormat::int8_row_asymmetric) rows.offset = arena.array<float>(count);
   return rows;
 }
 
-// Rows first..first+count of x.
+// Rows first..first+count of x, with room for a multiple of `tile` rows.
 template <class Dot>
-Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count) {
+Int8Rows<typename Dot::Step> quantize_rows(const LinearArgs& args, int64_t first, int64_t count, int64_t tile = 1) {
   using Step = typename Dot::Step;
-  const int64_t padded = args.weight_spec.padded_k();
+  const int64_t padded = args.weight_spec.padded_k(), room = round_up(count, tile);
   Arena counted;
-  take_rows<Step>(args, count, counted);
+  take_rows<Step>(args, room, tile, counted);
   Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
-  const Int8Rows<Step> rows = take_rows<Step>(args, count, arena);
+  const Int8Rows<Step> rows = take_rows<Step>(args, room, tile, arena);
   constexpr int64_t kBlock = 8;
   parallel_for(ceil_div(count, kBlock), threads_for(count * padded), [&](int64_t block) {
     float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));

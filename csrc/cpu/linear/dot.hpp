@@ -41,6 +41,13 @@ LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename
                         : dot_codes<kFormat, false>(half_at<kFormat>(panel.codes, half) + step * 64);
 }
 
+// result plus one sum of a row: the float steps, in this order everywhere. w_zero: of asymmetric weights, else null.
+LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32x16 w_scale, const f32x16* w_zero) {
+  f32x16 t = fma(to_float(total), set1(sum.scale), set1(sum.zero));
+  if (w_zero) t = fma(*w_zero, set1(-sum.sum), t);
+  return fma(t, w_scale, result);
+}
+
 // Adds one half (32 k) to total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from
 // expand_panel, or null.
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kRows, int kPanels, class Step>
@@ -138,14 +145,9 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
       if constexpr (!kExpanded) fetch_group<kFormat == Format::int4>(panels[p], g, next_step);
-      for (int r = 0; r < kRows; r++) {
-        f32x16 t = fma(to_float(total[r][p]), set1(sums[r][s].scale), set1(sums[r][s].zero));
-        if (panels[p].zero) {
-          const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
-          t = fma(w_zero, set1(-sums[r][s].sum), t);
-        }
-        result[r][p] = fma(t, w_scale, result[r][p]);
-      }
+      const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
+      for (int r = 0; r < kRows; r++)
+        result[r][p] = add_sum(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);
     }
   }
   for (int r = 0; r < kRows; r++)

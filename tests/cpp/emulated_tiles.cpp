@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the tiles of avx512_vnni through a scalar emulation of its trait, on any machine, and compares every bit with
-// the row `scalar`. Started by tests/cpp/test_emulated_vnni.py; links liblowbit for everything but the kernels under
-// test.
-#define LOWBIT_ISA_NAME emulated_vnni
-#define LOWBIT_ISA_HEADER "../tests/cpp/emulated_vnni.hpp"
-#include "cpu/linear/dot.cpp"
+// Runs a unit of linear through a scalar emulation of the trait that it is written against, on any machine, and compares
+// every bit with the row `scalar`. Started by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the
+// function with its rows (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but
+// the kernels under test.
+#define LOWBIT_ISA_NAME emulated
+#include LOWBIT_UNIT
 
 #include <cstdio>
 #include <cstring>
@@ -19,6 +19,15 @@ TensorView view(void* data, DType dtype, std::vector<int64_t> shape) {
   TensorView v{.data = data, .dtype = dtype, .rank = static_cast<int>(shape.size())};
   for (int64_t i = v.rank - 1, step = 1; i >= 0; step *= shape[i--]) v.shape[i] = shape[i], v.stride[i] = step;
   return v;
+}
+
+const Backend& unit() {
+  static const Backend unit = [] {
+    Backend backend{.name = "emulated", .device = DeviceType::cpu, .unavailable = nullptr};
+    cpu::emulated::LOWBIT_UNIT_ROWS(backend);
+    return backend;
+  }();
+  return unit;
 }
 
 bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_size, bool asymmetric, XFormat x_format) {
@@ -42,9 +51,7 @@ bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
   tensors.y.data = got.data();
   const LinearArgs args =
       linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
-  Backend backend{.name = "emulated_vnni", .device = DeviceType::cpu, .unavailable = nullptr};
-  cpu::emulated_vnni::linear_dot_rows(backend);
-  for (const Kernel<LinearArgs>& row : backend.linear)
+  for (const Kernel<LinearArgs>& row : unit().linear)
     if (row.refuses(args).empty()) row.run(args);
   if (std::memcmp(expected.data(), got.data(), expected.size() * sizeof(float)) == 0) return true;
   std::printf("differs: m=%ld n=%ld k=%ld format=%d group_size=%ld asymmetric=%d x_format=%d\n", static_cast<long>(m),
@@ -56,7 +63,7 @@ bool same_bits(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
 int main() {
   bool same = true;
   int cases = 0;
-  for (const int64_t m : {1, 2, 5, 6, 7, 19})
+  for (const int64_t m : LOWBIT_UNIT_M)
     for (const auto& [n, k] : {std::pair{16, 64}, {33, 100}, {70, 257}})
       for (const Format format : {Format::int8, Format::int4})
         for (const int64_t group_size : {0, 32, 128})

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX-512 VNNI with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16 cycles a
+// product of two of them, 16 x 16 sums of 64 products of bytes: eight times what vpdpbusd does. Everything else is that
+// of avx512_vnni.
+#pragma once
+
+#include "cpu/simd/avx512_vnni.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+// The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `k` bytes (32 or
+// 64), 6 and 7 weights, k / 4 rows of 16 columns x 4 k. What was configured before comes back: oneDNN uses the unit too.
+class TileUnit {
+ public:
+  static constexpr int64_t kRows = 16;
+  static constexpr int kActivations = 4, kWeights = 6;
+
+  LOWBIT_INLINE explicit TileUnit(int64_t k) {
+    __asm__ volatile("sttilecfg %0" : "=m"(before_));
+    Config config{.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+      config.row_bytes[tile] = static_cast<uint16_t>(tile / 2 == kActivations / 2 ? k : 64);
+      config.rows[tile] = static_cast<uint8_t>(tile / 2 == kWeights / 2 ? k / 4 : kRows);
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+  LOWBIT_INLINE ~TileUnit() { __asm__ volatile("ldtilecfg %0" ::"m"(before_)); }
+  TileUnit(const TileUnit&) = delete;
+  TileUnit& operator=(const TileUnit&) = delete;
+
+  template <int tile> LOWBIT_INLINE static void zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile)); }
+  // What was stored before is in memory for the loads that follow. They do not say so themselves: results that wait in
+  // registers would go to memory and back at each of them.
+  LOWBIT_INLINE static void before_loads() { __asm__ volatile("" ::: "memory"); }
+  template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));
+  }
+  template <int tile> LOWBIT_INLINE static void store(int32_t (&sums)[kRows * 16]) {
+    __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
+  }
+  // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is
+  template <int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
+    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));
+  }
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette = 0, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } before_;
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
