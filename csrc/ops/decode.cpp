@@ -13,16 +13,10 @@ using enum ErrorKind;
 
 namespace {
 
-std::string text_of(std::initializer_list<int64_t> shape) {
-  std::string text;
-  for (int64_t size : shape) text += concat(text.empty() ? "[" : ", ", size);
-  return text + "]";
-}
-
 void check_rows(std::string_view op, std::string_view name, const TensorView& tensor,
                 std::initializer_list<int64_t> shape) {
   check(tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
-        value, op, ": ", name, " must have shape ", text_of(shape), ", got ", shape_text(tensor));
+        value, op, ": ", name, " must have shape ", shape_text(shape), ", got ", shape_text(tensor));
   check(tensor.size(-1) <= 1 || tensor.numel() == 0 || tensor.stride[tensor.rank - 1] == 1, value, op, ": ", name,
         " must be dense in its last dimension, got stride ", tensor.stride[tensor.rank - 1]);
 }
@@ -86,7 +80,8 @@ void check_decode(const DecodeArgs& args) {
           ": mask must be bool or floating, got ", name_of(mask.dtype));
     check(mask.rank == 4 && mask.size(0) == batch && mask.size(1) == heads && mask.size(2) == length &&
               mask.size(3) == kv_length,
-          value, op, ": mask must have shape ", text_of({batch, heads, length, kv_length}), ", got ", shape_text(mask));
+          value, op, ": mask must have shape ", shape_text({batch, heads, length, kv_length}), ", got ",
+          shape_text(mask));
   }
   if (sink) {
     check(sink.dtype == DType::float32 && sink.is_contiguous(), type, op, ": sink must be contiguous float32, got ",
