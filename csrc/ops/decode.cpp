@@ -2,6 +2,7 @@
 #include "ops/decode.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "ops/attention.hpp"
@@ -25,14 +26,19 @@ void check_rank_4(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.rank == 4, value, op, ": ", name, " must have shape ", shape, ", got ", shape_text(tensor));
 }
 
-void check_codes(std::string_view op, std::string_view name, const TensorView& codes, const TensorView& scale,
-                 KvFormat format, int64_t batch, int64_t heads, int64_t length, int64_t columns) {
+struct Codes {
+  std::string_view name, scale_name;
+  const TensorView &codes, &scale;
+};
+
+void check_codes(std::string_view op, const Codes& of, KvFormat format, const std::array<int64_t, 4>& shape) {
+  const auto [batch, heads, length, columns] = shape;
   check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ",
         columns);  // 512 * 127 * 32767 < 2^31
-  check_rows(op, name, codes, {batch, heads, length, kv_row_bytes(format, columns)});
-  check(scale.dtype == DType::float32 || scale.dtype == DType::float16, type, op, ": ", name,
-        "_scale must be float32 or float16, got ", name_of(scale.dtype));
-  check_rows(op, concat(name, "_scale"), scale, {batch, heads, length, kv_groups(format, columns)});
+  check_rows(op, of.name, of.codes, {batch, heads, length, kv_row_bytes(format, columns)});
+  check(of.scale.dtype == DType::float32 || of.scale.dtype == DType::float16, type, op, ": ", of.scale_name,
+        " must be float32 or float16, got ", name_of(of.scale.dtype));
+  check_rows(op, of.scale_name, of.scale, {batch, heads, length, kv_groups(format, columns)});
 }
 
 void check_code_type(std::string_view op, std::string_view name, const TensorView& codes) {
@@ -63,8 +69,8 @@ void check_decode(const DecodeArgs& args) {
     check_rows(op, "v", v, {batch, kv_heads, kv_length, ev});
     check(!k_scale && !v_scale && !rotated, value, op, ": float keys and values have no scales and no rotation");
   } else {
-    check_codes(op, "k", k, k_scale, args.format(), batch, kv_heads, kv_length, e);
-    check_codes(op, "v", v, v_scale, args.format(), batch, kv_heads, kv_length, ev);
+    check_codes(op, {"k", "k_scale", k, k_scale}, args.format(), {batch, kv_heads, kv_length, e});
+    check_codes(op, {"v", "v_scale", v, v_scale}, args.format(), {batch, kv_heads, kv_length, ev});
   }
   check(out.dtype == q.dtype, type, op, ": out must have the dtype of q, got ", name_of(out.dtype), " and ",
         name_of(q.dtype));
@@ -108,7 +114,7 @@ void kv_quantize(const KvQuantizeArgs& args) {
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
   check_code_type(op, "codes", codes);
-  check_codes(op, "codes", codes, scale, args.format(), x.size(0), x.size(1), x.size(2), x.size(3));
+  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (x.numel()) run(args);
 }
 
@@ -119,7 +125,7 @@ void kv_dequantize(const KvDequantizeArgs& args) {
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
   check_code_type(op, "codes", codes);
-  check_codes(op, "codes", codes, scale, args.format(), x.size(0), x.size(1), x.size(2), x.size(3));
+  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (x.numel()) run(args);
 }
 
