@@ -4,7 +4,9 @@
 
 #include <array>
 #include <cstdint>
-#include <string>
+#include <initializer_list>
+#include <ostream>
+#include <span>
 
 #include "core/dtype.hpp"
 #include "core/place.hpp"
@@ -44,10 +46,20 @@ struct TensorView {
 // Where a call on this tensor runs when nobody names a stream: on its device, in the default one.
 inline Place place_of(const TensorView& view) { return {.device = view.device}; }
 
-inline std::string shape_text(const TensorView& view) {
-  std::string text = "[";
-  for (int i = 0; i < view.rank; i++) text += (i ? ", " : "") + std::to_string(view.shape[i]);
-  return text + "]";
+// A shape as errors show it. Text only where it is printed: a check takes it in every call.
+struct ShapeText {
+  std::span<const int64_t> sizes;
+
+  friend std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+    out << "[";
+    for (std::size_t i = 0; i < shape.sizes.size(); i++) out << (i ? ", " : "") << shape.sizes[i];
+    return out << "]";
+  }
+};
+
+inline ShapeText shape_text(const TensorView& view) {
+  return {{view.shape.data(), static_cast<std::size_t>(view.rank)}};
 }
+inline ShapeText shape_text(std::initializer_list<int64_t> sizes) { return {{sizes.begin(), sizes.size()}}; }
 
 }  // namespace lowbit

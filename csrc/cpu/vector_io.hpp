@@ -19,7 +19,10 @@ namespace {
   return dtype == DType::bfloat16 ? load_bf16(half) : load_f16(half);
 }
 
-[[gnu::noinline]] inline void store_some_from_float(void* base, DType dtype, int64_t at, int64_t count, f32x16 value) {
+// A vector goes by reference: around a call that takes one by value gcc leaves out vzeroupper, and until the next one
+// every switch between AVX and SSE code costs 0.3 us (Sapphire Rapids).
+[[gnu::noinline]] inline void store_some_from_float(void* base, DType dtype, int64_t at, int64_t count,
+                                                    const f32x16& value) {
   if (dtype == DType::float32) {
     alignas(64) float wide[16];
     store(wide, value);

@@ -12,17 +12,11 @@ using enum ErrorKind;
 
 namespace {
 
-std::string shape_text(std::initializer_list<int64_t> shape) {
-  std::string text;
-  for (int64_t size : shape) text += concat(text.empty() ? "[" : ", ", size);
-  return text + "]";
-}
-
 void check_shape(std::string_view op, std::string_view name, const TensorView& tensor,
                  std::initializer_list<int64_t> shape) {
   const bool fits =
       tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin());
-  check(fits, value, op, ": ", name, " must have shape ", shape_text(shape), ", got ", lowbit::shape_text(tensor));
+  check(fits, value, op, ": ", name, " must have shape ", shape_text(shape), ", got ", shape_text(tensor));
 }
 
 void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor) {
@@ -55,7 +49,7 @@ void check_list(std::string_view op, std::string_view name, const TensorView& te
   check_dtype(op, name, tensor, DType::int32);
   check(tensor.rank == rank && std::equal(tensor.shape.begin(), tensor.shape.begin() + 3, like.shape.begin()), value,
         op, ": ", name, " must have ", rank, " dimensions and the leading sizes of kv_num_blocks ",
-        lowbit::shape_text(like), ", got ", lowbit::shape_text(tensor));
+        shape_text(like), ", got ", shape_text(tensor));
 }
 
 // Shapes and dtypes; the entries are read and checked by the row.
@@ -66,7 +60,7 @@ void check_lists(std::string_view op, const AttentionForwardArgs& args) {
   check(lists.q_block >= 1 && lists.kv_block >= 1, value, op, ": block_size must be positive, got (", lists.q_block,
         ", ", lists.kv_block, ")");
   check(counts.rank == 3, value, op, ": kv_num_blocks must have shape [B, H, q blocks], got ",
-        lowbit::shape_text(counts));
+        shape_text(counts));
   check_list(op, "kv_num_blocks", counts, counts, 3);
   check_list(op, "kv_indices", lists.kv_indices, counts, 4);
   check(!lists.full_kv_num_blocks == !lists.full_kv_indices, value, op,
@@ -88,7 +82,7 @@ void check_forward(std::string_view op, const AttentionForwardArgs& args) {
                lists, blocks, key] = args;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ",
-          lowbit::shape_text(*tensor));
+          shape_text(*tensor));
   check(is_activation(q.dtype) || q.dtype == DType::float64, type, op,
         ": q must be float32, bfloat16, float16 or float64, got ", name_of(q.dtype));
   const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), e = q.size(3), kv_heads = k.size(1),
@@ -114,7 +108,7 @@ void check_forward(std::string_view op, const AttentionForwardArgs& args) {
   check_lists(op, args);
   if (seed) {
     check(seed.dtype == DType::int64 && seed.numel() == 1, type, op, ": seed must be one int64, got ",
-          name_of(seed.dtype), " ", lowbit::shape_text(seed));
+          name_of(seed.dtype), " ", shape_text(seed));
   }
   check(std::isfinite(scale), value, op, ": scale must be finite, got ", scale);
   check(dropout_p >= 0 && dropout_p <= 1, value, op, ": dropout_p must be between 0 and 1, got ", dropout_p);
@@ -132,8 +126,8 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
     check_dtype(op, "score_captured_grads", gradients[i], tensor.dtype);
     check(gradients[i].rank == tensor.rank &&
               std::equal(tensor.shape.begin(), tensor.shape.begin() + tensor.rank, gradients[i].shape.begin()),
-          value, op, ": score_captured_grads must have shape ", lowbit::shape_text(tensor), ", got ",
-          lowbit::shape_text(gradients[i]));
+          value, op, ": score_captured_grads must have shape ", shape_text(tensor), ", got ",
+          shape_text(gradients[i]));
     check(gradients[i].is_contiguous(), value, op, ": score_captured_grads must be contiguous");
   }
 }

@@ -2,6 +2,7 @@
 #include "ops/decode.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "ops/attention.hpp"
@@ -13,16 +14,10 @@ using enum ErrorKind;
 
 namespace {
 
-std::string text_of(std::initializer_list<int64_t> shape) {
-  std::string text;
-  for (int64_t size : shape) text += concat(text.empty() ? "[" : ", ", size);
-  return text + "]";
-}
-
 void check_rows(std::string_view op, std::string_view name, const TensorView& tensor,
                 std::initializer_list<int64_t> shape) {
   check(tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
-        value, op, ": ", name, " must have shape ", text_of(shape), ", got ", shape_text(tensor));
+        value, op, ": ", name, " must have shape ", shape_text(shape), ", got ", shape_text(tensor));
   check(tensor.size(-1) <= 1 || tensor.numel() == 0 || tensor.stride[tensor.rank - 1] == 1, value, op, ": ", name,
         " must be dense in its last dimension, got stride ", tensor.stride[tensor.rank - 1]);
 }
@@ -31,14 +26,19 @@ void check_rank_4(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.rank == 4, value, op, ": ", name, " must have shape ", shape, ", got ", shape_text(tensor));
 }
 
-void check_codes(std::string_view op, std::string_view name, const TensorView& codes, const TensorView& scale,
-                 KvFormat format, int64_t batch, int64_t heads, int64_t length, int64_t columns) {
+struct Codes {
+  std::string_view name, scale_name;
+  const TensorView &codes, &scale;
+};
+
+void check_codes(std::string_view op, const Codes& of, KvFormat format, const std::array<int64_t, 4>& shape) {
+  const auto [batch, heads, length, columns] = shape;
   check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ",
         columns);  // 512 * 127 * 32767 < 2^31
-  check_rows(op, name, codes, {batch, heads, length, kv_row_bytes(format, columns)});
-  check(scale.dtype == DType::float32 || scale.dtype == DType::float16, type, op, ": ", name,
-        "_scale must be float32 or float16, got ", name_of(scale.dtype));
-  check_rows(op, concat(name, "_scale"), scale, {batch, heads, length, kv_groups(format, columns)});
+  check_rows(op, of.name, of.codes, {batch, heads, length, kv_row_bytes(format, columns)});
+  check(of.scale.dtype == DType::float32 || of.scale.dtype == DType::float16, type, op, ": ", of.scale_name,
+        " must be float32 or float16, got ", name_of(of.scale.dtype));
+  check_rows(op, of.scale_name, of.scale, {batch, heads, length, kv_groups(format, columns)});
 }
 
 void check_code_type(std::string_view op, std::string_view name, const TensorView& codes) {
@@ -69,8 +69,8 @@ void check_decode(const DecodeArgs& args) {
     check_rows(op, "v", v, {batch, kv_heads, kv_length, ev});
     check(!k_scale && !v_scale && !rotated, value, op, ": float keys and values have no scales and no rotation");
   } else {
-    check_codes(op, "k", k, k_scale, args.format(), batch, kv_heads, kv_length, e);
-    check_codes(op, "v", v, v_scale, args.format(), batch, kv_heads, kv_length, ev);
+    check_codes(op, {"k", "k_scale", k, k_scale}, args.format(), {batch, kv_heads, kv_length, e});
+    check_codes(op, {"v", "v_scale", v, v_scale}, args.format(), {batch, kv_heads, kv_length, ev});
   }
   check(out.dtype == q.dtype, type, op, ": out must have the dtype of q, got ", name_of(out.dtype), " and ",
         name_of(q.dtype));
@@ -86,7 +86,8 @@ void check_decode(const DecodeArgs& args) {
           ": mask must be bool or floating, got ", name_of(mask.dtype));
     check(mask.rank == 4 && mask.size(0) == batch && mask.size(1) == heads && mask.size(2) == length &&
               mask.size(3) == kv_length,
-          value, op, ": mask must have shape ", text_of({batch, heads, length, kv_length}), ", got ", shape_text(mask));
+          value, op, ": mask must have shape ", shape_text({batch, heads, length, kv_length}), ", got ",
+          shape_text(mask));
   }
   if (sink) {
     check(sink.dtype == DType::float32 && sink.is_contiguous(), type, op, ": sink must be contiguous float32, got ",
@@ -113,7 +114,7 @@ void kv_quantize(const KvQuantizeArgs& args) {
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
   check_code_type(op, "codes", codes);
-  check_codes(op, "codes", codes, scale, args.format(), x.size(0), x.size(1), x.size(2), x.size(3));
+  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (x.numel()) run(args);
 }
 
@@ -124,7 +125,7 @@ void kv_dequantize(const KvDequantizeArgs& args) {
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
   check_code_type(op, "codes", codes);
-  check_codes(op, "codes", codes, scale, args.format(), x.size(0), x.size(1), x.size(2), x.size(3));
+  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
   if (x.numel()) run(args);
 }
 

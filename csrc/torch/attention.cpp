@@ -7,60 +7,38 @@
 #include <algorithm>
 
 #include "ops/attention_mods.hpp"
-#include "torch/boxed.hpp"
-#include "torch/ops.hpp"
+#include "torch/arguments.hpp"
 
 namespace lowbit::torch {
 namespace {
 
-std::vector<int64_t> integers(const List& list, std::string_view op) {
+// What the schemas of forward and backward share behind q, k, v.
+constexpr char kScores[] =
+    "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured";
+constexpr char kMasks[] =
+    "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink";
+
+template <Text name, class Op>
+std::vector<int64_t> integers(Arguments<Op>& given) {
   std::vector<int64_t> numbers;
-  for (const StableIValue value : list.values(op)) numbers.push_back(to_int(value));
+  for (const StableIValue value : get<name>(given).values(given.op)) numbers.push_back(to_int(value));
   return numbers;
 }
 
-// What the schemas of forward and backward share behind q, k, v; read in their order.
-struct Scores {
-  double scale;
-  bool causal;
-  Tensor mask;
-  double dropout_p;
-  Tensor seed;
-  List score_mod, score_captured;
-};
-
-Scores take_scores(Arguments& arguments) {
-  return {.scale = arguments.number(),
-          .causal = arguments.boolean(),
-          .mask = arguments.optional_tensor(),
-          .dropout_p = arguments.number(),
-          .seed = arguments.optional_tensor(),
-          .score_mod = arguments.list(),
-          .score_captured = arguments.list()};
-}
-
-struct Masks {
-  List mask_mod, mask_captured, blocks, block_size;
-  Tensor sink;
-};
-
-Masks take_masks(Arguments& arguments) {
-  return {.mask_mod = arguments.list(),
-          .mask_captured = arguments.list(),
-          .blocks = arguments.list(),
-          .block_size = arguments.list(),
-          .sink = arguments.optional_tensor()};
-}
+template <Text name, class Op>
+std::vector<Tensor> tensors(Arguments<Op>& given) { return get<name>(given).tensors(given.op); }
 
 // The mods of a call, with the tensors and numbers that they point into.
 class Mods {
  public:
-  Mods(std::string_view op, const Scores& scores, const Masks& masks)
-      : score_code_(integers(scores.score_mod, op)), mask_code_(integers(masks.mask_mod, op)),
-        block_size_(integers(masks.block_size, op)), score_captured_(scores.score_captured.tensors(op)),
-        mask_captured_(masks.mask_captured.tensors(op)), blocks_(masks.blocks.tensors(op)),
-        mods_(op, {score_code_, views(score_captured_, op, "score_captured")},
-              {mask_code_, views(mask_captured_, op, "mask_captured")}, views(blocks_, op, "blocks"), block_size(op)) {}
+  template <class Op>
+  explicit Mods(Arguments<Op>& given)
+      : score_code_(integers<"score_mod">(given)), mask_code_(integers<"mask_mod">(given)),
+        block_size_(integers<"block_size">(given)), score_captured_(tensors<"score_captured">(given)),
+        mask_captured_(tensors<"mask_captured">(given)), blocks_(tensors<"blocks">(given)),
+        mods_(given.op, {score_code_, views(score_captured_, given.op, "score_captured")},
+              {mask_code_, views(mask_captured_, given.op, "mask_captured")}, views(blocks_, given.op, "blocks"),
+              block_size(given.op)) {}
   const AttentionMods* operator->() const { return &mods_; }
   const std::vector<Tensor>& score_captured() const { return score_captured_; }
 
@@ -95,44 +73,44 @@ TensorView stretched(TensorView view, const TensorView& q, const TensorView& k) 
   return view;
 }
 
-AttentionForwardArgs forward_args(std::string_view op, Tensor& q, Tensor& k, Tensor& v, Scores& scores, Masks& masks) {
-  AttentionForwardArgs args{.q = q.dense_view(op, "q"), .k = k.dense_view(op, "k"), .v = v.dense_view(op, "v")};
-  args.mask = stretched(scores.mask.view(op, "mask"), args.q, args.k);
-  args.sink = masks.sink.contiguous_view(op, "sink");
-  args.scale = scores.scale, args.causal = scores.causal, args.dropout_p = scores.dropout_p,
-  args.seed = scores.seed.view(op, "seed");
+template <class Op>
+AttentionForwardArgs forward_args(Arguments<Op>& given, const Mods& mods) {
+  AttentionForwardArgs args{.q = dense_view<"q">(given), .k = dense_view<"k">(given), .v = dense_view<"v">(given)};
+  args.mask = stretched(view<"mask">(given), args.q, args.k);
+  args.sink = contiguous_view<"sink">(given);
+  args.scale = get<"scale">(given), args.causal = get<"causal">(given);
+  args.dropout_p = get<"dropout_p">(given), args.seed = view<"seed">(given);
+  args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod(), args.lists = mods->lists;
   for (const auto& [name, view] :
        {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}})  // before the result is allocated
-    check(view->rank == 4, ErrorKind::value, op, ": ", name, " must have shape [B, H, length, E], got ",
+    check(view->rank == 4, ErrorKind::value, given.op, ": ", name, " must have shape [B, H, length, E], got ",
           shape_text(*view));
   const DType dtype = args.q.dtype;
-  check(is_activation(dtype) || dtype == DType::float64, ErrorKind::type, op,
+  check(is_activation(dtype) || dtype == DType::float64, ErrorKind::type, given.op,
         ": q must be float32, bfloat16, float16 or float64, got ", name_of(dtype));
   return args;
 }
 
-void forward_kernel(StableIValue* stack) {
-  constexpr std::string_view op = "attention_forward";
-  Arguments arguments(stack);
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor();
-  Scores scores = take_scores(arguments);
-  Masks masks = take_masks(arguments);
-  const bool want_max_scores = arguments.boolean(), real_out = arguments.boolean();
+struct Forward {
+  static constexpr Text schema =
+      joined("attention_forward(Tensor q, Tensor k, Tensor v, ", kScores, ", ", kMasks,
+             ", bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)");
 
-  const Mods mods(op, scores, masks);
-  AttentionForwardArgs args = forward_args(op, q, k, v, scores, masks);
-  args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod();
-  const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
-  args.out = ordered_view(real_out ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
-  args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
-  args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
-  Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse),
-         max_scores = Tensor::empty(op, args.max_scores);
-  if (!want_max_scores) args.max_scores = {};
-  args.lists = mods->lists;
-  attention_forward(args);
-  stack[0] = to_value(std::move(out)), stack[1] = to_value(std::move(lse)), stack[2] = to_value(std::move(max_scores));
-}
+  static std::array<Tensor, 3> run(Arguments<Forward>& given) {
+    const Mods mods(given);
+    AttentionForwardArgs args = forward_args(given, mods);
+    const bool want_max_scores = get<"want_max_scores">(given);
+    const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
+    args.out = ordered_view(get<"real_out">(given) ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
+    args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
+    args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
+    std::array results{Tensor::empty(given.op, args.out), Tensor::empty(given.op, args.lse),
+                       Tensor::empty(given.op, args.max_scores)};
+    if (!want_max_scores) args.max_scores = {};
+    attention_forward(args);
+    return results;
+  }
+};
 
 // The results of the backward, in the order of its list: grad_q, grad_k, grad_v, then those that are asked for.
 class Gradients {
@@ -142,10 +120,10 @@ class Gradients {
     return made(contiguous_view(dtype, like.rank, like.shape.data()));
   }
   TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
-  StableIValue list() {
+  List list() {
     List list = List::empty(op_, tensors_.size());
     for (Tensor& tensor : tensors_) list.push(op_, std::move(tensor));
-    return to_value(std::move(list));
+    return list;
   }
 
  private:
@@ -157,64 +135,52 @@ class Gradients {
   std::vector<Tensor> tensors_;
 };
 
-void backward_kernel(StableIValue* stack) {
-  constexpr std::string_view op = "attention_backward";
-  Arguments arguments(stack);
-  Tensor q = arguments.tensor(), k = arguments.tensor(), v = arguments.tensor(), out = arguments.tensor(),
-         lse = arguments.tensor();
-  Tensor grad_out = arguments.tensor(), grad_lse = arguments.optional_tensor();
-  Scores scores = take_scores(arguments);
-  const List captured_needs = arguments.list();
-  Masks masks = take_masks(arguments);
-  const bool mask_needs = arguments.boolean(), sink_needs = arguments.boolean();
+struct Backward {
+  static constexpr Text schema =
+      joined("attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, ",
+             "Tensor? grad_lse, ", kScores, ", bool[] score_captured_needs, ", kMasks,
+             ", bool mask_needs, bool sink_needs) -> Tensor[]");
 
-  const Mods mods(op, scores, masks);
-  AttentionBackwardArgs args;
-  args.forward = forward_args(op, q, k, v, scores, masks);
-  AttentionForwardArgs& forward = args.forward;
-  forward.score_mod = mods->score_mod(), forward.mask_mod = mods->mask_mod();
-  forward.out = out.dense_view(op, "out"), forward.lse = lse.contiguous_view(op, "lse");
-  args.grad_out = grad_out.dense_view(op, "grad_out"), args.grad_lse = grad_lse.contiguous_view(op, "grad_lse");
+  static List run(Arguments<Backward>& given) {
+    const Mods mods(given);
+    AttentionBackwardArgs args;
+    AttentionForwardArgs& forward = args.forward = forward_args(given, mods);
+    forward.out = dense_view<"out">(given), forward.lse = contiguous_view<"lse">(given);
+    args.grad_out = dense_view<"grad_out">(given), args.grad_lse = contiguous_view<"grad_lse">(given);
 
-  Gradients gradients(op);
-  args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k),
-  args.grad_v = gradients.ordered(forward.v);
-  if (mask_needs) {
-    args.grad_mask =
-        stretched(gradients.contiguous(real_of(forward.q.dtype), scores.mask.view(op, "mask")), forward.q, forward.k);
+    Gradients gradients(given.op);
+    args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k),
+    args.grad_v = gradients.ordered(forward.v);
+    if (get<"mask_needs">(given)) {
+      args.grad_mask =
+          stretched(gradients.contiguous(real_of(forward.q.dtype), view<"mask">(given)), forward.q, forward.k);
+    }
+    const bool sink_needs = get<"sink_needs">(given);
+    check(!sink_needs || forward.sink, ErrorKind::value, given.op, ": sink_needs must be False without a sink");
+    if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
+    const std::vector<TensorView> captured = captured_gradients(given, mods, gradients);
+    args.grad_captured = captured;
+    attention_backward(args);
+    return gradients.list();
   }
-  check(!sink_needs || forward.sink, ErrorKind::value, op, ": sink_needs must be False without a sink");
-  if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
-  std::vector<TensorView> captured_gradients;
-  const std::vector<StableIValue> needs = captured_needs.values(op);
-  check(needs.size() <= mods.score_captured().size(), ErrorKind::value, op, ": score_captured_needs must have at most ",
-        mods.score_captured().size(), " entries, got ", needs.size());
-  for (size_t i = 0; i < needs.size(); i++) {
-    const TensorView captured = mods.score_captured()[i].view(op, "score_captured");
-    captured_gradients.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
+
+  static std::vector<TensorView> captured_gradients(Arguments<Backward>& given, const Mods& mods,
+                                                    Gradients& gradients) {
+    const std::vector<StableIValue> needs = get<"score_captured_needs">(given).values(given.op);
+    check(needs.size() <= mods.score_captured().size(), ErrorKind::value, given.op,
+          ": score_captured_needs must have at most ", mods.score_captured().size(), " entries, got ", needs.size());
+    std::vector<TensorView> made;
+    for (size_t i = 0; i < needs.size(); i++) {
+      const TensorView captured = mods.score_captured()[i].view(given.op, "score_captured");
+      made.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
+    }
+    return made;
   }
-  forward.lists = mods->lists, args.grad_captured = captured_gradients;
-  attention_backward(args);
-  stack[0] = gradients.list();
-}
+};
 
 }  // namespace
 
-const Op attention_forward_op = {
-    "attention_forward",
-    "attention_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? mask, float dropout_p, Tensor? "
-    "seed, int[] score_mod, "
-    "Tensor[] score_captured, int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
-    "bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)",
-    boxed<forward_kernel>};
-
-const Op attention_backward_op = {"attention_backward",
-                                  "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor "
-                                  "grad_out, Tensor? grad_lse, float scale, bool causal, "
-                                  "Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] "
-                                  "score_captured, bool[] score_captured_needs, int[] mask_mod, "
-                                  "Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, bool "
-                                  "mask_needs, bool sink_needs) -> Tensor[]",
-                                  boxed<backward_kernel>};
+const RegisteredOp attention_forward_op = registered<Forward>();
+const RegisteredOp attention_backward_op = registered<Backward>();
 
 }  // namespace lowbit::torch

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoding a boxed call. The stack hands every tensor over: a kernel first takes all of them (nothing throws), then
-// looks at them, so that an error frees them too. A Tensor or list is an owned handle; an optional is null or a heap
-// cell with the value; int, float and bool are bits.
+// What lies on the stack of a boxed call. A Tensor or list is an owned handle; an optional is null or a heap cell with
+// the value; int, float and bool are bits.
 #pragma once
 
-#include <bit>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -78,21 +76,6 @@ class List {
 inline int64_t to_int(StableIValue value) { return static_cast<int64_t>(value); }
 inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
 
-// Takes the arguments of a call one after the other.
-class Arguments {
- public:
-  explicit Arguments(StableIValue* stack) : next_(stack) {}
-  Tensor tensor() { return Tensor::take(*next_++); }
-  Tensor optional_tensor() { return Tensor::take_optional(*next_++); }
-  List list() { return List::take(*next_++); }
-  int64_t integer() { return to_int(*next_++); }
-  double number() { return std::bit_cast<double>(*next_++); }
-  bool boolean() { return to_bool(*next_++); }
-
- private:
-  StableIValue* next_;
-};
-
 inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
 inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
 
@@ -125,17 +108,7 @@ class Call {
   std::optional<sim::Open> open_;
 };
 
-// Runs a kernel and turns lowbit::Error into the exception that torch's Python layer shows as the right kind.
+// Turns lowbit::Error into the exception that torch's Python layer shows as the right kind.
 [[noreturn]] void rethrow_for_torch(const Error& error);
-
-template <auto kernel>
-void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  try {
-    const Call call;
-    kernel(stack);
-  } catch (const Error& error) {
-    rethrow_for_torch(error);
-  }
-}
 
 }  // namespace lowbit::torch

@@ -2,29 +2,30 @@
 #include "ops/quantize.hpp"
 
 #include "ops/linear.hpp"
-#include "torch/boxed.hpp"
-#include "torch/ops.hpp"
+#include "torch/arguments.hpp"
 
 namespace lowbit::torch {
 namespace {
 
-void dequantize_kernel(StableIValue* stack) {
-  const Tensor weight = Tensor::take(stack[0]);
-  const WeightSpec spec = weight_spec("dequantize", to_int(stack[1]), to_int(stack[2]), to_int(stack[3]),
-                                      to_int(stack[4]), to_bool(stack[5]));
-  const TensorView packed = weight.view("dequantize", "weight");
-  check_weight("dequantize", packed, spec);  // before n * k floats are allocated
-  const int64_t shape[] = {spec.n, spec.k};
-  TensorView out = contiguous_view(DType::float32, 2, shape);
-  Tensor result = Tensor::empty("dequantize", out);
-  dequantize(packed, spec, out);
-  stack[0] = to_value(std::move(result));
-}
+struct Dequantize {
+  static constexpr Text schema =
+      "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor";
+
+  static Tensor run(Arguments<Dequantize>& given) {
+    const WeightSpec spec = weight_spec(given.op, get<"n">(given), get<"k">(given), get<"format">(given),
+                                        get<"group_size">(given), get<"asymmetric">(given));
+    const TensorView packed = view<"weight">(given);
+    check_weight(given.op, packed, spec);  // before n * k floats are allocated
+    const int64_t shape[] = {spec.n, spec.k};
+    TensorView out = contiguous_view(DType::float32, 2, shape);
+    Tensor result = Tensor::empty(given.op, out);
+    dequantize(packed, spec, out);
+    return result;
+  }
+};
 
 }  // namespace
 
-const Op dequantize_op = {
-    "dequantize", "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
-    boxed<dequantize_kernel>};
+const RegisteredOp dequantize_op = registered<Dequantize>();
 
 }  // namespace lowbit::torch

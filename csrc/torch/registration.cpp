@@ -5,28 +5,29 @@
 #include <map>
 #include <mutex>
 
+#include "core/error.hpp"
 #include "torch/ops.hpp"
 
 namespace lowbit::torch {
 namespace {
 
-const Op* const kOps[] = {&linear_op,  &dequantize_op,  &attention_forward_op, &attention_backward_op,
+const RegisteredOp* const kOps[] = {&linear_op,  &dequantize_op,  &attention_forward_op, &attention_backward_op,
                           &decode_op, &kv_quantize_op, &kv_dequantize_op};
 
 constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
-constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10}
-                                                  << 48;  // the stack conventions of boxed.hpp are those of torch 2.10
+// The stack conventions of boxed.hpp are those of torch 2.10.
+constexpr uint64_t kAbi = uint64_t{2} << 56 | uint64_t{10} << 48;
 
 // The two libraries live as long as the process: torch's dispatcher keeps our function pointers.
 struct Libraries {
   LibraryHandle definitions = nullptr, cpu = nullptr;
 };
 
-bool register_kernel(const Symbols& torch, LibraryHandle library, const Op& op) {
-  return torch.library_impl(library, op.name, op.kernel, kAbi) == 0;
+bool register_kernel(const Symbols& torch, LibraryHandle library, const RegisteredOp& op) {
+  return torch.library_impl(library, std::string(op.name).c_str(), op.kernel, kAbi) == 0;
 }
 
-std::string register_op(const Symbols& torch, const Libraries& libraries, const Op& op) {
+std::string register_op(const Symbols& torch, const Libraries& libraries, const RegisteredOp& op) {
   if (torch.library_def(libraries.definitions, op.schema) != 0)
     return "torch refused the schema (it wrote why to stderr)";
   return register_kernel(torch, libraries.cpu, op) ? "" : "torch refused the CPU kernel (it wrote why to stderr)";
@@ -39,7 +40,7 @@ std::vector<Registration> done;
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
-  for (const Op* op : kOps) names.push_back(std::string("lowbit::") + op->name);
+  for (const RegisteredOp* op : kOps) names.push_back(concat("lowbit::", op->name));
   return names;
 }
 
@@ -56,8 +57,8 @@ std::vector<Registration> register_ops(const std::vector<std::string>& taken) {
     reason = "torch refused the namespace lowbit (it wrote why to stderr)";
   }
   std::vector<Registration> registrations;
-  for (const Op* op : kOps) {
-    const std::string name = std::string("lowbit::") + op->name;
+  for (const RegisteredOp* op : kOps) {
+    const std::string name = concat("lowbit::", op->name);
     if (torch && std::find(taken.begin(), taken.end(), name) != taken.end()) {
       registrations.push_back({name, "already registered", ""});
       continue;

@@ -11,11 +11,12 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 // row_offset: what column_sum is multiplied by (asymmetric activations), else null. Not inlined: once per 16 k
-// products, and in every tile of every size it was two thirds of the code.
-[[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, f32x16 value,
+// products, and in every tile of every size it was two thirds of the code. The sums by reference: cpu/vector_io.hpp.
+[[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, const f32x16& sums,
                                      const float* row_offset) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t column = panel * kPanelColumns, count = spec.n - column, at = row * spec.n + column;
+  f32x16 value = sums;
   if (!is_float(spec.format)) {
     const uint8_t* header = args.weight + panel * spec.panel_bytes();
     value = mul(value, load(reinterpret_cast<const float*>(header + spec.column_scale_at())));

@@ -84,7 +84,8 @@ LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, 
   reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(total);
 }
 
-void interleave(const PlainPanel& plain, uint8_t* out) {
+// Inlined: gcc leaves vzeroupper out around calls of functions without vectors too (cpu/vector_io.hpp).
+LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
   const WeightSpec& spec = plain.spec;
   const int64_t padded = spec.padded_k();
   auto four = [&](int64_t column, int64_t k) {

@@ -13,12 +13,12 @@ def register_linear(library: torch.library.Library) -> None:
     """Register the op's kernel for autocast; without autocast it is not on the way."""
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
     op = torch.ops.lowbit.linear.default
+    casts = [argument.name in ("x", "mul", "add") for argument in op._schema.arguments]
 
-    def linear(x, weight, n, k, format, group_size, asymmetric, x_format, bias=None, activation=0, mul=None, add=None):
+    def linear(*arguments):  # those at the end that have their default are left out
         dtype = torch.get_autocast_dtype("cpu")
-        x, mul, add = (_cast(tensor, dtype) for tensor in (x, mul, add))
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+            return op(*[_cast(value, dtype) if cast else value for value, cast in zip(arguments, casts, strict=False)])
 
     library.impl("linear", linear, _KEY)
 

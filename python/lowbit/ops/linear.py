@@ -78,12 +78,12 @@ def linear(
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     op = _linear_op if _is_dynamo_compiling() else _linear_function
-    n, k, format, group_size, asymmetric, x_format = op_args
-    if activation == 0 and mul is None and add is None:  # each argument costs 0.05 us
+    if activation == 0 and mul is None and add is None:  # each argument costs 0.3 us, and *op_args 0.15
+        n, k, format, group_size, asymmetric, x_format = op_args
         return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias)
     mul = None if mul is None else mul.contiguous()
     add = None if add is None else add.contiguous()
-    return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias, activation, mul, add)
+    return op(x, weight, *op_args, bias, activation, mul, add)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
@@ -114,13 +114,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        n, k, format, group_size, asymmetric, _ = ctx.op_args
+        *weight_args, _ = ctx.op_args
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            dense = _dequantize_op(weight, n, k, format, group_size, asymmetric)
+            dense = _dequantize_op(weight, *weight_args)
             grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad_out.float().reshape(-1, n).sum(0).to(ctx.bias_dtype)
+            grad_bias = grad_out.float().reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
         return grad_x, None, grad_bias, None
 
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schemas of the ops: exported programs name them, so that a changed one is a file that does not load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lowbit  # noqa: F401  registers them
+
+_SCORES = (
+    "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured, "
+)
+_MASKS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
+SCHEMAS = (
+    "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
+    "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor",
+    "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
+    "-> (Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "
+    f"{_SCORES}bool[] score_captured_needs, {_MASKS}bool mask_needs, bool sink_needs) -> Tensor[]",
+    "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
+    "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
+    "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()",
+    "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()",
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])
+def test_the_schema_is_the_one_that_exported_programs_have(schema: str) -> None:
+    name = schema.partition("(")[0]
+    assert str(getattr(torch.ops.lowbit, name).default._schema) == f"lowbit::{schema}"
