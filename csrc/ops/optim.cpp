@@ -9,11 +9,6 @@ using enum ErrorKind;
 
 namespace {
 
-int moments_of(Rule rule, const Hyper& hyper) {
-  if (rule == Rule::adamw) return hyper.amsgrad ? 3 : 2;
-  return rule == Rule::sgd && hyper.momentum == 0 ? 0 : 1;
-}
-
 // Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without
 // elements no stride means anything.
 bool is_dense(const TensorView& view) {
@@ -84,7 +79,7 @@ OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyp
   args_.found_inf = found_inf ? one_number(found_inf, "optim_step: found_inf") : nullptr;
   args_.stochastic_rounding = seed.has_value();
   args_.seed = static_cast<uint64_t>(seed.value_or(0));
-  moments_ = moments_of(args_.rule, hyper);
+  moments_ = with_rule(args_.rule, [&]<class Type>() { return moments_of<Type>(hyper); });
 }
 
 void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,

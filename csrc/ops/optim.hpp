@@ -7,6 +7,7 @@
 // stochastically.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -15,11 +16,13 @@
 #include "core/tensor_view.hpp"
 #include "formats/state_format.hpp"
 #include "ops/kernel.hpp"
-#include "rules/hyper.hpp"
+#include "rules/list.hpp"
 
 namespace lowbit {
 
-inline constexpr int kMaxMoments = 3;
+#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
+inline constexpr int kMaxMoments = std::max({LOWBIT_RULES(LOWBIT_RULE)});
+#undef LOWBIT_RULE
 
 struct OptimTensor {
   void* param;
@@ -70,9 +73,7 @@ class LOWBIT_API OptimStep {
  public:
   OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
             const TensorView& found_inf, std::optional<int64_t> seed);
-  int moments() const {
-    return moments_;
-  }  // adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion: exp_avg
+  int moments() const { return moments_; }  // that the rule keeps with these numbers
   bool has_scales() const { return has_codes(args_.format); }
 
   // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float

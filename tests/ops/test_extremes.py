@@ -64,9 +64,8 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, format: str,
     k = 2048
     for group_size in (0, 32, 256):
         groups = -(-k // group_size) if group_size else 1
-        packed = torch.zeros(2, _C.panel_bytes(_C.FORMATS[format], k, group_size, False), dtype=torch.uint8)
         codes, scale = torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, groups)
-        _C.pack(codes, scale, None, packed, N, k, _C.FORMATS[format], group_size, False)
+        packed = testing.pack_codes(codes, scale, None, format, group_size)
         for x_format in _C.X_FORMATS:
             for m in (1, 5, 33):
                 case = LinearCase(m, N, k, "float32", format, group_size, "symmetric", x_format)

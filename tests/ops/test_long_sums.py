@@ -16,10 +16,7 @@ EXACT_K = 1 << 17  # csrc/cpu/linear/activations.hpp: a longer row is summed in 
 @pytest.mark.parametrize("format, code", [("int8", 0), ("int8", 255), ("int4", 0), ("int4", 15)])
 @pytest.mark.parametrize("k", [EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65])
 def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, format: str, code: int, k: int) -> None:
-    packed = torch.zeros(2, _C.panel_bytes(_C.FORMATS[format], k, 0, False), dtype=torch.uint8)
-    _C.pack(
-        torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, 1), None, packed, N, k, _C.FORMATS[format], 0, False
-    )
+    packed = testing.pack_codes(torch.full((N, k), code, dtype=torch.uint8), torch.ones(N, 1), None, format)
     step = code - (128 if format == "int8" else 8)
     for m in (1, 17):
         for x_format in _C.X_FORMATS:
