@@ -40,9 +40,9 @@ bool is_all_finite(py::handle tensor) {
 }
 
 py::tuple shape_of_packed(int64_t layout_, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric) {
-  const auto [rows, bytes] = packed_shape(layout("packed_shape", layout_),
-                                          weight_spec("packed_shape", n, k, format, group_size, asymmetric));
-  return py::make_tuple(rows, bytes);
+  const Sections shape = sections(layout("packed_shape", layout_),
+                                  weight_spec("packed_shape", n, k, format, group_size, asymmetric));
+  return py::make_tuple(shape.rows, shape.row_bytes);
 }
 
 py::dict facts_of_formats() {

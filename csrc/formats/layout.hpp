@@ -2,13 +2,8 @@
 // The list of layouts: where codes, scales and zero points of a weight [n, k] lie in one uint8 matrix, whose first
 // dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
 //
-//   columns                        of the weight's [n] in one row of the matrix
-//   rows, row_bytes                shape of the matrix
-//   stored_n, stored_k             n and k with padding, whose codes decode to zero
-//   column_scale, column_sum, group_scale, zero, code<format>
-//                                  where each one is, in bytes from the start: float32, float32 (the sum over k of the
-//                                  decoded column), float16, float16, and the code of (column, k). What a format has
-//                                  not (format.hpp says which) is not asked for.
+// A layout says where the sections are (`sections`), and where in the codes of a row of the matrix the code of
+// (column, k) is (`code<format>`).
 #pragma once
 
 #include <type_traits>
@@ -17,63 +12,54 @@
 
 namespace lowbit {
 
+// All in bytes, sections from the start of a row. What a format has not (format.hpp says which) is not asked for.
+struct Sections {
+  int64_t columns;             // of the weight's [n] in one row of the matrix
+  int64_t rows, row_bytes;     // shape of the matrix
+  int64_t stored_n, stored_k;  // n and k with padding, whose codes decode to zero
+  int64_t column_scale;        // float32
+  int64_t column_sum;          // float32, the sum over k of the decoded column; none: not there
+  int64_t group_scale, zero;   // float16 [groups]
+  int64_t codes;
+  static constexpr int64_t none = -1;
+
+  LOWBIT_INLINE int64_t row(int64_t n) const { return n / columns * row_bytes; }
+  // Entry (g, n) of a section whose entries have this size, from the start of the matrix.
+  LOWBIT_INLINE int64_t at(int64_t section, int64_t size, int64_t n, int64_t g = 0) const {
+    return row(n) + section + (g * columns + n % columns) * size;
+  }
+};
+
 // "x86-panel-16x64": what the kernels of csrc/cpu read.
 struct PanelLayout {
-  static constexpr int64_t columns = kPanelColumns;
-  static constexpr bool has_column_sum = true;
-  WeightSpec spec;  // a copy: a byte that is written may not be one of it
-
-  LOWBIT_INLINE int64_t rows() const { return spec.panels(); }
-  LOWBIT_INLINE int64_t row_bytes() const { return spec.panel_bytes(); }
-  LOWBIT_INLINE int64_t stored_n() const { return spec.panels() * columns; }
-  LOWBIT_INLINE int64_t stored_k() const { return spec.padded_k(); }
-  LOWBIT_INLINE int64_t column_scale(int64_t n) const { return in_panel(n, spec.column_scale_at(), 4); }
-  LOWBIT_INLINE int64_t column_sum(int64_t n) const { return in_panel(n, spec.column_sum_at(), 4); }
-  LOWBIT_INLINE int64_t group_scale(int64_t n, int64_t g) const {
-    return in_panel(n, spec.group_scale_at() + g * columns * 2, 2);
+  static Sections sections(const WeightSpec& spec) {
+    return {.columns = kPanelColumns, .rows = spec.panels(), .row_bytes = spec.panel_bytes(),
+            .stored_n = spec.panels() * kPanelColumns, .stored_k = spec.padded_k(),
+            .column_scale = spec.column_scale_at(), .column_sum = spec.column_sum_at(),
+            .group_scale = spec.group_scale_at(), .zero = spec.zero_at(), .codes = spec.codes_at()};
   }
-  LOWBIT_INLINE int64_t zero(int64_t n, int64_t g) const { return in_panel(n, spec.zero_at() + g * columns * 2, 2); }
   template <Format kFormat>
-  LOWBIT_INLINE CodePosition code(int64_t n, int64_t k) const {
-    const CodePosition at = code_position<kFormat>(n % columns, k);
-    return {n / columns * row_bytes() + spec.codes_at() + at.byte, at.high};
-  }
-
- private:
-  LOWBIT_INLINE int64_t in_panel(int64_t n, int64_t section, int64_t size) const {
-    return n / columns * row_bytes() + section + n % columns * size;
-  }
+  LOWBIT_INLINE static CodePosition code(int64_t column, int64_t k) { return code_position<kFormat>(column, k); }
 };
 
 // "row-major": a row of the matrix is a row of the weight by itself, for exchange and for devices that want it so:
 //   column_scale f32 | group_scale f16 [groups] | zero f16 [groups] | codes [k]
 // each padded to 16 bytes; of two codes in a byte the first is the low nibble. No sums, no padding of n and k.
 struct RowMajorLayout {
-  static constexpr int64_t columns = 1, kAlign = 16;
-  static constexpr bool has_column_sum = false;
-  WeightSpec spec;
-
-  LOWBIT_INLINE int64_t rows() const { return spec.n; }
-  LOWBIT_INLINE int64_t row_bytes() const {
-    return codes_at() + round_up(ceil_div(spec.k * bits(spec.format), 8), kAlign);
+  static Sections sections(const WeightSpec& spec) {
+    const bool coded = !is_float(spec.format);
+    const int64_t per_group = round_up(spec.groups() * 2, 16), group_scale = coded ? 16 : 0,
+                  zero = group_scale + (coded && spec.group_size ? per_group : 0),
+                  codes = zero + (spec.asymmetric ? per_group : 0),
+                  code_bytes = round_up(ceil_div(spec.k * bits(spec.format), 8), 16);
+    return {.columns = 1, .rows = spec.n, .row_bytes = codes + code_bytes, .stored_n = spec.n, .stored_k = spec.k,
+            .column_scale = 0, .column_sum = Sections::none, .group_scale = group_scale, .zero = zero, .codes = codes};
   }
-  LOWBIT_INLINE int64_t stored_n() const { return spec.n; }
-  LOWBIT_INLINE int64_t stored_k() const { return spec.k; }
-  LOWBIT_INLINE int64_t column_scale(int64_t n) const { return n * row_bytes(); }
-  LOWBIT_INLINE int64_t group_scale(int64_t n, int64_t g) const { return n * row_bytes() + kAlign + g * 2; }
-  LOWBIT_INLINE int64_t zero(int64_t n, int64_t g) const { return n * row_bytes() + zero_at() + g * 2; }
   template <Format kFormat>
-  LOWBIT_INLINE CodePosition code(int64_t n, int64_t k) const {
+  LOWBIT_INLINE static CodePosition code(int64_t, int64_t k) {
     constexpr int kBits = codec_of<kFormat>::bits;
-    return {n * row_bytes() + codes_at() + k * kBits / 8, kBits == 4 && k % 2 == 1};
+    return {k * kBits / 8, kBits == 4 && k % 2 == 1};
   }
-
- private:
-  LOWBIT_INLINE int64_t per_group(bool present) const { return present ? round_up(spec.groups() * 2, kAlign) : 0; }
-  LOWBIT_INLINE int64_t zero_at() const {
-    return is_float(spec.format) ? 0 : kAlign + per_group(spec.group_size > 0);
-  }
-  LOWBIT_INLINE int64_t codes_at() const { return zero_at() + per_group(spec.asymmetric); }
 };
 
 #define LOWBIT_LAYOUTS(X)                            \
@@ -93,12 +79,12 @@ inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // what quanti
 // eighth.
 inline constexpr int kLayoutVersion = 2;
 
-// body(layout) for the layout that is only known now.
+// body.operator()<Type>() for the layout that is only known now.
 template <class Body>
-LOWBIT_INLINE auto with_layout(Layout layout, const WeightSpec& spec, Body&& body) {
+[[gnu::__always_inline__]] inline auto with_layout(Layout layout, Body&& body) {
   switch (layout) {
 #define LOWBIT_LAYOUT(id, Type, name) \
-  case Layout::id: return body(Type{spec});
+  case Layout::id: return body.template operator()<Type>();
     LOWBIT_LAYOUTS(LOWBIT_LAYOUT)
 #undef LOWBIT_LAYOUT
   }

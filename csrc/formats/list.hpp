@@ -34,9 +34,10 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 template <Format kFormat> using codec_of = typename CodecOf<kFormat>::type;
 
-// body.operator()<Format>() for the format that is only known now.
+// body.operator()<Format>() for the format that is only known now. Spelled so, it is inlined also where the scalar
+// kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol is left in their object.
 template <class Body>
-LOWBIT_INLINE constexpr auto with_format(Format format, Body&& body) {
+[[gnu::__always_inline__]] inline constexpr auto with_format(Format format, Body&& body) {
   switch (format) {
 #define LOWBIT_FORMAT(name, Codec) \
   case Format::name: return body.template operator()<Format::name>();
@@ -49,7 +50,7 @@ LOWBIT_INLINE constexpr auto with_format(Format format, Body&& body) {
 // What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
 #define LOWBIT_FACT(Type, function, fact)                                                                   \
   LOWBIT_INLINE constexpr Type function(Format format) {                                                    \
-    return with_format(format, []<Format kFormat>() __attribute__((always_inline)) -> Type {                \
+    return with_format(format, []<Format kFormat>() __attribute__((__always_inline__)) -> Type {            \
       return codec_of<kFormat>::fact;                                                                       \
     });                                                                                                     \
   }

@@ -38,6 +38,7 @@ struct OptimTensor {
 struct OptimStepArgs {
   Place place{};
   Rule rule = Rule::adamw;
+  int moments = 0;  // that the rule keeps with the numbers of hyper
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;
   Hyper hyper = {};
@@ -73,7 +74,7 @@ class LOWBIT_API OptimStep {
  public:
   OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
             const TensorView& found_inf, std::optional<int64_t> seed);
-  int moments() const { return moments_; }  // that the rule keeps with these numbers
+  int moments() const { return args_.moments; }
   bool has_scales() const { return has_codes(args_.format); }
 
   // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float
@@ -85,7 +86,6 @@ class LOWBIT_API OptimStep {
 
  private:
   OptimStepArgs args_;
-  int moments_;
   std::vector<OptimTensor> tensors_;
 };
 

@@ -17,11 +17,6 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
 }
 
-void check_packed(std::string_view name, const TensorView& tensor, Layout layout, const WeightSpec& spec) {
-  const auto [rows, bytes] = packed_shape(layout, spec);
-  check_matrix("repack", name, tensor, DType::uint8, rows, bytes);
-}
-
 }  // namespace
 
 Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
@@ -50,13 +45,14 @@ Layout layout(std::string_view op, int64_t number) {
   return static_cast<Layout>(number);
 }
 
-std::array<int64_t, 2> packed_shape(Layout layout, const WeightSpec& spec) {
-  return with_layout(layout, spec, [](auto lies) { return std::array<int64_t, 2>{lies.rows(), lies.row_bytes()}; });
+Sections sections(Layout layout, const WeightSpec& spec) {
+  return with_layout(layout, [&]<class Type>() { return Type::sections(spec); });
 }
 
-void repack(const RepackArgs& args) {
-  check_packed("packed", args.packed, args.layout, args.spec);
-  check_packed("out", args.out, args.out_layout, args.spec);
+void repack(RepackArgs args) {
+  args.from = sections(args.layout, args.spec), args.to = sections(args.out_layout, args.spec);
+  check_matrix("repack", "packed", args.packed, DType::uint8, args.from.rows, args.from.row_bytes);
+  check_matrix("repack", "out", args.out, DType::uint8, args.to.rows, args.to.row_bytes);
   run(args);
 }
 

@@ -3,7 +3,6 @@
 // layouts.
 #pragma once
 
-#include <array>
 #include <string_view>
 
 #include "core/tensor_view.hpp"
@@ -37,6 +36,7 @@ struct RepackArgs {
   Layout layout = Layout::row_major, out_layout = Layout::x86_panel_16x64;
   TensorView packed;  // uint8, of the shape that its layout says, contiguous
   TensorView out;     // likewise: written
+  Sections from{}, to{};  // of the layouts, set by repack()
 };
 
 struct DequantizeArgs {
@@ -56,8 +56,8 @@ struct AllFiniteArgs {
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
                                int64_t mapping);
 LOWBIT_API Layout layout(std::string_view op, int64_t number);
-LOWBIT_API std::array<int64_t, 2> packed_shape(Layout layout, const WeightSpec& spec);
-LOWBIT_API void repack(const RepackArgs& args);
+LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
+LOWBIT_API void repack(RepackArgs args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
 LOWBIT_API bool all_finite(const TensorView& tensor);
 

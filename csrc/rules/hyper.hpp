@@ -5,9 +5,9 @@
 //   moments   what it keeps of an element, in order; the bindings, Python and state dicts take the names from here
 //   reads     its own numbers of Hyper. lr, weight_decay, decoupled and maximize belong to the step of every rule.
 //   Step<n>   the rule with its first n moments: constants made of (hyper, step), and
-// p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and moments. What weight decay leaves of p
-// is p * keep. The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a table of
-// values, costs no product of its own), and takes back the new ones in `moment`, divided by `unit`.
+// p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and moments; p * keep is what weight
+// decay leaves of p. The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a
+// table of values, costs no product of its own), and takes back the new ones in `moment`, divided by `unit`.
 #pragma once
 
 #include <string_view>

@@ -49,11 +49,11 @@ void step_all(const OptimStepArgs& args) {
   });
 }
 
-// The rule with `count` moments, which is at most kCount.
+// The rule with args.moments moments, which are at most kCount.
 template <StateFormat kFormat, class Rule, int kCount>
-LOWBIT_INLINE void step_with(const OptimStepArgs& args, int count) {
+LOWBIT_INLINE void step_with(const OptimStepArgs& args) {
   if constexpr (kCount > moments_of<Rule>(Hyper{}))
-    if (count < kCount) return step_with<kFormat, Rule, kCount - 1>(args, count);
+    if (args.moments < kCount) return step_with<kFormat, Rule, kCount - 1>(args);
   step_all<kFormat, typename Rule::template Step<kCount>>(args);
 }
 
@@ -66,9 +66,7 @@ template <StateFormat kFormat>
 void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
   for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
-  with_rule(args.rule, [&]<class Rule>() {
-    step_with<kFormat, Rule, kMostMoments<Rule>>(args, moments_of<Rule>(args.hyper));
-  });
+  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMostMoments<Rule>>(args); });
 }
 
 #define LOWBIT_STEP_ROW(format) \

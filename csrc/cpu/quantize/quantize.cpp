@@ -142,7 +142,8 @@ LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPa
   store_scales(plain, column, panel);
   f32x16 signal = set1(0.0f), noise = set1(0.0f);
   for (int64_t g = 0; g < groups; g++) {
-    const float zero = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
+    const float zero =
+        spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
     const f32x16 divisor = set1(scale[g] > 0.0f ? scale[g] : 1.0f), z = set1(zero), s = set1(scale[g]);
     plain.zero[column * groups + g] = zero;
     for (int64_t i = g * group_k; i < g * group_k + length(g); i += 16) {

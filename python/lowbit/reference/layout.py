@@ -107,7 +107,7 @@ def from_row_major(packed: Tensor, k: int, format: str, group_size: int, asymmet
 
 
 def _row_section(values: Tensor) -> Tensor:
-    rows = values.contiguous().view(torch.uint8)
+    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a size of 1 may have any stride
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % ROW_ALIGN))
 
 
