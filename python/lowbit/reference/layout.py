@@ -120,7 +120,9 @@ def _nibbles(codes: Tensor, format: str) -> Tensor:
 
 def _pad(matrix: Tensor) -> Tensor:
     n, k = matrix.shape
-    return torch.nn.functional.pad(matrix, (0, -k % TILE, 0, -n % COLUMNS))
+    padded = matrix.new_zeros(n + -n % COLUMNS, k + -k % TILE)
+    padded[:n, :k] = matrix
+    return padded
 
 
 def _padded_codes(weight: QuantizedWeight) -> Tensor:

@@ -54,7 +54,7 @@ def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "floa
     if isinstance(weight, QuantizedWeight):
         offset = 128 if weight.format == "int8" else 0
         zero = weight.spread(weight.zero_or_symmetric).double()
-        steps = (weight.codes.double() - offset).abs() + (zero - offset).abs()
+        steps = (weight.levels - offset).abs() + (zero - offset).abs()
         dense = weight.spread(weight.scale).double() * steps
     else:
         dense = weight.double().abs()

@@ -61,6 +61,11 @@ class QuantizedWeight:
             return self.zero.float()
         return torch.full_like(self.scale, code_of_zero(self.format))
 
+    @property
+    def levels(self) -> Tensor:
+        """What each code stands for before zero point and scale, float64 ``[n, k]``."""
+        return self.codes.double()
+
     def spread(self, per_group: Tensor) -> Tensor:
         """Repeat a value per group for every k: ``[n, groups]`` to ``[n, k]``."""
         k = self.codes.shape[1]
@@ -68,7 +73,7 @@ class QuantizedWeight:
 
     def decode(self) -> Tensor:
         """Return the weight, float64 ``[n, k]``."""
-        steps = self.codes.double() - self.spread(self.zero_or_symmetric).double()
+        steps = self.levels - self.spread(self.zero_or_symmetric).double()
         return self.spread(self.scale).double() * steps
 
 
