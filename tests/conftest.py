@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import lowbit  # noqa: F401
 from lowbit import testing
@@ -28,6 +29,24 @@ def kernel(request: pytest.FixtureRequest) -> str:
     if not request.param["available"]:
         pytest.skip(f"{request.param['name']}: {request.param['reason']}")
     return str(request.param["name"])
+
+
+class GatedMLP(nn.Module):
+    """As in transformers' decoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.fixture
+def gated_mlp() -> nn.ModuleDict:
+    """A model of one gated MLP, ``mlp``, of 64 features."""
+    return nn.ModuleDict({"mlp": GatedMLP()}).eval()
 
 
 @pytest.fixture

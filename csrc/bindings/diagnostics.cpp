@@ -6,22 +6,12 @@
 #include "core/isa.hpp"
 #include "core/parallel.hpp"
 #include "ops/kernel.hpp"
-#include "ops/linear.hpp"
-#include "ops/optim.hpp"
-#include "ops/quantize.hpp"
 #include "torch/registration.hpp"
 
 namespace lowbit {
 namespace {
 
 namespace py = pybind11;
-
-template <std::size_t count>
-py::dict numbered(const std::string_view (&names)[count]) {
-  py::dict result;
-  for (std::size_t i = 0; i < count; i++) result[py::str(names[i])] = i;
-  return result;
-}
 
 py::dict isa() {
   py::dict result;
@@ -88,14 +78,6 @@ std::optional<std::string> force(const std::optional<std::string>& name) {
 }  // namespace
 
 void register_diagnostics(py::module_& m) {
-  m.attr("LAYOUT") = kLayoutName;
-  m.attr("LAYOUT_VERSION") = kLayoutVersion;
-  m.attr("FORMATS") = numbered(kFormatNames);
-  m.attr("X_FORMATS") = numbered(kXFormatNames);
-  m.attr("ACTIVATIONS") = numbered(kActivationNames);
-  m.attr("MAPPINGS") = numbered(kMappingNames);
-  m.attr("OPTIM_RULES") = numbered(kRuleNames);
-  m.attr("STATE_FORMATS") = numbered(kStateFormatNames);
   m.def(
       "isa", isa,
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");

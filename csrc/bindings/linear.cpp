@@ -30,6 +30,8 @@ py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t
 
 void register_linear(py::module_& m) {
   using py::arg;
+  m.attr("X_FORMATS") = numbered(kXFormatNames);
+  m.attr("ACTIVATIONS") = numbered(kActivationNames);
   m.def("explain_linear", explain_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), arg("x_format"), arg("dtype"),
         "Say which kernel row would serve a linear call of ``m`` rows, and why each other one would not.");

@@ -3,7 +3,6 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -35,32 +34,36 @@ TensorView view_of(const List& list, std::size_t i, const char* what, Access acc
   return *TensorArgument(list[i], what, access);
 }
 
-template <class T>
-T item(const py::dict& hyper, const char* name, T otherwise) {
-  return hyper.contains(name) ? hyper[name].cast<T>() : otherwise;
+Hyper hyper_of(const py::dict& values) {
+  Hyper hyper;
+  for (const auto& [name, value] : values) {
+    const auto given = name.cast<std::string_view>();
+#define LOWBIT_HYPER_FIELD(Type, field) \
+  if (given == #field) hyper.field = value.cast<Type>(); else
+    LOWBIT_HYPER(LOWBIT_HYPER_FIELD)
+#undef LOWBIT_HYPER_FIELD
+    throw Error(ErrorKind::value, concat("optim_step: hyper has an unknown name, got '", given, "'"));
+  }
+  return hyper;
 }
 
-Hyper hyper_of(const py::dict& values) {
-  for (const auto& [name, value] : values) {
-    static constexpr std::string_view kNames[] = {"lr",           "beta1",     "beta2",    "eps",
-                                                  "weight_decay", "decoupled", "maximize", "amsgrad",
-                                                  "nesterov",     "momentum",  "dampening"};
-    const auto given = name.cast<std::string>();
-    check(std::find(std::begin(kNames), std::end(kNames), given) != std::end(kNames), ErrorKind::value,
-          "optim_step: hyper has an unknown name, got '", given, "'");
-  }
-  const Hyper none;
-  return {.lr = item(values, "lr", none.lr),
-          .beta1 = item(values, "beta1", none.beta1),
-          .beta2 = item(values, "beta2", none.beta2),
-          .eps = item(values, "eps", none.eps),
-          .weight_decay = item(values, "weight_decay", none.weight_decay),
-          .decoupled = item(values, "decoupled", none.decoupled),
-          .maximize = item(values, "maximize", none.maximize),
-          .amsgrad = item(values, "amsgrad", none.amsgrad),
-          .nesterov = item(values, "nesterov", none.nesterov),
-          .momentum = item(values, "momentum", none.momentum),
-          .dampening = item(values, "dampening", none.dampening)};
+py::object name_of(HyperField field) {
+  return field == HyperField::none ? py::object(py::none()) : py::str(kHyperNames[static_cast<int>(field)]);
+}
+
+py::dict facts_of_rules() {
+  py::dict rules;
+  for (int i = 0; i < static_cast<int>(std::size(kRuleNames)); i++)
+    with_rule(static_cast<Rule>(i), [&]<class Type>() {
+      py::dict moments, rule;
+      for (const Moment& moment : Type::moments)
+        moments[py::str(moment.name)] = py::make_tuple(moment.is_signed, name_of(moment.needs));
+      py::list reads;
+      for (const HyperField field : Type::reads) reads.append(name_of(field));
+      rule["number"] = i, rule["moments"] = moments, rule["reads"] = py::tuple(reads);
+      rules[py::str(kRuleNames[i])] = rule;
+    });
+  return rules;
 }
 
 // Every check of a step; the result points into the tensors of the lists.
@@ -126,19 +129,22 @@ void decode_state_into(py::handle codes, py::handle scale, int64_t format, bool 
 
 void register_optim(py::module_& m) {
   using py::arg;
+  m.attr("OPTIM_RULES") = facts_of_rules();
+  py::tuple hyper(std::size(kHyperNames));
+  for (std::size_t i = 0; i < std::size(kHyperNames); i++) hyper[i] = kHyperNames[i];
+  m.attr("OPTIM_HYPER") = hyper;
+  m.attr("STATE_FORMATS") = numbered(kStateFormatNames);
   py::class_<OptimStep>(m, "OptimStep", R"(A step over lists of tensors, checked; ``run`` takes it, in place.
 
 Args:
-    rule, state_format: ``OPTIM_RULES``, ``STATE_FORMATS``.
+    rule, state_format: numbers of ``OPTIM_RULES``, ``STATE_FORMATS``.
     block_size: elements that share a scale, a power of two from 32 to 4096.
     params, grads: float32, bfloat16 or float16, dense in memory, a gradient in the order of its parameter.
-    states: a list per moment (adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum:
-        momentum_buffer; lion: exp_avg) of tensors per parameter: float32 or bfloat16 values, or uint8 codes ([numel],
-        4-bit [ceil(numel / 2)]).
+    states: a list per moment that the rule keeps (``OPTIM_RULES``) of tensors per parameter: float32 or bfloat16
+        values, or uint8 codes ([numel], 4-bit [ceil(numel / 2)]).
     scales: the same shape of lists, float32 ``[ceil(numel / block_size)]`` each; empty for float states.
     steps: one float32 each, counted up.
-    hyper: lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad, nesterov, momentum, dampening;
-        absent means 0.
+    hyper: numbers by their names in ``OPTIM_HYPER``; absent means 0.
     grad_scale: one float32: gradients are divided by it, and written back.
     found_inf: one float32: if not 0, nothing is done.
     seed: round bfloat16 parameters stochastically, by this seed, the step and the position in the list.

@@ -21,31 +21,16 @@ py::tuple quantize_into(py::handle weight, py::handle packed, int64_t format, in
   return py::make_tuple(distortion.signal, distortion.noise);
 }
 
-void pack_into(py::handle codes, py::handle scale, py::handle zero, py::handle packed, int64_t n, int64_t k,
-               int64_t format, int64_t group_size, bool asymmetric) {
-  const TensorArgument codes_argument(codes, "pack: codes"), scale_argument(scale, "pack: scale");
-  const TensorArgument zero_argument = optional(zero, "pack: zero"), packed_argument = output(packed, "pack: packed");
+void repack_into(py::handle packed, int64_t layout_, py::handle out, int64_t out_layout, int64_t n, int64_t k,
+                 int64_t format, int64_t group_size, bool asymmetric) {
+  const TensorArgument from(packed, "repack: packed"), to = output(out, "repack: out");
   const py::gil_scoped_release nogil;
-  pack({.place = place_of(*packed_argument),
-        .spec = weight_spec("pack", n, k, format, group_size, asymmetric),
-        .codes = *codes_argument,
-        .scale = *scale_argument,
-        .zero = *zero_argument,
-        .packed = *packed_argument});
-}
-
-void unpack_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
-                 py::handle codes, py::handle scale, py::handle zero) {
-  const TensorArgument packed_argument(packed, "unpack: packed"), codes_argument = output(codes, "unpack: codes");
-  const TensorArgument scale_argument = output(scale, "unpack: scale");
-  const TensorArgument zero_argument(zero, "unpack: zero", Access::write, true);
-  const py::gil_scoped_release nogil;
-  unpack({.place = place_of(*packed_argument),
-          .spec = weight_spec("unpack", n, k, format, group_size, asymmetric),
-          .packed = *packed_argument,
-          .codes = *codes_argument,
-          .scale = *scale_argument,
-          .zero = *zero_argument});
+  repack({.place = place_of(*from),
+          .spec = weight_spec("repack", n, k, format, group_size, asymmetric),
+          .layout = layout("repack", layout_),
+          .out_layout = layout("repack", out_layout),
+          .packed = *from,
+          .out = *to});
 }
 
 bool is_all_finite(py::handle tensor) {
@@ -54,37 +39,51 @@ bool is_all_finite(py::handle tensor) {
   return all_finite(*argument);
 }
 
-int64_t panel_bytes(int64_t format, int64_t k, int64_t group_size, bool asymmetric) {
-  return weight_spec("panel_bytes", kPanelColumns, k, format, group_size, asymmetric).panel_bytes();
+py::tuple shape_of_packed(int64_t layout_, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric) {
+  const Sections shape = sections(layout("packed_shape", layout_),
+                                  weight_spec("packed_shape", n, k, format, group_size, asymmetric));
+  return py::make_tuple(shape.rows, shape.row_bytes);
+}
+
+py::dict facts_of_formats() {
+  py::dict facts;
+  for (std::size_t i = 0; i < std::size(kFormatNames); i++) {
+    const Format format = static_cast<Format>(i);
+    py::dict fact;
+    fact["bits"] = bits(format), fact["kind"] = kCodecKindNames[static_cast<int>(kind_of(format))];
+    fact["zero"] = symmetric_zero(format), fact["code_max"] = code_max(format);
+    facts[py::str(kFormatNames[i])] = fact;
+  }
+  return facts;
 }
 
 }  // namespace
 
 void register_quantize(py::module_& m) {
   using py::arg;
-  m.def("panel_bytes", panel_bytes, arg("format"), arg("k"), arg("group_size"), arg("asymmetric"),
-        "Return the bytes of one panel: 16 columns of a packed weight over all ``k``.");
+  m.attr("FORMATS") = numbered(kFormatNames);
+  m.attr("FORMAT_FACTS") = facts_of_formats();
+  m.attr("MAPPINGS") = numbered(kMappingNames);
+  m.attr("LAYOUTS") = numbered(kLayoutNames);
+  m.attr("LAYOUT") = kLayoutNames[static_cast<int>(kKernelLayout)];
+  m.attr("LAYOUT_VERSION") = kLayoutVersion;
+  m.def("packed_shape", shape_of_packed, arg("layout"), arg("n"), arg("k"), arg("format"), arg("group_size"),
+        arg("asymmetric"), "Return the shape of the uint8 matrix that a weight is in this layout (``LAYOUTS``).");
   m.def("quantize", quantize_into, arg("weight"), arg("packed"), arg("format"), arg("group_size"), arg("asymmetric"),
         arg("mapping"),
         R"(Quantize ``weight`` into ``packed``.
 
 Args:
     weight: ``[n, k]`` float32, bfloat16 or float16, contiguous and finite.
-    packed: uint8 ``[ceil(n / 16), panel_bytes]``, written.
+    packed: uint8 of the ``packed_shape`` of ``LAYOUT``, written.
     format, group_size, asymmetric: ``FORMATS``; scales per ``group_size`` weights along k, 0 for per channel.
     mapping: how scales are chosen (``MAPPINGS``).
 
 Returns:
     (signal, noise): the sums of squares of the weight and of its error.)");
-  m.def(
-      "pack", pack_into, arg("codes"), arg("scale"), arg("zero"), arg("packed"), arg("n"), arg("k"), arg("format"),
-      arg("group_size"), arg("asymmetric"),
-      R"(Write row-major codes uint8 ``[n, k]``, scales and zero points float32 ``[n, groups]`` into
-``packed``. ``zero`` is None for a
-symmetric weight (its codes are unsigned: 128 means zero in int8, 8 in int4).)");
-  m.def("unpack", unpack_into, arg("packed"), arg("n"), arg("k"), arg("format"), arg("group_size"), arg("asymmetric"),
-        arg("codes"), arg("scale"), arg("zero"),
-        "Write the codes, scales and zero points (None for a symmetric weight) of ``packed``; inverse of pack.");
+  m.def("repack", repack_into, arg("packed"), arg("layout"), arg("out"), arg("out_layout"), arg("n"), arg("k"),
+        arg("format"), arg("group_size"), arg("asymmetric"),
+        "Write a packed weight in another layout; codes, scales and zero points stay what they are, bit for bit.");
   m.def("all_finite", is_all_finite, arg("tensor"),
         "Return True if a float32, bfloat16 or float16 tensor has no inf and no nan.");
 }

@@ -3,7 +3,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string_view>
+
 namespace lowbit {
+
+// A list of C++ as Python has it: name to number.
+template <std::size_t count>
+pybind11::dict numbered(const std::string_view (&names)[count]) {
+  pybind11::dict result;
+  for (std::size_t i = 0; i < count; i++) result[pybind11::str(names[i])] = i;
+  return result;
+}
 
 void register_linear(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);

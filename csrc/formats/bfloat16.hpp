@@ -18,8 +18,6 @@ struct BFloat16 : FloatCodec<16> {
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 2 + at; }
   template <int at, class Lanes>
   LOWBIT_INLINE static auto value(const uint8_t* unit) { return bf16_pair_value<at>(Lanes::codes(unit)); }
-  template <class Lanes>
-  LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
 }  // namespace lowbit

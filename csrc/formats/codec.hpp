@@ -2,14 +2,19 @@
 // What a codec is: the meaning of the codes of one weight format, in one header each (int4.hpp ...), named in list.hpp.
 //
 //   bits               of one code
-//   is_float           the code is the weight itself: no scales, no zero point, nothing to choose
-//   zero, code_max     integer formats: the code of 0 in a symmetric weight, and the largest code
+//   kind               floating: the code is the weight itself, without scales; integer: w = scale * (code - zero);
+//                      lookup: w = scale * level(code), a table of levels in rising order
+//   zero, code_max     the zero point of a symmetric weight (0 of a lookup format), and the largest code
+//   code_of_zero       the code of weight 0 in a symmetric weight: padding
+//   range              symmetric weights: scale = largest |w| / range
+//   level(code)        what a code stands for before zero point and scale, and level_of(codes) of a vector;
+//                      nearest(v): the codes of the nearest levels
 //   position           where the code of (column, k) lies in a tile of 16 columns x 64 k
 //   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
 // and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights of each
 // column;
 //   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
-//   value<at, Lanes>   that value as float: code - value_zero, times 2^shift<at>() where a device reads it so. Lanes
+//   value<at, Lanes>   that value as float: level - value_zero, times 2^shift<at>() where a device reads it so. Lanes
 //   loads 16 columns.
 #pragma once
 
@@ -21,6 +26,9 @@ namespace lowbit {
 
 inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 
+enum class CodecKind : int { floating, integer, lookup };
+inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup"};
+
 // Position of a weight inside a panel's codes: byte offset, and for codes of half a byte whether it is the high nibble.
 struct CodePosition {
   int64_t byte;
@@ -29,15 +37,58 @@ struct CodePosition {
 
 template <int kBits>
 struct FloatCodec {
-  static constexpr int bits = kBits, zero = 0, code_max = 0;
-  static constexpr bool is_float = true;
+  static constexpr int bits = kBits, zero = 0, code_of_zero = 0, code_max = 0;
+  static constexpr CodecKind kind = CodecKind::floating;
   static constexpr float value_zero = 0;
+  template <class Lanes>
+  LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
 template <int kBits>
 struct IntegerCodec {
-  static constexpr int bits = kBits, zero = 1 << (kBits - 1), code_max = (1 << kBits) - 1;
-  static constexpr bool is_float = false;
+  static constexpr int bits = kBits, zero = 1 << (kBits - 1), code_of_zero = zero, code_max = (1 << kBits) - 1;
+  static constexpr CodecKind kind = CodecKind::integer;
+  static constexpr float range = code_max / 2.0f;
+  LOWBIT_INLINE static int level(int code) { return code; }
+  template <class Int>
+  LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
+  template <class Float>
+  LOWBIT_INLINE static auto nearest(Float v) {
+    return to_int(max(like(v, 0.0f), min(like(v, static_cast<float>(code_max)), v)));
+  }
+};
+
+// Codes of half a byte, in rows of 64 bytes: 16 columns x 4 k; the low nibbles are k 0..31 of the tile, the high ones
+// k 32..63. Value `at` of a unit is nibble `at` of each column's four bytes, counted from the lowest.
+struct NibbleTile {
+  static constexpr CodePosition position(int64_t column, int64_t k) {
+    return {k % 32 / 4 * 64 + column * 4 + k % 4, k >= 32};
+  }
+  static constexpr int unit_values = 8, unit_bytes = 64;
+  LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at / 2 + at % 2 * 32; }
+};
+
+// Codes of 4 bits that stand for 16 levels in rising order: Codec::table(), aligned to 64 bytes, has them.
+template <class Codec, int kCodeOfZero>
+struct LookupCodec : NibbleTile {
+  static constexpr int bits = 4, zero = 0, code_of_zero = kCodeOfZero, code_max = 15;
+  static constexpr CodecKind kind = CodecKind::lookup;
+  static constexpr float value_zero = 0;
+  LOWBIT_INLINE static float level(int code) { return Codec::table()[code]; }
+  template <class Int>
+  LOWBIT_INLINE static auto level_of(Int codes) { return lookup16(Codec::table(), codes); }
+  template <class Float>
+  LOWBIT_INLINE static auto nearest(Float v) {  // one less for each middle of two levels that v is not above
+    auto codes = to_int(like(v, static_cast<float>(code_max)));
+    for (int i = 0; i < code_max; i++) codes = add(codes, at_least(like(v, (level(i) + level(i + 1)) / 2), v));
+    return codes;
+  }
+  template <int at, class Lanes>
+  LOWBIT_INLINE static auto value(const uint8_t* unit) {
+    return level_of(shift_right<4 * at>(words_of(Lanes::codes(unit))));
+  }
+  template <class Lanes>
+  LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
 }  // namespace lowbit

@@ -16,8 +16,6 @@ struct Float16 : FloatCodec<16> {
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int) { return unit; }
   template <int at, class Lanes>
   LOWBIT_INLINE static auto value(const uint8_t* unit) { return Lanes::float16(unit); }
-  template <class Lanes>
-  LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
 }  // namespace lowbit

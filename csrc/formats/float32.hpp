@@ -16,8 +16,6 @@ struct Float32 : FloatCodec<32> {
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int) { return unit; }
   template <int at, class Lanes>
   LOWBIT_INLINE static auto value(const uint8_t* unit) { return Lanes::float32(unit); }
-  template <class Lanes>
-  LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
 }  // namespace lowbit

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packed layout that all weight formats (list.hpp) share: "x86-panel-16x64", version 1.
+// A weight [n, k] of any format (list.hpp), and the layout that the kernels of csrc/cpu read it in: "x86-panel-16x64".
+// Others, in which it may be stored: layout.hpp.
 //
 // A panel is 16 output columns over all k. n is padded to 16 and k to 64 with codes that decode to zero. Sections, each
 // padded to 64 bytes:
@@ -11,14 +12,10 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include "formats/list.hpp"
 
 namespace lowbit {
-
-inline constexpr std::string_view kLayoutName = "x86-panel-16x64";
-inline constexpr int kLayoutVersion = 1;
 
 struct WeightSpec {
   Format format = Format::float32;

@@ -34,9 +34,10 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 template <Format kFormat> using codec_of = typename CodecOf<kFormat>::type;
 
-// body.operator()<Format>() for the format that is only known now.
+// body.operator()<Format>() for the format that is only known now. Spelled so, it is inlined also where the scalar
+// kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol is left in their object.
 template <class Body>
-LOWBIT_INLINE constexpr auto with_format(Format format, Body&& body) {
+[[gnu::__always_inline__]] inline constexpr auto with_format(Format format, Body&& body) {
   switch (format) {
 #define LOWBIT_FORMAT(name, Codec) \
   case Format::name: return body.template operator()<Format::name>();
@@ -47,31 +48,19 @@ LOWBIT_INLINE constexpr auto with_format(Format format, Body&& body) {
 }
 
 // What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
-#define LOWBIT_FORMAT(name, Codec) case Format::name: return Codec::LOWBIT_FACT;
-#define LOWBIT_FACT bits
-LOWBIT_INLINE constexpr int bits(Format format) {
-  switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) }
-  __builtin_unreachable();
-}
+#define LOWBIT_FACT(Type, function, fact)                                                                   \
+  LOWBIT_INLINE constexpr Type function(Format format) {                                                    \
+    return with_format(format, []<Format kFormat>() __attribute__((__always_inline__)) -> Type {            \
+      return codec_of<kFormat>::fact;                                                                       \
+    });                                                                                                     \
+  }
+LOWBIT_FACT(int, bits, bits)
+LOWBIT_FACT(CodecKind, kind_of, kind)
+LOWBIT_FACT(int, symmetric_zero, zero)  // the zero point of a symmetric weight
+LOWBIT_FACT(int, code_of_zero, code_of_zero)
+LOWBIT_FACT(int, code_max, code_max)
 #undef LOWBIT_FACT
-#define LOWBIT_FACT is_float
-LOWBIT_INLINE constexpr bool is_float(Format format) {
-  switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) }
-  __builtin_unreachable();
-}
-#undef LOWBIT_FACT
-#define LOWBIT_FACT zero  // the unsigned code that decodes to zero in a symmetric format
-LOWBIT_INLINE constexpr int symmetric_zero(Format format) {
-  switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) }
-  __builtin_unreachable();
-}
-#undef LOWBIT_FACT
-#define LOWBIT_FACT code_max
-LOWBIT_INLINE constexpr int code_max(Format format) {
-  switch (format) { LOWBIT_FORMATS(LOWBIT_FORMAT) }
-  __builtin_unreachable();
-}
-#undef LOWBIT_FACT
-#undef LOWBIT_FORMAT
+
+LOWBIT_INLINE constexpr bool is_float(Format format) { return kind_of(format) == CodecKind::floating; }
 
 }  // namespace lowbit

@@ -20,8 +20,7 @@ namespace lowbit {
 #define LOWBIT_OPS(X) \
   X(linear, LinearArgs) \
   X(quantize, QuantizeArgs) \
-  X(pack, PackArgs) \
-  X(unpack, UnpackArgs) \
+  X(repack, RepackArgs) \
   X(dequantize, DequantizeArgs) \
   X(all_finite, AllFiniteArgs) \
   X(optim_step, OptimStepArgs) \

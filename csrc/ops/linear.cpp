@@ -14,13 +14,15 @@ WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format
   const WeightSpec spec{static_cast<Format>(format), n, k, group_size, asymmetric};
   check(!is_float(spec.format) || (group_size == 0 && !asymmetric), value, op, ": a ", kFormatNames[format],
         " weight has no groups and no zero point, got group_size=", group_size, " asymmetric=", asymmetric);
+  check(kind_of(spec.format) != CodecKind::lookup || !asymmetric, value, op, ": a ", kFormatNames[format],
+        " weight has no zero point, got asymmetric=", asymmetric);
   return spec;
 }
 
 XFormat x_format(int64_t value_, const WeightSpec& spec) {
   check(value_ >= 0 && value_ < static_cast<int64_t>(std::size(kXFormatNames)), value, "linear: x_format must be 0..",
         std::size(kXFormatNames) - 1, ", got x_format=", value_);
-  check(value_ == 0 || !is_float(spec.format), value, "linear: x_format must be float for a ",
+  check(value_ == 0 || kind_of(spec.format) == CodecKind::integer, value, "linear: x_format must be float for a ",
         kFormatNames[static_cast<int>(spec.format)], " weight, got ", kXFormatNames[value_]);
   return static_cast<XFormat>(value_);
 }

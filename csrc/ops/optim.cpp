@@ -9,11 +9,6 @@ using enum ErrorKind;
 
 namespace {
 
-int moments_of(Rule rule, const Hyper& hyper) {
-  if (rule == Rule::adamw) return hyper.amsgrad ? 3 : 2;
-  return rule == Rule::sgd && hyper.momentum == 0 ? 0 : 1;
-}
-
 // Every element once and no gaps: the dimensions, ordered by stride, each start where the one before ends. Without
 // elements no stride means anything.
 bool is_dense(const TensorView& view) {
@@ -84,7 +79,7 @@ OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyp
   args_.found_inf = found_inf ? one_number(found_inf, "optim_step: found_inf") : nullptr;
   args_.stochastic_rounding = seed.has_value();
   args_.seed = static_cast<uint64_t>(seed.value_or(0));
-  moments_ = moments_of(args_.rule, hyper);
+  args_.moments = with_rule(args_.rule, [&]<class Type>() { return moments_of<Type>(hyper); });
 }
 
 void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
@@ -105,7 +100,7 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
                      .scale = {},
                      .numel = param.numel(),
                      .step_count = one_number(step, "optim_step: steps[", i, "]")};
-  for (int k = 0; k < moments_; k++) {
+  for (int k = 0; k < args_.moments; k++) {
     check_state(args_.format, args_.block_size, param.numel(), moment[k], has_scales() ? scale[k] : TensorView{},
                 "optim_step: states[", k, "][", i, "]");
     tensor.moment[k] = moment[k].data;

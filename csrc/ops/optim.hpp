@@ -7,6 +7,7 @@
 // stochastically.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -15,11 +16,13 @@
 #include "core/tensor_view.hpp"
 #include "formats/state_format.hpp"
 #include "ops/kernel.hpp"
-#include "rules/hyper.hpp"
+#include "rules/list.hpp"
 
 namespace lowbit {
 
-inline constexpr int kMaxMoments = 3;
+#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
+inline constexpr int kMaxMoments = std::max({LOWBIT_RULES(LOWBIT_RULE)});
+#undef LOWBIT_RULE
 
 struct OptimTensor {
   void* param;
@@ -35,6 +38,7 @@ struct OptimTensor {
 struct OptimStepArgs {
   Place place{};
   Rule rule = Rule::adamw;
+  int moments = 0;  // that the rule keeps with the numbers of hyper
   StateFormat format = StateFormat::float32;
   int64_t block_size = 0;
   Hyper hyper = {};
@@ -70,9 +74,7 @@ class LOWBIT_API OptimStep {
  public:
   OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
             const TensorView& found_inf, std::optional<int64_t> seed);
-  int moments() const {
-    return moments_;
-  }  // adamw: exp_avg, exp_avg_sq and with amsgrad max_exp_avg_sq; sgd with momentum: momentum_buffer; lion: exp_avg
+  int moments() const { return args_.moments; }
   bool has_scales() const { return has_codes(args_.format); }
 
   // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float
@@ -84,7 +86,6 @@ class LOWBIT_API OptimStep {
 
  private:
   OptimStepArgs args_;
-  int moments_;
   std::vector<OptimTensor> tensors_;
 };
 

@@ -17,16 +17,6 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
   check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
 }
 
-template <class Args>  // PackArgs or UnpackArgs
-void check_plain_codes(std::string_view op, const Args& args) {
-  const WeightSpec& spec = args.spec;
-  check(!is_float(spec.format), value, op, ": a ", kFormatNames[static_cast<int>(spec.format)], " weight has no codes");
-  check_weight(op, args.packed, spec);
-  check_matrix(op, "codes", args.codes, DType::uint8, spec.n, spec.k);
-  check_matrix(op, "scale", args.scale, DType::float32, spec.n, spec.groups());
-  if (args.zero || spec.asymmetric) check_matrix(op, "zero", args.zero, DType::float32, spec.n, spec.groups());
-}
-
 }  // namespace
 
 Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
@@ -49,16 +39,20 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
   return distortion;
 }
 
-void pack(const PackArgs& args) {
-  check(args.spec.asymmetric || !args.zero, value, "pack: a symmetric weight has no zero point, got zero");
-  check_plain_codes("pack", args);
-  check(all_finite(args.scale), value, "pack: scale must be finite, got inf or nan");
-  check(!args.zero || all_finite(args.zero), value, "pack: zero must be finite, got inf or nan");
-  run(args);
+Layout layout(std::string_view op, int64_t number) {
+  check(number >= 0 && number < static_cast<int64_t>(std::size(kLayoutNames)), value, op, ": layout must be 0..",
+        std::size(kLayoutNames) - 1, ", got layout=", number);
+  return static_cast<Layout>(number);
 }
 
-void unpack(const UnpackArgs& args) {
-  check_plain_codes("unpack", args);
+Sections sections(Layout layout, const WeightSpec& spec) {
+  return with_layout(layout, [&]<class Type>() { return Type::sections(spec); });
+}
+
+void repack(RepackArgs args) {
+  args.from = sections(args.layout, args.spec), args.to = sections(args.out_layout, args.spec);
+  check_matrix("repack", "packed", args.packed, DType::uint8, args.from.rows, args.from.row_bytes);
+  check_matrix("repack", "out", args.out, DType::uint8, args.to.rows, args.to.row_bytes);
   run(args);
 }
 
@@ -66,10 +60,6 @@ void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorVi
   check_weight("dequantize", packed, spec);
   check_matrix("dequantize", "out", out, DType::float32, spec.n, spec.k);
   run(DequantizeArgs{.place = place_of(packed), .spec = spec, .packed = packed, .out = out});
-}
-
-void refuse_code(int code, int highest) {
-  throw Error(value, concat("pack: codes must be 0..", highest, ", got ", code));
 }
 
 bool all_finite(const TensorView& tensor) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantize, pack, unpack, dequantize: between float weights [n, k], plain codes and the packed panels of
-// formats/format.hpp.
+// quantize, dequantize: between float weights [n, k] and the packed panels of formats/format.hpp; repack: between
+// layouts.
 #pragma once
 
 #include <string_view>
 
 #include "core/tensor_view.hpp"
-#include "formats/format.hpp"
+#include "formats/layout.hpp"
 #include "ops/kernel.hpp"
 
 namespace lowbit {
@@ -29,21 +29,14 @@ struct QuantizeArgs {
   Distortion* distortion = nullptr;  // written
 };
 
-// Plain codes to panels. Codes past those of the format are refused by the row, which reads them.
-struct PackArgs {
+// A packed weight from one layout (formats/layout.hpp) to another.
+struct RepackArgs {
   Place place{};
   WeightSpec spec;
-  TensorView codes;   // uint8 [n, k], contiguous
-  TensorView scale;   // float32 [n, groups], contiguous
-  TensorView zero;    // likewise; missing when symmetric
-  TensorView packed;  // as above: written
-};
-
-struct UnpackArgs {
-  Place place{};
-  WeightSpec spec;
-  TensorView packed;              // as above
-  TensorView codes, scale, zero;  // as above: written; zero may be missing when symmetric
+  Layout layout = Layout::row_major, out_layout = Layout::x86_panel_16x64;
+  TensorView packed;  // uint8, of the shape that its layout says, contiguous
+  TensorView out;     // likewise: written
+  Sections from{}, to{};  // of the layouts, set by repack()
 };
 
 struct DequantizeArgs {
@@ -62,10 +55,10 @@ struct AllFiniteArgs {
 
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
                                int64_t mapping);
-LOWBIT_API void pack(const PackArgs& args);
-LOWBIT_API void unpack(const UnpackArgs& args);
+LOWBIT_API Layout layout(std::string_view op, int64_t number);
+LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
+LOWBIT_API void repack(RepackArgs args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
 LOWBIT_API bool all_finite(const TensorView& tensor);
-[[noreturn]] LOWBIT_API void refuse_code(int code, int highest);  // for rows of pack
 
 }  // namespace lowbit

@@ -15,15 +15,19 @@
 
 namespace lowbit {
 
-template <bool kAmsgrad>
 struct AdamW {
-  static constexpr int kMoments = kAmsgrad ? 3 : 2;  // m, v, largest v
-  static constexpr bool kSigned[] = {true, false, false};
+  static constexpr Moment moments[] = {
+      {"exp_avg", true}, {"exp_avg_sq", false}, {"max_exp_avg_sq", false, HyperField::amsgrad}};
+  static constexpr HyperField reads[] = {HyperField::beta1, HyperField::beta2, HyperField::eps, HyperField::amsgrad};
+  template <int kCount> struct Step;
+};
 
+template <int kCount>
+struct AdamW::Step : RuleStep<AdamW, kCount> {
   float unit[3], carry[3];  // new moment / unit = old moment * carry + ...
   float root_gain, root_eps;
 
-  LOWBIT_INLINE AdamW(const Hyper& hyper, double step) {
+  LOWBIT_INLINE Step(const Hyper& hyper, double step) {
     const double unit1 = 1 - hyper.beta1, unit2 = 1 - hyper.beta2,
                  rate = -hyper.lr / (1 - std::pow(hyper.beta1, step)) * unit1;
     unit[0] = static_cast<float>(unit1), unit[1] = unit[2] = static_cast<float>(unit2);
@@ -42,7 +46,7 @@ struct AdamW {
     m = fma(m, factor[0], g);
     v = fma(g, g, mul(v, factor[1]));
     Float divisor = v;
-    if constexpr (kAmsgrad) divisor = moment[2] = max(mul(moment[2], factor[2]), v);  // v where it is nan
+    if constexpr (kCount == 3) divisor = moment[2] = max(mul(moment[2], factor[2]), v);  // v where it is nan
     return fma(p, keep, div(m, fma(sqrt(divisor), like(g, root_gain), like(g, root_eps))));
   }
 };

@@ -1,26 +1,60 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of update rules and the numbers that they read.
+// The numbers that update rules read, and what a rule says of itself.
 //
-// A rule makes p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and kMoments moments. What
-// weight decay leaves of p is p * keep. The caller gives old moments as two numbers, moment * factor = old * carry (so
-// that a scale, or a table of values, costs no product of its own), and takes back the new ones in `moment`, divided by
-// `unit`.
+// A rule (adamw.hpp ...; list.hpp is their list) is a struct with
+//   moments   what it keeps of an element, in order; the bindings, Python and state dicts take the names from here
+//   reads     its own numbers of Hyper. lr, weight_decay, decoupled and maximize belong to the step of every rule.
+//   Step<n>   the rule with its first n moments: constants made of (hyper, step), and
+// p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and moments; p * keep is what weight
+// decay leaves of p. The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a
+// table of values, costs no product of its own), and takes back the new ones in `moment`, divided by `unit`.
 #pragma once
 
 #include <string_view>
 
+#include "core/bits.hpp"
+
 namespace lowbit {
 
-enum class Rule : int { adamw, sgd, lion };
-inline constexpr std::string_view kRuleNames[] = {"adamw", "sgd", "lion"};
+// What a user sets, for all tensors of a call: a line here is a number that any rule may read. decoupled: weight decay
+// shrinks the parameter (AdamW, Lion); else it is added to the gradient (Adam, SGD).
+#define LOWBIT_HYPER(X)   \
+  X(double, lr)           \
+  X(double, beta1)        \
+  X(double, beta2)        \
+  X(double, eps)          \
+  X(double, weight_decay) \
+  X(bool, decoupled)      \
+  X(bool, maximize)       \
+  X(bool, amsgrad)        \
+  X(bool, nesterov)       \
+  X(double, momentum)     \
+  X(double, dampening)
 
-// What a user sets, for all tensors of a call. A rule reads what it knows.
-struct Hyper {
-  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  bool decoupled =
-      false;  // weight decay shrinks the parameter (AdamW, Lion); else it is added to the gradient (Adam, SGD)
-  bool maximize = false, amsgrad = false, nesterov = false;
-  double momentum = 0, dampening = 0;
+#define LOWBIT_HYPER_FIELD(Type, name) Type name = {};
+struct Hyper { LOWBIT_HYPER(LOWBIT_HYPER_FIELD) };
+#undef LOWBIT_HYPER_FIELD
+
+#define LOWBIT_HYPER_FIELD(Type, name) name,
+enum class HyperField : int { LOWBIT_HYPER(LOWBIT_HYPER_FIELD) none };
+#undef LOWBIT_HYPER_FIELD
+
+#define LOWBIT_HYPER_FIELD(Type, name) #name,
+inline constexpr std::string_view kHyperNames[] = {LOWBIT_HYPER(LOWBIT_HYPER_FIELD)};
+#undef LOWBIT_HYPER_FIELD
+
+struct Moment {
+  std::string_view name;
+  bool is_signed;                      // can be negative, which chooses its map
+  HyperField needs = HyperField::none;  // kept only where this number is not 0; such moments come last
+};
+
+// Base of Rule::Step<count>.
+template <class Rule, int kCount>
+struct RuleStep {
+  static constexpr int kMoments = kCount;
+  template <int k>
+  static constexpr bool kSigned = Rule::moments[k].is_signed;
 };
 
 }  // namespace lowbit

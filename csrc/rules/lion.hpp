@@ -10,13 +10,17 @@
 namespace lowbit {
 
 struct Lion {
-  static constexpr int kMoments = 1;
-  static constexpr bool kSigned[] = {true};
+  static constexpr Moment moments[] = {{"exp_avg", true}};
+  static constexpr HyperField reads[] = {HyperField::beta1, HyperField::beta2};
+  template <int kCount> struct Step;
+};
 
+template <int kCount>
+struct Lion::Step : RuleStep<Lion, kCount> {
   float unit[1], carry[1];
   float rate, beta2, lookahead;
 
-  LOWBIT_INLINE Lion(const Hyper& hyper, double)
+  LOWBIT_INLINE Step(const Hyper& hyper, double)
       : unit{static_cast<float>(1 - hyper.beta2)}, carry{static_cast<float>(1 / (1 - hyper.beta2))},
         rate(static_cast<float>(-hyper.lr)), beta2(static_cast<float>(hyper.beta2)),
         lookahead(static_cast<float>(hyper.beta1 * (1 - hyper.beta2) / (1 - hyper.beta1))) {}

@@ -8,16 +8,19 @@
 
 namespace lowbit {
 
-template <bool kMomentum>
 struct Sgd {
-  static constexpr int kMoments = kMomentum ? 1 : 0;
-  static constexpr bool kSigned[] = {true};
+  static constexpr Moment moments[] = {{"momentum_buffer", true, HyperField::momentum}};
+  static constexpr HyperField reads[] = {HyperField::momentum, HyperField::dampening, HyperField::nesterov};
+  template <int kCount> struct Step;
+};
 
+template <int kCount>
+struct Sgd::Step : RuleStep<Sgd, kCount> {
   float unit[1], carry[1];
   float rate, momentum, gain;
   bool nesterov;
 
-  LOWBIT_INLINE Sgd(const Hyper& hyper, double step)
+  LOWBIT_INLINE Step(const Hyper& hyper, double step)
       : unit{1.0f}, carry{static_cast<float>(hyper.momentum)}, rate(static_cast<float>(-hyper.lr)),
         momentum(static_cast<float>(hyper.momentum)), gain(step <= 1 ? 1.0f : static_cast<float>(1 - hyper.dampening)),
         nesterov(hyper.nesterov) {}
@@ -25,7 +28,7 @@ struct Sgd {
   template <class Float>
   LOWBIT_INLINE Float update(Float p, Float keep, Float g, Float* moment, const Float* factor) const {
     p = mul(p, keep);
-    if constexpr (!kMomentum) return fma(g, like(g, rate), p);
+    if constexpr (kCount == 0) return fma(g, like(g, rate), p);
     Float& b = moment[0];
     b = fma(b, factor[0], mul(g, like(g, gain)));
     return fma(nesterov ? fma(b, like(g, momentum), g) : b, like(g, rate), p);

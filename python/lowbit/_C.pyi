@@ -23,6 +23,17 @@ class _Registration(TypedDict):
     how: str
     reason: str
 
+class _FormatFacts(TypedDict):
+    bits: int
+    kind: str  # "float", "integer" or "lookup" (csrc/formats/codec.hpp)
+    zero: int
+    code_max: int
+
+class _Rule(TypedDict):
+    number: int
+    moments: dict[str, tuple[bool, str | None]]  # can be negative; kept only where this number is not 0
+    reads: tuple[str, ...]
+
 class _Kernel(TypedDict):
     name: str
     backend: str
@@ -42,12 +53,15 @@ class _Choice(TypedDict):
 
 version: str
 LAYOUT: str
+LAYOUTS: dict[str, int]
 LAYOUT_VERSION: int
 FORMATS: dict[str, int]
+FORMAT_FACTS: dict[str, _FormatFacts]
 X_FORMATS: dict[str, int]
 ACTIVATIONS: dict[str, int]
 MAPPINGS: dict[str, int]
-OPTIM_RULES: dict[str, int]
+OPTIM_RULES: dict[str, _Rule]
+OPTIM_HYPER: tuple[str, ...]
 STATE_FORMATS: dict[str, int]
 SCORE_OPS: dict[str, tuple[int, str]]
 
@@ -61,31 +75,20 @@ def explain_linear(
 def force_kernel(name: str | None) -> str | None: ...
 def last_kernel(op: str) -> str: ...
 def read_bandwidth(bytes: int, streams: int, threads: int, repeats: int = 1) -> float: ...
-def panel_bytes(format: int, k: int, group_size: int, asymmetric: bool) -> int: ...
+def packed_shape(layout: int, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> tuple[int, int]: ...
 def quantize(
     weight: _Tensor, packed: _Tensor, format: int, group_size: int, asymmetric: bool, mapping: int
 ) -> tuple[float, float]: ...
-def pack(
-    codes: _Tensor,
-    scale: _Tensor,
-    zero: _Tensor | None,
+def repack(
     packed: _Tensor,
+    layout: int,
+    out: _Tensor,
+    out_layout: int,
     n: int,
     k: int,
     format: int,
     group_size: int,
     asymmetric: bool,
-) -> None: ...
-def unpack(
-    packed: _Tensor,
-    n: int,
-    k: int,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-    codes: _Tensor,
-    scale: _Tensor,
-    zero: _Tensor | None,
 ) -> None: ...
 def all_finite(tensor: _Tensor) -> bool: ...
 class OptimStep:

@@ -96,10 +96,16 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
 
 def format_cases() -> Iterator[tuple[str, int, str, str]]:
     """Every (format, group_size, mapping, x_format) that the op takes."""
-    for name in ("float32", "bfloat16", "float16"):
+    for name in formats_of_kind("float"):
         yield name, 0, "symmetric", "float"
-    mappings = ("symmetric", "symmetric_no_clipping_err", "asymmetric")
-    yield from itertools.product(("int8", "int4"), (0, 32, 64, 128, 256), mappings, _C.X_FORMATS)
+    group_sizes = (0, 32, 64, 128, 256)
+    yield from itertools.product(formats_of_kind("integer"), group_sizes, _C.MAPPINGS, _C.X_FORMATS)
+    yield from itertools.product(formats_of_kind("lookup"), group_sizes, ("symmetric",), ("float",))
+
+
+def formats_of_kind(kind: str) -> list[str]:
+    """The weight formats whose codec is of this kind: float, integer or lookup."""
+    return [name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] == kind]
 
 
 def linear_cases(rounds: int = 2) -> list[LinearCase]:
@@ -144,18 +150,35 @@ def serves(row: str, case: LinearCase) -> bool:
 
 def pack_weight(weight: Tensor, format: str, group_size: int = 0, mapping: str = "symmetric") -> Tensor:
     """Quantize ``[n, k]`` into a packed weight with the kernel."""
-    n, k = weight.shape
     asymmetric = mapping == "asymmetric"
-    packed = torch.zeros(-(-n // 16), _C.panel_bytes(_C.FORMATS[format], k, group_size, asymmetric), dtype=torch.uint8)
+    packed = empty_packed(*weight.shape, format, group_size, asymmetric)
     _C.quantize(weight, packed, _C.FORMATS[format], group_size, asymmetric, _C.MAPPINGS[mapping])
     return packed
 
 
+def empty_packed(n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False, layout: str = _C.LAYOUT) -> Tensor:
+    """Zeros of the shape that a packed weight has."""
+    return torch.zeros(_C.packed_shape(_C.LAYOUTS[layout], n, k, _C.FORMATS[format], group_size, asymmetric), dtype=torch.uint8)
+
+
+def repack(packed: Tensor, layout: str, to: str, n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False) -> Tensor:
+    """A packed weight in another layout, by the kernel."""
+    out = empty_packed(n, k, format, group_size, asymmetric, to)
+    _C.repack(packed, _C.LAYOUTS[layout], out, _C.LAYOUTS[to], n, k, _C.FORMATS[format], group_size, asymmetric)
+    return out
+
+
+def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int = 0) -> Tensor:
+    """Plain codes ``[n, k]``, scales and zero points ``[n, groups]`` as a packed weight."""
+    rows = layout.row_major(QuantizedWeight.of(codes, scale, zero, format, group_size))
+    return repack(rows, "row-major", _C.LAYOUT, *codes.shape, format, group_size, zero is not None)
+
+
 def decode_weight(packed: Tensor, n: int, k: int, format: str, group_size: int, mapping: str) -> QuantizedWeight | Tensor:
     """Read a packed weight with the reference: a `QuantizedWeight`, or the float ``[n, k]``."""
-    if format in ("int8", "int4"):
-        return layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
-    return layout.unpack_float(packed, n, k, format)
+    if _C.FORMAT_FACTS[format]["kind"] == "float":
+        return layout.unpack_float(packed, n, k, format)
+    return layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +276,7 @@ def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "
         )
 
 
-STATE_FORMATS = ("float32", "bfloat16", "dynamic8", "dynamic4", "float8")
+STATE_FORMATS = tuple(_C.STATE_FORMATS)
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True, "maximize": False,
          "amsgrad": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}  # fmt: skip
 """Arguments of every rule of `_C.OptimStep`; a rule reads those that it knows."""
@@ -315,9 +338,10 @@ class Moment:
         return (nearest - values).abs() + 8 * ROUNDOFF["float32"] * (values.abs() + nearest.abs()) + optim_reference.SMALLEST
 
 
-def moments_of(rule: str, hyper: Mapping[str, float]) -> int:
-    """How many moments a rule keeps."""
-    return {"adamw": 3 if hyper["amsgrad"] else 2, "sgd": int(hyper["momentum"] != 0), "lion": 1}[rule]
+def moments_of(rule: str, hyper: Mapping[str, float]) -> dict[str, bool]:
+    """The moments that a rule keeps, in order: name -> can be negative."""
+    moments = _C.OPTIM_RULES[rule]["moments"]
+    return {name: signed for name, (signed, needs) in moments.items() if needs is None or hyper[needs]}
 
 
 def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[list[Moment]], steps: list[Tensor],
@@ -328,7 +352,7 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
     scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
     previous = _C.force_kernel(row)
     try:
-        _C.OptimStep(_C.OPTIM_RULES[rule], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
+        _C.OptimStep(_C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
                      grad_scale, found_inf, seed).run()  # fmt: skip
     finally:
         _C.force_kernel(previous)

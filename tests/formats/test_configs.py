@@ -163,7 +163,9 @@ def test_an_option_of_torchao_that_cannot_be_honoured_is_never_ignored(cls, opti
 
 
 def test_set_inductor_config_is_accepted_because_both_values_mean_the_same_here():
-    for cls in FORMATS[1:]:
+    for cls in FORMATS:
+        if "set_inductor_config" not in cls.__dataclass_fields__:  # not one of torchao's
+            continue
         assert spec(cls(set_inductor_config=False)) == spec(cls())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lowbit import _C
 from lowbit.formats import FORMATS, LinearSpec
-from lowbit.formats.spec import LAYOUT_FIELDS, describe_layout
+from lowbit.formats.spec import LAYOUT_FIELDS, StoredWeight
 
 SPECS = [cls().spec(torch.float32) for cls in FORMATS] + [
     LinearSpec("int4", 64, True, "int8_row_asymmetric", "asymmetric"),
@@ -52,18 +52,36 @@ def test_bytes_are_whole_panels(spec, n, k):
     assert spec.bytes(n, k) == panels * panel_bytes
 
 
+@pytest.mark.parametrize("layout", _C.LAYOUTS)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_layout_can_be_read_back_in_words(spec):
-    layout = spec.layout(48, 100)
-    assert len(layout) == len(LAYOUT_FIELDS) and all(type(number) is int for number in layout)
-    assert describe_layout(layout) == f"{spec.name} of n=48 k=100"
+def test_the_numbers_of_a_stored_weight_can_be_read_back(spec, layout):
+    numbers = spec.layout(48, 100, layout)
+    assert len(numbers) == len(LAYOUT_FIELDS) and all(type(number) is int for number in numbers)
+    stored = StoredWeight.read(numbers)
+    assert (stored.n, stored.k, stored.layout, stored.spec.name) == (48, 100, layout, spec.name)
+    assert stored.spec.layout(48, 100, layout) == numbers and stored.shape == spec.shape(48, 100, layout)
+    assert str(stored) == f"{spec.name} of n=48 k=100" + (" in row-major" if layout == "row-major" else "")
 
 
-def test_foreign_layouts_are_described_not_decoded():
-    layout = SPECS[0].layout(48, 100)
-    assert describe_layout((layout[0] + 1, *layout[1:])) == f"layout version {layout[0] + 1}"
-    assert describe_layout(layout[:3]) == "a layout of 3 numbers"
-    assert describe_layout((layout[0], 99, *layout[2:])) == "format 99 with x_format 0"
+def test_version_1_had_no_layout_and_was_in_panels():
+    *numbers, _ = LinearSpec("int4", 32).layout(48, 100)
+    stored = StoredWeight.read([1, *numbers[1:]])
+    assert stored.layout == "x86-panel-16x64" and stored.spec == LinearSpec("int4", 32)
+
+
+def test_numbers_of_later_versions_are_refused_by_name():
+    version, format, *rest, layout = SPECS[0].layout(48, 100)
+    for numbers, text in (
+        ((version + 1, format, *rest, layout, 7), rf"layout version {version + 1}, known are 1 to {version}"),
+        ((0, format, *rest, layout), "layout version 0, known are"),
+        ((version, format, *rest, 17), "layout 17, known are 0 x86-panel-16x64, 1 row-major"),
+        ((version, format, *rest), "a layout of 7 numbers"),
+        ((1, format, *rest, layout), "a layout of 8 numbers"),
+        ((), "a layout of 0 numbers"),
+        ((version, 99, *rest, layout), "format 99 with x_format 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            StoredWeight.read(numbers)
 
 
 def test_a_spec_is_immutable_and_pickles():

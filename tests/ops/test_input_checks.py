@@ -92,7 +92,7 @@ def test_dequantize_refuses_a_weight_of_another_shape() -> None:
 def test_fake_tensors_without_data_are_refused_by_the_extension() -> None:
     with FakeTensorMode():
         weight = torch.randn(N, K)
-    packed = torch.zeros(2, _C.panel_bytes(INT4, K, GROUP, False), dtype=torch.uint8)
+    packed = testing.empty_packed(N, K, "int4", GROUP)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         _C.quantize(weight, packed, INT4, GROUP, False, 0)
 
@@ -100,7 +100,7 @@ def test_fake_tensors_without_data_are_refused_by_the_extension() -> None:
 def test_extension_takes_numpy_arrays() -> None:
     numpy = pytest.importorskip("numpy")
     weight = torch.randn(N, K)
-    packed = numpy.zeros((2, _C.panel_bytes(INT4, K, GROUP, False)), dtype=numpy.uint8)
+    packed = numpy.zeros(_C.packed_shape(0, N, K, INT4, GROUP, False), dtype=numpy.uint8)
     _C.quantize(weight.numpy(), packed, INT4, GROUP, False, 0)
     assert torch.equal(torch.from_numpy(packed), testing.pack_weight(weight, "int4", GROUP))
 
@@ -113,7 +113,7 @@ def test_extension_takes_numpy_arrays() -> None:
     (dict(group_size=100), ValueError, "quantize: group_size must be 32, 64, 128, 256 or 0"),
 ])  # fmt: skip
 def test_quantize_refuses_bad_input(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
-    packed = torch.zeros(2, _C.panel_bytes(INT4, K, GROUP, False), dtype=torch.uint8)
+    packed = testing.empty_packed(N, K, "int4", GROUP)
     values = {"weight": torch.randn(N, K), "packed": packed, "format": INT4, "group_size": GROUP, "asymmetric": False,
               "mapping": 0, **changes}  # fmt: skip
     with pytest.raises(kind, match=text):

@@ -66,9 +66,8 @@ class Problem:
         self.grads = [
             (torch.randn(n, generator=random) * scale).to(getattr(torch, g)) for n, scale, (_, g) in zip(numels, magnitude, pairs, strict=True)
         ]
-        signs = reference.SIGNED[self.rule][: moments_of(self.rule, self.hyper)]
         self.moments = []
-        for signed in signs:
+        for signed in moments_of(self.rule, self.hyper).values():
             values = [torch.randn(n, generator=random) * scale for n, scale in zip(numels, magnitude, strict=True)]
             values = values if signed else [value**2 + value.abs().amax() ** 2 * 1e-4 for value in values]
             self.moments.append([Moment.of(value, format, signed, block_size) for value in values])
@@ -220,7 +219,7 @@ def test_float32_states_follow_torchs_own_optimizers() -> None:
     }.items():
         rule, hyper = rule_of(name), RULES[name]
         ours, parameter = start.clone(), torch.nn.Parameter(start.clone())
-        moments = [[Moment.zeros((1000,), "float32", True, 256)] for _ in range(moments_of(rule, hyper))]
+        moments = [[Moment.zeros((1000,), "float32", True, 256)] for _ in moments_of(rule, hyper)]
         optimizer, step = theirs([parameter]), [torch.tensor(0.0)]
         for grad in grads:
             parameter.grad = grad.clone()
@@ -398,7 +397,7 @@ def test_bad_arguments_say_what_was_wanted_and_change_nothing(change: str, error
     params, grads = [torch.randn(100) for _ in range(2)], [torch.randn(100) for _ in range(2)]
     states = [[torch.zeros(100, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
     scales, steps = [[torch.zeros(2) for _ in range(2)] for _ in range(2)], [torch.tensor(0.0) for _ in range(2)]
-    rest = dict(rule=_C.OPTIM_RULES["adamw"], state_format=_C.STATE_FORMATS["dynamic8"], block_size=64, hyper=dict(HYPER),
+    rest = dict(rule=_C.OPTIM_RULES["adamw"]["number"], state_format=_C.STATE_FORMATS["dynamic8"], block_size=64, hyper=dict(HYPER),
                 grad_scale=None, found_inf=None, seed=None)  # fmt: skip
     kept = [params[0], params[0].clone(), steps[0]]
     exec(change)

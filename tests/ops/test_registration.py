@@ -45,7 +45,7 @@ case = testing.LinearCase(1, 5, 7)
 testing.run_linear(case, testing.make_data(case))
 with torch._subclasses.FakeTensorMode() as mode:
     x = torch.empty(1, 7)
-    weight = torch.empty(1, _C.panel_bytes(3, 7, 0, False), dtype=torch.uint8)
+    weight = torch.empty(_C.packed_shape(0, 5, 7, 3, 0, False), dtype=torch.uint8)
     assert torch.ops.lowbit.linear(x, weight, 5, 7, 3, 0, False, 0).shape == (1, 5)
 print(lowbit.info()["torch.ops.lowbit.linear"])
 """

@@ -60,28 +60,15 @@ def test_the_dtype_is_that_of_the_bias_or_of_the_model_or_the_one_asked_for(mode
         lowbit.dequantize_(half, torch.int8)
 
 
-def test_a_fused_gated_mlp_becomes_what_it_was():
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-                nn.Linear(64, 96),
-                nn.Linear(64, 96),
-                nn.Linear(96, 64),
-                nn.SiLU(),
-            )
-
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-    model, x = nn.ModuleDict({"mlp": MLP()}), torch.randn(3, 64)
-    lowbit.quantize_(model, lowbit.int8_weight_only())
-    lowbit.fuse_gated_mlps(model)
-    fused = model["mlp"](x)
-    assert type(model["mlp"]) is FusedGatedMLP
-    lowbit.dequantize_(model)
-    assert type(model["mlp"]) is MLP
-    torch.testing.assert_close(model["mlp"](x), fused, rtol=1e-4, atol=1e-5)
+def test_a_fused_gated_mlp_becomes_what_it_was(gated_mlp):
+    kind, x = type(gated_mlp["mlp"]), torch.randn(3, 64)
+    lowbit.quantize_(gated_mlp, lowbit.int8_weight_only())
+    lowbit.fuse_gated_mlps(gated_mlp)
+    fused = gated_mlp["mlp"](x)
+    assert type(gated_mlp["mlp"]) is FusedGatedMLP
+    lowbit.dequantize_(gated_mlp)
+    assert type(gated_mlp["mlp"]) is kind
+    torch.testing.assert_close(gated_mlp["mlp"](x), fused, rtol=1e-4, atol=1e-5)
 
 
 def test_conv1d_becomes_an_nn_linear_with_the_same_result():

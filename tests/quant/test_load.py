@@ -114,7 +114,11 @@ def another_layer(state):
 
 
 def another_version(state):
-    state["0.layout"] = state["0.layout"] + torch.tensor([1, 0, 0, 0, 0, 0, 0])
+    state["0.layout"] = state["0.layout"] + torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+
+
+def another_way_to_lie(state):
+    state["0.layout"] = state["0.layout"] + torch.tensor([0, 0, 0, 0, 0, 0, 0, 9])
 
 
 def missing_name(state):
@@ -134,10 +138,11 @@ def cut_short(state):
     [
         (
             without_layout,
-            r"0.weight must be a packed weight of n=33 k=100 with its layout of 7 numbers, got uint8 .* without one",
+            r"0.weight must be a packed weight of n=33 k=100 with its layout, got uint8 .* without one",
         ),
         (another_layer, "0.weight must be a packed weight of n=33 k=100 .*n=7 k=65"),
-        (another_version, "0.weight must be .* layout version 2"),
+        (another_version, "0.weight must be .* layout version 3, known are 1 to 2"),
+        (another_way_to_lie, "0.weight must be .* layout 9, known are 0 x86-panel-16x64, 1 row-major"),
         (cut_short, r"0.weight must be .*got uint8 \[1, "),
         (missing_name, "names must be those of the model, missing 2.2.bias, unexpected none"),
         (unknown_name, "names must be those of the model, missing none, unexpected 7.weight"),

@@ -11,7 +11,7 @@ from lowbit.reference import layout
 from lowbit.reference.quantize import quantize
 
 SHAPES = ((1, 1), (16, 64), (17, 70), (33, 257), (5, 300))
-QUANTIZED = [case[:3] for case in testing.format_cases() if case[0] in ("int8", "int4") and case[3] == "float"]
+QUANTIZED = [case[:3] for case in testing.format_cases() if _C.FORMAT_FACTS[case[0]]["kind"] != "float" and case[3] == "float"]
 
 
 def without_column_sum(packed: torch.Tensor) -> torch.Tensor:
@@ -37,36 +37,84 @@ def test_quantize_packs_the_bytes_of_the_reference(format: str, group_size: int,
             assert torch.equal(without_column_sum(packed), without_column_sum(wanted))  # padding too
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("format", testing.formats_of_kind("float"))
 def test_float_weights_pack_to_the_bytes_of_the_reference(format: str) -> None:
     for n, k in SHAPES:
         weight = torch.randn(n, k).to(getattr(torch, format))
-        packed = testing.pack_weight(weight, format)
+        packed = testing.pack_weight(weight.float(), format)
         assert torch.equal(packed, layout.pack_float(weight))
-        assert torch.equal(layout.unpack_float(packed, n, k, format), weight)
+        assert torch.equal(layout.unpack_float(packed, n, k, format).float(), weight.float())
 
 
 @pytest.mark.parametrize("format, group_size, mapping", QUANTIZED)
-def test_pack_and_unpack_keep_codes_scales_and_zeros(format: str, group_size: int, mapping: str) -> None:
+def test_codes_scales_and_zeros_become_panels_and_come_back(format: str, group_size: int, mapping: str) -> None:
     asymmetric = mapping == "asymmetric"
     for n, k in SHAPES:
         groups = -(-k // group_size) if group_size else 1
-        codes = torch.randint(0, 256 if format == "int8" else 16, (n, k), dtype=torch.uint8)
+        codes = torch.randint(0, _C.FORMAT_FACTS[format]["code_max"] + 1, (n, k), dtype=torch.uint8)
         scale = torch.rand(n, groups) + 0.01
         zero = torch.randint(0, 16, (n, groups)).float() if asymmetric else None
-        spec = (n, k, _C.FORMATS[format], group_size, asymmetric)
-        packed = torch.zeros(-(-n // 16), _C.panel_bytes(spec[2], k, group_size, asymmetric), dtype=torch.uint8)
-        _C.pack(codes, scale, zero, packed, *spec)
-        reference = layout.unpack(packed, n, k, format, group_size, asymmetric)
-        assert torch.equal(reference.codes, codes)
-        out_codes, out_scale, out_zero = torch.empty_like(codes), torch.empty_like(scale), torch.empty_like(scale)
-        _C.unpack(packed, *spec, out_codes, out_scale, out_zero)
-        assert torch.equal(out_codes, codes)
-        assert torch.equal(out_scale, reference.scale)
-        torch.testing.assert_close(out_scale, scale, rtol=0 if group_size == 0 else 2.0**-11, atol=0)
-        assert torch.equal(out_zero, reference.zero_or_symmetric)
+        packed = testing.pack_codes(codes, scale, zero, format, group_size)
+        got = layout.unpack(packed, n, k, format, group_size, asymmetric)
+        assert torch.equal(got.codes, codes)
+        torch.testing.assert_close(got.scale, scale, rtol=0 if group_size == 0 else 2.0**-11, atol=0)
+        assert torch.equal(packed[:, :64], layout.pack(got)[:, :64])
         if zero is not None:
-            assert torch.equal(out_zero, zero)
+            assert torch.equal(got.zero.float(), zero)
+
+
+def rows_of_repack() -> list[str]:
+    return [str(row["name"]) for row in testing.rows("repack") if row["available"]]
+
+
+@pytest.mark.parametrize("row", rows_of_repack())
+@pytest.mark.parametrize("format, group_size, mapping", [case[:3] for case in testing.format_cases() if case[3] == "float"])
+def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
+    asymmetric, is_float = mapping == "asymmetric", _C.FORMAT_FACTS[format]["kind"] == "float"
+    previous = _C.force_kernel(row)
+    try:
+        for n, k in SHAPES:
+            panels = testing.pack_weight(torch.randn(n, k) * 10.0 ** torch.randint(-9, 9, (n, 1)), format, group_size, mapping)
+            weight = (n, k, format, group_size, asymmetric)
+            rows = testing.repack(panels, "x86-panel-16x64", "row-major", *weight)
+            if is_float:
+                assert torch.equal(rows, layout.row_major_float(layout.unpack_float(panels, n, k, format)))
+            else:
+                plain = layout.unpack(panels, *weight)
+                assert torch.equal(rows, layout.row_major(plain))
+                again = layout.from_row_major(rows, k, format, group_size, asymmetric)
+                assert torch.equal(again.codes, plain.codes) and torch.equal(again.scale, plain.scale)
+            for name in _C.LAYOUTS:  # any to any, and back to the bytes of quantize, sums and padding too
+                middle = testing.repack(rows, "row-major", name, *weight)
+                assert torch.equal(testing.repack(middle, name, "row-major", *weight), rows)
+                assert torch.equal(testing.repack(middle, name, "x86-panel-16x64", *weight), panels)
+        assert _C.last_kernel("repack") == row
+    finally:
+        _C.force_kernel(previous)
+
+
+def test_zero_points_between_and_beyond_the_codes_stay_what_they_are() -> None:
+    zero = torch.tensor([[-3.5, 7.5, 300.0]]).repeat(17, 1)
+    codes = torch.randint(0, 16, (17, 70), dtype=torch.uint8)
+    packed = testing.pack_codes(codes, torch.ones(17, 3), zero, "int4", 32)
+    assert torch.equal(layout.unpack(packed, 17, 70, "int4", 32, True).zero.float(), zero)
+    rows = testing.repack(packed, "x86-panel-16x64", "row-major", 17, 70, "int4", 32, True)
+    assert torch.equal(testing.repack(rows, "row-major", "x86-panel-16x64", 17, 70, "int4", 32, True), packed)
+
+
+@pytest.mark.parametrize("changes, text", [
+    (dict(layout=9), r"repack: layout must be 0\.\.1, got layout=9"),
+    (dict(out_layout=-1), r"repack: layout must be 0\.\.1, got layout=-1"),
+    (dict(layout=0), r"repack: packed must have shape \[2, \d+\], got \[17, \d+\]"),
+    (dict(out_layout=1), r"repack: out must have shape \[17, \d+\], got \[2, \d+\]"),
+    (dict(n=33), r"repack: packed must have shape \[33, \d+\], got \[17, \d+\]"),
+])  # fmt: skip
+def test_repack_says_what_it_wanted(changes: dict[str, int], text: str) -> None:
+    given = dict(packed=testing.empty_packed(17, 70, "int4", 32, layout="row-major"), layout=1,
+                 out=testing.empty_packed(17, 70, "int4", 32), out_layout=0, n=17, k=70, format=_C.FORMATS["int4"],
+                 group_size=32, asymmetric=False)  # fmt: skip
+    with pytest.raises(ValueError, match=text):
+        _C.repack(**given | changes)
 
 
 def test_every_available_row_of_quantize_writes_the_same_bytes() -> None:
@@ -88,7 +136,7 @@ def test_every_available_row_of_quantize_writes_the_same_bytes() -> None:
 
 def test_quantize_reports_signal_and_noise() -> None:
     weight = torch.randn(40, 200)
-    packed = torch.zeros(3, _C.panel_bytes(_C.FORMATS["int4"], 200, 32, False), dtype=torch.uint8)
+    packed = testing.empty_packed(40, 200, "int4", 32)
     signal, noise = _C.quantize(weight, packed, _C.FORMATS["int4"], 32, False, 0)
     decoded = layout.unpack(packed, 40, 200, "int4", 32, False).decode()
     assert signal == pytest.approx(float(weight.double().square().sum()), rel=1e-6)

@@ -82,27 +82,13 @@ def test_compiled_inside_and_around_autocast():
     assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(x), wanted)
 
 
-def test_a_fused_gated_mlp_computes_in_autocasts_dtype():
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-                nn.Linear(64, 96),
-                nn.Linear(64, 96),
-                nn.Linear(96, 64),
-                nn.SiLU(),
-            )
-
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-    model = nn.ModuleDict({"mlp": MLP()}).eval()
-    lowbit.quantize_(model, lowbit.int8_weight_only())
+def test_a_fused_gated_mlp_computes_in_autocasts_dtype(gated_mlp):
+    lowbit.quantize_(gated_mlp, lowbit.int8_weight_only())
     x = torch.randn(3, 64)
     for grad in (False, True):
         with torch.autocast("cpu"), torch.set_grad_enabled(grad):
-            wanted = model["mlp"](x)
-            lowbit.fuse_gated_mlps(model)
-            y = model["mlp"](x)
+            wanted = gated_mlp["mlp"](x)
+            lowbit.fuse_gated_mlps(gated_mlp)
+            y = gated_mlp["mlp"](x)
         assert y.dtype == wanted.dtype == torch.bfloat16
         torch.testing.assert_close(y, wanted, rtol=0, atol=2e-2 * wanted.abs().max().item())

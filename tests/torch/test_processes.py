@@ -150,7 +150,7 @@ _C = alone
 weight = np.random.default_rng(0).standard_normal((512, 256), dtype=np.float32)
 
 def pack():
-    packed = np.zeros((32, _C.panel_bytes({int4}, 256, 32, False)), np.uint8)
+    packed = np.zeros(_C.packed_shape(0, 512, 256, {int4}, 32, False), np.uint8)
     _C.quantize(weight, packed, {int4}, 32, False, 0)
     return packed.tobytes()
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear with float activations.
+// Rows of the op linear with float activations: one per weight format.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/linear/fma.hpp"
@@ -14,13 +14,10 @@ std::string_view refuses(const LinearArgs& args) {
   return args.x_format == XFormat::floating ? "" : "activations are int8";
 }
 
-constexpr Kernel<LinearArgs> kRows[] = {
-    {LOWBIT_ROW("linear_int4"), refuses<Format::int4>, linear_float<Format::int4>},
-    {LOWBIT_ROW("linear_int8"), refuses<Format::int8>, linear_float<Format::int8>},
-    {LOWBIT_ROW("linear_bfloat16"), refuses<Format::bfloat16>, linear_float<Format::bfloat16>},
-    {LOWBIT_ROW("linear_float16"), refuses<Format::float16>, linear_float<Format::float16>},
-    {LOWBIT_ROW("linear_float32"), refuses<Format::float32>, linear_float<Format::float32>},
-};
+#define LOWBIT_FORMAT(name, Codec) \
+  {LOWBIT_ROW("linear_" #name), refuses<Format::name>, linear_float<Format::name>},
+constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
+#undef LOWBIT_FORMAT
 
 }  // namespace
 

@@ -6,9 +6,7 @@
 #include "cpu/scratch.hpp"
 #include "cpu/optim/step.hpp"
 #include "cpu/rows.hpp"
-#include "rules/adamw.hpp"
-#include "rules/lion.hpp"
-#include "rules/sgd.hpp"
+#include "rules/list.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -51,6 +49,14 @@ void step_all(const OptimStepArgs& args) {
   });
 }
 
+// The rule with args.moments moments, which are at most kCount.
+template <StateFormat kFormat, class Rule, int kCount>
+LOWBIT_INLINE void step_with(const OptimStepArgs& args) {
+  if constexpr (kCount > moments_of<Rule>(Hyper{}))
+    if (args.moments < kCount) return step_with<kFormat, Rule, kCount - 1>(args);
+  step_all<kFormat, typename Rule::template Step<kCount>>(args);
+}
+
 template <StateFormat kFormat>
 std::string_view refuses(const OptimStepArgs& args) {
   return args.format == kFormat ? "" : "another state format";
@@ -60,13 +66,7 @@ template <StateFormat kFormat>
 void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
   for (const OptimTensor& tensor : args.tensors) *tensor.step_count += 1;
-  switch (args.rule) {
-    case Rule::adamw:
-      return args.hyper.amsgrad ? step_all<kFormat, AdamW<true>>(args) : step_all<kFormat, AdamW<false>>(args);
-    case Rule::sgd:
-      return args.hyper.momentum != 0 ? step_all<kFormat, Sgd<true>>(args) : step_all<kFormat, Sgd<false>>(args);
-    case Rule::lion: return step_all<kFormat, Lion>(args);
-  }
+  with_rule(args.rule, [&]<class Rule>() { step_with<kFormat, Rule, kMostMoments<Rule>>(args); });
 }
 
 #define LOWBIT_STEP_ROW(format) \

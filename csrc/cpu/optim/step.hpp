@@ -85,7 +85,7 @@ struct BlockOfMoments {
   // What reads the old values of each moment, times what the rule carries over of it.
   template <int k>
   struct Decoder {
-    using Codes = StateCodes<has_codes(kFormat) ? kFormat : StateFormat::dynamic8, Rule::kSigned[k]>;
+    using Codes = StateCodes<has_codes(kFormat) ? kFormat : StateFormat::dynamic8, Rule::template kSigned<k>>;
     std::conditional_t<has_codes(kFormat), typename Codes::Decoder, f32x16> decode;
   };
   template <class> struct AllDecoders;
@@ -120,7 +120,7 @@ struct BlockOfMoments {
   }
   LOWBIT_INLINE void encode(const Rule& rule) const {
     unroll<Rule::kMoments>([&](auto k) __attribute__((always_inline)) {
-      encode_block<kFormat, Rule::kSigned[k]>(absmax[k], rule.unit[k], count, values + k * kStride, stored[k],
+      encode_block<kFormat, Rule::template kSigned<k>>(absmax[k], rule.unit[k], count, values + k * kStride, stored[k],
                                               scale[k]);
     });
   }
@@ -173,7 +173,7 @@ struct GroupUpdate {
       p = rule.update(p, common.keep, g, moment, factor);
       unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
         moments.template put<k>(at, lanes, moment[k], rule.unit[k]);
-        if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::kSigned[k]>(absmax[k], moment[k]);
+        if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::template kSigned<k>>(absmax[k], moment[k]);
       });
       if (common.stochastic) p = round_stochastically(p, at, key);
       store_from_float(params, param_dtype(), at, lanes, p);

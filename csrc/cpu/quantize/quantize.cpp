@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize, pack, unpack and dequantize: float weights or plain codes to panels, and back. One task is
-// one panel.
+// Rows of the ops quantize and dequantize: float weights to panels, and back. One task is one panel.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -8,13 +7,15 @@
 #include "cpu/scratch.hpp"
 #include "cpu/panel.hpp"
 #include "cpu/rows.hpp"
+#include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
+#include "formats/layout.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The codes of 16 columns before interleaving, and their scales and zero points: what every direction passes through.
+// The codes of 16 columns before interleaving, and their scales and zero points.
 struct PlainPanel {
   const WeightSpec& spec;
   uint8_t* codes;  // [16][padded_k]
@@ -64,24 +65,24 @@ LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t
   }
 }
 
+template <Format kFormat>
 LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = plain.spec;
   const float* scale = plain.scale + column * spec.groups();
   float* zero = plain.zero + column * spec.groups();
   uint16_t* stored = reinterpret_cast<uint16_t*>(panel + spec.zero_at());
   const uint8_t* codes = plain.codes + column * spec.padded_k();
-  double total = 0;
+  ColumnSum<kFormat> sum;
   for (int64_t g = 0; g < spec.groups(); g++) {
     if (spec.asymmetric) {
       stored[g * 16 + column] = float16_from_float(zero[g]);
       zero[g] = float_from_float16(stored[g * 16 + column]);
     }
-    int64_t sum_codes = 0, begin = g * spec.group_k(), end = smaller(spec.k, begin + spec.group_k());
-    for (int64_t i = begin; i < end; i++) sum_codes += codes[i];
-    total +=
-        (static_cast<double>(sum_codes) - static_cast<double>(zero[g]) * static_cast<double>(end - begin)) * scale[g];
+    const int64_t begin = g * spec.group_k(), end = smaller(spec.k, begin + spec.group_k());
+    for (int64_t i = begin; i < end; i++) sum.add(codes[i]);
+    sum.end_group(end - begin, zero[g], scale[g]);
   }
-  reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(total);
+  reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(sum.total);
 }
 
 // Inlined: gcc leaves vzeroupper out around calls of functions without vectors too (cpu/vector_io.hpp).
@@ -102,16 +103,21 @@ LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
 }
 
 // Scale and zero point of x[0..count), before rounding to what is stored.
-LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float levels) {
+template <class Codec>
+LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping) {
   f32x16 low16 = set1(0.0f), high16 = set1(0.0f);  // a range contains 0, and padding is 0
   for (int64_t i = 0; i < count; i += 16) low16 = min(low16, load(x + i)), high16 = max(high16, load(x + i));
-  const float low = -largest(sub(set1(0.0f), low16)), high = largest(high16), half = (levels + 1) / 2;
-  switch (mapping) {
-    case Mapping::symmetric: return (-low > high ? -low : high) / (levels / 2);
-    case Mapping::symmetric_no_clipping_err: return -low / half > high / (half - 1) ? -low / half : high / (half - 1);
-    case Mapping::asymmetric: break;
+  const float low = -largest(sub(set1(0.0f), low16)), high = largest(high16), absmax = -low > high ? -low : high;
+  if constexpr (Codec::kind == CodecKind::integer) {
+    constexpr float kLevels = Codec::code_max, kHalf = (kLevels + 1) / 2;
+    switch (mapping) {
+      case Mapping::symmetric: break;
+      case Mapping::symmetric_no_clipping_err:
+        return -low / kHalf > high / (kHalf - 1) ? -low / kHalf : high / (kHalf - 1);
+      case Mapping::asymmetric: return (high - low) / kLevels;
+    }
   }
-  return (high - low) / levels;
+  return absmax / Codec::range;
 }
 
 LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float levels) {
@@ -122,34 +128,35 @@ LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, floa
 }
 
 // One row of the weight (one column of the panel), widened to float32 and padded with zeros.
+template <Format kFormat>
 LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
                                          int64_t column, uint8_t* panel) {
+  using Codec = codec_of<kFormat>;
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
-  const float levels = static_cast<float>(code_max(spec.format));
   float* scale = plain.scale + column * groups;
   auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
   for (int64_t g = 0; g < groups; g++) {
-    scale[g] = choose_scale(x + g * group_k, length(g), args.mapping, levels);
+    scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping);
     if (!(scale[g] >= 0x1p-126f)) scale[g] = 0.0f;
   }
   store_scales(plain, column, panel);
   f32x16 signal = set1(0.0f), noise = set1(0.0f);
   for (int64_t g = 0; g < groups; g++) {
-    const float zero = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels)
-                                       : static_cast<float>(symmetric_zero(spec.format));
+    const float zero =
+        spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
     const f32x16 divisor = set1(scale[g] > 0.0f ? scale[g] : 1.0f), z = set1(zero), s = set1(scale[g]);
     plain.zero[column * groups + g] = zero;
     for (int64_t i = g * group_k; i < g * group_k + length(g); i += 16) {
       const f32x16 w = load(x + i);
-      const i32x16 code = to_int(max(set1(0.0f), min(set1(levels), add(div(w, divisor), z))));
-      const f32x16 error = sub(w, mul(sub(to_float(code), z), s));
+      const i32x16 code = Codec::nearest(add(div(w, divisor), z));
+      const f32x16 error = sub(w, mul(sub(Codec::level_of(code), z), s));
       store_u8(plain.codes + column * padded + i, code);
       signal = fma(w, w, signal);
       noise = fma(error, error, noise);
     }
   }
-  store_zeros_and_sum(plain, column, panel);
+  store_zeros_and_sum<kFormat>(plain, column, panel);
   return {total(signal), total(noise)};
 }
 
@@ -175,11 +182,8 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
 }
 
 template <Format kFormat>
-Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
+Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
-  uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
-  std::memset(panel, 0, spec.panel_bytes());
-  if constexpr (is_float(kFormat)) return pack_float_panel<kFormat>(args, index, panel);
   const int64_t padded = spec.padded_k();
   Arena arena = PlainPanel::memory(spec, padded);
   float* x = arena.array<float>(padded);
@@ -191,59 +195,19 @@ Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
       store(x + k, row < spec.n && k < spec.k
                        ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k)
                        : set1(0.0f));
-    const Distortion column_sums = quantize_column(args, plain, x, column, panel);
+    const Distortion column_sums = quantize_column<kFormat>(args, plain, x, column, panel);
     sums.signal += column_sums.signal, sums.noise += column_sums.noise;
   }
   interleave(plain, panel + spec.codes_at());
   return sums;
 }
 
-void pack_panel(const PackArgs& args, int64_t index) {
-  const WeightSpec& spec = args.spec;
-  const int64_t groups = spec.groups(), padded = spec.padded_k();
-  uint8_t* panel = args.packed.as<uint8_t>() + index * spec.panel_bytes();
-  std::memset(panel, 0, spec.panel_bytes());
-  Arena arena = PlainPanel::memory(spec, 0);
-  const PlainPanel plain(spec, arena);
-  for (int64_t column = 0; column < 16; column++) {
-    const int64_t row = index * 16 + column;
-    for (int64_t g = 0; g < groups; g++) {
-      const bool real = row < spec.n;
-      plain.scale[column * groups + g] = real ? args.scale.as<const float>()[row * groups + g] : 0.0f;
-      const float zero = real && spec.asymmetric ? args.zero.as<const float>()[row * groups + g]
-                                                 : static_cast<float>(symmetric_zero(spec.format));
-      plain.zero[column * groups + g] = zero;
-      for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k++)
-        plain.codes[column * padded + k] =
-            real && k < spec.k ? args.codes.as<const uint8_t>()[row * spec.k + k] : static_cast<uint8_t>(zero);
-    }
-    store_scales(plain, column, panel);
-    store_zeros_and_sum(plain, column, panel);
-  }
-  interleave(plain, panel + spec.codes_at());
-}
-
 template <Format kFormat>
-void unpack_panel(const UnpackArgs& args, int64_t index) {
-  const WeightSpec& spec = args.spec;
-  const uint8_t* panel = args.packed.as<const uint8_t>() + index * spec.panel_bytes();
-  const PanelView view = view_panel(spec, args.packed.as<const uint8_t>(), index);
-  for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
-    const int64_t row = index * 16 + column;
-    const float column_scale = reinterpret_cast<const float*>(panel + spec.column_scale_at())[column];
-    for (int64_t g = 0; g < spec.groups(); g++) {
-      const float group_scale = view.group_scale ? float_from_float16(view.group_scale[g * 16 + column]) : 1.0f;
-      args.scale.as<float>()[row * spec.groups() + g] = column_scale * group_scale;
-      if (args.zero)
-        args.zero.as<float>()[row * spec.groups() + g] = view.zero ? float_from_float16(view.zero[g * 16 + column])
-                                                                   : static_cast<float>(symmetric_zero(spec.format));
-    }
-    for (int64_t k = 0; k < spec.k; k++) {
-      const CodePosition at = code_position<kFormat>(column, k);
-      const uint8_t byte = view.codes[at.byte];
-      args.codes.as<uint8_t>()[row * spec.k + k] = bits(kFormat) == 8 ? byte : at.high ? byte >> 4 : byte & 15;
-    }
-  }
+Distortion quantize_panel(const QuantizeArgs& args, int64_t index) {
+  uint8_t* panel = args.packed.as<uint8_t>() + index * args.spec.panel_bytes();
+  std::memset(panel, 0, args.spec.panel_bytes());
+  if constexpr (is_float(kFormat)) return pack_float_panel<kFormat>(args, index, panel);
+  else return pack_coded_panel<kFormat>(args, index, panel);
 }
 
 template <Format kFormat>
@@ -270,8 +234,8 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   });
 }
 
-void run_quantize(const QuantizeArgs&
-                      args) {  // distortions are summed in the order of the panels: the same for any number of threads
+// Distortions are summed in the order of the panels: the same for any number of threads.
+void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
   Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { sums[panel] = quantize_panel<kFormat>(args, panel); });
@@ -280,35 +244,19 @@ void run_quantize(const QuantizeArgs&
     args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
 }
 
-void run_pack(const PackArgs& args) {
-  const uint8_t* codes = args.codes.as<const uint8_t>();
-  const int highest = code_max(args.spec.format);
-  for (int64_t i = 0; highest < 255 && i < args.codes.numel(); i++)
-    if (codes[i] > highest) refuse_code(codes[i], highest);
-  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { pack_panel(args, panel); });
-}
-
-void run_unpack(const UnpackArgs& args) {
-  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) {
-    if constexpr (!is_float(kFormat)) unpack_panel<kFormat>(args, panel);
-  });
-}
-
 void run_dequantize(const DequantizeArgs& args) {
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { dequantize_panel<kFormat>(args, panel); });
 }
 
 constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {
     {LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
-constexpr Kernel<PackArgs> kPackRows[] = {{LOWBIT_ROW("pack_panels"), never_refuses<PackArgs>, run_pack}};
-constexpr Kernel<UnpackArgs> kUnpackRows[] = {{LOWBIT_ROW("unpack_panels"), never_refuses<UnpackArgs>, run_unpack}};
 constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {
     {LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
 
 }  // namespace
 
 void quantize_quantize_rows(Backend& backend) {
-  add(backend, kQuantizeRows), add(backend, kPackRows), add(backend, kUnpackRows), add(backend, kDequantizeRows);
+  add(backend, kQuantizeRows), add(backend, kDequantizeRows);
 }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

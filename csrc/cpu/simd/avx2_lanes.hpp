@@ -120,6 +120,14 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   const __m256 t = _mm256_load_ps(table);
   return {_mm256_permutevar8x32_ps(t, index.lo), _mm256_permutevar8x32_ps(t, index.hi)};
 }
+LOWBIT_INLINE __m256 lookup16(__m256 low, __m256 high, __m256i index) {  // bit 3 says which half
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+LOWBIT_INLINE f32x16 lookup16(const float* table, i32x16 index) {
+  const __m256 low = _mm256_load_ps(table), high = _mm256_load_ps(table + 8);
+  return {lookup16(low, high, index.lo), lookup16(low, high, index.hi)};
+}
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {
   return {_mm256_mulhi_epu16(a.lo, b.lo), _mm256_mulhi_epu16(a.hi, b.hi)};
 }
@@ -278,6 +286,7 @@ LOWBIT_INLINE f32x8 half_sums(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
 }
 
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { return {load_ymm(p), load_ymm(p + 32)}; }
+LOWBIT_INLINE i32x16 words_of(u8x64 c) { return {c.lo, c.hi}; }
 template <int at>
 LOWBIT_INLINE __m256
 int8_value(__m256i codes) {  // the xor makes bytes signed; then bring the byte to the top and shift it down

@@ -82,6 +82,7 @@ LOWBIT_INLINE i32x16 select(i32x16 mask, i32x16 a, i32x16 b) {
 LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   return {_mm512_permutexvar_ps(index.v, _mm512_load_ps(table))};
 }
+LOWBIT_INLINE f32x16 lookup16(const float* table, i32x16 index) { return lookup8(table, index); }
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) { return {_mm512_mulhi_epu16(a.v, b.v)}; }
 LOWBIT_INLINE i32x16 sub_saturating_u16(i32x16 a, i32x16 b) { return {_mm512_subs_epu16(a.v, b.v)}; }
 LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
@@ -212,6 +213,7 @@ LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) {
                 hi = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
   return {_mm512_inserti64x4(_mm512_castsi256_si512(lo), hi, 1)};
 }
+LOWBIT_INLINE i32x16 words_of(u8x64 c) { return {c.v}; }
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 c) {
   const __m512i s = _mm512_xor_si512(c.v, _mm512_set1_epi8(-128));

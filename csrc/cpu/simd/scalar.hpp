@@ -127,6 +127,11 @@ LOWBIT_INLINE f32x16 lookup8(const float* table, i32x16 index) {
   LOWBIT_LANES r.lane[i] = table[index.lane[i] & 7];
   return r;
 }  // 8 entries, twice, 64-byte aligned
+LOWBIT_INLINE f32x16 lookup16(const float* table, i32x16 index) {  // 16 entries, by the low four bits
+  f32x16 r;
+  LOWBIT_LANES r.lane[i] = table[index.lane[i] & 15];
+  return r;
+}
 LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a,
                                   i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(
@@ -295,6 +300,7 @@ LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
 // One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times
 // 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
+LOWBIT_INLINE i32x16 words_of(u8x64 c) { i32x16 r; std::memcpy(&r, &c, 64); return r; }
 template <int at>
 LOWBIT_INLINE f32x16 int8_value(u8x64 codes) {  // code - 128
   f32x16 r;

@@ -64,6 +64,7 @@ concept LanesInMemory = requires(Floats a, Ints i, Float* f, Half* h, Int* n, By
   { load_i32(n) } -> std::same_as<Ints>;
   { load_u8(b) } -> std::same_as<Ints>;
   { lookup8(f, i) } -> std::same_as<Floats>;
+  { lookup16(f, i) } -> std::same_as<Floats>;
   store(f, a);
   store_f16(h, a);
   store_bf16(h, a);
@@ -80,6 +81,7 @@ concept LanesInMemory = requires(Floats a, Ints i, Float* f, Half* h, Int* n, By
 template <class Codes, class Floats, class Byte = uint8_t>
 concept CodesOfWeights = requires(Codes c, Byte* b) {
   { load_codes(b) } -> std::same_as<Codes>;
+  { words_of(load_codes(b)) } -> std::same_as<Ints>;
   { int8_value<0>(c) } -> std::same_as<Floats>;
   { int8_value<3>(c) } -> std::same_as<Floats>;
   { int4_value<0>(c) } -> std::same_as<Floats>;

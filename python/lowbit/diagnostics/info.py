@@ -27,7 +27,7 @@ def info() -> Info:
     """Collect the facts; the same text as ``python -m lowbit info``."""
     isa, threads = _C.isa(), _C.threads()
     facts = Info(version=_C.version)
-    facts["weight layout"] = f"{_C.LAYOUT} version {_C.LAYOUT_VERSION}"
+    facts["weight layout"] = f"{_C.LAYOUT} (readable: {', '.join(_C.LAYOUTS)})"
     facts["isa compiled"] = ", ".join(isa["compiled"])
     facts["isa detected"] = isa["detected"]
     facts["isa chosen"] = (isa["chosen"] or "none, every op fails") + (f" ({isa['reason']})" if isa["reason"] else "")

@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import torch
 
+from lowbit import _C
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 
-FLOAT_FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FLOAT_FORMATS = {getattr(torch, name): name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] == "float"}
+"""The name of a float format is that of its dtype in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class FloatWeightConfig(FormatConfig):
     """Keep the weight in float, packed for the dense rows.
 
     Args:
-        dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps the dtype of each weight.
+        dtype: of ``FLOAT_FORMATS``, such as torch.bfloat16; None keeps the dtype of each weight.
     """
 
     dtype: torch.dtype | None = None

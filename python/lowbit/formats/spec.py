@@ -14,8 +14,8 @@ from lowbit import _C
 OpArgs = tuple[int, int, int, int, bool, int]
 """n, k, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them."""
 
-PANEL_COLUMNS = 16
-LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format")
+LAYOUT_FIELDS = ("version", "format", "n", "k", "group_size", "asymmetric", "x_format", "layout")
+"""The numbers beside a packed weight in a state dict. Version 1 had no ``layout``: it was x86-panel-16x64."""
 _X_FORMAT_TEXT = {
     "float": "",
     "int8_group": "int8-activations",
@@ -44,7 +44,7 @@ class LinearSpec:
 
     @property
     def is_float(self) -> bool:
-        return not self.format.startswith("int")
+        return _C.FORMAT_FACTS[self.format]["kind"] == "float"
 
     @property
     def name(self) -> str:
@@ -67,32 +67,56 @@ class LinearSpec:
     def groups(self, k: int) -> int:
         return -(-k // self.group_size) if self.group_size else 1
 
-    def shape(self, n: int, k: int) -> tuple[int, int]:
-        """Shape ``[panels, panel_bytes]`` of the packed uint8 weight."""
-        panel_bytes = _C.panel_bytes(_C.FORMATS[self.format], k, self.group_size, self.asymmetric)
-        return -(-n // PANEL_COLUMNS), panel_bytes
+    def shape(self, n: int, k: int, layout: str = _C.LAYOUT) -> tuple[int, int]:
+        """Shape of the packed uint8 weight; in the layout of the kernels ``[panels, panel_bytes]``."""
+        return _C.packed_shape(_C.LAYOUTS[layout], *self.weight_args(n, k))
 
     def bytes(self, n: int, k: int) -> int:
         """Bytes of the packed weight."""
         panels, panel_bytes = self.shape(n, k)
         return panels * panel_bytes
 
-    def layout(self, n: int, k: int) -> tuple[int, ...]:
+    def layout(self, n: int, k: int, layout: str = _C.LAYOUT) -> tuple[int, ...]:
         """The numbers, named by ``LAYOUT_FIELDS``, that travel with a packed weight in a state dict."""
         n, k, format, group_size, asymmetric, x_format = self.op_args(n, k)
-        return _C.LAYOUT_VERSION, format, n, k, group_size, int(asymmetric), x_format
+        return _C.LAYOUT_VERSION, format, n, k, group_size, int(asymmetric), x_format, _C.LAYOUTS[layout]
 
 
-def describe_layout(layout: Sequence[int]) -> str:
-    """Say in words what a ``layout`` holds, also one of an unknown version."""
-    if len(layout) != len(LAYOUT_FIELDS):
-        return f"a layout of {len(layout)} numbers"
-    version, format, n, k, group_size, asymmetric, x_format = layout
-    if version != _C.LAYOUT_VERSION:
-        return f"layout version {version}"
-    formats = {number: name for name, number in _C.FORMATS.items()}
-    x_formats = {number: name for name, number in _C.X_FORMATS.items()}
-    if format not in formats or x_format not in x_formats:
-        return f"format {format} with x_format {x_format}"
-    spec = LinearSpec(formats[format], group_size, bool(asymmetric), x_formats[x_format])
-    return f"{spec.name} of n={n} k={k}"
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """What the numbers beside a packed weight say: its spec (how scales were chosen is not kept), n, k and layout."""
+
+    spec: LinearSpec
+    n: int
+    k: int
+    layout: str
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> StoredWeight:
+        """Read the numbers that ``LinearSpec.layout`` made, also those of version 1.
+
+        Raises:
+            ValueError: there is no such version, layout or format here; names it.
+        """
+        version = numbers[0] if numbers else 0
+        if numbers and version not in range(1, _C.LAYOUT_VERSION + 1):
+            raise ValueError(f"layout version {version}, known are 1 to {_C.LAYOUT_VERSION}")
+        if len(numbers) != len(LAYOUT_FIELDS) - (version == 1):
+            raise ValueError(f"a layout of {len(numbers)} numbers")
+        _, format, n, k, group_size, asymmetric, x_format, layout = (*numbers, 0)[: len(LAYOUT_FIELDS)]
+        if not 0 <= layout < len(_C.LAYOUTS):
+            known = ", ".join(f"{number} {name}" for name, number in _C.LAYOUTS.items())
+            raise ValueError(f"layout {layout}, known are {known}")
+        if not (0 <= format < len(_C.FORMATS) and 0 <= x_format < len(_C.X_FORMATS)):
+            raise ValueError(f"format {format} with x_format {x_format}")
+        mapping = "asymmetric" if asymmetric else "symmetric"
+        spec = LinearSpec([*_C.FORMATS][format], group_size, bool(asymmetric), [*_C.X_FORMATS][x_format], mapping)
+        return cls(spec, n, k, [*_C.LAYOUTS][layout])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the packed uint8 weight."""
+        return self.spec.shape(self.n, self.k, self.layout)
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} of n={self.n} k={self.k}" + (f" in {self.layout}" if self.layout != _C.LAYOUT else "")

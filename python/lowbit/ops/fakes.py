@@ -15,7 +15,8 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.ops import attention_fakes
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of activations, biases and the weights that quantize takes."""
 _GROUP_SIZES = (0, 32, 64, 128, 256)
 _FORMAT_NAMES = {value: name for name, value in _C.FORMATS.items()}
 _X_FORMAT_NAMES = {value: name for name, value in _C.X_FORMATS.items()}
@@ -36,13 +37,13 @@ def linear(
     add: Tensor | None = None,
 ) -> Tensor:
     _check_spec("linear", n, k, format, group_size, asymmetric)
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {_name(x.dtype)}")
     if x.dim() < 1 or x.shape[-1] != k:
         raise RuntimeError(f"linear: the last dimension of x must be k={k} (in_features), got x of shape {_text(x.shape)}")
     _check_weight("linear", weight, n, k, format, group_size, asymmetric)
     shape = (*x.shape[:-1], n)
-    if bias is not None and bias.dtype not in _FLOATS:
+    if bias is not None and bias.dtype not in FLOATS:
         raise TypeError(f"linear: bias must be float32, bfloat16 or float16, got {_name(bias.dtype)}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
         raise ValueError(f"linear: bias must be a contiguous [n={n}], got {_text(bias.shape)}")
@@ -52,7 +53,7 @@ def linear(
         raise ValueError(f"linear: activation must be 0..{len(_C.ACTIVATIONS) - 1}, got activation={activation}")
     if x_format not in _X_FORMAT_NAMES:
         raise ValueError(f"linear: x_format must be 0..{len(_C.X_FORMATS) - 1}, got x_format={x_format}")
-    if x_format != 0 and _is_float(format):
+    if x_format != 0 and _kind(format) != "integer":
         raise ValueError(f"linear: x_format must be float for a {_FORMAT_NAMES[format]} weight, got {_X_FORMAT_NAMES[x_format]}")
     return x.new_empty(shape)
 
@@ -70,17 +71,19 @@ def _check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetri
         raise ValueError(f"{op}: n and k must be at least 1, got n={n} k={k}")
     if group_size not in _GROUP_SIZES:
         raise ValueError(f"{op}: group_size must be 32, 64, 128, 256 or 0 (per channel), got group_size={group_size}")
-    if _is_float(format) and (group_size or asymmetric):
+    if _kind(format) == "float" and (group_size or asymmetric):
         raise ValueError(
             f"{op}: a {_FORMAT_NAMES[format]} weight has no groups and no zero point, "
             f"got group_size={group_size} asymmetric={int(asymmetric)}"
         )
+    if _kind(format) == "lookup" and asymmetric:
+        raise ValueError(f"{op}: a {_FORMAT_NAMES[format]} weight has no zero point, got asymmetric={int(asymmetric)}")
 
 
 def _check_weight(op: str, weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
     if weight.dtype != torch.uint8:
         raise TypeError(f"{op}: weight must be packed uint8, got {_name(weight.dtype)}")
-    packed = (-(-n // 16), _C.panel_bytes(format, k, group_size, asymmetric))
+    packed = _C.packed_shape(_C.LAYOUTS[_C.LAYOUT], n, k, format, group_size, asymmetric)
     if weight.dim() != 2 or weight.shape[0] != packed[0] or weight.shape[1] != packed[1]:
         raise ValueError(
             f"{op}: weight must have the packed shape {_text(packed)} of {_FORMAT_NAMES[format]} with n={n} k={k} "
@@ -97,8 +100,8 @@ def _check_like_y(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: S
         raise ValueError(f"linear: {name} must have the shape of the result {_text(shape)}, got {_text(tensor.shape)}")
 
 
-def _is_float(format: int) -> bool:
-    return _FORMAT_NAMES[format] in ("float32", "bfloat16", "float16")
+def _kind(format: int) -> str:
+    return _C.FORMAT_FACTS[_FORMAT_NAMES[format]]["kind"]
 
 
 def _text(shape: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ SCHEMA = (
     "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "int? seed=None) -> ()"
 )
-HYPER = ("beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "amsgrad", "nesterov", "momentum", "dampening")
+HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 """Order of the numbers of a rule in the op's ``hyper``."""
 
 
@@ -53,7 +53,7 @@ class Step:
         """Put the op into the graph that is being traced."""
         lists, lr = self.lists, self.lr
         torch.ops.lowbit.optim_step_(
-            _C.OPTIM_RULES[self.rule], _C.STATE_FORMATS[self.state_format], self.block_size,
+            _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps,
             lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64, device="cpu"),
             [float(self.hyper.get(name, 0.0)) for name in HYPER], self.grad_scale, self.found_inf, self.seed,
@@ -63,7 +63,7 @@ class Step:
         """Return the step after all of its checks."""
         lists = self.lists
         return _C.OptimStep(
-            _C.OPTIM_RULES[self.rule], _C.STATE_FORMATS[self.state_format], self.block_size,
+            _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, lists.states, lists.scales, lists.steps,
             {"lr": float(self.lr), **self.hyper}, self.grad_scale, self.found_inf, self.seed,
         )  # fmt: skip
@@ -88,10 +88,7 @@ def take(steps: Sequence[Step]) -> None:
 
 
 def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None, found_inf=None, seed=None):
-    values: dict[str, float | bool] = dict(zip(HYPER, hyper, strict=True))
-    for name in ("decoupled", "maximize", "amsgrad", "nesterov"):
-        values[name] = bool(values[name])
-    values["lr"] = lr.item()
+    values = dict(zip(HYPER, hyper, strict=True), lr=lr.item())
     count = len(params)
     _C.OptimStep(
         rule, state_format, block_size, params, grads, _split(states, count), _split(scales, count), steps, values, grad_scale, found_inf, seed

@@ -34,7 +34,6 @@ class _Adam(LowBitOptimizer):
     RULE = "adamw"
     STATE_FORMAT: ClassVar[str]
     BLOCK_SIZE: ClassVar[int] = 256
-    DECOUPLED: ClassVar[bool]
 
     def __init__(
         self,
@@ -55,16 +54,6 @@ class _Adam(LowBitOptimizer):
         super().__init__(
             params, defaults, block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
         )
-
-    def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        moments = {"exp_avg": True, "exp_avg_sq": False}
-        return {**moments, "max_exp_avg_sq": False} if group["amsgrad"] else moments
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": self.DECOUPLED,
-        }  # fmt: skip
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

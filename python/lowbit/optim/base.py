@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit._C import STATE_FORMATS
+from lowbit._C import OPTIM_RULES, STATE_FORMATS
 from lowbit.ops.optim import Step, take
 from lowbit.optim import loading, sharding
 from lowbit.optim.checks import LARGEST_SEED, check_group, check_param
@@ -25,19 +25,17 @@ _WITHOUT_EFFECT = {
     "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None, "capturable": False,
 }  # fmt: skip
 """Arguments of bitsandbytes' and torch's optimizers that mean nothing here, with the value that asks for nothing."""
-_MOMENTS_OF_OPTIONS = ("max_exp_avg_sq", "momentum_buffer")
-"""Those that an option may ask for later (amsgrad, momentum): they begin with zeros."""
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
-    """Base of every optimizer of `lowbit.optim`. A subclass names its rule and moments and turns a group into the rule's numbers.
+    """Base of every optimizer of `lowbit.optim`. A subclass names its rule, whose moments and numbers csrc/rules has.
 
     Each param group holds ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` beside the rule's own
     options; a group may set them, or ``optim_bits`` (32, 16, 8 or 4), for its parameters alone.
     """
 
     RULE: ClassVar[str]
-    MOMENTS: ClassVar[dict[str, bool]]  # name -> can be negative
+    DECOUPLED: ClassVar[bool] = False  # weight decay shrinks the parameter; else it is added to the gradient
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf instead of unscaling
 
     def __init__(
@@ -74,15 +72,22 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
         """Return the moments that the rule keeps with the group's options: name -> can be negative."""
-        return self.MOMENTS
+        moments = OPTIM_RULES[self.RULE]["moments"]
+        return {name: is_signed for name, (is_signed, needs) in moments.items() if needs is None or group[needs]}
 
-    def _all_moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Return the moments that the rule may keep with any options."""
-        return self._moments({**group, "amsgrad": True, "momentum": 1.0})
+    def _all_moments(self) -> dict[str, tuple[bool, str | None]]:
+        """Return the moments that the rule may keep: name -> can be negative, and the option without which it is not kept."""
+        return OPTIM_RULES[self.RULE]["moments"]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
-        """Return the rule's numbers except lr."""
-        raise NotImplementedError
+        """Return the numbers of a step except lr, by their names in `_C.OPTIM_HYPER`."""
+        shared = {"decoupled": self.DECOUPLED, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        betas = {"beta1": 0, "beta2": 1}
+        own = {
+            name: float(group["betas"][betas[name]]) if name in betas else group[name]
+            for name in OPTIM_RULES[self.RULE]["reads"]
+        }
+        return {**shared, **own}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for options out of range, in torch's words. A rule with options of its own extends this."""
@@ -134,13 +139,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=layout.device)
         elif kept != layout and has_codes(kept.state_format) and has_codes(layout.state_format) and float(state["step"]) > 0:
             warnings.warn(f"{type(self).__name__}: moments are encoded again, from {kept} to {layout}", stacklevel=2)
-        for name, is_signed in self._all_moments(group).items():
+        for name, (is_signed, needs) in self._all_moments().items():
             if name in state and kept not in (None, layout):
                 local = sharding.local_moment(state[name], state.pop(f"{name}_scale", None), kept)
                 values, scale = encode(decode(*local, kept, is_signed), layout, is_signed)
             elif name in state or name not in moments:
                 continue
-            elif kept is None or name in _MOMENTS_OF_OPTIONS:
+            elif kept is None or needs is not None:  # one that an option asks for may come later, and begins with zeros
                 values, scale = allocate(layout)
             else:
                 raise ValueError(f"{type(self).__name__}: the state of a parameter has no {name}, got {sorted(state)}")
@@ -181,7 +186,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 [
                     Step(
                         self.RULE, state_format, group["block_size"], lists, group["lr"],
-                        {**self._hyper(group), "weight_decay": group["weight_decay"], "maximize": group["maximize"]},
+                        self._hyper(group),
                         getattr(self, "grad_scale", None), getattr(self, "found_inf", None), _seed(group, index, state_format),
                     )
                     for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True))

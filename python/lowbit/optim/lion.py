@@ -28,7 +28,7 @@ class Lion8bit(LowBitOptimizer):
     """
 
     RULE = "lion"
-    MOMENTS = {"exp_avg": True}
+    DECOUPLED = True
 
     def __init__(
         self,
@@ -45,7 +45,3 @@ class Lion8bit(LowBitOptimizer):
         super().__init__(
             params, defaults, state_format="dynamic8", block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
         )
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
-        beta1, beta2 = group["betas"]
-        return {"beta1": float(beta1), "beta2": float(beta2), "decoupled": True}

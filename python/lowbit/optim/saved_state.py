@@ -98,7 +98,7 @@ def read(entry: Entry) -> dict[str, Moment] | None:
         ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and group ask for.
     """
     optimizer, saved = entry.optimizer, entry.saved_group
-    every = optimizer._all_moments(entry.group)
+    every = {name: is_signed for name, (is_signed, _) in optimizer._all_moments().items()}
     needed = optimizer._moments({**entry.group, "amsgrad": saved.get("amsgrad", False)})
     if not entry.param.is_floating_point():
         raise ValueError(f"{entry.what} is {entry.param.dtype} and has no state, got {sorted(entry.state)}")

@@ -50,12 +50,6 @@ class SGD8bit(LowBitOptimizer):
             params, defaults, state_format="dynamic8", block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
         )
 
-    def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        return {"momentum_buffer": True} if group["momentum"] else {}
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
-        return {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number(group["momentum"], "momentum value")

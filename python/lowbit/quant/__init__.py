@@ -6,6 +6,7 @@ from __future__ import annotations
 from lowbit.quant.adapters import watch_for_peft
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
+from lowbit.quant.layout import repack
 from lowbit.quant.load import load
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
@@ -20,6 +21,7 @@ __all__ = [
     "fuse_gated_mlps",
     "load",
     "quantize_",
+    "repack",
 ]
 
 watch_for_peft()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.ops.fakes import FLOATS
 from lowbit.quant.gated_mlp import unfuse_gated_mlps
 from lowbit.quant.quant_linear import QuantLinear
 
@@ -35,7 +35,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
     unfuse_gated_mlps(model)
     others = next(
-        (parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOAT_FORMATS), torch.float32
+        (parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32
     )
     decoded: dict[
         int, tuple[nn.Parameter, nn.Parameter]

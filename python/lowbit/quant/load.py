@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """load: the weights of a quantized model from a file into a float model, whose layers become what the file holds.
 
-A packed weight says in `layout`, seven numbers beside it, what its bytes mean: the file needs no configuration.
+A packed weight says in `layout`, the numbers beside it, what its bytes mean: the file needs no configuration.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C
-from lowbit.formats.spec import LAYOUT_FIELDS, LinearSpec, describe_layout
+from lowbit.formats.spec import LinearSpec
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.layout import numbers_of
 from lowbit.quant.linear_layers import features_of, is_linear
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
@@ -106,38 +106,19 @@ def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
         ):
             continue
         n, k = features_of(module)
-        wanted = f"load: {prefix}weight must be a packed weight of n={n} k={k} with its layout of {len(LAYOUT_FIELDS)} numbers"
+        wanted = f"load: {prefix}weight must be a packed weight of n={n} k={k} with its layout"
         got = f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
-        if (
-            layout is None
-            or layout.dtype != torch.int64
-            or layout.numel() != len(LAYOUT_FIELDS)
-            or weight.dtype != torch.uint8
-        ):
-            raise ValueError(
-                f"{wanted}, got {got} {'without one' if layout is None else f'and {layout.numel()} numbers'}"
-            )
-        numbers = layout.flatten().tolist()
-        spec = _spec(numbers)
-        if spec is None or numbers[2:4] != [n, k] or tuple(weight.shape) != spec.shape(n, k):
-            raise ValueError(f"{wanted}, got {got} as {describe_layout(numbers)}")
-        if isinstance(module, QuantLinear) and module.spec.layout(n, k) != tuple(numbers):
-            raise ValueError(
-                f"load: {name} is quantized as {module.spec.name}, "
-                f"got {describe_layout(numbers)}; load into the float model"
-            )
-        yield name, (module, spec)
-
-
-def _spec(layout: list[int]) -> LinearSpec | None:
-    """The spec that a layout describes, or None if its version or format is unknown."""
-    version, format, _, _, group_size, asymmetric, x_format = layout
-    formats = {number: name for name, number in _C.FORMATS.items()}
-    x_formats = {number: name for name, number in _C.X_FORMATS.items()}
-    if version != _C.LAYOUT_VERSION or format not in formats or x_format not in x_formats:
-        return None
-    mapping = "asymmetric" if asymmetric else "symmetric"
-    return LinearSpec(formats[format], group_size, bool(asymmetric), x_formats[x_format], mapping)
+        if layout is None or weight.dtype != torch.uint8:
+            raise ValueError(f"{wanted}, got {got} {'without one' if layout is None else 'and one'}")
+        try:
+            stored = numbers_of(layout)
+        except ValueError as error:
+            raise ValueError(f"{wanted}, got {got} as {error}") from None
+        if (stored.n, stored.k) != (n, k) or tuple(weight.shape) != stored.shape:
+            raise ValueError(f"{wanted}, got {got} as {stored}")
+        if isinstance(module, QuantLinear) and module.spec.layout(n, k) != stored.spec.layout(n, k):
+            raise ValueError(f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model")
+        yield name, (module, stored.spec)
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuantLinear: an nn.Linear whose weight is stored packed, once.
 
-weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[7] says what the bytes mean (formats/spec.py).
+weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] says what the bytes mean (formats/spec.py).
 All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole panels) need no hooks of ours.
 """
 
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C, devices
-from lowbit.formats.spec import LinearSpec, OpArgs, describe_layout
+from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
+from lowbit.quant.layout import into_kernel_layout, numbers_of, repack_weight
 from lowbit.quant.linear_layers import features_of
+from lowbit.reference import layout as row_layout
+from lowbit.reference.quantize import QuantizedWeight
 
 
 class QuantLinear(nn.Linear):
@@ -108,21 +111,24 @@ class QuantLinear(nn.Linear):
         """Return a layer made of plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32.
 
         ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
+
+        Raises:
+            ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite in
+                what they are stored as (float32 per row times float16 per group; float16).
         """
         n, k = codes.shape
-        packed = torch.zeros(spec.shape(n, k), dtype=torch.uint8, device=codes.device)
-        zero = None if zero is None else zero.contiguous()
-        _C.pack(codes.contiguous(), scale.contiguous(), zero, packed, *spec.weight_args(n, k))
-        return cls.from_packed(packed, n, k, spec, bias)
+        _check_plain(codes, scale, zero, spec)
+        rows = row_layout.row_major(QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size))
+        return cls.from_packed(repack_weight(rows, StoredWeight(spec, n, k, "row-major")), n, k, spec, bias)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code - zero)``."""
-        n, k, groups = self.out_features, self.in_features, self.spec.groups(self.in_features)
-        weight = self.weight.detach()
-        codes = weight.new_empty(n, k)
-        scale, zero = (weight.new_empty(n, groups, dtype=torch.float32) for _ in range(2))
-        _C.unpack(weight, *self.spec.weight_args(n, k), codes, scale, zero)
-        return codes, scale, zero
+        spec, n, k = self.spec, self.out_features, self.in_features
+        if spec.is_float:
+            raise ValueError(f"unpack: a {spec.format} weight has no codes")
+        rows = repack_weight(self.weight.detach(), StoredWeight(spec, n, k, _C.LAYOUT), "row-major")
+        plain = row_layout.from_row_major(rows, k, spec.format, spec.group_size, spec.asymmetric)
+        return plain.codes, plain.scale, plain.zero_or_symmetric
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[n, k]`` as float."""
@@ -159,10 +165,15 @@ class QuantLinear(nn.Linear):
         if isinstance(weight, Tensor) and layout is None:
             return f"{wanted}, got {_text(weight)} without {prefix}layout"
         if isinstance(layout, Tensor) and layout.device.type != "meta":
-            numbers = layout.flatten().tolist()
-            if tuple(numbers) != self.spec.layout(n, k):
-                return f"{wanted} (layout version {_C.LAYOUT_VERSION}), got {describe_layout(numbers)}"
-        if isinstance(weight, Tensor) and tuple(weight.shape) != self.spec.shape(n, k):
+            try:
+                stored = numbers_of(layout)
+            except ValueError as error:
+                return f"{wanted}, got {error}"
+            if stored.spec.layout(stored.n, stored.k) != self.spec.layout(n, k):
+                return f"{wanted}, got {stored}"
+            if isinstance(weight, Tensor) and tuple(weight.shape) != stored.shape:
+                return f"{wanted}: shape {list(stored.shape)}, got {_text(weight)}"
+        elif isinstance(weight, Tensor) and tuple(weight.shape) != self.spec.shape(n, k):
             return f"{wanted}: shape {list(self.spec.shape(n, k))}, got {_text(weight)}"
         return None
 
@@ -170,7 +181,31 @@ class QuantLinear(nn.Linear):
         problem = self.state_dict_problem(state_dict, prefix)
         if problem:
             raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(into_kernel_layout(state_dict, prefix), prefix, *args)
+
+
+def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> None:
+    """Raise ValueError unless these can be the parts of a weight of ``spec``."""
+    if spec.is_float:
+        raise ValueError(f"pack: a {spec.format} weight has no codes")
+    if (zero is not None) != spec.asymmetric:
+        raise ValueError(f"pack: zero must be {'given' if spec.asymmetric else 'None'} for {spec.name}")
+    n, k = codes.shape
+    parts = (
+        ("codes", codes, torch.uint8, [n, k]),
+        ("scale", scale, torch.float32, [n, spec.groups(k)]),
+        ("zero", zero, torch.float32, [n, spec.groups(k)]),
+    )
+    for name, tensor, dtype, shape in parts:
+        if tensor is not None and (tensor.dtype != dtype or list(tensor.shape) != shape):
+            raise ValueError(f"pack: {name} must be {str(dtype).removeprefix('torch.')} {shape}, got {_text(tensor)}")
+    highest = _C.FORMAT_FACTS[spec.format]["code_max"]
+    if codes.numel() and not codes.is_meta and codes.max() > highest:
+        raise ValueError(f"pack: codes must be 0..{highest}, got {codes.max()}")
+    stored = (scale, None if zero is None else zero.half())
+    for (name, *_), tensor in zip(parts[1:], stored, strict=True):
+        if tensor is not None and not tensor.is_meta and not tensor.isfinite().all():
+            raise ValueError(f"pack: {name} must be finite, got inf or nan")
 
 
 def all_finite(weight: Tensor) -> bool:

@@ -17,12 +17,12 @@ from lowbit import _C, devices
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
+from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear, matrix_of
 from lowbit.quant.quant_linear import QuantLinear, all_finite
 
 FilterFn = Callable[[nn.Module, str], bool]
-FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ def _check_module(name: str, module: nn.Module, device: torch.device | None) -> 
         raise TypeError(
             f"quantize_: weight of {_label(name)} must be a plain nn.Parameter, got {type(weight).__name__}"
         )
-    if weight.dtype not in FLOAT_FORMATS:
+    if weight.dtype not in FLOATS:
         raise TypeError(f"quantize_: weight of {_label(name)} must be float32, bfloat16 or float16, got {weight.dtype}")
     wanted = features_of(module)
     if tuple(matrix_of(module, weight).shape) != wanted:
         wanted = list(reversed(wanted) if is_conv1d(module) else wanted)
         raise ValueError(f"quantize_: weight of {_label(name)} must have shape {wanted}, got {list(weight.shape)}")
-    if module.bias is not None and module.bias.dtype not in FLOAT_FORMATS:
+    if module.bias is not None and module.bias.dtype not in FLOATS:
         raise TypeError(
             f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {module.bias.dtype}"
         )
@@ -180,11 +180,14 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
         return
     if not all_finite(weight):
         raise ValueError(f"quantize_: weight of {_label(name)} must be finite, got inf or nan")
-    if spec.format == "float16" and weight.dtype != torch.float16:
+    if not spec.is_float:
+        return
+    most = torch.finfo(next(dtype for dtype, name in FLOAT_FORMATS.items() if name == spec.format)).max
+    if most < torch.finfo(weight.dtype).max:
         largest = max(abs(float(value)) for value in torch.aminmax(weight.detach()))
-        if largest > FLOAT16_MAX:
+        if largest > most:
             raise ValueError(
-                f"quantize_: weight of {_label(name)} must be within +-{FLOAT16_MAX:.0f} for float16, got {largest:g}"
+                f"quantize_: weight of {_label(name)} must be within +-{most:g} for {spec.format}, got {largest:g}"
             )
 
 

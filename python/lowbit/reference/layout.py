@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packed layout "x86-panel-16x64", version 1: the bytes of a weight as they are stored, on every machine.
+"""The layouts of a packed weight, byte for byte: "x86-panel-16x64", which the kernels read, and "row-major".
 
-uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64. Sections of a panel, each
+x86-panel-16x64: uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64. Sections of a panel, each
 padded to 64 bytes:
     column_scale float32 [16] | column_sum float32 [16] | group_scale float16 [groups, 16] | zero float16 [groups, 16] | codes
 column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the codes for
@@ -11,6 +11,10 @@ float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
     float32   64 rows  [16 columns]
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
+
+row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded otherwise:
+    column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
+The same sections are absent. Of two int4 codes in a byte the first is the low nibble.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.reference.quantize import BITS, FLOAT_DTYPES, QuantizedWeight
+from lowbit.reference.quantize import QuantizedWeight, bits_of, code_of_zero, float_dtype
 
-COLUMNS, TILE = 16, 64
+COLUMNS, TILE = 16, 64  # of a panel
+ROW_ALIGN = 16
 
 
 def pack(weight: QuantizedWeight) -> Tensor:
@@ -37,8 +42,7 @@ def pack(weight: QuantizedWeight) -> Tensor:
 
 def pack_float(weight: Tensor) -> Tensor:
     """Lay out a float32, bfloat16 or float16 weight ``[n, k]`` as panels."""
-    format = next(name for name, dtype in FLOAT_DTYPES.items() if dtype == weight.dtype)
-    return _codes(_pad(weight), format).flatten(1)
+    return _codes(_pad(weight), str(weight.dtype).removeprefix("torch.")).flatten(1)
 
 
 def unpack(packed: Tensor, n: int, k: int, format: str, group_size: int, asymmetric: bool) -> QuantizedWeight:
@@ -69,18 +73,66 @@ def unpack_float(packed: Tensor, n: int, k: int, format: str) -> Tensor:
     return _plain(packed, format)[:n, :k].contiguous()
 
 
+def row_major(weight: QuantizedWeight) -> Tensor:
+    """Lay out a quantized weight row by row."""
+    sections = (weight.column_scale[:, None], weight.group_scale, weight.zero, _nibbles(weight.codes, weight.format))
+    return torch.cat([_row_section(section) for section in sections if section is not None], dim=1)
+
+
+def row_major_float(weight: Tensor) -> Tensor:
+    """Lay out a float weight ``[n, k]`` row by row."""
+    return _row_section(weight)
+
+
+def from_row_major(packed: Tensor, k: int, format: str, group_size: int, asymmetric: bool) -> QuantizedWeight:
+    """Read rows back; the inverse of :func:`row_major`."""
+    groups = -(-k // group_size) if group_size else 1
+    at = 0
+
+    def take(dtype: torch.dtype, count: int) -> Tensor:
+        nonlocal at
+        size = count * dtype.itemsize
+        section, at = packed[:, at : at + size].contiguous(), at + size + -size % ROW_ALIGN
+        return section.view(dtype)
+
+    column_scale = take(torch.float32, 1)[:, 0]
+    group_scale = take(torch.float16, groups) if group_size else None
+    zero = take(torch.float16, groups) if asymmetric else None
+    if bits_of(format) == 8:
+        codes = take(torch.uint8, k)
+    else:
+        pairs = take(torch.uint8, -(-k // 2))
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :k].contiguous()
+    return QuantizedWeight(format, group_size, codes, column_scale, group_scale, zero)
+
+
+def _row_section(values: Tensor) -> Tensor:
+    rows = values.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # a size of 1 may have any stride
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % ROW_ALIGN))
+
+
+def _nibbles(codes: Tensor, format: str) -> Tensor:
+    if bits_of(format) == 8:
+        return codes
+    low, high = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).view(codes.shape[0], -1, 2).unbind(2)
+    return low | high << 4
+
+
 def _pad(matrix: Tensor) -> Tensor:
     n, k = matrix.shape
-    return torch.nn.functional.pad(matrix, (0, -k % TILE, 0, -n % COLUMNS))
+    padded = matrix.new_zeros(n + -n % COLUMNS, k + -k % TILE)
+    padded[:n, :k] = matrix
+    return padded
 
 
 def _padded_codes(weight: QuantizedWeight) -> Tensor:
     """Padding decodes to zero: its codes are the zero point of their group, and 0 where no group reaches."""
     n, k = weight.codes.shape
     rows, columns = n + -n % COLUMNS, k + -k % TILE
-    fixed = 0.0 if weight.zero is not None else 2.0 ** (BITS[weight.format] - 1)
+    fixed = 0 if weight.zero is not None else code_of_zero(weight.format)
     zero = weight.scale.new_full((rows, weight.scale.shape[1]), fixed)
-    zero[:n] = weight.zero_or_symmetric
+    if weight.zero is not None:
+        zero[:n] = weight.zero.float()
     spread = zero.repeat_interleave(weight.group_size or columns, dim=1)[:, :columns]
     codes = torch.nn.functional.pad(spread, (0, columns - spread.shape[1])).byte()
     codes[:n, :k] = weight.codes
@@ -103,9 +155,13 @@ def _pad_rows(values: Tensor) -> Tensor:
     return torch.cat([values, padding])
 
 
+def _is_nibble(format: str) -> bool:
+    return float_dtype(format) is None and bits_of(format) == 4
+
+
 def _codes(codes: Tensor, format: str) -> Tensor:
     panels, tiles = codes.shape[0] // COLUMNS, codes.shape[1] // TILE
-    if format == "int4":
+    if _is_nibble(format):
         low, high = codes.view(panels, COLUMNS, tiles, 2, TILE // 2).unbind(3)
         return (low | high << 4).view(panels, COLUMNS, tiles, 8, 4).permute(0, 2, 3, 1, 4).reshape(panels, -1)
     together = {"int8": 4, "bfloat16": 2}.get(format, 1)  # consecutive k of one column
@@ -115,9 +171,9 @@ def _codes(codes: Tensor, format: str) -> Tensor:
 
 def _plain(packed: Tensor, format: str) -> Tensor:
     panels = packed.shape[0]
-    if format == "int4":
+    if _is_nibble(format):
         rows = packed.view(panels, -1, 8, COLUMNS, 4).permute(0, 3, 1, 2, 4).reshape(panels, COLUMNS, -1, 1, TILE // 2)
         return torch.cat([rows & 15, rows >> 4], dim=3).view(panels * COLUMNS, -1)
     together = {"int8": 4, "bfloat16": 2}.get(format, 1)
-    values = packed if format == "int8" else packed.view(FLOAT_DTYPES[format])
+    values = packed if format == "int8" else packed.view(float_dtype(format))
     return values.view(panels, -1, COLUMNS, together).transpose(1, 2).reshape(panels * COLUMNS, -1)

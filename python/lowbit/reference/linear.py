@@ -48,13 +48,13 @@ def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float"
 def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
     """Return sum_k |x| * |w|, what rounding errors are proportional to.
 
-    Kernels may multiply codes counted from an offset of their own (0 for int4, 128 for int8) and take zero point times sum of x off
+    Kernels may multiply codes counted from an offset of their own (128 for int8, else 0) and take zero point times sum of x off
     the total, so a weight counts as far as it and the zero point are from that offset; exact where both forms agree.
     """
     if isinstance(weight, QuantizedWeight):
-        offset = 0 if weight.format == "int4" else 128
+        offset = 128 if weight.format == "int8" else 0
         zero = weight.spread(weight.zero_or_symmetric).double()
-        steps = (weight.codes.double() - offset).abs() + (zero - offset).abs()
+        steps = (weight.levels - offset).abs() + (zero - offset).abs()
         dense = weight.spread(weight.scale).double() * steps
     else:
         dense = weight.double().abs()

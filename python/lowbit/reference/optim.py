@@ -119,8 +119,6 @@ def lion(p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[
 
 
 RULES = {"adamw": adamw, "sgd": sgd, "lion": lion}
-SIGNED = {"adamw": (True, False, False), "sgd": (True,), "lion": (True,)}
-"""Whether each moment of a rule can be negative."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -12,9 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BITS = {"int8": 8, "int4": 4}
 SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
-FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def float_dtype(format: str) -> torch.dtype | None:
+    """Return the dtype of a float format, whose name is torch's; None of a format with codes."""
+    dtype = getattr(torch, format, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
+def bits_of(format: str) -> int:
+    """Return the bits of a code, which the name of a format with codes ends with."""
+    return int(format.lstrip("abcdefghijklmnopqrstuvwxyz"))
+
+
+def code_of_zero(format: str) -> int:
+    """Return the code of 0 in a symmetric weight."""
+    return 2 ** (bits_of(format) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,11 @@ class QuantizedWeight:
     group_scale: Tensor | None  # float16 [n, groups], absent per channel
     zero: Tensor | None  # float16 [n, groups], absent when symmetric
 
+    @classmethod
+    def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int) -> QuantizedWeight:
+        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded to what is stored."""
+        return cls(format, group_size, codes, *split_scale(scale, group_size), None if zero is None else zero.half())
+
     @property
     def scale(self) -> Tensor:
         """The product of both scales, rounded to float32, ``[n, groups]``."""
@@ -40,7 +59,12 @@ class QuantizedWeight:
         """Zero point of every group as float32 ``[n, groups]``, the fixed one of a symmetric format included."""
         if self.zero is not None:
             return self.zero.float()
-        return torch.full_like(self.scale, 2 ** (BITS[self.format] - 1))
+        return torch.full_like(self.scale, code_of_zero(self.format))
+
+    @property
+    def levels(self) -> Tensor:
+        """What each code stands for before zero point and scale, float64 ``[n, k]``."""
+        return self.codes.double()
 
     def spread(self, per_group: Tensor) -> Tensor:
         """Repeat a value per group for every k: ``[n, groups]`` to ``[n, k]``."""
@@ -49,7 +73,7 @@ class QuantizedWeight:
 
     def decode(self) -> Tensor:
         """Return the weight, float64 ``[n, k]``."""
-        steps = self.codes.double() - self.spread(self.zero_or_symmetric).double()
+        steps = self.levels - self.spread(self.zero_or_symmetric).double()
         return self.spread(self.scale).double() * steps
 
 
@@ -67,7 +91,7 @@ def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor
     ``symmetric`` is torchao's: the largest weight clips by at most half a step. ``symmetric_no_clipping_err``: nothing clips.
     ``asymmetric``: the codes span min to max.
     """
-    half = 2.0 ** (BITS[format] - 1)
+    half = 2.0 ** (bits_of(format) - 1)
     if mapping == "symmetric":
         return torch.maximum(-low, high) / (half - 0.5)
     if mapping == "symmetric_no_clipping_err":
@@ -85,9 +109,8 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     """
     if not group_size:
         return scale[:, 0], None
-    largest = scale.amax(1)
-    column_scale = torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.float() - 1), 0)
-    fraction = torch.where(largest[:, None] > 0, scale / column_scale[:, None], 0)
+    column_scale = (scale.abs().amax(1).view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
+    fraction = torch.where(column_scale[:, None] > 0, scale / column_scale[:, None], 0)
     return column_scale, fraction.half()
 
 
@@ -107,7 +130,7 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
     codes = torch.empty_like(weight, dtype=torch.uint8)
     stored = QuantizedWeight(format, group_size, codes, column_scale, group_scale, None)
     divisor = torch.where(stored.scale > 0, stored.scale, 1)
-    largest = 2 ** BITS[format] - 1
+    largest = 2 ** bits_of(format) - 1
     zero = stored.zero_or_symmetric
     if mapping == "asymmetric":
         zero = torch.where(stored.scale > 0, torch.round(-low / divisor), 0).clamp(max=largest)

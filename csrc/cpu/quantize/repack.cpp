@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row of the op repack: a packed weight from any layout to any other (formats/layout.hpp). Codes, scales and zero
+// points stay what they are, bit for bit. One task is 16 columns, which are whole rows of every layout.
+#include LOWBIT_ISA_HEADER
+
+#include "core/parallel.hpp"
+#include "cpu/rows.hpp"
+#include "formats/layout.hpp"
+#include "ops/quantize.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kTaskColumns = 16;  // a multiple of the columns of every layout
+
+// Code (n, k). The sections are copies, here and below: a byte that is written may not be one of them.
+template <Format kFormat, class From>
+LOWBIT_INLINE uint32_t read_code(Sections from, const uint8_t* in, int64_t n, int64_t k) {
+  const CodePosition at = From::template code<kFormat>(n % from.columns, k);
+  const uint8_t* byte = in + from.row(n) + from.codes + at.byte;
+  if constexpr (bits(kFormat) == 4) return at.high ? *byte >> 4 : *byte & 15;
+  uint32_t code = 0;
+  std::memcpy(&code, byte, bits(kFormat) / 8);
+  return code;
+}
+
+template <Format kFormat, class To>
+LOWBIT_INLINE void write_code(Sections to, uint8_t* out, int64_t n, int64_t k, uint32_t code) {  // over zeros
+  const CodePosition at = To::template code<kFormat>(n % to.columns, k);
+  uint8_t* byte = out + to.row(n) + to.codes + at.byte;
+  if constexpr (bits(kFormat) == 4) *byte |= static_cast<uint8_t>(at.high ? code << 4 : code);
+  else std::memcpy(byte, &code, bits(kFormat) / 8);
+}
+
+// An entry of a scale or zero section; 0 where n is padding.
+template <class T>
+LOWBIT_INLINE T copy_entry(const RepackArgs& args, int64_t Sections::*section, int64_t n, int64_t g) {
+  const Sections &from = args.from, &to = args.to;
+  T value = 0;
+  if (n < args.spec.n)
+    std::memcpy(&value, args.packed.as<const uint8_t>() + from.at(from.*section, sizeof(T), n, g), sizeof(T));
+  std::memcpy(args.out.as<uint8_t>() + to.at(to.*section, sizeof(T), n, g), &value, sizeof(T));
+  return value;
+}
+
+// Scales, zero points and sum of a column with codes, and what its padding along k holds.
+template <Format kFormat, class From, class To>
+void repack_scales(const RepackArgs& args, int64_t n) {
+  using Codec = codec_of<kFormat>;
+  const WeightSpec spec = args.spec;
+  const Sections from = args.from, to = args.to;
+  uint8_t* out = args.out.as<uint8_t>();
+  const bool real = n < spec.n;  // else padding along n
+  const float column_scale = copy_entry<float>(args, &Sections::column_scale, n, 0);
+  ColumnSum<kFormat> sum;
+  for (int64_t g = 0; g < spec.groups(); g++) {
+    float scale = column_scale, zero = Codec::zero;
+    if (spec.group_size) scale *= float_from_float16(copy_entry<uint16_t>(args, &Sections::group_scale, n, g));
+    if (spec.asymmetric) zero = float_from_float16(copy_entry<uint16_t>(args, &Sections::zero, n, g));
+    const int64_t begin = g * spec.group_k(), end = begin + spec.group_k(), stop = real ? smaller(spec.k, end) : begin;
+    if (to.column_sum != Sections::none) {
+      for (int64_t k = begin; k < stop; k++)
+        sum.add(static_cast<int>(read_code<kFormat, From>(from, args.packed.as<const uint8_t>(), n, k)));
+      sum.end_group(stop - begin, zero, scale);
+    }
+    const float most = Codec::code_max, inside = zero < 0.0f ? 0.0f : zero > most ? most : zero;
+    const uint32_t padding = spec.asymmetric ? static_cast<uint32_t>(inside) : Codec::code_of_zero;
+    for (int64_t k = stop; k < smaller(to.stored_k, end); k++) write_code<kFormat, To>(to, out, n, k, padding);
+  }
+  if (to.column_sum == Sections::none) return;
+  const float total = static_cast<float>(sum.total);
+  std::memcpy(out + to.at(to.column_sum, sizeof total, n), &total, sizeof total);
+}
+
+template <Format kFormat, class From, class To>
+void repack_columns(const RepackArgs& args, int64_t first) {
+  const Sections from = args.from, to = args.to;
+  const uint8_t* in = args.packed.as<const uint8_t>();
+  uint8_t* out = args.out.as<uint8_t>();
+  const int64_t end = smaller(to.stored_n, first + kTaskColumns), real = smaller(end, args.spec.n), k_end = args.spec.k;
+  std::memset(out + to.row(first), 0, ceil_div(end - first, to.columns) * to.row_bytes);
+  if constexpr (!is_float(kFormat))
+    for (int64_t n = first; n < end; n++) repack_scales<kFormat, From, To>(args, n);
+  for (int64_t n = first; n < real; n++)
+    for (int64_t k = 0; k < k_end; k++)
+      write_code<kFormat, To>(to, out, n, k, read_code<kFormat, From>(from, in, n, k));
+}
+
+void run_repack(const RepackArgs& args) {
+  with_format(args.spec.format, [&]<Format kFormat>() {
+    with_layout(args.layout, [&]<class From>() {
+      with_layout(args.out_layout, [&]<class To>() {
+        parallel_for(ceil_div(args.to.stored_n, kTaskColumns), num_threads(),
+                     [&](int64_t task) { repack_columns<kFormat, From, To>(args, task * kTaskColumns); });
+      });
+    });
+  });
+}
+
+constexpr Kernel<RepackArgs> kRows[] = {{LOWBIT_ROW("repack"), never_refuses<RepackArgs>, run_repack}};
+
+}  // namespace
+
+void quantize_repack_rows(Backend& backend) { add(backend, kRows); }
+
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The list of layouts: where codes, scales and zero points of a weight [n, k] lie in one uint8 matrix, whose first
+// dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
+//
+// A layout says where the sections are (`sections`), and where in the codes of a row of the matrix the code of
+// (column, k) is (`code<format>`).
+#pragma once
+
+#include <type_traits>
+
+#include "formats/format.hpp"
+
+namespace lowbit {
+
+// All in bytes, sections from the start of a row. What a format has not (format.hpp says which) is not asked for.
+struct Sections {
+  int64_t columns;             // of the weight's [n] in one row of the matrix
+  int64_t rows, row_bytes;     // shape of the matrix
+  int64_t stored_n, stored_k;  // n and k with padding, whose codes decode to zero
+  int64_t column_scale;        // float32
+  int64_t column_sum;          // float32, the sum over k of the decoded column; none: not there
+  int64_t group_scale, zero;   // float16 [groups]
+  int64_t codes;
+  static constexpr int64_t none = -1;
+
+  LOWBIT_INLINE int64_t row(int64_t n) const { return n / columns * row_bytes; }
+  // Entry (g, n) of a section whose entries have this size, from the start of the matrix.
+  LOWBIT_INLINE int64_t at(int64_t section, int64_t size, int64_t n, int64_t g = 0) const {
+    return row(n) + section + (g * columns + n % columns) * size;
+  }
+};
+
+// "x86-panel-16x64": what the kernels of csrc/cpu read.
+struct PanelLayout {
+  static Sections sections(const WeightSpec& spec) {
+    return {.columns = kPanelColumns, .rows = spec.panels(), .row_bytes = spec.panel_bytes(),
+            .stored_n = spec.panels() * kPanelColumns, .stored_k = spec.padded_k(),
+            .column_scale = spec.column_scale_at(), .column_sum = spec.column_sum_at(),
+            .group_scale = spec.group_scale_at(), .zero = spec.zero_at(), .codes = spec.codes_at()};
+  }
+  template <Format kFormat>
+  LOWBIT_INLINE static CodePosition code(int64_t column, int64_t k) { return code_position<kFormat>(column, k); }
+};
+
+// "row-major": a row of the matrix is a row of the weight by itself, for exchange and for devices that want it so:
+//   column_scale f32 | group_scale f16 [groups] | zero f16 [groups] | codes [k]
+// each padded to 16 bytes; of two codes in a byte the first is the low nibble. No sums, no padding of n and k.
+struct RowMajorLayout {
+  static Sections sections(const WeightSpec& spec) {
+    const bool coded = !is_float(spec.format);
+    const int64_t per_group = round_up(spec.groups() * 2, 16), group_scale = coded ? 16 : 0,
+                  zero = group_scale + (coded && spec.group_size ? per_group : 0),
+                  codes = zero + (spec.asymmetric ? per_group : 0),
+                  code_bytes = round_up(ceil_div(spec.k * bits(spec.format), 8), 16);
+    return {.columns = 1, .rows = spec.n, .row_bytes = codes + code_bytes, .stored_n = spec.n, .stored_k = spec.k,
+            .column_scale = 0, .column_sum = Sections::none, .group_scale = group_scale, .zero = zero, .codes = codes};
+  }
+  template <Format kFormat>
+  LOWBIT_INLINE static CodePosition code(int64_t, int64_t k) {
+    constexpr int kBits = codec_of<kFormat>::bits;
+    return {k * kBits / 8, kBits == 4 && k % 2 == 1};
+  }
+};
+
+#define LOWBIT_LAYOUTS(X)                            \
+  X(x86_panel_16x64, PanelLayout, "x86-panel-16x64") \
+  X(row_major, RowMajorLayout, "row-major")
+
+#define LOWBIT_LAYOUT(id, Type, name) id,
+enum class Layout : int { LOWBIT_LAYOUTS(LOWBIT_LAYOUT) };
+#undef LOWBIT_LAYOUT
+#define LOWBIT_LAYOUT(id, Type, name) name,
+inline constexpr std::string_view kLayoutNames[] = {LOWBIT_LAYOUTS(LOWBIT_LAYOUT)};
+#undef LOWBIT_LAYOUT
+
+inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // what quantize writes, and the other ops read
+
+// Of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout is the
+// eighth.
+inline constexpr int kLayoutVersion = 2;
+
+// body.operator()<Type>() for the layout that is only known now.
+template <class Body>
+[[gnu::__always_inline__]] inline auto with_layout(Layout layout, Body&& body) {
+  switch (layout) {
+#define LOWBIT_LAYOUT(id, Type, name) \
+  case Layout::id: return body.template operator()<Type>();
+    LOWBIT_LAYOUTS(LOWBIT_LAYOUT)
+#undef LOWBIT_LAYOUT
+  }
+  __builtin_unreachable();
+}
+
+// The sum over k of one decoded column, code by code: the same steps, and so the same bits, wherever it is computed.
+template <Format kFormat>
+struct ColumnSum {
+  using Levels = std::conditional_t<kind_of(kFormat) == CodecKind::integer, int64_t, double>;
+  double total = 0;
+  Levels levels = 0;
+
+  LOWBIT_INLINE void add(int code) { levels += codec_of<kFormat>::level(code); }
+  LOWBIT_INLINE void end_group(int64_t count, float zero, float scale) {
+    total += (static_cast<double>(levels) - static_cast<double>(zero) * static_cast<double>(count)) * scale;
+    levels = 0;
+  }
+};
+
+}  // namespace lowbit

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// The list of update rules. Numbers are those of programs compiled earlier: append, never reorder.
+#pragma once
+
+#include <iterator>
+
+#include "rules/adamw.hpp"
+#include "rules/lion.hpp"
+#include "rules/sgd.hpp"
+
+namespace lowbit {
+
+#define LOWBIT_RULES(X) \
+  X(adamw, AdamW)       \
+  X(sgd, Sgd)           \
+  X(lion, Lion)
+
+#define LOWBIT_RULE(name, Type) name,
+enum class Rule : int { LOWBIT_RULES(LOWBIT_RULE) };
+#undef LOWBIT_RULE
+
+#define LOWBIT_RULE(name, Type) #name,
+inline constexpr std::string_view kRuleNames[] = {LOWBIT_RULES(LOWBIT_RULE)};
+#undef LOWBIT_RULE
+
+// body.operator()<Type>() for the rule that is only known now.
+template <class Body>
+LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
+  switch (rule) {
+#define LOWBIT_RULE(name, Type) \
+  case Rule::name: return body.template operator()<Type>();
+    LOWBIT_RULES(LOWBIT_RULE)
+#undef LOWBIT_RULE
+  }
+  __builtin_unreachable();
+}
+
+template <class RuleType>
+inline constexpr int kMostMoments = static_cast<int>(std::size(RuleType::moments));
+
+LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
+  switch (field) {
+#define LOWBIT_HYPER_FIELD(Type, name) \
+  case HyperField::name: return hyper.name != 0;
+    LOWBIT_HYPER(LOWBIT_HYPER_FIELD)
+#undef LOWBIT_HYPER_FIELD
+    case HyperField::none: return true;
+  }
+  __builtin_unreachable();
+}
+
+// How many moments a rule keeps with these numbers; without any that a number asks for: the least.
+template <class RuleType>
+LOWBIT_INLINE constexpr int moments_of(const Hyper& hyper) {
+  int count = 0;
+  for (const Moment& moment : RuleType::moments) count += is_set(hyper, moment.needs);
+  return count;
+}
+
+}  // namespace lowbit

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of a packed weight: what a file holds becomes what the kernels read, and the other way round.
+
+Codes, scales and zero points stay what they are, bit for bit. "row-major" is the one for exchange: each row of the weight by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import _C, devices
+from lowbit.formats.spec import LAYOUT_FIELDS, StoredWeight
+
+
+def numbers_of(layout: Tensor) -> StoredWeight:
+    """Read the ``layout`` tensor of a state dict.
+
+    Raises:
+        ValueError: it is no int64 tensor, or names what is not here.
+    """
+    if layout.dtype != torch.int64:
+        raise ValueError(f"a layout of {layout.dtype}, which must be torch.int64")
+    return StoredWeight.read(layout.flatten().tolist())
+
+
+def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT) -> Tensor:
+    """Return the packed ``weight`` in another layout, the tensor itself if it is in that one."""
+    if stored.layout == layout:
+        return weight
+    spec, n, k = stored.spec, stored.n, stored.k
+    source = weight.detach().contiguous()
+    if not source.is_meta and not devices.has_kernels(source.device):
+        source = source.cpu()
+    out = source.new_empty(spec.shape(n, k, layout))
+    if not source.is_meta:
+        _C.repack(source, _C.LAYOUTS[stored.layout], out, _C.LAYOUTS[layout], *spec.weight_args(n, k))
+    return out.to(weight.device)
+
+
+def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str, Any]:
+    """Return a state dict with every packed weight in ``layout``; all other entries are the tensors that they were.
+
+    Every layout loads, whatever the machine: `load` and ``load_state_dict`` bring a weight into that of its kernels.
+
+    Args:
+        state_dict: of a model with `QuantLinear` layers, in any layouts.
+        layout: "row-major", for exchange, or "x86-panel-16x64".
+
+    Raises:
+        ValueError: there is no such layout, or a packed weight is of a version, layout or format that is not here.
+
+    Example:
+        >>> torch.save(lowbit.quant.repack(model.state_dict()), "model.pt")
+    """
+    if layout not in _C.LAYOUTS:
+        raise ValueError(f"repack: layout must be one of {', '.join(_C.LAYOUTS)}, got layout={layout!r}")
+    result = dict(state_dict)
+    for key, weight in state_dict.items():
+        prefix, _, name = key.rpartition("weight")
+        numbers = state_dict.get(f"{prefix}layout")
+        if name or (prefix and prefix[-1] != ".") or not isinstance(numbers, Tensor) or weight.dtype != torch.uint8:
+            continue
+        try:
+            stored = numbers_of(numbers)
+        except ValueError as error:
+            raise ValueError(f"repack: {key} must be a packed weight, got {error}") from None
+        result[key] = repack_weight(weight, stored, layout)
+        result[f"{prefix}layout"] = numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))
+    return result
+
+
+def into_kernel_layout(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the state dict with the layer under ``prefix`` as its module holds it, if it is in another layout or version."""
+    weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
+    if not isinstance(numbers, Tensor) or numbers.is_meta:
+        return state_dict
+    stored = numbers_of(numbers)
+    if stored.layout == _C.LAYOUT and numbers.numel() == len(LAYOUT_FIELDS):
+        return state_dict
+    changed = {prefix + "layout": numbers.new_tensor(stored.spec.layout(stored.n, stored.k))}
+    if isinstance(weight, Tensor):
+        changed[prefix + "weight"] = repack_weight(weight, stored)
+    return {**state_dict, **changed}
