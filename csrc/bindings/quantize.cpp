@@ -26,8 +26,7 @@ void pack_into(py::handle codes, py::handle scale, py::handle zero, py::handle p
   const TensorArgument codes_argument(codes, "pack: codes"), scale_argument(scale, "pack: scale");
   const TensorArgument zero_argument = optional(zero, "pack: zero"), packed_argument = output(packed, "pack: packed");
   const py::gil_scoped_release nogil;
-  pack({.place = place_of(*packed_argument),
-        .spec = weight_spec("pack", n, k, format, group_size, asymmetric),
+  pack({.spec = weight_spec("pack", n, k, format, group_size, asymmetric),
         .codes = *codes_argument,
         .scale = *scale_argument,
         .zero = *zero_argument,
@@ -40,8 +39,7 @@ void unpack_into(py::handle packed, int64_t n, int64_t k, int64_t format, int64_
   const TensorArgument scale_argument = output(scale, "unpack: scale");
   const TensorArgument zero_argument(zero, "unpack: zero", Access::write, true);
   const py::gil_scoped_release nogil;
-  unpack({.place = place_of(*packed_argument),
-          .spec = weight_spec("unpack", n, k, format, group_size, asymmetric),
+  unpack({.spec = weight_spec("unpack", n, k, format, group_size, asymmetric),
           .packed = *packed_argument,
           .codes = *codes_argument,
           .scale = *scale_argument,

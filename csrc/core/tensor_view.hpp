@@ -41,9 +41,6 @@ struct TensorView {
   T* as() const { return static_cast<T*>(data); }
 };
 
-// Where a call on this tensor runs when nobody names a stream: on its device, in the default one.
-inline Place place_of(const TensorView& view) { return {.device = view.device}; }
-
 inline std::string shape_text(const TensorView& view) {
   std::string text = "[";
   for (int i = 0; i < view.rank; i++) text += (i ? ", " : "") + std::to_string(view.shape[i]);

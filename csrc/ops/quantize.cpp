@@ -2,6 +2,7 @@
 #include "ops/quantize.hpp"
 
 #include "ops/linear.hpp"
+#include "ops/place.hpp"
 
 namespace lowbit {
 
@@ -18,7 +19,9 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
 }
 
 template <class Args>  // PackArgs or UnpackArgs
-void check_plain_codes(std::string_view op, const Args& args) {
+void check_plain_codes(std::string_view op, Args& args) {
+  args.place =
+      place_of(op, {{"packed", args.packed}, {"codes", args.codes}, {"scale", args.scale}, {"zero", args.zero}});
   const WeightSpec& spec = args.spec;
   check(!is_float(spec.format), value, op, ": a ", kFormatNames[static_cast<int>(spec.format)], " weight has no codes");
   check_weight(op, args.packed, spec);
@@ -30,6 +33,7 @@ void check_plain_codes(std::string_view op, const Args& args) {
 }  // namespace
 
 Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
+  const Place place = place_of("quantize", {{"weight", weight}, {"packed", packed}});
   check(is_activation(weight.dtype), type, "quantize: weight must be float32, bfloat16 or float16, got ",
         name_of(weight.dtype));
   check_matrix("quantize", "weight", weight, weight.dtype, spec.n, spec.k);
@@ -40,7 +44,7 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
         "quantize: mapping ", kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
   check(all_finite(weight), value, "quantize: weight must be finite, got inf or nan");
   Distortion distortion;
-  run(QuantizeArgs{.place = place_of(weight),
+  run(QuantizeArgs{.place = place,
                    .spec = spec,
                    .mapping = static_cast<Mapping>(mapping),
                    .weight = weight,
@@ -49,7 +53,7 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
   return distortion;
 }
 
-void pack(const PackArgs& args) {
+void pack(PackArgs args) {
   check(args.spec.asymmetric || !args.zero, value, "pack: a symmetric weight has no zero point, got zero");
   check_plain_codes("pack", args);
   check(all_finite(args.scale), value, "pack: scale must be finite, got inf or nan");
@@ -57,15 +61,16 @@ void pack(const PackArgs& args) {
   run(args);
 }
 
-void unpack(const UnpackArgs& args) {
+void unpack(UnpackArgs args) {
   check_plain_codes("unpack", args);
   run(args);
 }
 
 void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
+  const Place place = place_of("dequantize", {{"packed", packed}, {"out", out}});
   check_weight("dequantize", packed, spec);
   check_matrix("dequantize", "out", out, DType::float32, spec.n, spec.k);
-  run(DequantizeArgs{.place = place_of(packed), .spec = spec, .packed = packed, .out = out});
+  run(DequantizeArgs{.place = place, .spec = spec, .packed = packed, .out = out});
 }
 
 void refuse_code(int code, int highest) {
@@ -77,7 +82,8 @@ bool all_finite(const TensorView& tensor) {
         name_of(tensor.dtype));
   check(tensor.is_contiguous(), value, "all_finite: tensor must be contiguous");
   bool result = true;
-  if (tensor.numel()) run(AllFiniteArgs{.place = place_of(tensor), .tensor = tensor, .result = &result});
+  const Place place = place_of("all_finite", {{"tensor", tensor}});
+  if (tensor.numel()) run(AllFiniteArgs{.place = place, .tensor = tensor, .result = &result});
   return result;
 }
 

@@ -62,8 +62,8 @@ struct AllFiniteArgs {
 
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
                                int64_t mapping);
-LOWBIT_API void pack(const PackArgs& args);
-LOWBIT_API void unpack(const UnpackArgs& args);
+LOWBIT_API void pack(PackArgs args);
+LOWBIT_API void unpack(UnpackArgs args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
 LOWBIT_API bool all_finite(const TensorView& tensor);
 [[noreturn]] LOWBIT_API void refuse_code(int code, int highest);  // for rows of pack

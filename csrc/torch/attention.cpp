@@ -81,7 +81,7 @@ TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& lik
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
   if (!broadcast) std::stable_sort(order, order + 3, [&](int a, int b) { return like.stride[a] > like.stride[b]; });
   const int64_t permuted[] = {shape[order[0]], shape[order[1]], shape[order[2]], shape[3]};
-  const TensorView dense = contiguous_view(dtype, 4, permuted);
+  const TensorView dense = contiguous_view(like.device, dtype, 4, permuted);
   TensorView view = dense;
   for (int i = 0; i < 3; i++) view.shape[order[i]] = dense.shape[i], view.stride[order[i]] = dense.stride[i];
   return view;
@@ -124,8 +124,8 @@ void forward_kernel(StableIValue* stack) {
   args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod();
   const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
   args.out = ordered_view(real_out ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
-  args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
-  args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
+  args.lse = contiguous_view(args.q.device, real_of(args.q.dtype), 3, shape);
+  args.max_scores = want_max_scores ? args.lse : contiguous_view(args.q.device, args.lse.dtype, 1, none);
   Tensor out = Tensor::empty(op, args.out), lse = Tensor::empty(op, args.lse),
          max_scores = Tensor::empty(op, args.max_scores);
   if (!want_max_scores) args.max_scores = {};
@@ -139,7 +139,7 @@ class Gradients {
  public:
   explicit Gradients(std::string_view op) : op_(op) {}
   TensorView contiguous(DType dtype, const TensorView& like) {
-    return made(contiguous_view(dtype, like.rank, like.shape.data()));
+    return made(contiguous_view(like.device, dtype, like.rank, like.shape.data()));
   }
   TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
   StableIValue list() {

@@ -39,7 +39,7 @@ void decode_kernel(StableIValue* stack) {
   check(is_activation(args.q.dtype), ErrorKind::type, op, ": q must be float32, bfloat16 or float16, got ",
         name_of(args.q.dtype));
   const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], v_columns};
-  args.out = contiguous_view(args.q.dtype, 4, shape);
+  args.out = contiguous_view(args.q.device, args.q.dtype, 4, shape);
   Tensor out = Tensor::empty(op, args.out);
   decode(args);
   stack[0] = to_value(std::move(out));

@@ -25,7 +25,7 @@ void linear_kernel(StableIValue* stack) {
   const WeightSpec spec = weight_spec("linear", n, k, format, group_size, asymmetric);
   auto shape = in.shape;
   if (in.rank) shape[in.rank - 1] = n;
-  tensors.y = contiguous_view(in.dtype, in.rank, shape.data());
+  tensors.y = contiguous_view(in.device, in.dtype, in.rank, shape.data());
 
   LinearArgs args = linear_args(tensors, spec, x_format, activation);  // every check, before anything is allocated
   Tensor y = Tensor::empty("linear", tensors.y);

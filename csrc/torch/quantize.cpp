@@ -15,7 +15,7 @@ void dequantize_kernel(StableIValue* stack) {
   const TensorView packed = weight.view("dequantize", "weight");
   check_weight("dequantize", packed, spec);  // before n * k floats are allocated
   const int64_t shape[] = {spec.n, spec.k};
-  TensorView out = contiguous_view(DType::float32, 2, shape);
+  TensorView out = contiguous_view(packed.device, DType::float32, 2, shape);
   Tensor result = Tensor::empty("dequantize", out);
   dequantize(packed, spec, out);
   stack[0] = to_value(std::move(result));
