@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ def _note() -> None:
     ran.update(row for op in _C.OPS if (row := _C.last_kernel(op)))
 
 
-def _wrapped(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def _wrapped(function: Any, device: torch.device) -> Callable[..., Any]:
+    @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         copies = _Copies(device)
         result = function(*copies.there(args), **{name: copies.there(value) for name, value in options.items()})

@@ -70,6 +70,19 @@ def test_rows_explanations_and_facts_show_the_device() -> None:
     assert not any(name.startswith("device ") for name in lowbit.info())
 
 
+def test_plain_codes_are_packed_and_unpacked_there() -> None:
+    n, k = 20, 70
+    arguments = n, k, _C.FORMATS["int8"], 0, False
+    codes = torch.randint(0, 255, (n, k), dtype=torch.uint8).to(DEVICE)
+    scale = torch.rand(n, 1).to(DEVICE)
+    packed = torch.zeros(2, _C.panel_bytes(*arguments[2:3], k, 0, False), dtype=torch.uint8, device=DEVICE)
+    _C.pack(codes, scale, None, packed, *arguments)
+    read, read_scale = torch.zeros_like(codes), torch.zeros_like(scale)
+    _C.unpack(packed, *arguments, read, read_scale, None)
+    assert torch.equal(read.cpu(), codes.cpu()) and torch.equal(read_scale.cpu(), scale.cpu())
+    assert all(_C.last_kernel(op).endswith("_sim") for op in ("pack", "unpack"))
+
+
 def test_a_call_joins_the_current_stream_of_its_device() -> None:
     layer, x = nn.Sequential(nn.Linear(64, 64)).to(DEVICE), torch.randn(2, 64, device=DEVICE)
     optimizer = lowbit.optim.AdamW8bit(layer.parameters())
