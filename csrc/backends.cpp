@@ -3,9 +3,19 @@
 
 #include "cpu/backend.hpp"
 #include "ops/kernel.hpp"
+#include "sim/backend.hpp"
 
 namespace lowbit {
 
-std::span<const Backend* const> backends() { return cpu::backends(); }
+std::span<const Backend* const> backends() {
+  static const std::vector<const Backend*> all = [] {
+    std::vector<const Backend*> all;
+    const auto add = [&](std::span<const Backend* const> some) { all.insert(all.end(), some.begin(), some.end()); };
+    add(cpu::backends());
+    add(sim::backends(cpu::backends()));
+    return all;
+  }();
+  return all;
+}
 
 }  // namespace lowbit

@@ -15,6 +15,24 @@ from torch import nn
 import lowbit  # noqa: F401
 from lowbit import testing
 
+if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
+    import on_device
+
+    if DEVICE.startswith("lowbit_sim"):
+        from lowbit.devices import simulated
+
+        simulated.enable()
+    on_device.use(DEVICE)
+
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the rest a share."""
+        every = int(os.environ.get("LOWBIT_TEST_EVERY", "1"))
+        items[:] = [item for item in items if item.path.stem not in on_device.OF_THE_CPU][::every]
+
+    def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"rows that ran on {DEVICE}: {' '.join(sorted(on_device.ran))}")
+
+
 _ROWS = testing.rows("linear")
 
 

@@ -16,7 +16,8 @@ namespace py = pybind11;
 py::dict isa() {
   py::dict result;
   py::list compiled;
-  for (const Backend* backend : backends()) compiled.append(backend->name);
+  for (const Backend* backend : backends())
+    if (backend->device == DeviceType::cpu) compiled.append(backend->name);
   result["compiled"] = compiled;
   result["detected"] = detected_isa();
   try {
@@ -78,6 +79,11 @@ std::optional<std::string> force(const std::optional<std::string>& name) {
 }  // namespace
 
 void register_diagnostics(py::module_& m) {
+  py::list ops;
+#define LOWBIT_OP(op, Args) ops.append(#op);
+  LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
+  m.attr("OPS") = py::tuple(ops);
   m.def(
       "isa", isa,
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
@@ -87,7 +93,7 @@ void register_diagnostics(py::module_& m) {
   m.def(
       "register_torch_key", torch::register_key, py::arg("key"),
       "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
-  m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (linear, quantize, optim), best first.");
+  m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (OPS) on every device, best first.");
   m.def("force_kernel", force, py::arg("name"),
         "Make this thread use the named row only, None for the automatic choice; return what was forced before.");
   m.def("last_kernel", [](std::string_view op) { return std::string(last_kernel(op)); }, py::arg("op"),

@@ -10,13 +10,14 @@ namespace lowbit {
 namespace {
 
 py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
-                        int64_t x_format_, std::string_view dtype) {
+                        int64_t x_format_, std::string_view dtype, std::string_view device) {
   const WeightSpec spec = weight_spec("explain_linear", n, k, format, group_size, asymmetric);
   LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec), .dtype = DType::other};
   for (DType candidate : {DType::float32, DType::bfloat16, DType::float16})
     if (name_of(candidate) == dtype) args.dtype = candidate;
   check(args.dtype != DType::other, ErrorKind::value,
         "explain_linear: dtype must be float32, bfloat16 or float16, got ", dtype);
+  args.place.device.type = device_type("explain_linear", device);
   py::list rows;
   for (const Choice& choice : explain(args)) {
     py::dict row;
@@ -33,7 +34,7 @@ void register_linear(py::module_& m) {
   m.attr("X_FORMATS") = numbered(kXFormatNames);
   m.attr("ACTIVATIONS") = numbered(kActivationNames);
   m.def("explain_linear", explain_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
-        arg("asymmetric"), arg("x_format"), arg("dtype"),
+        arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
         "Say which kernel row would serve a linear call of ``m`` rows, and why each other one would not.");
 }
 

@@ -8,7 +8,6 @@
 
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
-#include "sim/memory.hpp"
 
 namespace lowbit {
 namespace {
@@ -92,7 +91,6 @@ OptimStep prepare(int64_t rule, int64_t state_format, int64_t block_size, py::ha
 }
 
 void take(OptimStep& step) {
-  const sim::Open open(sim::device_of(step.memory()));
   const py::gil_scoped_release nogil;
   step.run();
 }
@@ -102,8 +100,7 @@ void encode_state_into(py::handle values, int64_t format, bool is_signed, int64_
   const TensorArgument from(values, "encode_state: values"), to = output(codes, "encode_state: codes"),
                                                              scales = output(scale, "encode_state: scale");
   const py::gil_scoped_release nogil;
-  encode_state({.place = place_of(*from),
-                .format = state_format("encode_state", format, block_size),
+  encode_state({.format = state_format("encode_state", format, block_size),
                 .is_signed = is_signed,
                 .block_size = block_size,
                 .values = *from,
@@ -116,8 +113,7 @@ void decode_state_into(py::handle codes, py::handle scale, int64_t format, bool 
   const TensorArgument from(codes, "decode_state: codes"), scales(scale, "decode_state: scale"),
       to = output(values, "decode_state: values");
   const py::gil_scoped_release nogil;
-  decode_state({.place = place_of(*from),
-                .format = state_format("decode_state", format, block_size),
+  decode_state({.format = state_format("decode_state", format, block_size),
                 .is_signed = is_signed,
                 .block_size = block_size,
                 .codes = *from,

@@ -25,8 +25,7 @@ void repack_into(py::handle packed, int64_t layout_, py::handle out, int64_t out
                  int64_t format, int64_t group_size, bool asymmetric) {
   const TensorArgument from(packed, "repack: packed"), to = output(out, "repack: out");
   const py::gil_scoped_release nogil;
-  repack({.place = place_of(*from),
-          .spec = weight_spec("repack", n, k, format, group_size, asymmetric),
+  repack({.spec = weight_spec("repack", n, k, format, group_size, asymmetric),
           .layout = layout("repack", layout_),
           .out_layout = layout("repack", out_layout),
           .packed = *from,

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <optional>
 
 #include "bindings/dlpack_abi.hpp"
 #include "bindings/register.hpp"
@@ -116,11 +118,19 @@ void register_simulated(py::module_& parent) {
   py::class_<sim::Open>(
       m, "Open",
       "Keeps the memory of a device readable until it is deleted; the outermost one of a thread is a launch.")
-      .def(py::init<int>(), arg("device"));
+      .def(py::init([](int device, int64_t stream) {
+             return std::make_unique<sim::Open>(device, reinterpret_cast<void*>(stream));
+           }),
+           arg("device"), arg("stream"));
   m.def("usage", usage, arg("device"),
         "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
   m.def("reset_peak", sim::reset_peak, arg("device"), "Let the peak start again from what is in use.");
-  m.def("launches", sim::launches, arg("device"), "Return how many kernels and copies were launched.");
+  m.def(
+      "launches",
+      [](int device, std::optional<int64_t> stream) {
+        return stream ? sim::launches(device, *stream) : sim::launches(device);
+      },
+      arg("device"), arg("stream"), "Return how many kernels and copies were launched, on one stream or on any.");
   m.def(
       "inject",
       [](int device, std::string_view fault, int64_t after, int64_t times, int64_t microseconds) {

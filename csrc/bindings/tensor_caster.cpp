@@ -2,9 +2,10 @@
 #include "bindings/tensor_caster.hpp"
 
 #include <cstring>
+#include <optional>
 
 #include "bindings/dlpack_abi.hpp"
-#include "core/error.hpp"
+#include "ops/kernel.hpp"
 
 namespace lowbit {
 namespace {
@@ -82,6 +83,15 @@ DType dtype_of_name(std::string_view name) {  // "torch.float32"
   return DType::other;
 }
 
+// Memory that a host maps for another device is the CPU's.
+std::optional<Device> device_of_dlpack(int32_t type, int32_t index) {
+  if (type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost) return Device{};
+  for (int i = 0; i < kDeviceTypeCount; i++)
+    if (const auto found = static_cast<DeviceType>(i); kDeviceTypes[i].dlpack == type && has_backend(found))
+      return Device{.type = found, .index = static_cast<int16_t>(index)};
+  return std::nullopt;
+}
+
 void check_rank(int64_t rank, const char* what) {
   check(rank <= TensorView::kMaxRank, value, what, " must have at most ", TensorView::kMaxRank, " dimensions, got ",
         rank);
@@ -128,10 +138,9 @@ bool TensorArgument::from_dlpack(py::handle object, const char* what) {
   if (api->view_of_object(object.ptr(), &tensor) != 0)  // sparse, meta, batched: torch's own words
     throw Error(type, concat(what, " must be a dense CPU tensor: ", take_python_error()));
   check_rank(tensor.rank, what);
-  const bool cpu = tensor.device.type == dlpack::kCpu || tensor.device.type == dlpack::kCudaHost ||
-                   tensor.device.type == dlpack::kRocmHost;
-  if (tensor.device.type == dlpack::kExtDev && sim::device_count() > 0) open_.emplace(tensor.device.id);
-  else check(cpu, value, what, " must be on the CPU, got DLPack device type ", tensor.device.type);
+  const std::optional<Device> device = device_of_dlpack(tensor.device.type, tensor.device.id);
+  check(device.has_value(), value, what, " must be on the CPU, got DLPack device type ", tensor.device.type);
+  view_.device = *device;
   view_.dtype = tensor.dtype.lanes == 1 ? dtype_of_dlpack(tensor.dtype.code, tensor.dtype.bits) : DType::other;
   view_.rank = tensor.rank;
   int64_t contiguous = 1;

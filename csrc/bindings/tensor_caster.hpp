@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Python argument as a TensorView: a torch CPU tensor (DLPack C exchange API of its type, else its attributes) or any
-// object with a buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives. Memory of a
-// simulated device is open for that time.
+// A Python argument as a TensorView: a torch tensor (DLPack C exchange API of its type, else, on the CPU, its
+// attributes) or any object with a buffer (numpy). Nothing is copied; the view is valid while the TensorArgument lives.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <deque>
-#include <optional>
 #include <vector>
 
 #include "core/tensor_view.hpp"
-#include "sim/memory.hpp"
 
 namespace lowbit {
 
@@ -36,7 +33,6 @@ class TensorArgument {
 
   TensorView view_;
   Py_buffer buffer_{};
-  std::optional<sim::Open> open_;
 };
 
 // A list of tensors; `optional` allows None among them.

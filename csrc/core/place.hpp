@@ -1,18 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where memory lies and where work runs. A view has a device; a call has a place: its device, the stream that its work
-// joins, and where it gets the memory that it needs beside its arguments.
+// Where memory lies and where work runs. A view has a device; a call has a place: its device, and the stream that its
+// work joins.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 
+#include "core/error.hpp"
+
 namespace lowbit {
 
-// A device room adds its line here and in kDeviceNames.
-enum class DeviceType : uint8_t { cpu, simulated };
-inline constexpr std::string_view kDeviceNames[] = {"cpu", "cpu_sim"};
+// One line per type of device: its name here, as torch's devices show it; what torch's C functions call it
+// (aoti_torch_device_type_<>); DLPack's number of it.
+#define LOWBIT_DEVICES(X) \
+  X(cpu, "cpu", "cpu", 1) \
+  X(simulated, "lowbit_sim", "privateuse1", 12)
+
+#define LOWBIT_DEVICE(type, name, torch_name, dlpack) type,
+enum class DeviceType : uint8_t { LOWBIT_DEVICES(LOWBIT_DEVICE) };
+#undef LOWBIT_DEVICE
+
+struct DeviceTypeInfo {
+  std::string_view name, torch_name;
+  int dlpack;
+};
+inline constexpr DeviceTypeInfo kDeviceTypes[] = {
+#define LOWBIT_DEVICE(type, name, torch_name, dlpack) {name, torch_name, dlpack},
+    LOWBIT_DEVICES(LOWBIT_DEVICE)
+#undef LOWBIT_DEVICE
+};
+inline constexpr int kDeviceTypeCount = static_cast<int>(std::size(kDeviceTypes));
+
+constexpr std::string_view name_of(DeviceType type) { return kDeviceTypes[static_cast<int>(type)].name; }
+
+LOWBIT_API DeviceType device_type(std::string_view op, std::string_view name);  // ValueError: none has that name
 
 struct Device {
   DeviceType type = DeviceType::cpu;
@@ -22,22 +45,17 @@ struct Device {
 };
 
 inline std::string name_of(Device device) {
-  std::string name(kDeviceNames[static_cast<int>(device.type)]);
+  const std::string name(name_of(device.type));
   return device.type == DeviceType::cpu ? name : name + ":" + std::to_string(device.index);
 }
 
-struct Place;
-
-// Memory of a place, given back in the order of its stream: torch's allocator where torch is, else the device's own.
-struct Memory {
-  void* (*allocate)(const Place& place, std::size_t bytes);  // 256-byte aligned; throws std::bad_alloc
-  void (*release)(const Place& place, void* data, std::size_t bytes);
-};
-
 struct Place {
   Device device{};
-  void* stream = nullptr;          // null: the device's default; a CPU has none
-  const Memory* memory = nullptr;  // null: the kernels' own scratch (a CPU's threads keep theirs)
+  void* stream = nullptr;  // the device's own handle of it; null: its default stream. A CPU has none
 };
+
+// The stream that this thread's work on a device joins now, as whoever keeps streams says (torch); null if nobody does.
+LOWBIT_API void* current_stream(Device device);
+LOWBIT_API void ask_for_streams(void* (*keeper)(Device device));
 
 }  // namespace lowbit

@@ -43,9 +43,6 @@ struct TensorView {
   T* as() const { return static_cast<T*>(data); }
 };
 
-// Where a call on this tensor runs when nobody names a stream: on its device, in the default one.
-inline Place place_of(const TensorView& view) { return {.device = view.device}; }
-
 // A shape as errors show it. Text only where it is printed: a check takes it in every call.
 struct ShapeText {
   std::span<const int64_t> sizes;

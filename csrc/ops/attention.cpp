@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/place.hpp"
 #include "score/program.hpp"
 
 namespace lowbit {
@@ -77,7 +78,15 @@ void check_lists(std::string_view op, const AttentionForwardArgs& args) {
         ", got ", rows, " blocks of ", lists.q_block);
 }
 
-void check_forward(std::string_view op, const AttentionForwardArgs& args) {
+void check_forward(std::string_view op, AttentionForwardArgs& args) {
+  args.place = place_of(op, {{"q", args.q}, {"k", args.k}, {"v", args.v}, {"out", args.out}, {"lse", args.lse},
+                             {"max_scores", args.max_scores}, {"mask", args.mask}, {"sink", args.sink},
+                             {"seed", args.seed}, {"kv_num_blocks", args.lists.kv_num_blocks},
+                             {"kv_indices", args.lists.kv_indices},
+                             {"full_kv_num_blocks", args.lists.full_kv_num_blocks},
+                             {"full_kv_indices", args.lists.full_kv_indices}});
+  check_on(args.place, op, "score_captured", args.score_mod);
+  check_on(args.place, op, "mask_captured", args.mask_mod);
   const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod,
                lists, blocks, key] = args;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
@@ -140,15 +149,19 @@ void check_gradient(std::string_view op, std::string_view name, const TensorView
 
 }  // namespace
 
-void attention_forward(const AttentionForwardArgs& args) {
+void attention_forward(AttentionForwardArgs args) {
   check_forward("attention_forward", args);
   if (args.out.numel() > 0) run(args);
 }
 
-void attention_backward(const AttentionBackwardArgs& args) {
+void attention_backward(AttentionBackwardArgs args) {
   constexpr std::string_view op = "attention_backward";
-  const AttentionForwardArgs& forward = args.forward;
+  AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
+  args.place = place_of(op, {{"q", forward.q}, {"grad_out", args.grad_out}, {"grad_lse", args.grad_lse},
+                             {"grad_q", args.grad_q}, {"grad_k", args.grad_k}, {"grad_v", args.grad_v},
+                             {"grad_mask", args.grad_mask}, {"grad_sink", args.grad_sink}});
+  check_on(args.place, op, "score_captured_grads", args.grad_captured);
   const DType real = real_of(forward.q.dtype);
   const int64_t batch = forward.batch(), heads = forward.heads(), length = forward.q_length();
   check(static_cast<bool>(forward.lse), type, op, ": lse must be given");

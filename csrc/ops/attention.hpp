@@ -106,7 +106,7 @@ struct AttentionBackwardArgs {
   const ScoreGradientPlan* captured = nullptr;  // made by a CPU row of grad_captured, or null
 };
 
-LOWBIT_API void attention_forward(const AttentionForwardArgs& args);
-LOWBIT_API void attention_backward(const AttentionBackwardArgs& args);
+LOWBIT_API void attention_forward(AttentionForwardArgs args);
+LOWBIT_API void attention_backward(AttentionBackwardArgs args);
 
 }  // namespace lowbit

@@ -3,30 +3,34 @@
 
 #include <array>
 
+#include "ops/place.hpp"
+
 namespace lowbit {
 
 using enum ErrorKind;
 
 int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const TensorView& classes) {
-  check(call.program().is_mask, value, "block_classes: code must be of a mask_mod, got a score_mod");
-  check(grid.batch >= 1 && grid.heads >= 1, value, "block_classes: B and H must be at least 1, got ", grid.batch,
+  constexpr std::string_view op = "block_classes";
+  check(call.program().is_mask, value, op, ": code must be of a mask_mod, got a score_mod");
+  check(grid.batch >= 1 && grid.heads >= 1, value, op, ": B and H must be at least 1, got ", grid.batch,
         " and ", grid.heads);
   constexpr int64_t kMaxLength = INT32_MAX;
   for (const auto& [length, name] : {std::pair{grid.q_length, "q_len"}, std::pair{grid.kv_length, "kv_len"}})
-    check(length >= 0 && length <= kMaxLength, value, "block_classes: ", name, " must be 0..", kMaxLength, ", got ",
+    check(length >= 0 && length <= kMaxLength, value, op, ": ", name, " must be 0..", kMaxLength, ", got ",
           length);
-  check(grid.q_block >= 1 && grid.kv_block >= 1, value, "block_classes: block sizes must be at least 1, got ",
+  check(grid.q_block >= 1 && grid.kv_block >= 1, value, op, ": block sizes must be at least 1, got ",
         grid.q_block, " and ", grid.kv_block);
   const std::array wanted{grid.batch, grid.heads, ceil_div(grid.q_length, grid.q_block),
                           ceil_div(grid.kv_length, grid.kv_block)};
   bool fits = classes.rank == 4 && classes.dtype == DType::uint8 && classes.is_contiguous();
   for (int d = 0; d < 4 && fits; d++) fits = classes.shape[d] == wanted[d];
-  check(fits, value, "block_classes: classes must be contiguous uint8 [", wanted[0], ", ", wanted[1], ", ", wanted[2],
+  check(fits, value, op, ": classes must be contiguous uint8 [", wanted[0], ", ", wanted[1], ", ", wanted[2],
         ", ", wanted[3], "], got ", name_of(classes.dtype), " ", shape_text(classes));
+  const Place place = place_of(op, {{"classes", classes}});
+  check_on(place, op, "captured", &call);
   if (classes.numel() == 0) return 0;
   int64_t evaluated = 0;
-  run(BlockClassesArgs{
-      .place = place_of(classes), .call = &call, .grid = grid, .classes = classes, .evaluated = &evaluated});
+  run(BlockClassesArgs{.place = place, .call = &call, .grid = grid, .classes = classes, .evaluated = &evaluated});
   return evaluated;
 }
 

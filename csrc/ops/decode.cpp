@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "ops/attention.hpp"
+#include "ops/place.hpp"
 #include "ops/score_program.hpp"
 
 namespace lowbit {
@@ -46,8 +47,13 @@ void check_code_type(std::string_view op, std::string_view name, const TensorVie
         " must be int8 or uint8 (two int4 codes a byte), got ", name_of(codes.dtype));
 }
 
-void check_decode(const DecodeArgs& args) {
+void check_decode(DecodeArgs& args) {
   constexpr std::string_view op = "decode";
+  args.place = place_of(op, {{"q", args.q}, {"k", args.k}, {"v", args.v}, {"k_scale", args.k_scale},
+                             {"v_scale", args.v_scale}, {"out", args.out}, {"lse", args.lse}, {"mask", args.mask},
+                             {"sink", args.sink}});
+  check_on(args.place, op, "score_captured", args.score_mod);
+  check_on(args.place, op, "mask_captured", args.mask_mod);
   const auto& [place, q, k, v, k_scale, v_scale, out, lse, mask, sink, scale, causal, position, window, rotated,
                score_mod, mask_mod] = args;
   check_rank_4(op, "q", q, "[B, Hq, L, E]"), check_rank_4(op, "k", k, "[B, Hkv, S, E]"),
@@ -101,14 +107,15 @@ void check_decode(const DecodeArgs& args) {
 
 }  // namespace
 
-void decode(const DecodeArgs& args) {
+void decode(DecodeArgs args) {
   check_decode(args);
   if (args.out.numel() == 0) return;
   run(args);
 }
 
-void kv_quantize(const KvQuantizeArgs& args) {
+void kv_quantize(KvQuantizeArgs args) {
   constexpr std::string_view op = "kv_quantize";
+  args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});
   const auto& [place, x, codes, scale, rotate] = args;
   check_rank_4(op, "x", x, "[B, H, L, E]");
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
@@ -118,8 +125,9 @@ void kv_quantize(const KvQuantizeArgs& args) {
   if (x.numel()) run(args);
 }
 
-void kv_dequantize(const KvDequantizeArgs& args) {
+void kv_dequantize(KvDequantizeArgs args) {
   constexpr std::string_view op = "kv_dequantize";
+  args.place = place_of(op, {{"codes", args.codes}, {"scale", args.scale}, {"x", args.x}});
   const auto& [place, codes, scale, x, rotated] = args;
   check_rank_4(op, "x", x, "[B, H, L, E]");
   check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));

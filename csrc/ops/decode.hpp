@@ -79,8 +79,8 @@ struct KvDequantizeArgs {
   KvFormat format() const { return codes.dtype == DType::int8 ? KvFormat::int8 : KvFormat::int4; }
 };
 
-LOWBIT_API void decode(const DecodeArgs& args);
-LOWBIT_API void kv_quantize(const KvQuantizeArgs& args);
-LOWBIT_API void kv_dequantize(const KvDequantizeArgs& args);
+LOWBIT_API void decode(DecodeArgs args);
+LOWBIT_API void kv_quantize(KvQuantizeArgs args);
+LOWBIT_API void kv_dequantize(KvDequantizeArgs args);
 
 }  // namespace lowbit

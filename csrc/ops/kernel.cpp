@@ -35,14 +35,17 @@ struct Forced {
 };
 
 Forced forced_row(std::string name, std::string_view from) {
-  std::string op, rows;
+  if (name.empty()) return {};
+  std::string_view op;
   for_each_row([&](std::string_view row_op, const Backend&, std::string_view row) {
     if (row == name) op = row_op;
+  });
+  if (!op.empty()) return {std::string(op), std::move(name)};
+  std::string rows;
+  for_each_row([&](std::string_view, const Backend&, std::string_view row) {
     rows += concat(rows.empty() ? "" : ", ", row);
   });
-  check(name.empty() || !op.empty(), ErrorKind::value, from, ": unknown kernel row, got '", name, "', wanted one of ",
-        rows);
-  return {op, std::move(name)};
+  throw Error(ErrorKind::value, concat(from, ": unknown kernel row, got '", name, "', wanted one of ", rows));
 }
 
 const Forced& process_wide() {
@@ -76,13 +79,19 @@ LastRun& last_run(std::string_view op) {
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 
+bool has_backend(DeviceType device) {
+  for (const Backend* backend : backends())
+    if (backend->device == device && backend->unavailable({.type = device}).empty()) return true;
+  return false;
+}
+
 std::vector<RowInfo> rows_of(std::string_view op) {
   std::vector<RowInfo> rows;
   for_each_row([&](std::string_view row_op, const Backend& backend, std::string_view name) {
     if (row_op != op) return;
     const std::string& reason = backend.unavailable({.type = backend.device});
     rows.push_back({std::string(name), std::string(backend.name),
-                    std::string(kDeviceNames[static_cast<int>(backend.device)]), reason.empty(), reason});
+                    std::string(name_of(backend.device)), reason.empty(), reason});
   });
   if (rows.empty()) {
     std::string ops;

@@ -48,8 +48,10 @@ struct Kernel {
 struct Backend {
   std::string_view name;
   DeviceType device;
-  const std::string& (*unavailable)(
-      Device device);  // why this machine (and its environment variables) cannot run it; "" if it can
+  // Why this machine (and its environment variables) cannot run it; "" if it can.
+  const std::string& (*unavailable)(Device device);
+  // Runs a row with the device of the place made ready for kernels; null where it always is.
+  void (*guard)(const Place& place, const std::function<void()>& row) = nullptr;
 #define LOWBIT_OP(op, Args) std::vector<Kernel<Args>> op = {};
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
@@ -62,6 +64,7 @@ LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
+LOWBIT_API bool has_backend(DeviceType device);         // that this machine can run, now
 
 // Which list of a backend serves the op with these arguments.
 template <class Args> struct OpOf;
@@ -93,16 +96,21 @@ struct Choice {
   std::string reason;
 };
 
+// The rows of the call's device, and a forced row of another one.
 template <class Args>
 std::vector<Choice> explain(const Args& args) {
   const std::string_view forced = forced_kernel(OpOf<Args>::name);
+  const Device device = args.place.device;
   std::vector<Choice> choices;
   bool found = false;
   for (const Backend* backend : backends())
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend)) {
       std::string reason;
-      if (backend->device != args.place.device.type) reason = concat("the call is on ", name_of(args.place.device));
-      else reason = backend->unavailable(args.place.device);
+      if (backend->device != device.type) {
+        if (row.name != forced) continue;
+        reason = concat("runs on ", name_of(backend->device), ", and the call is on ", name_of(device));
+      }
+      if (reason.empty()) reason = backend->unavailable(device);
       if (reason.empty()) reason = row.refuses(args);
       if (reason.empty() && !forced.empty() && row.name != forced) reason = concat("the row ", forced, " is forced");
       if (reason.empty() && found) reason = "a better row fits";
@@ -113,13 +121,19 @@ std::vector<Choice> explain(const Args& args) {
 }
 
 template <class Args>
-const Kernel<Args>& select(const Args& args) {
+struct Selected {
+  const Backend& backend;
+  const Kernel<Args>& row;
+};
+
+template <class Args>
+Selected<Args> select(const Args& args) {
   const std::string_view forced = forced_kernel(OpOf<Args>::name);
   const Device device = args.place.device;
   for (const Backend* backend : backends()) {
     if (backend->device != device.type || !backend->unavailable(device).empty()) continue;
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend))
-      if ((forced.empty() || row.name == forced) && row.refuses(args).empty()) return row;
+      if ((forced.empty() || row.name == forced) && row.refuses(args).empty()) return {*backend, row};
   }
   std::string message =
       concat(OpOf<Args>::name, ": no kernel row fits", forced.empty() ? "" : concat(" (forced: ", forced, ")"));
@@ -130,9 +144,10 @@ const Kernel<Args>& select(const Args& args) {
 
 template <class Args>
 void run(const Args& args) {
-  const Kernel<Args>& row = select(args);
+  const auto& [backend, row] = select(args);
   note_ran(OpOf<Args>::name, row.name);  // before: a row may report a fault of what it ran
-  row.run(args);
+  if (!backend.guard) row.run(args);
+  else backend.guard(args.place, [&row, &args] { row.run(args); });
 }
 
 }  // namespace lowbit

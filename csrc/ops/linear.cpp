@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/linear.hpp"
 
+#include "ops/place.hpp"
+
 namespace lowbit {
 
 using enum ErrorKind;
@@ -51,6 +53,8 @@ void check_like_y(const TensorView& tensor, const TensorView& y, std::string_vie
 
 LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {
   const auto& [x, weight, bias, mul, add, y] = tensors;
+  const Place place = place_of(
+      "linear", {{"x", x}, {"weight", weight}, {"bias", bias}, {"mul", mul}, {"add", add}, {"the result", y}});
   check(is_activation(x.dtype), type, "linear: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
   // Padding hides a wrong k from the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises it.
   check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k,
@@ -68,7 +72,8 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
   check_like_y(add, y, "add");
   check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), value,
         "linear: activation must be 0..", std::size(kActivationNames) - 1, ", got activation=", activation);
-  return {.m = x.numel() / spec.k,
+  return {.place = place,
+          .m = x.numel() / spec.k,
           .weight_spec = spec,
           .x_format = x_format(x_format_, spec),
           .activation = static_cast<Activation>(activation),

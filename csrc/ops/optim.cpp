@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "ops/place.hpp"
+
 namespace lowbit {
 
 using enum ErrorKind;
@@ -68,7 +70,8 @@ StateFormat state_format(std::string_view op, int64_t format, int64_t block_size
 }
 
 OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
-                     const TensorView& found_inf, std::optional<int64_t> seed) {
+                     const TensorView& found_inf, std::optional<int64_t> seed)
+    : grad_scale_(grad_scale), found_inf_(found_inf) {
   check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..",
         std::size(kRuleNames) - 1, ", got ", rule);
   args_.rule = static_cast<Rule>(rule);
@@ -85,6 +88,11 @@ OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyp
 void OptimStep::add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
                     const TensorView* scale) {
   const std::size_t i = tensors_.size();
+  if (i == 0) first_ = param;
+  args_.place = place_of("optim_step", {{"params[0]", first_}, {"params", param}, {"grads", grad}, {"steps", step},
+                                        {"grad_scale", grad_scale_}, {"found_inf", found_inf_}});
+  check_on(args_.place, "optim_step", "states", {moment, static_cast<std::size_t>(moments())});
+  if (has_scales()) check_on(args_.place, "optim_step", "scales", {scale, static_cast<std::size_t>(moments())});
   check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ",
         name_of(param.dtype));
   check(is_activation(grad.dtype), type, "optim_step: grads[", i, "] must be float32, bfloat16 or float16, got ",
@@ -106,19 +114,20 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
     tensor.moment[k] = moment[k].data;
     tensor.scale[k] = has_scales() ? scale[k].as<float>() : nullptr;
   }
-  if (i == 0) args_.place = place_of(param);
   tensors_.push_back(tensor);
 }
 
 void OptimStep::run() {
   args_.tensors = tensors_;
+  args_.place.stream = current_stream(args_.place.device);  // the step may have been prepared on another one
   if (!tensors_.empty()) lowbit::run(args_);
 }
 
 namespace {
 
 template <class Args>
-void check_conversion(std::string_view op, const Args& args) {
+void check_conversion(std::string_view op, Args& args) {
+  args.place = place_of(op, {{"values", args.values}, {"codes", args.codes}, {"scale", args.scale}});
   check(has_codes(args.format), value, op, ": state_format must have codes, got ",
         kStateFormatNames[static_cast<int>(args.format)]);
   check_flat(args.values, DType::float32, args.values.numel(), op, ": values");
@@ -127,12 +136,12 @@ void check_conversion(std::string_view op, const Args& args) {
 
 }  // namespace
 
-void encode_state(const EncodeStateArgs& args) {
+void encode_state(EncodeStateArgs args) {
   check_conversion("encode_state", args);
   run(args);
 }
 
-void decode_state(const DecodeStateArgs& args) {
+void decode_state(DecodeStateArgs args) {
   check_conversion("decode_state", args);
   run(args);
 }

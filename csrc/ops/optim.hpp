@@ -82,15 +82,15 @@ class LOWBIT_API OptimStep {
   void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
            const TensorView* scale);
   void run();
-  const void* memory() const { return tensors_.empty() ? nullptr : tensors_[0].param; }  // of the first parameter
 
  private:
   OptimStepArgs args_;
   std::vector<OptimTensor> tensors_;
+  TensorView first_, grad_scale_, found_inf_;  // the first parameter; what must lie where it does
 };
 
 LOWBIT_API StateFormat state_format(std::string_view op, int64_t format, int64_t block_size);
-LOWBIT_API void encode_state(const EncodeStateArgs& args);
-LOWBIT_API void decode_state(const DecodeStateArgs& args);
+LOWBIT_API void encode_state(EncodeStateArgs args);
+LOWBIT_API void decode_state(DecodeStateArgs args);
 
 }  // namespace lowbit

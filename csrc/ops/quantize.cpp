@@ -2,6 +2,7 @@
 #include "ops/quantize.hpp"
 
 #include "ops/linear.hpp"
+#include "ops/place.hpp"
 
 namespace lowbit {
 
@@ -20,6 +21,7 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
 }  // namespace
 
 Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
+  const Place place = place_of("quantize", {{"weight", weight}, {"packed", packed}});
   check(is_activation(weight.dtype), type, "quantize: weight must be float32, bfloat16 or float16, got ",
         name_of(weight.dtype));
   check_matrix("quantize", "weight", weight, weight.dtype, spec.n, spec.k);
@@ -30,7 +32,7 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
         "quantize: mapping ", kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
   check(all_finite(weight), value, "quantize: weight must be finite, got inf or nan");
   Distortion distortion;
-  run(QuantizeArgs{.place = place_of(weight),
+  run(QuantizeArgs{.place = place,
                    .spec = spec,
                    .mapping = static_cast<Mapping>(mapping),
                    .weight = weight,
@@ -50,6 +52,7 @@ Sections sections(Layout layout, const WeightSpec& spec) {
 }
 
 void repack(RepackArgs args) {
+  args.place = place_of("repack", {{"packed", args.packed}, {"out", args.out}});
   args.from = sections(args.layout, args.spec), args.to = sections(args.out_layout, args.spec);
   check_matrix("repack", "packed", args.packed, DType::uint8, args.from.rows, args.from.row_bytes);
   check_matrix("repack", "out", args.out, DType::uint8, args.to.rows, args.to.row_bytes);
@@ -57,9 +60,10 @@ void repack(RepackArgs args) {
 }
 
 void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
+  const Place place = place_of("dequantize", {{"packed", packed}, {"out", out}});
   check_weight("dequantize", packed, spec);
   check_matrix("dequantize", "out", out, DType::float32, spec.n, spec.k);
-  run(DequantizeArgs{.place = place_of(packed), .spec = spec, .packed = packed, .out = out});
+  run(DequantizeArgs{.place = place, .spec = spec, .packed = packed, .out = out});
 }
 
 bool all_finite(const TensorView& tensor) {
@@ -67,7 +71,8 @@ bool all_finite(const TensorView& tensor) {
         name_of(tensor.dtype));
   check(tensor.is_contiguous(), value, "all_finite: tensor must be contiguous");
   bool result = true;
-  if (tensor.numel()) run(AllFiniteArgs{.place = place_of(tensor), .tensor = tensor, .result = &result});
+  const Place place = place_of("all_finite", {{"tensor", tensor}});
+  if (tensor.numel()) run(AllFiniteArgs{.place = place, .tensor = tensor, .result = &result});
   return result;
 }
 

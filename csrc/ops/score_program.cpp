@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/score_program.hpp"
 
-#include <cstring>
+#include "ops/place.hpp"
 
 namespace lowbit {
 namespace {
@@ -9,14 +9,17 @@ namespace {
 using enum ErrorKind;
 
 ScoreProgramArgs tile_args(const ScoreCall& call, std::string_view op, int64_t b, int64_t h, int64_t q0, int64_t k0,
-                           const TensorView& scores) {
+                           const TensorView& scores, const TensorView& gradient) {
   check(scores.rank == 2, value, op, ": scores must have shape [rows, cols], got ", shape_text(scores));
   check(scores.dtype == DType::float32 || scores.dtype == DType::float64, type, op,
         ": scores must be float32 or float64, got ", name_of(scores.dtype));
   check(scores.is_contiguous(), value, op, ": scores must be contiguous");
   check(scores.numel() < (int64_t{1} << 31), value, op, ": scores must have less than 2^31 elements, got ",
         scores.numel());
-  return {.call = &call,
+  const Place place = place_of(op, {{"scores", scores}, {"gradient", gradient}});
+  check_on(place, op, "captured", &call);
+  return {.place = place,
+          .call = &call,
           .dtype = scores.dtype,
           .b = b,
           .h = h,
@@ -24,47 +27,23 @@ ScoreProgramArgs tile_args(const ScoreCall& call, std::string_view op, int64_t b
           .k0 = k0,
           .rows = static_cast<int>(scores.shape[0]),
           .cols = static_cast<int>(scores.shape[1]),
-          .stride = round_up(scores.shape[1], 16)};
+          .stride = scores.shape[1],
+          .scores = scores.data,
+          .gradient = gradient.data};
 }
-
-// A tile must have whole vectors in its rows: a copy with padding, and back.
-class Padded {
- public:
-  Padded(const TensorView& view, int64_t stride)
-      : view_(view), row_(view.shape[1] * static_cast<int64_t>(size_of(view.dtype))),
-        stride_(stride * static_cast<int64_t>(size_of(view.dtype))),
-        bytes_(static_cast<std::size_t>(view.shape[0] * stride_)) {
-    for (int64_t r = 0; r < view_.shape[0]; r++)
-      std::memcpy(bytes_.data() + r * stride_, view_.as<char>() + r * row_, row_);
-  }
-  void* data() { return bytes_.data(); }
-  void write_back() const {
-    for (int64_t r = 0; r < view_.shape[0]; r++)
-      std::memcpy(view_.as<char>() + r * row_, bytes_.data() + r * stride_, row_);
-  }
-
- private:
-  const TensorView& view_;
-  int64_t row_, stride_;
-  std::vector<char> bytes_;
-};
 
 }  // namespace
 
 void score_program_eval(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0, const TensorView& scores) {
-  ScoreProgramArgs args = tile_args(call, "score_program_eval", b, h, q0, k0, scores);
-  if (scores.numel() == 0) return;
-  Padded padded(scores, args.stride);
-  args.scores = padded.data();
-  run(args);
-  padded.write_back();
+  const ScoreProgramArgs args = tile_args(call, "score_program_eval", b, h, q0, k0, scores, {});
+  if (scores.numel() > 0) run(args);
 }
 
 void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t q0, int64_t k0,
                             const TensorView& scores, const TensorView& gradient,
                             std::span<const TensorView> captured_gradients) {
   constexpr std::string_view op = "score_program_backward";
-  ScoreProgramArgs args = tile_args(call, op, b, h, q0, k0, scores);
+  ScoreProgramArgs args = tile_args(call, op, b, h, q0, k0, scores, gradient);
   check(!call.program().is_mask, value, op, ": code must be of a score_mod, got a mask");
   check(gradient.rank == 2 && gradient.shape == scores.shape && gradient.dtype == scores.dtype &&
             gradient.is_contiguous(),
@@ -73,6 +52,7 @@ void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t
   check(static_cast<int>(captured_gradients.size()) == call.captured_count(), value, op,
         ": captured_gradients must have one entry per captured tensor (", call.captured_count(), "), got ",
         captured_gradients.size());
+  check_on(args.place, op, "captured_gradients", captured_gradients);
   std::vector<CapturedGradient> targets;
   for (int i = 0; i < call.captured_count(); i++) {
     const TensorView& target = captured_gradients[i];
@@ -83,11 +63,8 @@ void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t
           shape_text(tensor), ", got ", name_of(target.dtype), " ", shape_text(target));
     targets.push_back({.data = target.data});
   }
-  if (scores.numel() == 0) return;
-  Padded padded(scores, args.stride), padded_gradient(gradient, args.stride);
-  args.scores = padded.data(), args.gradient = padded_gradient.data(), args.captured_gradients = targets.data();
-  run(args);
-  padded_gradient.write_back();
+  args.captured_gradients = targets.data();
+  if (scores.numel() > 0) run(args);
 }
 
 }  // namespace lowbit

@@ -30,7 +30,7 @@ struct ScoreProgramArgs {
   DType dtype = DType::float32;  // float32 or float64, of scores and gradient
   int64_t b = 0, h = 0, q0 = 0, k0 = 0;
   int rows = 0, cols = 0;
-  int64_t stride = 0;            // of scores and of gradient
+  int64_t stride = 0;            // of the rows of scores and of gradient, at least cols
   void* scores = nullptr;        // forward: in place; backward: raw scores, read
   void* gradient = nullptr;      // backward: of the modified scores in, of the raw ones out; else null
   const CapturedGradient* captured_gradients = nullptr;  // backward: per captured tensor

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -15,7 +16,7 @@ struct State {
   std::mutex mutex;
   std::array<Injection, 4> pending{{{.times = 0}, {.times = 0}, {.times = 0}, {.times = 0}}};
   bool lost = false;
-  int64_t launches = 0;
+  std::map<int64_t, int64_t> launches;  // by stream
 
   bool strikes(Fault fault) {  // counts down
     Injection& injection = pending[static_cast<std::size_t>(fault)];
@@ -59,7 +60,16 @@ void recover(int device) {
 int64_t launches(int device) {
   State& state = state_of(device);
   const std::lock_guard lock(state.mutex);
-  return state.launches;
+  int64_t all = 0;
+  for (const auto& [stream, count] : state.launches) all += count;
+  return all;
+}
+
+int64_t launches(int device, int64_t stream) {
+  State& state = state_of(device);
+  const std::lock_guard lock(state.mutex);
+  const auto found = state.launches.find(stream);
+  return found == state.launches.end() ? 0 : found->second;
 }
 
 bool allocation_fails(int device) {
@@ -69,7 +79,7 @@ bool allocation_fails(int device) {
   return state.strikes(Fault::memory);
 }
 
-void launch(int device) {
+void launch(int device, int64_t stream) {
   State& state = state_of(device);
   int64_t microseconds = 0;
   {
@@ -79,7 +89,7 @@ void launch(int device) {
     state.check_present(device);
     check(!state.strikes(Fault::launch), ErrorKind::runtime, "lowbit_sim:", device, ": the launch failed (injected)");
     if (state.strikes(Fault::slow)) microseconds = state.pending[static_cast<std::size_t>(Fault::slow)].microseconds;
-    state.launches++;
+    state.launches[stream]++;
   }
   if (microseconds) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }

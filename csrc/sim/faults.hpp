@@ -23,9 +23,10 @@ struct Injection {
 LOWBIT_API void inject(int device, Fault fault, const Injection& injection);
 LOWBIT_API void recover(int device);      // no fault is left, a lost device is back; its memory is as it was
 LOWBIT_API int64_t launches(int device);  // since the start
+LOWBIT_API int64_t launches(int device, int64_t stream);
 
 // Asked by memory.cpp.
-bool allocation_fails(int device);  // throws Error on a lost device
-void launch(int device);            // counts; throws Error where it fails
+bool allocation_fails(int device);        // throws Error on a lost device
+void launch(int device, int64_t stream);  // counts; throws Error where it fails
 
 }  // namespace lowbit::sim

@@ -167,10 +167,10 @@ void reset_peak(int index) {
   device.usage.peak_bytes = device.usage.live_bytes;
 }
 
-Open::Open(int index) : device_(index) {
+Open::Open(int index, void* stream) : device_(index) {
   if (index < 0) return;
   Device& device = device_at(index);
-  if (depth == 0) launch(index);
+  if (depth == 0) launch(index, reinterpret_cast<intptr_t>(stream));
   const std::lock_guard lock(device.mutex);
   if (device.open == 0) device.protect(0, device.touched, PROT_READ | PROT_WRITE);
   device.open++;

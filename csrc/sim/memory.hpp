@@ -31,11 +31,11 @@ LOWBIT_API Usage usage(int device);
 LOWBIT_API void reset_peak(int device);
 
 // While one lives, the memory of its device can be read and written, from any thread. The outermost one of a thread is
-// a launch: it fails or takes longer as sim/faults.hpp was told, and is counted. -1 stands for the host: nothing is
-// opened.
+// a launch: it fails or takes longer as sim/faults.hpp was told, and is counted for its stream, whose handle is its
+// number. -1 stands for the host: nothing is opened.
 class LOWBIT_API Open {
  public:
-  explicit Open(int device);
+  explicit Open(int device, void* stream = nullptr);
   ~Open();
   Open(const Open&) = delete;
   Open& operator=(const Open&) = delete;

@@ -139,7 +139,6 @@ void give(StableIValue* stack, std::array<Tensor, count>&& results) {
 template <class Op>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   try {
-    const Call call;
     Arguments<Op> given(stack);
     if constexpr (std::is_void_v<decltype(Op::run(given))>) Op::run(given);
     else give(stack, Op::run(given));

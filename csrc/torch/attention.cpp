@@ -59,7 +59,7 @@ TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& lik
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
   if (!broadcast) std::stable_sort(order, order + 3, [&](int a, int b) { return like.stride[a] > like.stride[b]; });
   const int64_t permuted[] = {shape[order[0]], shape[order[1]], shape[order[2]], shape[3]};
-  const TensorView dense = contiguous_view(dtype, 4, permuted);
+  const TensorView dense = contiguous_view(like.device, dtype, 4, permuted);
   TensorView view = dense;
   for (int i = 0; i < 3; i++) view.shape[order[i]] = dense.shape[i], view.stride[order[i]] = dense.stride[i];
   return view;
@@ -102,8 +102,8 @@ struct Forward {
     const bool want_max_scores = get<"want_max_scores">(given);
     const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
     args.out = ordered_view(get<"real_out">(given) ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
-    args.lse = contiguous_view(real_of(args.q.dtype), 3, shape);
-    args.max_scores = want_max_scores ? args.lse : contiguous_view(args.lse.dtype, 1, none);
+    args.lse = contiguous_view(args.q.device, real_of(args.q.dtype), 3, shape);
+    args.max_scores = want_max_scores ? args.lse : contiguous_view(args.q.device, args.lse.dtype, 1, none);
     std::array results{Tensor::empty(given.op, args.out), Tensor::empty(given.op, args.lse),
                        Tensor::empty(given.op, args.max_scores)};
     if (!want_max_scores) args.max_scores = {};
@@ -117,7 +117,7 @@ class Gradients {
  public:
   explicit Gradients(std::string_view op) : op_(op) {}
   TensorView contiguous(DType dtype, const TensorView& like) {
-    return made(contiguous_view(dtype, like.rank, like.shape.data()));
+    return made(contiguous_view(like.device, dtype, like.rank, like.shape.data()));
   }
   TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
   List list() {

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 // torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument),
 // but of a pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it
 // as every version of pybind11 declares it. Without Python it is a plain std::runtime_error with our text.
@@ -45,9 +47,39 @@ void ensure(Status status, std::string_view op, std::string_view what) {
               concat(op, ": torch failed: ", what, torch.exception_text ? concat(": ", torch.exception_text()) : ""));
 }
 
-thread_local Call* current_call = nullptr;
+std::atomic<bool> asks_for_devices{false};
+
+Device device_of(TensorHandle tensor, std::string_view op, std::string_view name) {
+  const Symbols& torch = loaded_symbols();
+  int32_t type = 0, index = 0;
+  ensure(torch.get_device_type(tensor, &type), op, "device of a tensor");
+  ensure(torch.get_device_index(tensor, &index), op, "device of a tensor");
+  for (int i = 0; i < kDeviceTypeCount; i++)
+    if (torch.device_types[i] == type) {
+      const auto found = static_cast<DeviceType>(i);
+      return {.type = found, .index = static_cast<int16_t>(found == DeviceType::cpu ? 0 : index)};
+    }
+  throw Error(ErrorKind::value, concat(op, ": ", name, " is on a device without kernels, torch's type ", type));
+}
+
+void* stream_of_torch(Device device) {
+  constexpr std::string_view op = "lowbit";
+  const Symbols& torch = loaded_symbols();
+  StreamHandle stream = nullptr;
+  int64_t number = 0;
+  ensure(torch.get_current_stream(device.index, &stream), op, "the current stream");
+  const Status status = torch.stream_id(stream, &number);
+  torch.delete_stream(stream);
+  ensure(status, op, "the number of a stream");
+  return reinterpret_cast<void*>(number);
+}
 
 }  // namespace
+
+void look_at_devices() {
+  asks_for_devices = true;
+  ask_for_streams(stream_of_torch);
+}
 
 void rethrow_for_torch(const Error& error) {
   switch (error.kind) {
@@ -60,38 +92,8 @@ void rethrow_for_torch(const Error& error) {
   throw std::runtime_error(error.what());
 }
 
-void Call::enter() {
-  entered_ = true;
-  outer_ = std::exchange(current_call, this);
-}
-
-void Call::leave() { current_call = outer_; }
-
-void Call::see(TensorHandle tensor, std::string_view op, std::string_view name) {
-  Call* const call = current_call;
-  if (!call) return;
-  const Symbols& torch = loaded_symbols();
-  int32_t type = 0, index = 0;
-  ensure(torch.get_device_type(tensor, &type), op, "device of a tensor");
-  ensure(torch.get_device_index(tensor, &index), op, "device of a tensor");
-  if (call->type_ < 0) {
-    call->type_ = type, call->index_ = index;
-    if (type != torch.device_cpu) call->open_.emplace(index);
-  }
-  const auto text = [&](int32_t type, int32_t index) {
-    return type == torch.device_cpu ? "cpu" : concat("lowbit_sim:", index);
-  };
-  check(type == call->type_ && (type == torch.device_cpu || index == call->index_), ErrorKind::value, op, ": ", name,
-        " must be on ", text(call->type_, call->index_), ", got ", text(type, index));
-}
-
-std::pair<int32_t, int32_t> Call::device() {
-  if (!current_call || current_call->type_ < 0) return {loaded_symbols().device_cpu, 0};
-  return {current_call->type_, current_call->index_};
-}
-
-TensorView contiguous_view(DType dtype, int rank, const int64_t* shape) {
-  TensorView view{.dtype = dtype, .rank = rank};
+TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape) {
+  TensorView view{.dtype = dtype, .device = device, .rank = rank};
   int64_t stride = 1;
   for (int i = rank - 1; i >= 0; i--) {
     view.shape[i] = shape[i];
@@ -104,7 +106,7 @@ TensorView contiguous_view(DType dtype, int rank, const int64_t* shape) {
 TensorView Tensor::view(std::string_view op, std::string_view name) const {
   TensorView view;
   if (!handle_) return view;
-  if (sim::device_count() > 0) Call::see(handle_, op, name);
+  if (asks_for_devices.load(std::memory_order_relaxed)) view.device = device_of(handle_, op, name);
   const Symbols& torch = loaded_symbols();
   int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0;
@@ -133,10 +135,10 @@ TensorView Tensor::written_view(std::string_view op, std::string_view name) cons
 Tensor Tensor::empty(std::string_view op, TensorView& view) {
   const Symbols& torch = loaded_symbols();
   check(view.dtype != DType::other, ErrorKind::type, op, ": the dtype of a result is none that is supported");
-  const auto [device_type, device_index] = Call::device();
   TensorHandle handle = nullptr;
   ensure(torch.empty_strided(view.rank, view.shape.data(), view.stride.data(),
-                             torch.dtypes[static_cast<int>(view.dtype)], device_type, device_index, &handle),
+                             torch.dtypes[static_cast<int>(view.dtype)],
+                             torch.device_types[static_cast<int>(view.device.type)], view.device.index, &handle),
          op, "allocation of the result");
   Tensor tensor(handle);
   ensure(torch.get_data_ptr(handle, &view.data), op, "data of the result");
@@ -152,7 +154,7 @@ TensorView Tensor::dense_view(std::string_view op, std::string_view name) {
 TensorView Tensor::contiguous_view(std::string_view op, std::string_view name) {
   const TensorView given = view(op, name);
   if (!handle_ || given.is_contiguous()) return given;
-  TensorView copied = torch::contiguous_view(given.dtype, given.rank, given.shape.data());
+  TensorView copied = torch::contiguous_view(given.device, given.dtype, given.rank, given.shape.data());
   Tensor copy = empty(op, copied);
   ensure(loaded_symbols().copy(copy.handle_, handle_, 0), op, "a contiguous copy of an argument");
   std::swap(handle_, copy.handle_);

@@ -10,7 +10,6 @@
 
 #include "core/error.hpp"
 #include "core/tensor_view.hpp"
-#include "sim/memory.hpp"
 #include "torch/symbols.hpp"
 
 namespace lowbit::torch {
@@ -41,7 +40,7 @@ class Tensor {
     else delete cell;
     return take(inner);
   }
-  // A new tensor of the view's dtype, shape and strides, where the call is; sets view.data.
+  // A new tensor of the view's dtype, device, shape and strides; sets view.data.
   static Tensor empty(std::string_view op, TensorView& view);
   // The view of this tensor; one that is not dense in its last dimension becomes a contiguous copy.
   TensorView dense_view(std::string_view op, std::string_view name);
@@ -81,32 +80,11 @@ inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue
 
 std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name);
 
-TensorView contiguous_view(DType dtype, int rank, const int64_t* shape);  // without data
+TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape);  // without data
 
-// The call that this thread is in. On a simulated device every tensor of a call must be there, and its memory is open
-// from the first one that is looked at to the end of the call. Without simulated devices it costs the look at their
-// number.
-class Call {
- public:
-  Call() {
-    if (sim::device_count() > 0) enter();
-  }
-  ~Call() {
-    if (entered_) leave();
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-  static void see(TensorHandle tensor, std::string_view op, std::string_view name);
-  static std::pair<int32_t, int32_t> device();  // type and index, of results
-
- private:
-  void enter();
-  void leave();
-  bool entered_ = false;
-  Call* outer_ = nullptr;
-  int32_t type_ = -1, index_ = 0;  // -1: no tensor yet
-  std::optional<sim::Open> open_;
-};
+// From now on tensors are asked for their device, and torch for its current stream there. Until then all are the CPU's:
+// the kernels are registered for nothing else.
+void look_at_devices();
 
 // Turns lowbit::Error into the exception that torch's Python layer shows as the right kind.
 [[noreturn]] void rethrow_for_torch(const Error& error);

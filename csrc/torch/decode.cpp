@@ -35,7 +35,7 @@ struct Decode {
     check(is_activation(args.q.dtype), ErrorKind::type, given.op, ": q must be float32, bfloat16 or float16, got ",
           name_of(args.q.dtype));
     const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], v_columns};
-    args.out = contiguous_view(args.q.dtype, 4, shape);
+    args.out = contiguous_view(args.q.device, args.q.dtype, 4, shape);
     Tensor out = Tensor::empty(given.op, args.out);
     decode(args);
     return out;

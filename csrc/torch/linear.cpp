@@ -24,7 +24,7 @@ struct Linear {
                                         get<"asymmetric">(given));
     auto shape = in.shape;
     if (in.rank) shape[in.rank - 1] = n;
-    tensors.y = contiguous_view(in.dtype, in.rank, shape.data());
+    tensors.y = contiguous_view(in.device, in.dtype, in.rank, shape.data());
 
     // Every check, before anything is allocated.
     LinearArgs args = linear_args(tensors, spec, get<"x_format">(given), get<"activation">(given));

@@ -17,7 +17,7 @@ struct Dequantize {
     const TensorView packed = view<"weight">(given);
     check_weight(given.op, packed, spec);  // before n * k floats are allocated
     const int64_t shape[] = {spec.n, spec.k};
-    TensorView out = contiguous_view(DType::float32, 2, shape);
+    TensorView out = contiguous_view(packed.device, DType::float32, 2, shape);
     Tensor result = Tensor::empty(given.op, out);
     dequantize(packed, spec, out);
     return result;

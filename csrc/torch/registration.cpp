@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "core/error.hpp"
+#include "torch/boxed.hpp"
 #include "torch/ops.hpp"
 
 namespace lowbit::torch {
@@ -82,6 +83,7 @@ std::vector<std::string> register_key(const std::string& key) {
     return names;
   for (std::size_t i = 0; i < done.size(); i++)
     if (done[i].how == "c++ shims" && register_kernel(*torch, library, *kOps[i])) names.push_back(done[i].op);
+  look_at_devices();
   return keys[key] = names;
 }
 

@@ -71,7 +71,11 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.list_size, "torch_list_size");
   loader.required(s.list_item, "torch_list_get_item");
   loader.required(s.list_push, "torch_list_push_back");
-  s.device_cpu = loader.constant("aoti_torch_device_type_cpu");
+  loader.required(s.get_current_stream, "aoti_torch_get_current_stream");
+  loader.required(s.delete_stream, "aoti_torch_delete_stream");
+  loader.required(s.stream_id, "aoti_torch_stream_id");
+  for (int i = 0; i < kDeviceTypeCount; i++)
+    s.device_types[i] = loader.constant(concat("aoti_torch_device_type_", kDeviceTypes[i].torch_name).c_str());
   constexpr const char* kDTypes[] = {
       "aoti_torch_dtype_float32", "aoti_torch_dtype_bfloat16", "aoti_torch_dtype_float16",
       "aoti_torch_dtype_float64", "aoti_torch_dtype_uint8",    "aoti_torch_dtype_int8",

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/dtype.hpp"
+#include "core/place.hpp"
 
 namespace lowbit::torch {
 
@@ -17,6 +18,7 @@ using BoxedKernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t r
 using TensorHandle = struct AtenTensorOpaque*;
 using LibraryHandle = struct TorchLibraryOpaque*;
 using ListHandle = struct StableListOpaque*;
+using StreamHandle = struct StreamOpaque*;
 using Status = int32_t;                                         // 0: success
 
 struct Symbols {
@@ -46,7 +48,11 @@ struct Symbols {
   Status (*list_size)(ListHandle, size_t*) = nullptr;
   Status (*list_item)(ListHandle, size_t index, StableIValue*) = nullptr;  // an owned handle if it is a tensor
   Status (*list_push)(ListHandle, StableIValue) = nullptr;
-  int32_t device_cpu = 0;
+  // streams of other devices than the CPU
+  Status (*get_current_stream)(int32_t device_index, StreamHandle*) = nullptr;
+  Status (*delete_stream)(StreamHandle) = nullptr;
+  Status (*stream_id)(StreamHandle, int64_t*) = nullptr;
+  int32_t device_types[kDeviceTypeCount] = {};                  // torch's number of each DeviceType
   int32_t dtypes[static_cast<int>(DType::other)] = {};          // torch's number of each DType before DType::other
 };
 

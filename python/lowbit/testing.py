@@ -132,9 +132,13 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
     return cases
 
 
+device = "cpu"
+"""Type of the device whose kernel rows are tested, as `lowbit.kernels` names it."""
+
+
 def rows(op: str = "linear") -> list[dict[str, object]]:
-    """The kernel rows of an op: ``{"name", "backend", "device", "available", "reason"}``."""
-    return [dict(row) for row in _C.kernels(op)]
+    """The kernel rows of an op on `device`: ``{"name", "backend", "device", "available", "reason"}``."""
+    return [dict(row) for row in _C.kernels(op) if row["device"] == device]
 
 
 def serves(row: str, case: LinearCase) -> bool:
@@ -142,7 +146,7 @@ def serves(row: str, case: LinearCase) -> bool:
     n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype)
+        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype, device)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.reference import optim as reference
 
 CODED = ("dynamic8", "dynamic4", "float8")
@@ -19,7 +19,7 @@ MAPS = list(itertools.product(CODED, (True, False)))
 DECODING = 6  # roundings of float32 between a decoded value and the map times the scale
 BITS = {"dynamic8": 8, "dynamic4": 4, "float8": 8}
 NUMELS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 1000, 4096, 5003)
-ROWS = [row for row in _C.kernels("encode_state") if row["available"]]
+ROWS = [row for row in testing.rows("encode_state") if row["available"]]
 ISAS = list(dict.fromkeys(row["backend"] for row in ROWS))
 
 

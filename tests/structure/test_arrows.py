@@ -18,13 +18,13 @@ CPP_ARROWS = {
     "formats": {"formats", "core"},
     "rules": {"rules", "core"},
     "score": {"score", "core"},
-    "sim": {"sim", "core"},
+    "sim": {"sim", "ops", "core"},
     "ops": {"ops", "score", "formats", "rules", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
-    "torch": {"torch", "sim", "ops", "score", "formats", "rules", "core"},
+    "torch": {"torch", "ops", "score", "formats", "rules", "core"},
     "bindings": {"bindings", "torch", "sim", "ops", "score", "formats", "rules", "core"},
     "wheel": set(),
-    "backends.cpp": {"cpu", "ops", "core"},
+    "backends.cpp": {"cpu", "sim", "ops", "core"},
 }
 PYTHON_ARROWS = {
     "reference": {"reference"},
@@ -66,7 +66,7 @@ def test_cpp_file_includes_only_the_rooms_it_may(path: Path) -> None:
             target = ours[1].split("/")[0]
             assert "/" in ours[1], f"{ours[1]}: include by room, as core/dtype.hpp"
             assert target in CPP_ARROWS[room], f"{room} may not include {ours[1]}"
-            if room == "cpu" and target == "ops":
+            if target == "ops":
                 assert ours[1].endswith(".hpp"), f"{room} includes headers of ops only, not {ours[1]}"
         if system:
             name = system[1]
@@ -77,6 +77,35 @@ def test_cpp_file_includes_only_the_rooms_it_may(path: Path) -> None:
                 assert room == "cpu" and path.parent.name == "simd", f"intrinsics belong to cpu/simd: {name}"
         if room != "backends.cpp":
             assert "LOWBIT_WITH_" not in line, "only backends.cpp asks what the build holds"
+
+
+def test_a_device_is_its_folder_and_its_line_in_each_list() -> None:
+    """The table of docs/architecture.md. No room decides by the type of a device: ops, torch and kernels have no line about one."""
+    own = re.compile(r"\bsim(::|/)|simulated")
+    lines = {
+        str(path.relative_to(CSRC)): count
+        for path in [*cpp_files(), CSRC / "CMakeLists.txt"]
+        if path.parent.name != "sim" and path.name != "simulated.cpp"
+        if (count := sum(bool(own.search(line)) for line in path.read_text().splitlines()))
+    }
+    lists = {"core/place.hpp": 1, "backends.cpp": 2, "CMakeLists.txt": 1}
+    assert lines == lists | {"bindings/register.hpp": 1, "bindings/module.cpp": 1}  # its memory and faults for Python
+    for path in python_files():
+        if "simulated" not in path.parts:
+            assert "lowbit_sim" not in code_of(path), path
+    for room in ("ops", "score", "formats", "rules"):
+        for path in (CSRC / room).rglob("*.?pp"):
+            assert "DeviceType::" not in path.read_text(), path
+
+
+def code_of(path: Path) -> str:
+    """The file without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            body[0].value.value = ""
+    return ast.unparse(tree)
 
 
 @pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))

@@ -2,21 +2,12 @@
 // Rows of the op decode over keys and values as codes.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/attention/in_memory.hpp"
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/split.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-template <DType kDType>
-std::string_view refuses(const DecodeArgs& args) {
-  return args.k.dtype == kDType ? "" : "keys and values of another type";
-}
-
-template <class Kv>
-void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }
 
 constexpr Kernel<DecodeArgs> kRows[] = {
     {LOWBIT_ROW("decode_int8"), refuses<DType::int8>, run<CodeKv<KvFormat::int8>>},

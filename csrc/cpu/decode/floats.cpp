@@ -3,7 +3,6 @@
 // queries over many keys.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/attention/in_memory.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/decode/split.hpp"
 #include "cpu/rows.hpp"
@@ -11,14 +10,6 @@
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
-
-template <DType kDType>
-std::string_view refuses(const DecodeArgs& args) {
-  return args.k.dtype == kDType ? "" : "keys and values of another type";
-}
-
-template <class Kv>
-void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }
 
 constexpr Kernel<DecodeArgs> kRows[] = {
     {LOWBIT_ROW("decode_float32"), refuses<DType::float32>, run<FloatKv<float>>},

@@ -4,10 +4,11 @@
 // same for any number of threads and in any batch.
 #pragma once
 
-#include "cpu/scratch.hpp"
+#include "cpu/attention/in_memory.hpp"
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/floats.hpp"
 #include "cpu/score_program/vm.hpp"
+#include "cpu/scratch.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -337,6 +338,14 @@ void decode_call(const DecodeArgs& args) {
   for (int64_t first = 0; first < bundles; first += pass)
     decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), serial ? 1 : threads);
 }
+
+// A row of decode: of which keys and values, and how.
+template <DType kDType>
+std::string_view refuses(const DecodeArgs& args) {
+  return args.k.dtype == kDType ? "" : "keys and values of another type";
+}
+template <class Kv>
+void run(const DecodeArgs& args) { with_memory(args, decode_call<Kv>); }
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

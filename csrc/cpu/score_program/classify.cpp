@@ -74,9 +74,9 @@ Interval scan(const TensorView& view, const Interval* index) {
 
 class Classifier {
  public:
-  Classifier(const ScoreCall& call, const BlockGrid& grid)
-      : call_(call), grid_(grid), nodes_(call.program().graph.nodes), output_(call.program().output),
-        live_(nodes_.size()) {
+  explicit Classifier(const BlockClassesArgs& args)
+      : place_(args.place), call_(*args.call), grid_(args.grid), nodes_(call_.program().graph.nodes),
+        output_(call_.program().output), live_(nodes_.size()) {
     live_[output_] = true;
     for (int i = output_; i >= 0; i--)
       for (int j = 0; live_[i] && j < nodes_[i].operand_count; j++) live_[nodes_[i].operands[j]] = true;
@@ -179,7 +179,8 @@ class Classifier {
     alignas(64) thread_local static float scores[kDenseRows * kDenseColumns];
     const int rows = static_cast<int>(at.q1 - at.q0 + 1), cols = static_cast<int>(at.k1 - at.k0 + 1);
     std::fill(scores, scores + rows * kDenseColumns, 0.0f);
-    lowbit::run(ScoreProgramArgs{.call = &call_,
+    lowbit::run(ScoreProgramArgs{.place = place_,
+                                 .call = &call_,
                                  .b = at.b,
                                  .h = at.h,
                                  .q0 = at.q0,
@@ -194,6 +195,7 @@ class Classifier {
     kept |= count > 0, dropped |= count < static_cast<int64_t>(rows) * cols;
   }
 
+  const Place& place_;
   const ScoreCall& call_;
   const BlockGrid& grid_;
   const std::vector<ScoreNode>& nodes_;
@@ -206,7 +208,7 @@ class Classifier {
 
 void cpu::classify_blocks(const BlockClassesArgs& args) {
   args.call->check_captured();
-  *args.evaluated = Classifier(*args.call, args.grid).run(args.classes.as<uint8_t>());
+  *args.evaluated = Classifier(args).run(args.classes.as<uint8_t>());
   args.call->check_fault();
 }
 

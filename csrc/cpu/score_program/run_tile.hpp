@@ -9,6 +9,28 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+// Rows with whole vectors: those given, or a padded copy in `memory`, where the given ones are too narrow.
+template <class T>
+struct PaddedRows {
+  T* data;
+  int64_t stride;
+
+  PaddedRows(const ScoreProgramArgs& args, void* given, T* memory) : data(static_cast<T*>(given)), stride(args.stride) {
+    if (!given || !memory) return;
+    data = memory, stride = round_up(args.cols, 16);
+    copy(args, data, stride, static_cast<const T*>(given), args.stride);
+  }
+  void write_back(const ScoreProgramArgs& args, void* given) const {
+    if (data != given) copy(args, static_cast<T*>(given), args.stride, data, stride);
+  }
+
+ private:
+  static void copy(const ScoreProgramArgs& args, T* to, int64_t to_stride, const T* from, int64_t from_stride) {
+    for (int r = 0; r < args.rows; r++)
+      __builtin_memcpy(to + r * to_stride, from + r * from_stride, args.cols * sizeof(T));
+  }
+};
+
 template <class T>
 void run_tile(const ScoreProgramArgs& args) {
   args.call->check_captured();
@@ -17,10 +39,20 @@ void run_tile(const ScoreProgramArgs& args) {
   const ScorePlan& plan = backward ? program.backward : program.forward;
   ScoreVm<T> vm(*args.call, plan, args.rows, args.cols,
                 scratch(Scratch::task, ScoreVm<T>::bytes(plan, args.rows, args.cols)));
+  const int64_t padded = args.rows * round_up(args.cols, 16);
+  T* const memory =
+      args.stride < round_up(args.cols, 16) ? static_cast<T*>(scratch(Scratch::call, 2 * padded * sizeof(T))) : nullptr;
+  const PaddedRows<T> scores(args, args.scores, memory),
+      gradient(args, args.gradient, memory ? memory + padded : nullptr);
   const ScoreTile<T> tile{.b = args.b, .h = args.h, .q0 = args.q0, .k0 = args.k0, .rows = args.rows, .cols = args.cols,
-                          .scores = static_cast<T*>(args.scores), .stride = args.stride};
-  if (backward) vm.run(tile, static_cast<T*>(args.gradient), args.stride, args.captured_gradients);
-  else vm.run(tile);
+                          .scores = scores.data, .stride = scores.stride};
+  if (backward) {
+    vm.run(tile, gradient.data, gradient.stride, args.captured_gradients);
+    gradient.write_back(args, args.gradient);
+  } else {
+    vm.run(tile);
+    scores.write_back(args, args.scores);
+  }
   args.call->check_fault();
 }
 

@@ -20,6 +20,16 @@ def has_kernels(device: torch.device) -> bool:
     return device.type in _served
 
 
+def types() -> tuple[str, ...]:
+    """Return the types of device that lowbit's ops run on in this process, as torch names them."""
+    return _served
+
+
+def type_of_rows(device: torch.device) -> str:
+    """Return the type of device whose kernel rows serve a tensor of ``device``: the CPU's, once moved, if not its own."""
+    return device.type if device.type in _served else "cpu"
+
+
 def check(op: str, name: str, device: torch.device, *, meta: bool = False, error: type[Exception] = ValueError) -> None:
     """Raise ``error`` unless lowbit has kernels for ``device``; ``meta`` lets that pass too.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowbit import _C
+from lowbit.devices import places
 from lowbit.diagnostics.table import html_table, text_table
 
 
@@ -80,7 +81,8 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 
 def _explain_layer(name: str, layer: Any, m: int, dtype: torch.dtype) -> LayerExplanation:
     n, k, *_ = layer.op_args
-    rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."))
+    device = places.type_of_rows(layer.weight.device)
+    rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."), device)
     chosen = next((str(row["name"]) for row in rows if row["chosen"]), "none")
     others = tuple((str(row["name"]), str(row["reason"])) for row in rows if not row["chosen"])
     return LayerExplanation(name, layer.spec.name, f"{n} x {k}", chosen, others)

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from lowbit import _C
+from lowbit import _C, devices
 from lowbit.devices.autoload import autoload_state
 from lowbit.diagnostics.table import html_table, text_table
 from lowbit.ops.registration import registered
@@ -38,7 +38,9 @@ def info() -> Info:
     facts["autoload"] = autoload_state()
     for row in registered():
         facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (f" ({row['reason']})" if row["reason"] else "")
+    facts["devices"] = ", ".join(devices.list())
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
         if not kernel["available"]:
-            facts[f"row {kernel['name']}"] = f"not available: {kernel['reason']}"
+            what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
+            facts[what] = f"not available: {kernel['reason']}"
     return facts

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from lowbit import _C
+from lowbit.devices import places
 from lowbit.diagnostics.table import html_table, text_table
 
 
@@ -26,12 +27,12 @@ class KernelTable(list[dict[str, object]]):
 
 
 def kernels(op: str = "linear") -> KernelTable:
-    """List the kernel rows of an op, best first.
+    """List the kernel rows of an op on the devices that lowbit serves in this process, best first.
 
     Raises:
         ValueError: there is no such op.
     """
-    return KernelTable(dict(row) for row in _C.kernels(op))
+    return KernelTable(dict(row) for row in _C.kernels(op) if row["device"] in places.types())
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, n
         if id(weight) not in finite:
             _check_values(name, weight, spec)
             finite.add(id(weight))
-        kernel = serving_kernel(spec, *features_of(module), weight.dtype)
+        kernel = serving_kernel(spec, *features_of(module), weight)
         selected.append(Selected(name, module, spec, kernel, tuple(owners[id(weight)])))
     return selected
 
@@ -191,11 +191,12 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
             )
 
 
-def serving_kernel(spec: LinearSpec, n: int, k: int, dtype: torch.dtype) -> str:
-    """Name the row that will serve this layer with activations of ``dtype``; both where one token takes another row."""
+def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor) -> str:
+    """Name the row that will serve activations of the weight's dtype; both where one token takes another row."""
     names = []
+    dtype, device = str(weight.dtype).removeprefix("torch."), devices.places.type_of_rows(weight.device)
     for m in (1, 64):
-        rows = _C.explain_linear(m, *spec.op_args(n, k), str(dtype).removeprefix("torch."))
+        rows = _C.explain_linear(m, *spec.op_args(n, k), dtype, device)
         names.append(next(row["name"] for row in rows if row["chosen"]))
     return names[0] if names[0] == names[1] else f"{names[0]} (m=1), {names[1]}"
 

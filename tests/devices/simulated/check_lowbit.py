@@ -45,9 +45,60 @@ def test_the_ops_have_kernels_of_their_own_there() -> None:
     lowbit.quantize_(layer, lowbit.int8_weight_only())
     x = torch.randn(2, 64, device=DEVICE)
     before = simulated.launches(DEVICE)
-    with torch.no_grad(), lowbit.force_kernel("linear_int8_scalar"):
+    with torch.no_grad(), lowbit.force_kernel("linear_int8_scalar_sim"):
         layer(x)
-    assert _C.last_kernel("linear") == "linear_int8_scalar" and simulated.launches(DEVICE) == before + 1
+    assert _C.last_kernel("linear") == "linear_int8_scalar_sim" and simulated.launches(DEVICE) == before + 1
+    with pytest.raises(NotImplementedError, match="linear_int8_scalar: runs on cpu, and the call is on lowbit_sim:1"):
+        with torch.no_grad(), lowbit.force_kernel("linear_int8_scalar"):
+            layer(x)
+
+
+def test_rows_explanations_and_facts_show_the_device() -> None:
+    rows = {row["name"]: row for row in lowbit.kernels("linear")}
+    here = [name for name, row in rows.items() if row["device"] == "cpu" and row["available"]]
+    there = [name for name, row in rows.items() if row["device"] == "lowbit_sim"]
+    assert there == [f"{name}_sim" for name in here] and all(rows[name]["available"] for name in there)
+    layer = nn.Sequential(nn.Linear(64, 64))
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    row = lowbit.explain(layer)[0].row
+    layer.to(DEVICE)
+    (entry,) = lowbit.explain(layer)
+    assert entry.row == f"{row}_sim" and len(entry.others) == len(there) - 1
+    report = lowbit.quantize_(nn.Sequential(nn.Linear(64, 64)).to(DEVICE), lowbit.int8_weight_only())
+    assert {name.split(" ")[0] for layer in report.quantized for name in layer.kernel.split(", ")} <= set(there)
+    assert lowbit.info()["devices"] == "cpu, lowbit_sim:0, lowbit_sim:1"
+    assert not any(name.startswith("device ") for name in lowbit.info())
+
+
+def test_plain_codes_are_packed_and_unpacked_there() -> None:
+    n, k = 20, 70
+    arguments = n, k, _C.FORMATS["int8"], 0, False
+    codes = torch.randint(0, 255, (n, k), dtype=torch.uint8).to(DEVICE)
+    scale = torch.rand(n, 1).to(DEVICE)
+    packed = torch.zeros(2, _C.panel_bytes(*arguments[2:3], k, 0, False), dtype=torch.uint8, device=DEVICE)
+    _C.pack(codes, scale, None, packed, *arguments)
+    read, read_scale = torch.zeros_like(codes), torch.zeros_like(scale)
+    _C.unpack(packed, *arguments, read, read_scale, None)
+    assert torch.equal(read.cpu(), codes.cpu()) and torch.equal(read_scale.cpu(), scale.cpu())
+    assert all(_C.last_kernel(op).endswith("_sim") for op in ("pack", "unpack"))
+
+
+def test_a_call_joins_the_current_stream_of_its_device() -> None:
+    layer, x = nn.Sequential(nn.Linear(64, 64)).to(DEVICE), torch.randn(2, 64, device=DEVICE)
+    optimizer = lowbit.optim.AdamW8bit(layer.parameters())
+    layer(x).sum().backward()
+    optimizer.step()
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    stream = torch.Stream(DEVICE)
+    with stream, torch.no_grad():
+        for run in (lambda: layer(x), optimizer.step, lambda: _C.all_finite(x), lambda: x + 1):
+            before = simulated.launches(DEVICE, stream)
+            run()
+            assert simulated.launches(DEVICE, stream) > before
+    before = simulated.launches(DEVICE, stream)
+    with torch.no_grad():
+        layer(x)
+    assert simulated.launches(DEVICE, stream) == before
 
 
 def test_gradients_of_a_quantized_layer_stay_there() -> None:
@@ -114,8 +165,19 @@ def test_an_optimizer_steps_there_as_here(optimizer: str) -> None:
 
 def test_tensors_of_two_places_are_refused_by_name() -> None:
     q = torch.randn(1, 2, 8, 16, device=DEVICE)
-    with pytest.raises(ValueError, match="attention_forward: k must be on lowbit_sim:1, got lowbit_sim:0"):
+    with pytest.raises(ValueError, match="attention_forward: k must be on lowbit_sim:1 as q is, got lowbit_sim:0"):
         lowbit.scaled_dot_product_attention(q, q.to("lowbit_sim:0"), q)
+    packed = torch.empty(4, _C.panel_bytes(3, 64, 0, False), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="linear: weight must be on lowbit_sim:1 as x is, got cpu"):
+        torch.ops.lowbit.linear(torch.randn(2, 64, device=DEVICE), packed, 64, 64, 3, 0, False, 0)
+    with pytest.raises(ValueError, match="quantize: packed must be on lowbit_sim:1 as weight is, got cpu"):
+        _C.quantize(torch.randn(64, 64, device=DEVICE), packed, 3, 0, False, 0)
+    bias = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"attention_forward: score_captured\[0\] must be on lowbit_sim:1, got cpu"):
+        lowbit.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + bias[h])
+    parameter, there = torch.zeros(4), torch.zeros(4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"optim_step: states\[0\] must be on cpu, got lowbit_sim:1"):
+        _C.OptimStep(2, 0, 256, [parameter], [parameter], [[there]], [], [torch.zeros(())], {})
 
 
 def test_a_fault_surfaces_as_an_exception_and_leaves_nothing_behind() -> None:

@@ -42,9 +42,9 @@ def usage(device: int | str | torch.device = 0) -> dict[str, int]:
     return dict(_C.simulated.usage(_index(device)))
 
 
-def launches(device: int | str | torch.device = 0) -> int:
-    """Return how many kernels and copies have been launched on a device."""
-    return _C.simulated.launches(_index(device))
+def launches(device: int | str | torch.device = 0, stream: torch.Stream | None = None) -> int:
+    """Return how many kernels and copies have been launched on a device, on one of its streams or on any."""
+    return _C.simulated.launches(_index(device), None if stream is None else stream.stream_id)
 
 
 def _index(device: int | str | torch.device) -> int:

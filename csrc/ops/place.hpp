@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a call runs: on the device of its tensors, which must be one.
+#pragma once
+
+#include <initializer_list>
+#include <span>
+#include <string_view>
+
+#include "core/tensor_view.hpp"
+
+namespace lowbit {
+
+struct ScoreCall;
+
+struct NamedTensor {
+  std::string_view name;
+  const TensorView& view;  // empty: not given
+};
+
+// The place of a call of `op`: the device of the first tensor, where all others must be, and the current stream.
+Place place_of(std::string_view op, std::initializer_list<NamedTensor> tensors);
+// Tensors of a list, or those that a program captured: on the device of the call.
+void check_on(const Place& place, std::string_view op, std::string_view name, std::span<const TensorView> list);
+void check_on(const Place& place, std::string_view op, std::string_view name, const ScoreCall* captured_by);
+
+}  // namespace lowbit
