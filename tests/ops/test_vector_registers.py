@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """No kernel returns with the upper halves of the vector registers in use.
 
-Until somebody clears them, every switch between AVX and SSE code in the process costs 0.3 us: a call of a small layer took 7 us
-instead of 5. gcc leaves vzeroupper out around calls of functions that take a vector by value, or that use none (csrc/cpu/vector_io.hpp).
+Until somebody clears them, every switch between AVX and SSE code in the process costs 0.3 us: a call of a small layer
+took 7 us instead of 5. gcc leaves vzeroupper out around calls of functions that take a vector by value, or that use
+none (csrc/cpu/vector_io.hpp).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import platform
@@ -23,7 +25,8 @@ from lowbit.ops.attention import attention
 
 _CPU = Path("/proc/cpuinfo")
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or not _CPU.exists() or "xgetbv1" not in _CPU.read_text(), reason="the CPU does not say what is in use"
+    platform.machine() != "x86_64" or not _CPU.exists() or "xgetbv1" not in _CPU.read_text(),
+    reason="the CPU does not say what is in use",
 )
 CLEAR = b"\xc5\xf8\x77\xc3"  # vzeroupper; ret
 IN_USE = b"\xb9\x01\x00\x00\x00\x0f\x01\xd0\xc3"  # mov ecx, 1; xgetbv; ret
@@ -62,8 +65,8 @@ def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int]) -> Non
             for format, x_format in itertools.product(("int4", "int8"), ("float", "int8_row"))
         ):
             if testing.serves(str(row["name"]), case):
-                data = testing.make_data(case)
-                assert not leaves_in_use(lambda: testing.run_linear(case, data, str(row["name"]))), f"{row['name']}: {case}"  # noqa: B023
+                run = functools.partial(testing.run_linear, case, testing.make_data(case), str(row["name"]))
+                assert not leaves_in_use(run), f"{row['name']}: {case}"
 
 
 @pytest.mark.parametrize("row", [row["name"] for row in testing.rows("quantize")])

@@ -24,8 +24,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 
-# The arguments of a call, by name, are dicts. autograd sees a tensor that is an argument of its own: a Function takes the
-# others in one dict, which has the length of each list of tensors, and behind it the tensors, in this order.
+# A call is a dict of its arguments by name. autograd sees a tensor only where it is an argument of its own: a Function
+# takes a dict of all others, with the length of each list of tensors, and behind it the tensors in this order.
 _TENSORS = ("q", "k", "v", "mask", "sink", "seed")
 _LISTS = ("score_captured", "mask_captured", "blocks")
 
@@ -94,9 +94,10 @@ def attention(
         or any(tensor.requires_grad for tensor in score_captured)
     ):
         return _forward(call)
-    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200, p = exp(s - lse)
-    # would be off by four times as much. The result in float32: a gradient of the scores is p (dp - sum of grad_out * out), and where one score is
-    # far above the others that difference is nothing but the rounding of the result.
+    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200,
+    # p = exp(s - lse) would be off by four times as much. The result in float32: a gradient of the scores is
+    # p (dp - sum of grad_out * out), and where one score is far above the others that difference is nothing but the
+    # rounding of the result.
     call["want_max_scores"] = call["real_out"] = True
     function = _TransformedAttention if compiling or transformed else _Attention
     out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))
@@ -151,7 +152,8 @@ class _TransformedAttention(torch.autograd.Function):
         if twice and not (call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0):
             grads = _twice_differentiable(call, needs, grad_out, grad_lse)
         else:
-            wanted = {"score_captured_needs": list(needs["score_captured"]), "mask_needs": needs["mask"], "sink_needs": needs["sink"]}
+            wanted = {"mask_needs": needs["mask"], "sink_needs": needs["sink"]}
+            wanted["score_captured_needs"] = list(needs["score_captured"])
             function = _Once.apply if twice else _gradients
             grads = _by_argument(call, needs, function(ctx.others | wanted, out, lse, grad_out, grad_lse, *tensors))
         return None, *_tensors(grads)
@@ -202,8 +204,10 @@ class _Attention(torch.autograd.Function):
     backward = _TransformedAttention.backward
 
 
-def _twice_differentiable(call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None) -> dict[str, Any]:
-    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores; see the formulas of the kernel."""
+def _twice_differentiable(
+    call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None
+) -> dict[str, Any]:
+    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the kernel has it."""
     q, k, v, mask, sink = (call[name] for name in ("q", "k", "v", "mask", "sink"))
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))
