@@ -150,25 +150,23 @@ def flex(
     what = f"{what}: " if what else ""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     leaves = [tensor for tensor in (q, k, v, *captured) if isinstance(tensor, Tensor) and tensor.requires_grad]
-
     wide = q.dtype == torch.float64
 
-    def reference(dtype: torch.dtype, copy: Callable[[Any], Any] = copied, rough: Tensor | None = None) -> tuple[Result, list[Tensor]]:
+    def reference(dtype: torch.dtype, copy: Callable[[Any], Any] = copied, **options: Any) -> tuple[Result, list[Tensor]]:
         given = [doubles(tensor, dtype) for tensor in (q, k, v)] + [copy(tensor) for tensor in captured]
         score_mod = None if make is None else make(*given[3:])
         mask_mod = None if make_mask is None else make_mask(*mask_captured)
-        result = attend(
-            *given[:3], factor, score_mod=score_mod, mask_mod=mask_mod, wide=wide and dtype == torch.float64, rough=rough
-        )
+        result = attend(*given[:3], factor, score_mod=score_mod, mask_mod=mask_mod, **options)
         return result, [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.requires_grad]
 
     settings = under if under.startswith("default dtype") else ""
     try:
         with ambient(settings):
-            exact, exact_leaves = reference(torch.float64)
+            exact, _ = reference(torch.float64, wide=wide)
             rough, _ = reference(torch.float32)
             if overflows := not wide and bool((exact.scores.isfinite() & ~rough.scores.isfinite()).any()):
                 exact, _ = reference(torch.float64, rough=rough.scores.detach())
+            summed, exact_leaves = reference(torch.float64, doubles, wide=wide)  # torch sums gradients in the dtype of their leaf
     except Exception:
         return  # torch does not take it
     with ambient(under):
@@ -189,13 +187,13 @@ def flex(
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
     finite = exact.out.isfinite().all() and (exact.lse.isfinite() | (exact.lse == -torch.inf)).all()
     if gradients and leaves and finite and not overflows:
-        row = torch.zeros_like(exact.lse.detach())
-        if any(leaf.element_size() == 2 for leaf in leaves):  # torch adds up their gradients in 16 bits
-            with ambient(settings):
-                summed, exact_leaves = reference(torch.float64, doubles)
-            row = torch.where(exact.p > 0, (summed.scores - exact.scores).abs(), 0.0).detach()
-            exact, row = summed, row.amax(-1) if row.numel() else row.sum(-1)
-        _flex_gradients(out, aux.lse, leaves, exact, exact_leaves, what, q, row)
+        _flex_gradients(out, aux.lse, leaves, summed, exact_leaves, what, q, _apart(exact, summed))
+
+
+def _apart(one: Result, other: Result) -> Tensor:
+    """Largest difference of two results' scores in each row, of those that count."""
+    difference = torch.where(one.p > 0, (one.scores - other.scores).abs().nan_to_num(0.0, 0.0, 0.0), 0.0).detach()
+    return difference.amax(-1) if difference.shape[-1] else difference.sum(-1)
 
 
 def _compare_flex(
@@ -208,7 +206,7 @@ def _compare_flex(
     exact: Result,
     rough: Result | None,
     what: str,
-) -> Tensor:
+) -> None:
     row = score_error(q.detach(), k.detach(), factor, exact, None, rough, q.dtype).detach()
     allowed, allowed_lse = budget(q.detach(), v.detach(), exact, row, q.dtype)
     within(out, exact.out, allowed, f"{what}out")
@@ -222,13 +220,12 @@ def _compare_flex(
             row + 4 * unit_of_sums(q.dtype) * largest.abs().nan_to_num(0, 0, 0),
             f"{what}max_scores",
         )
-    return row
 
 
 def _flex_gradients(
     out: Tensor, lse: Tensor, leaves: list[Tensor], exact: Result, exact_leaves: list[Tensor], what: str, q: Tensor, row: Tensor
 ) -> None:
-    """``row``: how far the scores of a row are from those of the call, as torch rounds what is in 16 bits."""
+    """``row``: how far the scores of a row are from those of the call, as torch rounds what is in fewer bits."""
     if exact.scores.numel() == 0:
         return
     weight = torch.randn(out.shape, dtype=torch.float64, device="cpu")
@@ -245,8 +242,9 @@ def _flex_gradients(
     for index, (mine, exactly) in enumerate(zip(got, want, strict=True)):
         if exactly.isfinite().all():
             size = float(exactly.abs().amax()) if exactly.numel() else 0.0
-            of_mod = 1e-3 * unit_of_sums(q.dtype) / UNIT[torch.float32] + 8 * UNIT[mine.dtype] * (mine.dtype != q.dtype)
+            of_mod = 1e-3 * unit_of_sums(q.dtype) / UNIT[torch.float32]
             limit = (gradient_tolerance(q.dtype, exact, row, q.shape[-1]) + of_mod) * (size + 1.0)
+            limit = limit + UNIT[mine.dtype] * exactly.detach().abs() + torch.finfo(mine.dtype).smallest_normal
             within(mine, exactly, limit, f"{what}gradient of leaf {index}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .compare import UNIT, unit_of_sums
 
@@ -32,33 +32,31 @@ class _OurNumbers(TorchFunctionMode):
     """How numbers of a mod are here, where torch's own are not the better ones (docs/ops/flex_attention.md).
 
     torch.where(condition, a, b) is in the common dtype of a and b: vmap's takes that of the one that is mapped, if the other is not.
-    ``wide``, for calls in float64: what torch would hold in float32 is float64, but for the value of a tensor that is made.
+    ``wide``, for calls in float64: what torch would hold in float32 is float64, except in steps that torch runs, those of captured
+    tensors alone.
     """
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
         self._wide, self._default = wide, torch.get_default_dtype()
 
-    def __enter__(self) -> Any:
-        if self._wide and self._default == torch.float32:
-            torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(self._default)
-        super().__exit__(*error)
-
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.where and len(args) == 3 and all(isinstance(item, Tensor) for item in args):
             a, b = (torch.empty(item.shape, dtype=item.dtype, device="cpu") for item in args[1:])
             args = args[0], *(item.to(torch.result_type(a, b)) for item in args[1:])
-        if not self._wide:
-            return func(*args, **(kwargs or {}))
-        if func is torch.tensor:
-            made = func(*args, **{"dtype": self._default if isinstance(args[0], float) else None, **(kwargs or {})})
-            return _widened(made)
-        args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
+        if not self._wide or not any(map(_of_scores, tree_leaves((args, kwargs)))):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(_widened, (args, kwargs))
+        torch.set_default_dtype(torch.float64 if self._default == torch.float32 else self._default)
+        try:
+            return func(*args, **kwargs) if func is not Tensor.float else args[0].double()
+        finally:
+            torch.set_default_dtype(self._default)
+
+
+def _of_scores(item: Any) -> bool:
+    return isinstance(item, Tensor) and torch._C._functorch.is_batchedtensor(item)
 
 
 def _widened(item: Any) -> Any:
