@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding: one query of 32 heads over 8 kv heads, batch 1, caches that do not fit L3; and a prompt with an int8 cache.
 
-Head-major is [B, H, S, D]; token-major [B, S, H, D] seen as the same. GB/s: bytes of keys, values and scales, against what the machine reads with 4
+Head-major is [B, H, S, D]; token-major [B, S, H, D] seen as the same. GB/s: bytes of keys, values and scales, against
+what the machine reads with 4
 prefetched streams a thread in the same rounds.
 """
 
@@ -48,13 +49,15 @@ def _shape(args: argparse.Namespace, head_dim: int, length: int, token_major: bo
     layout = "token-major" if token_major else "head-major"
     rows = [
         {
-            "candidate": name, "head_dim": head_dim, "kv_length": length, "layout": layout, "threads": args.threads, "best_s": times[name],
+            "candidate": name, "head_dim": head_dim, "kv_length": length, "layout": layout, "threads": args.threads,
+            "best_s": times[name],
             "bytes": size, "gb_per_s": size / times[name] / 1e9, "read_gb_per_s": bandwidth,
         }
         for name, (_, size) in candidates.items()
     ]  # fmt: skip
     cells = [
-        [row["candidate"], duration(row["best_s"]), f"{row['gb_per_s']:.1f}", f"{100 * row['gb_per_s'] / bandwidth:.0f} %",
+        [row["candidate"], duration(row["best_s"]), f"{row['gb_per_s']:.1f}",
+         f"{100 * row['gb_per_s'] / bandwidth:.0f} %",
          f"{times['bfloat16'] / row['best_s']:.2f}x", f"{times['torch bfloat16'] / row['best_s']:.1f}x"]
         for row in rows
     ]  # fmt: skip
@@ -79,9 +82,14 @@ def _ours(name: str, head_dim: int, length: int, token_major: bool) -> tuple[Cal
         if name in ("int8", "int4"):
             layer = lowbit.QuantizedKVCache(name).layer(0)
             layer.append(k, v)
-            tensors = [_layout(part, token_major) for part in (*layer._k.part(0, length), *layer._v.part(0, length))]  # type: ignore[union-attr]
+            parts = (*layer._k.part(0, length), *layer._v.part(0, length))  # type: ignore[union-attr]
+            tensors = [_layout(part, token_major) for part in parts]
             k, k_scale, v, v_scale = tensors
-            calls.append(lambda k=k, v=v, a=k_scale, b=v_scale, rotated=layer.rotated: _C.decode(q, k, v, out, scale, a, b, rotated))
+            calls.append(
+                lambda k=k, v=v, a=k_scale, b=v_scale, rotated=layer.rotated: _C.decode(
+                    q, k, v, out, scale, a, b, rotated
+                )
+            )
         else:
             tensors = [_layout(x.to(getattr(torch, name)), token_major) for x in (k, v)]
             calls.append(lambda k=tensors[0], v=tensors[1]: _C.decode(q, k, v, out, scale))
@@ -104,7 +112,8 @@ def _torch(name: str, head_dim: int, length: int, token_major: bool) -> tuple[Ca
 
 
 def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache of the first."""
+    """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache of the
+    first."""
     rows, length = [], 2048
     for head_dim in (64,) if args.quick else (64, 128):
         q = torch.randn(1, Q_HEADS, length, head_dim)
@@ -119,16 +128,30 @@ def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
             lowbit.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         calls = {
-            "float": lambda q=q, k=k, v=v: lowbit.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            "float": lambda q=q, k=k, v=v: lowbit.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ),
             "and an int8 cache filled": first,
-            "float, second half": lambda q=q, k=k, v=v, m=mask: lowbit.scaled_dot_product_attention(q[:, :, half:], k, v, m, enable_gqa=True),
+            "float, second half": lambda q=q, k=k, v=v, m=mask: lowbit.scaled_dot_product_attention(
+                q[:, :, half:], k, v, m, enable_gqa=True
+            ),
             "second half over an int8 cache": lambda q=q, cache=filled: cache.attend(0, q[:, :, half:]),
         }
         times = interleave(calls, rounds=args.rounds, sample_s=0.05)
         cells = []
         for name, base in zip(calls, ("float", "float", "float, second half", "float, second half"), strict=True):
             ratio = times[name].best_s / times[base].best_s
-            rows.append({"candidate": f"prompt: {name}", "head_dim": head_dim, "kv_length": length, "best_s": times[name].best_s, "ratio": ratio})
+            rows.append(
+                {
+                    "candidate": f"prompt: {name}",
+                    "head_dim": head_dim,
+                    "kv_length": length,
+                    "best_s": times[name].best_s,
+                    "ratio": ratio,
+                }
+            )
             cells.append([name, duration(times[name].best_s), f"{ratio:.2f}x"])
-        print(f"\n{table([f'prompt D={head_dim} L={length}, {args.threads} threads', 'time', 'x float (<= 1.1)'], cells)}")
+        print(
+            f"\n{table([f'prompt D={head_dim} L={length}, {args.threads} threads', 'time', 'x float (<= 1.1)'], cells)}"
+        )
     return rows

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention in eager mode against torch's compiled one (its only fast way on the CPU): forward with mods and masks, first calls, block masks.
+"""flex_attention in eager mode against torch's compiled one (its only fast way on the CPU): forward with mods and
+masks, first calls, block masks.
 
 Our backward has no peer on the CPU: it is given as a multiple of our forward.
 """
@@ -45,13 +46,28 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
         base = found[0]["lowbit_s"]
         rows = [
             [
-                r["name"], duration(r["torch_s"]), duration(r["lowbit_s"]), f"{r['torch_s'] / r['lowbit_s']:.1f}x", f"{r['lowbit_s'] / base:.2f}",
+                r["name"], duration(r["torch_s"]), duration(r["lowbit_s"]), f"{r['torch_s'] / r['lowbit_s']:.1f}x",
+                f"{r['lowbit_s'] / base:.2f}",
                 f"{r['torch_first_s']:.1f} s", duration(r["lowbit_first_s"]), f"{r['backward_s'] / r['lowbit_s']:.1f}",
             ]
             for r in found
         ]  # fmt: skip
         print(f"\nflex_attention {B}x{H}x{L}x{D} {str(dtype).removeprefix('torch.')}, {args.threads} threads")
-        print(table(["", "torch compiled", "lowbit", "ratio", "over none", "torch first call", "first call", "backward / forward"], rows))
+        print(
+            table(
+                [
+                    "",
+                    "torch compiled",
+                    "lowbit",
+                    "ratio",
+                    "over none",
+                    "torch first call",
+                    "first call",
+                    "backward / forward",
+                ],
+                rows,
+            )
+        )
         results += found
     results += lengths(args) + block_masks(args)
     return results
@@ -77,9 +93,15 @@ def measure(args: argparse.Namespace, name: str, dtype: torch.dtype) -> dict[str
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     out = lowbit.flex_attention(*inputs, mod, mask)
     grad = torch.randn_like(out)
-    backward = interleave({"lowbit": lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)}, rounds=args.rounds, sample_s=0.05, warmup=1)
+    backward = interleave(
+        {"lowbit": lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)},
+        rounds=args.rounds,
+        sample_s=0.05,
+        warmup=1,
+    )
     return {
-        "name": name, "dtype": str(dtype).removeprefix("torch."), "torch_s": times["torch"].best_s, "lowbit_s": times["lowbit"].best_s,
+        "name": name, "dtype": str(dtype).removeprefix("torch."), "torch_s": times["torch"].best_s,
+        "lowbit_s": times["lowbit"].best_s,
         "backward_s": backward["lowbit"].best_s, "torch_first_s": first["torch"], "lowbit_first_s": first["lowbit"],
     }  # fmt: skip
 
@@ -94,7 +116,12 @@ def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
         seconds = interleave(call, rounds=args.rounds, sample_s=0.05, warmup=1)["lowbit"].best_s
         results.append({"name": "window 256", "length": length, "lowbit_s": seconds})
     print("\nwindow of 256, float32")
-    print(table(["length", "time", "per query"], [[str(r["length"]), duration(r["lowbit_s"]), duration(r["lowbit_s"] / r["length"])] for r in results]))
+    print(
+        table(
+            ["length", "time", "per query"],
+            [[str(r["length"]), duration(r["lowbit_s"]), duration(r["lowbit_s"] / r["length"])] for r in results],
+        )
+    )
     return results
 
 
@@ -104,11 +131,21 @@ def block_masks(args: argparse.Namespace) -> list[dict[str, Any]]:
     masks = MASKS | {"document": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)}
     results = []
     for name, mask_mod in masks.items():
-        calls: dict[str, Callable[[], Any]] = {"lowbit": lambda m=mask_mod: lowbit.create_block_mask(m, None, None, 8192, 8192)}
+        calls: dict[str, Callable[[], Any]] = {
+            "lowbit": lambda m=mask_mod: lowbit.create_block_mask(m, None, None, 8192, 8192)
+        }
         ours = interleave(calls, rounds=args.rounds, sample_s=0.02, warmup=1)["lowbit"].best_s
         start = time.perf_counter()
         torch_flex.create_block_mask(mask_mod, None, None, 8192, 8192, "cpu")
         results.append({"name": f"create_block_mask {name}", "lowbit_s": ours, "torch_s": time.perf_counter() - start})
     print("\ncreate_block_mask 8192 x 8192 (torch: one call)")
-    print(table(["", "torch", "lowbit"], [[r["name"].removeprefix("create_block_mask "), duration(r["torch_s"]), duration(r["lowbit_s"])] for r in results]))
+    print(
+        table(
+            ["", "torch", "lowbit"],
+            [
+                [r["name"].removeprefix("create_block_mask "), duration(r["torch_s"]), duration(r["lowbit_s"])]
+                for r in results
+            ],
+        )
+    )
     return results

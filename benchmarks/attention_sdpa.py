@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scaled_dot_product_attention against torch's, forward and backward: heads shrink as lengths grow, so that every row is 1 to 20 GFLOP."""
+"""scaled_dot_product_attention against torch's, forward and backward: heads shrink as lengths grow, so that every row
+is 1 to 20 GFLOP."""
 
 from __future__ import annotations
 
@@ -15,11 +16,28 @@ from torch.nn import functional
 import lowbit
 
 # B, H, L, D.
-SHAPES = ((1, 8, 512, 64), (1, 8, 512, 128), (1, 4, 1024, 64), (1, 4, 2048, 64), (1, 4, 2048, 128), (1, 2, 4096, 64), (1, 2, 4096, 128), (1, 1, 4096, 64))
+SHAPES = (
+    (1, 8, 512, 64),
+    (1, 8, 512, 128),
+    (1, 4, 1024, 64),
+    (1, 4, 2048, 64),
+    (1, 4, 2048, 128),
+    (1, 2, 4096, 64),
+    (1, 2, 4096, 128),
+    (1, 1, 4096, 64),
+)
 QUICK = ((1, 8, 512, 64), (1, 4, 2048, 128))
 Attention = Callable[..., Tensor]
-CANDIDATES: dict[str, Attention] = {"torch": functional.scaled_dot_product_attention, "lowbit": lowbit.scaled_dot_product_attention}
-TARGETS = {("forward", "float32"): 1.2, ("backward", "float32"): 1.2, ("backward", "bfloat16"): 5.0, ("backward", "float16"): 5.0}
+CANDIDATES: dict[str, Attention] = {
+    "torch": functional.scaled_dot_product_attention,
+    "lowbit": lowbit.scaled_dot_product_attention,
+}
+TARGETS = {
+    ("forward", "float32"): 1.2,
+    ("backward", "float32"): 1.2,
+    ("backward", "bfloat16"): 5.0,
+    ("backward", "float16"): 5.0,
+}
 
 
 def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -33,25 +51,42 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
                 results += found
                 cells = (f"{duration(r['torch_s'])} / {duration(r['lowbit_s'])} = {r['ratio']:.2f}x" for r in found)
                 own = " ".join(f"{found[0]['lowbit_s'] / r['lowbit_s']:.2f}" for r in found[1:])
-                rows.append(["x".join(map(str, shape)) + (" causal" if causal else " full"), *cells, f"{found[0]['gflop_per_s']:.0f}", own])
+                rows.append(
+                    [
+                        "x".join(map(str, shape)) + (" causal" if causal else " full"),
+                        *cells,
+                        f"{found[0]['gflop_per_s']:.0f}",
+                        own,
+                    ]
+                )
         names = [str(dtype).removeprefix("torch.") for dtype in args.dtypes]
         targets = ", ".join(f"{dtype} {ratio}x" for (d, dtype), ratio in TARGETS.items() if d == direction)
         print(f"\nSDPA {direction}, {args.threads} threads: torch / lowbit = ratio (wanted: {targets})")
         first, *others = names
-        print(table(["BxHxLxD", *names, f"GFLOP/s {first}", f"{' '.join(others)} over {first}" if others else ""], rows))
+        print(
+            table(["BxHxLxD", *names, f"GFLOP/s {first}", f"{' '.join(others)} over {first}" if others else ""], rows)
+        )
     return results
 
 
-def measure(args: argparse.Namespace, direction: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, direction: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool
+) -> dict[str, Any]:
     """One row: both candidates, interleaved."""
     b, h, length, d = shape
     q, k, v = (torch.randn(b, h, length, d).to(dtype) for _ in range(3))
     make = forward_call if direction == "forward" else backward_call
-    times = interleave({name: make(f, (q, k, v), causal) for name, f in CANDIDATES.items()}, rounds=args.rounds, sample_s=0.05, warmup=1)
+    times = interleave(
+        {name: make(f, (q, k, v), causal) for name, f in CANDIDATES.items()},
+        rounds=args.rounds,
+        sample_s=0.05,
+        warmup=1,
+    )
     flop = 4 * b * h * length * length * d * (0.5 if causal else 1) * (1 if direction == "forward" else 2.5)
     return {
         "direction": direction, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "causal": causal,
-        "torch_s": times["torch"].best_s, "lowbit_s": times["lowbit"].best_s, "ratio": times["torch"].best_s / times["lowbit"].best_s,
+        "torch_s": times["torch"].best_s, "lowbit_s": times["lowbit"].best_s,
+        "ratio": times["torch"].best_s / times["lowbit"].best_s,
         "gflop_per_s": flop / times["lowbit"].best_s / 1e9,
     }  # fmt: skip
 

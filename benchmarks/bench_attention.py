@@ -3,7 +3,8 @@
 
     python benchmarks/bench_attention.py --parts sdpa --quick        # 1 minute
     python benchmarks/bench_attention.py --out benchmarks/results/attention.json
-    LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_attention.py   # as an AVX2 machine
+    LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_attention.py   # as an
+    AVX2 machine
 
 Each part is a file attention_<part>.py beside this one. Ratios compare calls of the same rounds. Nothing is asserted.
 """
@@ -28,7 +29,9 @@ def main() -> None:
     torch.manual_seed(0)
     results = {part: importlib.import_module(f"attention_{part}").bench(args) for part in args.parts}
     head["foreign_cpu_share"] = foreign.share()
-    print(f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine")
+    print(
+        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
+    )
     if args.out:
         save(args.out, head, results)
         print(f"wrote {args.out}")

@@ -3,10 +3,12 @@
 
     python benchmarks/bench_linear.py --quick                      # under 2 minutes
     python benchmarks/bench_linear.py --out benchmarks/results/linear.json
-    LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_linear.py   # as an AVX2 machine
+    LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_linear.py   # as an
+    AVX2 machine
 
 Peers beyond torch take part when they can be imported: pip install "torch==2.13.0" torchao bitsandbytes.
-M <= --cold-m rotates over copies of each weight that exceed --cold-mib together, as decoding a model does; larger M repeats one
+M <= --cold-m rotates over copies of each weight that exceed --cold-mib together, as decoding a model does; larger M
+repeats one
 weight. Ratios are against torch fp32 in the same run at the same number of threads. Nothing is asserted.
 """
 
@@ -52,7 +54,9 @@ def main() -> None:
             results += bench_shape(args, n, k)
         overhead = [] if args.no_overhead else bench_overhead(args)
     head["foreign_cpu_share"] = foreign.share()
-    print(f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine")
+    print(
+        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
+    )
     if args.out:
         save(args.out, head | {"call_overhead": overhead}, results)
         print(f"wrote {args.out}")
@@ -63,7 +67,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", help="KxN,... (default 4096x4096,4096x14336)")
     parser.add_argument("--m", help="rows of the activations (default 1,4,32,128,512)")
     parser.add_argument("--threads", help="(default 1,2)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the activations")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the activations"
+    )
     parser.add_argument("--only", help="parts of candidate names, e.g. w4a8,w8a8,bitsandbytes; torch fp32 always runs")
     parser.add_argument("--no-peers", action="store_true", help="only torch fp32 beside ours")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the 64x64 call")
@@ -153,8 +159,15 @@ def _error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float((y.double() - exact).norm() / exact.norm())
 
 
-def _result(entrant: Entrant, times: dict[str, Timing], errors: dict[str, float], m: int, cold: bool, dtype: torch.dtype,
-            x: torch.Tensor) -> Result:  # fmt: skip
+def _result(
+    entrant: Entrant,
+    times: dict[str, Timing],
+    errors: dict[str, float],
+    m: int,
+    cold: bool,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+) -> Result:
     name = entrant.candidate.name
     time = times[name]
     kernel = ""
@@ -204,16 +217,22 @@ def report(rows: list[Result], ms: list[int], k: int, n: int, threads: int, band
     print(f"\n{table([title, *headings, 'error'], times)}")
     peers = [name for name in by_name if name not in members.OURS]
     ratios = [
-        [name, *(_verdict(cells[m], TARGETS.get(threads, {}).get(name, {}).get(m)) for m in ms)] for name, cells in by_name.items()
+        [name, *(_verdict(cells[m], TARGETS.get(threads, {}).get(name, {}).get(m)) for m in ms)]
+        for name, cells in by_name.items()
     ]
     print(f"\n{table(['x torch fp32 (target of issue 3, hit or MISS)', *headings], ratios)}")
     for m in ms:
         fastest = min((by_name[name][m] for name in peers), key=lambda row: row["best_s"], default=baseline[m])
         fastest = min(fastest, baseline[m], key=lambda row: row["best_s"])
         slower = [name for name in by_name if name in members.OURS and by_name[name][m]["best_s"] > fastest["best_s"]]
-        print(f"M={m}: fastest peer {fastest['candidate']}, {duration(fastest['best_s'])}; slower than it: {', '.join(slower) or 'none'}")
+        print(
+            f"M={m}: fastest peer {fastest['candidate']}, {duration(fastest['best_s'])}; slower than it: "
+            f"{', '.join(slower) or 'none'}"
+        )
     if 1 in ms:
-        limit = f"{bandwidth:.1f} GB/s read with 4 streams a thread" if bandwidth else "read bandwidth n/a in this build"
+        limit = (
+            f"{bandwidth:.1f} GB/s read with 4 streams a thread" if bandwidth else "read bandwidth n/a in this build"
+        )
         speeds = (f"{name} {_share(cells[1], bandwidth)}" for name, cells in by_name.items() if name in members.OURS)
         print(f"M=1 packed weight, against {limit}: {'; '.join(speeds)}")
 
@@ -250,10 +269,17 @@ def bench_overhead(args: argparse.Namespace) -> list[Result]:
         for name, time in times.items():
             results.append({"candidate": name, "threads": threads, "best_s": time.best_s, "ratio": time.best_s / base})
         rows = [
-            [name, duration(time.best_s), f"{time.best_s / base:.2f}x {'hit' if time.best_s <= CALL_TARGET * base else 'MISS'}"]
+            [
+                name,
+                duration(time.best_s),
+                f"{time.best_s / base:.2f}x {'hit' if time.best_s <= CALL_TARGET * base else 'MISS'}",
+            ]
             for name, time in times.items()
         ]
-        print(f"\n{table([f'a call of 64x64, M=1, {threads} threads', 'time', f'x nn.Linear (<= {CALL_TARGET:g})'], rows)}")
+        print(
+            "\n"
+            + table([f"a call of 64x64, M=1, {threads} threads", "time", f"x nn.Linear (<= {CALL_TARGET:g})"], rows)
+        )
     return results
 
 

@@ -5,10 +5,14 @@
     python benchmarks/bench_optim.py --out benchmarks/results/optim.json
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/bench_optim.py   # as an AVX2 machine
 
-Three problems: one large float32 parameter list, the same in bfloat16, and 1000 tensors of 64x64. Ratios are against torch's fused AdamW in
-the same run (above 1: faster). A step's bytes are what must cross the memory bus at least: parameter, gradient and states read,
-parameter and states written. The first step of a fresh optimizer allocates its states: that of ours is compared with the one after.
-bitsandbytes and torchao take part when they can be imported (torchao compiles for each shape: seconds, before the rounds).
+Three problems: one large float32 parameter list, the same in bfloat16, and 1000 tensors of 64x64. Ratios are against
+torch's fused AdamW in
+the same run (above 1: faster). A step's bytes are what must cross the memory bus at least: parameter, gradient and
+states read,
+parameter and states written. The first step of a fresh optimizer allocates its states: that of ours is compared with
+the one after.
+bitsandbytes and torchao take part when they can be imported (torchao compiles for each shape: seconds, before the
+rounds).
 """
 
 from __future__ import annotations
@@ -68,14 +72,23 @@ def candidates(only: str | None, peers: bool) -> list[Candidate]:
         Candidate("AdamW", lambda p: optim.AdamW(p), 64, True),
         Candidate("AdamW bf16 states", lambda p: optim.AdamW(p, state_dtype=torch.bfloat16), 32, True),
         Candidate("AdamW8bit", lambda p: optim.AdamW8bit(p), coded[0], True),
-        Candidate("AdamW8bit stochastic", lambda p: optim.AdamW8bit(p, bf16_stochastic_round=True), coded[0], True, ("bfloat16",)),
+        Candidate(
+            "AdamW8bit stochastic",
+            lambda p: optim.AdamW8bit(p, bf16_stochastic_round=True),
+            coded[0],
+            True,
+            ("bfloat16",),
+        ),
         Candidate("AdamW4bit", lambda p: optim.AdamW4bit(p), coded[1], True),
         Candidate("AdamWFp8", lambda p: optim.AdamWFp8(p), coded[0], True),
         Candidate("SGD8bit", lambda p: optim.SGD8bit(p, lr=1e-3, momentum=0.9), coded[0] / 2, True),
         Candidate("Lion8bit", lambda p: optim.Lion8bit(p), coded[0] / 2, True),
     ]
     if peers:
-        everyone += [Candidate("bitsandbytes AdamW8bit", _bitsandbytes, coded[0]), Candidate("torchao AdamW8bit", _torchao, coded[0])]
+        everyone += [
+            Candidate("bitsandbytes AdamW8bit", _bitsandbytes, coded[0]),
+            Candidate("torchao AdamW8bit", _torchao, coded[0]),
+        ]
     words = only.lower().split(",") if only else [""]
     return [item for item in everyone if item.name == BASELINE or any(word in item.name.lower() for word in words)]
 
@@ -116,7 +129,9 @@ def main() -> None:
     for name in args.problems:
         results += bench(args, name)
     head["foreign_cpu_share"] = foreign.share()
-    print(f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine")
+    print(
+        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
+    )
     if args.out:
         save(args.out, head, results)
         print(f"wrote {args.out}")
@@ -127,7 +142,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parameters", type=float, help="millions, of the large problems (default 64)")
     parser.add_argument("--problems", default="float32,bfloat16,small")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", help="parts of candidate names, e.g. adamw8bit,bitsandbytes; torch's fused always runs")
+    parser.add_argument(
+        "--only", help="parts of candidate names, e.g. adamw8bit,bitsandbytes; torch's fused always runs"
+    )
     parser.add_argument("--no-peers", action="store_true", help="without bitsandbytes and torchao")
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 12)")
     parser.add_argument("--quick", action="store_true", help="16 M parameters, 4 rounds")
@@ -153,7 +170,10 @@ def bench(args: argparse.Namespace, name: str) -> list[Result]:
         except Exception as error:  # a peer that is not installed or cannot run here
             if candidate.ours:
                 raise
-            print(f"left out: {candidate.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            print(
+                f"left out: {candidate.name}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}"
+            )
     times = interleave({key: optimizer.step for key, (_, optimizer) in entrants.items()}, rounds=args.rounds)
     count = sum(p.numel() for p in parameters)
     rows = [_result(name, args.threads, count, parameters, *entrants[key], times, first[key]) for key in entrants]
@@ -167,8 +187,16 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _result(name: str, threads: int, count: int, parameters: list[nn.Parameter], candidate: Candidate, optimizer: Optimizer,
-            times: dict[str, Timing], first: tuple[float, float]) -> Result:  # fmt: skip
+def _result(
+    name: str,
+    threads: int,
+    count: int,
+    parameters: list[nn.Parameter],
+    candidate: Candidate,
+    optimizer: Optimizer,
+    times: dict[str, Timing],
+    first: tuple[float, float],
+) -> Result:
     timing = times[candidate.name]
     kernel = ""
     if candidate.ours:
@@ -230,7 +258,14 @@ def report(name: str, threads: int, count: int, parameters: list[nn.Parameter], 
         ]
         for row in rows
     ]
-    columns = [title, "step", f"x {BASELINE} (target of issue 4)", "GB/s", "state bytes per parameter", "first, second step"]
+    columns = [
+        title,
+        "step",
+        f"x {BASELINE} (target of issue 4)",
+        "GB/s",
+        "state bytes per parameter",
+        "first, second step",
+    ]
     print(f"\n{table(columns, cells)}")
     by_name = {row["candidate"]: row["best_s"] for row in rows}
     for peer in ("bitsandbytes AdamW8bit", "torchao AdamW8bit"):

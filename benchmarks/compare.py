@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print two result files of bench_linear.py side by side: the times of both, and how often the second is faster.
 
-    python benchmarks/compare.py before.json after.json
-    python benchmarks/compare.py results/linear_avx2.json results/linear_avx512.json --only w4a8
+python benchmarks/compare.py before.json after.json
+python benchmarks/compare.py results/linear_avx2.json results/linear_avx512.json --only w4a8
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ def main() -> None:
         word = "faster" if speedup > 1 + NOISE else "SLOWER" if speedup < 1 / (1 + NOISE) else "tie"
         k, n, threads, m, name = key
         place = f"{k}x{n} M={m} {threads}t"
-        rows.append([name, place, duration(a["best_s"]), duration(b["best_s"]), f"{speedup:.2f}x", word, f"{a['ratio']:.2f} / {b['ratio']:.2f}"])
+        rows.append(
+            [
+                name,
+                place,
+                duration(a["best_s"]),
+                duration(b["best_s"]),
+                f"{speedup:.2f}x",
+                word,
+                f"{a['ratio']:.2f} / {b['ratio']:.2f}",
+            ]
+        )
     print(table(["candidate", "KxN, M, threads", "first", "second", "second is", "", "x torch fp32"], rows))
     for label, only in (("first", left.keys() - right.keys()), ("second", right.keys() - left.keys())):
         if only:

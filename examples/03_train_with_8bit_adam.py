@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small byte-level transformer on Python's own standard library, with torch's AdamW and with 8-bit and 4-bit states.
+"""Train a small byte-level transformer on Python's own standard library, with torch's AdamW and with 8-bit and 4-bit
+states.
 
     python examples/03_train_with_8bit_adam.py                          # about a minute
     python examples/03_train_with_8bit_adam.py --steps 300 --seeds 3    # as in docs/ops/optim.md
 
-Every optimizer starts from the same weights and sees the same batches, so the curves differ by the optimizer's state alone.
+Every optimizer starts from the same weights and sees the same batches, so the curves differ by the optimizer's state
+alone.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def train(name: str, seed: int, text: Tensor, options: argparse.Namespace) -> Ru
     torch.manual_seed(seed)
     model, run = ByteModel(options.layers), Run()
     optimizer = OPTIMIZERS[name](model.parameters(), lr=options.lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=options.lr, total_steps=options.steps, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=options.lr, total_steps=options.steps, cycle_momentum=False
+    )
     generator = torch.Generator().manual_seed(seed)
     held_out, text = text[-len(text) // 20 :], text[: -len(text) // 20]
     for _ in range(options.steps):
@@ -138,10 +142,19 @@ def main() -> None:
     parser.add_argument("--plot", default="", help="file for the loss curves")
     options = parser.parse_args()
     text = library_text()
-    print(f"{len(text) / 1e6:.1f} MB of Python, {options.steps} steps of {BATCH} x {CONTEXT} bytes, {options.seeds} seeds\n")
-    runs: dict[str, list[Run]] = {name: [train(name, seed, text, options) for seed in range(options.seeds)] for name in OPTIMIZERS}
+    print(
+        f"{len(text) / 1e6:.1f} MB of Python, {options.steps} steps of {BATCH} x {CONTEXT} bytes, {options.seeds} "
+        "seeds\n"
+    )
+    runs: dict[str, list[Run]] = {
+        name: [train(name, seed, text, options) for seed in range(options.seeds)] for name in OPTIMIZERS
+    }
     marks = [options.steps * part // 4 - 1 for part in (1, 2, 3, 4)]
-    print(f"{'optimizer':12}" + "".join(f"{f'step {mark + 1}':>10}" for mark in marks) + f"{'held out':>10}{'':>10}{'state MB':>10}{'step ms':>10}")
+    print(
+        f"{'optimizer':12}"
+        + "".join(f"{f'step {mark + 1}':>10}" for mark in marks)
+        + f"{'held out':>10}{'':>10}{'state MB':>10}{'step ms':>10}"
+    )
     base = sum(run.final for run in runs["torch AdamW"])
     for name, of_name in runs.items():
         width = max(1, options.steps // 20)

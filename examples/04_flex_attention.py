@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with your own mask and score function, forward and backward on the CPU, with no compiler.
 
-Three uses in a few lines each, and each compared with the same thing written naively: a sliding window, a prefix LM, and a bias
+Three uses in a few lines each, and each compared with the same thing written naively: a sliding window, a prefix LM,
+and a bias
 that is learned.
 
     python examples/04_flex_attention.py --length 2048
@@ -54,19 +55,24 @@ def compare(name: str, mask: MaskMod, q: Tensor, k: Tensor, v: Tensor) -> None:
     ):
         torch.testing.assert_close(ours_grad, grad, rtol=1e-3, atol=1e-4)
     print(
-        f"{name:<22} {block_mask.sparsity():5.1f} % of blocks skipped   forward {ms:7.1f} ms, naive {naive_ms:7.1f} ms   "
+        f"{name:<22} {block_mask.sparsity():5.1f} % of blocks skipped   forward {ms:7.1f} ms, naive {naive_ms:7.1f} ms "
+        "  "
+        ""
         f"largest difference {(ours - theirs).abs().max():.1e}"
     )
 
 
 def learn_a_bias(q: Tensor, k: Tensor, v: Tensor, steps: int) -> None:
-    """Recover a hidden bias per head and distance from attention outputs alone: its gradient comes through flex_attention."""
+    """Recover a hidden bias per head and distance from attention outputs alone: its gradient comes through
+    flex_attention."""
     length = q.shape[-2]
     hidden = torch.randn(HEADS, 2 * length) * 0.5
     learned = torch.zeros_like(hidden, requires_grad=True)
 
     def attend(table: Tensor) -> Tensor:
-        return lowbit.flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length])
+        return lowbit.flex_attention(
+            q, k, v, lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + length]
+        )
 
     target = attend(hidden).detach()
     optimizer = torch.optim.Adam([learned], lr=0.1)
@@ -80,7 +86,10 @@ def learn_a_bias(q: Tensor, k: Tensor, v: Tensor, steps: int) -> None:
     index = torch.arange(length)[:, None] - torch.arange(length)[None, :] + length
     reference = naive(q, k, v, torch.ones(length, length, dtype=torch.bool), learned.detach()[:, index])
     difference = (attend(learned) - reference).abs().max().item()
-    print(f"learned bias           loss {first:.2e} -> {loss.item():.2e} in {steps} steps   largest difference to naive {difference:.1e}")
+    print(
+        f"learned bias           loss {first:.2e} -> {loss.item():.2e} in {steps} steps   largest difference to naive "
+        f"{difference:.1e}"
+    )
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/api.md from the docstrings of the public names: `python tools/api_page.py`; `--check` only says whether the page is current."""
+"""Write docs/api.md from the docstrings of the public names: `python tools/api_page.py`; `--check` only says whether
+the page is current."""
 
 from __future__ import annotations
 
@@ -16,15 +17,20 @@ from typing import Any
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """# API
 
-Every public name, from its docstring. This page is made by `python tools/api_page.py`; edit the docstrings. A score or mask function (a mod) is
-explained in [flex_attention](ops/flex_attention.md), the formats in [choose a format](choose_a_format.md).
+Every public name, from its docstring. This page is made by `python tools/api_page.py`; edit the docstrings. A score
+or mask function (a mod) is explained in [flex_attention](ops/flex_attention.md), the formats in [choose a
+format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ dequantize_ load fuse_gated_mlps QuantLinear QuantizationReport linear",
-    "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight int4_weight_only int8_weight_only "
+    "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
+    "int4_weight_only int8_weight_only "
+    ""
     "float_weight Int8DynamicActivationInt4WeightConfig Int8DynamicActivationInt8WeightConfig Int4WeightOnlyConfig "
     "Int8WeightOnlyConfig FloatWeightConfig MappingType PerRow PerGroup PerAxis PerToken",
-    "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask create_mask and_masks "
+    "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
+    "create_mask and_masks "
+    ""
     "or_masks noop_mask BlockMask QuantizedKVCache",
     "Attention: install, pictures": "lowbit.attention: install uninstall installed plot",
     "Attention: ready-made masks": "lowbit.attention.masks: *",
@@ -44,7 +50,10 @@ def page() -> str:
         module_name, _, wanted = names.partition(": ")
         module = importlib.import_module(module_name)
         parts.append(f"## {title}\n")
-        parts += [entry(f"{module_name}.{name}", getattr(module, name)) for name in (module.__all__ if wanted == "*" else wanted.split())]
+        parts += [
+            entry(f"{module_name}.{name}", getattr(module, name))
+            for name in (module.__all__ if wanted == "*" else wanted.split())
+        ]
     return "\n".join(parts)
 
 
@@ -78,10 +87,18 @@ def method(name: str, value: Any) -> str:
 
 def docstring(value: Any) -> str:
     """Return the docstring; of a class without Args also those of the base that has them."""
-    own = inspect.cleandoc(vars(value).get("__doc__") or "") if inspect.isclass(value) else inspect.cleandoc(value.__doc__ or "")
+    own = (
+        inspect.cleandoc(vars(value).get("__doc__") or "")
+        if inspect.isclass(value)
+        else inspect.cleandoc(value.__doc__ or "")
+    )
     if not inspect.isclass(value) or "Args:" in own:
         return own
-    inherited = (inspect.cleandoc(vars(base).get("__doc__") or "") for base in value.__mro__[1:] if base.__module__.startswith("lowbit."))
+    inherited = (
+        inspect.cleandoc(vars(base).get("__doc__") or "")
+        for base in value.__mro__[1:]
+        if base.__module__.startswith("lowbit.")
+    )
     return "\n\n".join([own, *[text[text.index("Args:") :] for text in inherited if "Args:" in text][:1]])
 
 
@@ -102,7 +119,11 @@ def signature(name: str, value: Any) -> str:
         default = "" if parameter.default is parameter.empty else f"={literal(parameter.default)}"
         shown.append(f"{star}{parameter.name}{default}")
     line = f"{name}({', '.join(shown)})"
-    return line if len(line) <= 110 else f"{name}(\n{textwrap.fill(', '.join(shown), 106, initial_indent='    ', subsequent_indent='    ')}\n)"
+    return (
+        line
+        if len(line) <= 110
+        else f"{name}(\n{textwrap.fill(', '.join(shown), 106, initial_indent='    ', subsequent_indent='    ')}\n)"
+    )
 
 
 def literal(value: Any) -> str:
@@ -126,7 +147,9 @@ def markdown(text: str) -> str:
         if match[1] == "Returns":
             return "\nReturns: " + re.sub(r"\s+", " ", body) + "\n"
         items = (re.sub(r"\s+", " ", item) for item in re.split(r"\n(?=\S)", body))
-        return f"\n{match[1]}:\n\n" + "\n".join("- " + re.sub(r"^([\w ,*.]+):", r"`\1`:", item) for item in items) + "\n"
+        return (
+            f"\n{match[1]}:\n\n" + "\n".join("- " + re.sub(r"^([\w ,*.]+):", r"`\1`:", item) for item in items) + "\n"
+        )
 
     return re.sub(r"\n{3,}", "\n\n", _PART.sub(part, text.replace("``", "`").rstrip() + "\n"))
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized linear layers, attention and low-memory optimizers for PyTorch on the CPU, in eager mode, with no compiler on your machine.
+"""Quantized linear layers, attention and low-memory optimizers for PyTorch on the CPU, in eager mode, with no compiler
+on your machine.
 
 Example:
     >>> import torch, lowbit
     >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     >>> report = lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
 
-Public names are loaded at first use (the table below): `import torch` imports this package by its autoload entry point, and
+Public names are loaded at first use (the table below): `import torch` imports this package by its autoload entry point,
+and
 must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
 """
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit --version`; also `python -m lowbit`."""
+"""Command line: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit --version`; also
+`python -m lowbit`."""
 
 from __future__ import annotations
 

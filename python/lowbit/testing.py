@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of lowbit are made of, and what a new backend can be tested with: cases, error budgets, kernel rows."""
+"""What the tests of lowbit are made of, and what a new backend can be tested with: cases, error budgets, kernel
+rows."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class LinearCase:
 
     def __str__(self) -> str:
         weight = f"{self.format}-g{self.group_size}-{self.mapping}-{self.x_format}"
-        return f"{self.m}x{self.n}x{self.k}-{self.dtype}-{weight}-{self.bias}-{self.activation}-{self.mul:d}{self.add:d}"
+        return (
+            f"{self.m}x{self.n}x{self.k}-{self.dtype}-{weight}-{self.bias}-{self.activation}-{self.mul:d}{self.add:d}"
+        )
 
     @property
     def asymmetric(self) -> bool:
@@ -65,9 +68,11 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
     """Largest allowed error of each element of a result, from the dtype and k alone.
 
     A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings of
-    2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point, adding the bias).
+    2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point, adding the
+    bias).
     The activations have slope <= 1.13; evaluating them adds 8 roundings of their argument. mul and add are one rounding
-    each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the reference
+    each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the
+    reference
     takes the same codes) need no term of their own.
 
     Args:
@@ -109,7 +114,8 @@ def formats_of_kind(kind: str) -> list[str]:
 
 
 def linear_cases(rounds: int = 2) -> list[LinearCase]:
-    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime, so pairs vary."""
+    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime, so pairs
+    vary."""
     cases = []
     for index, (format, group_size, mapping, x_format) in enumerate(itertools.chain(*[list(format_cases())] * rounds)):
         bias, activation, mul, add = POST_OPS[index * 7 % len(POST_OPS)]
@@ -160,12 +166,18 @@ def pack_weight(weight: Tensor, format: str, group_size: int = 0, mapping: str =
     return packed
 
 
-def empty_packed(n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False, layout: str = _C.LAYOUT) -> Tensor:
+def empty_packed(
+    n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False, layout: str = _C.LAYOUT
+) -> Tensor:
     """Zeros of the shape that a packed weight has."""
-    return torch.zeros(_C.packed_shape(_C.LAYOUTS[layout], n, k, _C.FORMATS[format], group_size, asymmetric), dtype=torch.uint8)
+    return torch.zeros(
+        _C.packed_shape(_C.LAYOUTS[layout], n, k, _C.FORMATS[format], group_size, asymmetric), dtype=torch.uint8
+    )
 
 
-def repack(packed: Tensor, layout: str, to: str, n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False) -> Tensor:
+def repack(
+    packed: Tensor, layout: str, to: str, n: int, k: int, format: str, group_size: int = 0, asymmetric: bool = False
+) -> Tensor:
     """A packed weight in another layout, by the kernel."""
     out = empty_packed(n, k, format, group_size, asymmetric, to)
     _C.repack(packed, _C.LAYOUTS[layout], out, _C.LAYOUTS[to], n, k, _C.FORMATS[format], group_size, asymmetric)
@@ -178,7 +190,9 @@ def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, g
     return repack(rows, "row-major", _C.LAYOUT, *codes.shape, format, group_size, zero is not None)
 
 
-def decode_weight(packed: Tensor, n: int, k: int, format: str, group_size: int, mapping: str) -> QuantizedWeight | Tensor:
+def decode_weight(
+    packed: Tensor, n: int, k: int, format: str, group_size: int, mapping: str
+) -> QuantizedWeight | Tensor:
     """Read a packed weight with the reference: a `QuantizedWeight`, or the float ``[n, k]``."""
     if _C.FORMAT_FACTS[format]["kind"] == "float":
         return layout.unpack_float(packed, n, k, format)
@@ -270,19 +284,34 @@ def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "
     """Fail unless every element is within its budget; names the worst one. Non-finite must meet non-finite."""
     finite = wanted.isfinite() & (wanted.abs() <= torch.finfo(actual.dtype).max)
     if not torch.equal(actual.isfinite(), finite):
-        raise AssertionError(f"{what}: {(actual.isfinite() != finite).sum()} elements are finite where the reference is not, or not")
+        raise AssertionError(
+            f"{what}: {(actual.isfinite() != finite).sum()} elements are finite where the reference is not, or not"
+        )
     excess = torch.where(finite, (actual.double() - wanted).abs() - allowed, -1.0)
     if excess.numel() and excess.max() > 0:
         at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
         raise AssertionError(
-            f"{what}: element {list(at)} is {actual[at].item()!r}, wanted {wanted[at].item()!r} +- {allowed[at].item():.3g}; "
+            f"{what}: element {list(at)} is {actual[at].item()!r}, wanted {wanted[at].item()!r} +- "
+            f"{allowed[at].item():.3g}; "
+            ""
             f"{int((excess > 0).sum())} of {excess.numel()} elements are off"
         )
 
 
 STATE_FORMATS = tuple(_C.STATE_FORMATS)
-HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True, "maximize": False,
-         "amsgrad": False, "momentum": 0.9, "dampening": 0.0, "nesterov": False}  # fmt: skip
+HYPER = {
+    "lr": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "decoupled": True,
+    "maximize": False,
+    "amsgrad": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
 """Arguments of every rule of `_C.OptimStep`; a rule reads those that it knows."""
 
 
@@ -328,9 +357,11 @@ class Moment:
         return optim_reference.decode(self.codes(), self.scale, self.format, self.signed, self.block_size)
 
     def rounding(self, values: Tensor) -> Tensor:
-        """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a step of the dtype.
+        """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a
+        step of the dtype.
 
-        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a scale is rounded.
+        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a scale is
+        rounded.
         """
         if self.scale is None:
             return ROUNDOFF[self.format] * values.abs() + 2.0**-133
@@ -339,7 +370,11 @@ class Moment:
         relative = torch.where(spread > 0, values / spread, 0.0)
         codes = optim_reference.nearest_code(relative, self.format, self.signed)
         nearest = optim_reference.code_map(self.format, self.signed)[codes] * spread
-        return (nearest - values).abs() + 8 * ROUNDOFF["float32"] * (values.abs() + nearest.abs()) + optim_reference.SMALLEST
+        return (
+            (nearest - values).abs()
+            + 8 * ROUNDOFF["float32"] * (values.abs() + nearest.abs())
+            + optim_reference.SMALLEST
+        )
 
 
 def moments_of(rule: str, hyper: Mapping[str, float]) -> dict[str, bool]:
@@ -349,15 +384,29 @@ def moments_of(rule: str, hyper: Mapping[str, float]) -> dict[str, bool]:
 
 
 def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: list[list[Moment]], steps: list[Tensor],
-              hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None, grad_scale: Tensor | None = None,
+              hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None,
+              grad_scale: Tensor | None = None,
               found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
-    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row`` ran."""
+    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row``
+    ran."""
     states = [[moment.state for moment in each] for each in moments]
     scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
     previous = _C.force_kernel(row)
     try:
-        _C.OptimStep(_C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size, params, grads, states, scales, steps, dict(hyper),
-                     grad_scale, found_inf, seed).run()  # fmt: skip
+        _C.OptimStep(
+            _C.OPTIM_RULES[rule]["number"],
+            _C.STATE_FORMATS[format],
+            block_size,
+            params,
+            grads,
+            states,
+            scales,
+            steps,
+            dict(hyper),
+            grad_scale,
+            found_inf,
+            seed,
+        ).run()
     finally:
         _C.force_kernel(previous)
     if row is not None and _C.last_kernel("optim_step") != row:

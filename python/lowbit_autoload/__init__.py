@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point `torch.backends`: makes the ops `lowbit::*` known after a bare `import torch`, so a saved .pt2 that names them loads.
+"""Entry point `torch.backends`: makes the ops `lowbit::*` known after a bare `import torch`, so a saved .pt2 that names
+them loads.
 
-A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit` can
+A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
+can
 never break `import torch`: whatever goes wrong is kept in `failure` (shown by `lowbit.info()`) and raised only when
 LOWBIT_STRICT=1. It claims no device. TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch) turns it off,
 and so does LOWBIT_SIM=1.

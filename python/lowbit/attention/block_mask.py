@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """create_block_mask: which blocks of scores a mask empties, keeps whole, or cuts, without the mask of every score.
 
-The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this leaves open are evaluated
+The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this leaves open
+are evaluated
 score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two where torch takes seconds.
 """
 
@@ -42,7 +43,8 @@ def create_block_mask(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
         B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
         Q_LEN, KV_LEN: lengths.
-        device: of the result; default, and all that is done here, the CPU. Others go to torch, and so do calls inside torch.vmap or torch.func.
+        device: of the result; default, and all that is done here, the CPU. Others go to torch, and so do calls inside
+            torch.vmap or torch.func.
         BLOCK_SIZE: queries and keys of a block, or one number for both.
         separate_full_blocks: False: full blocks are listed as partial ones.
 
@@ -57,7 +59,9 @@ def create_block_mask(
     device = torch.device("cpu" if device is None else device)
     given = {"_compile": (_compile, False), "separate_full_blocks": (separate_full_blocks, True),
              "compute_dq_write_order": (compute_dq_write_order, False), "dq_kv_order": (dq_kv_order, True)}  # fmt: skip
-    rest = {name: value for name, (value, default) in given.items() if value != default}  # what older torch does not know is not handed on
+    rest = {
+        name: value for name, (value, default) in given.items() if value != default
+    }  # what older torch does not know is not handed on
     if device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
     _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
@@ -69,12 +73,17 @@ def create_block_mask(
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
     made = from_classes(classes, mask_mod, (Q_LEN, KV_LEN), (q_block, kv_block), separate_full_blocks)
     if compute_dq_write_order:
-        made.dq_write_order, made.dq_write_order_full = torch_flex._compute_dq_write_order_from_block_mask(made, dq_kv_order=dq_kv_order)
+        made.dq_write_order, made.dq_write_order_full = torch_flex._compute_dq_write_order_from_block_mask(
+            made, dq_kv_order=dq_kv_order
+        )
     return made
 
 
-def block_classes(mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_len: int, q_block: int, kv_block: int) -> Tensor:
-    """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never FULL (as in torch)."""
+def block_classes(
+    mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_len: int, q_block: int, kv_block: int
+) -> Tensor:
+    """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never
+    FULL (as in torch)."""
     program = bind("create_block_mask", mask_mod, mask=True)
     classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8, device="cpu")
     if program.code:
@@ -89,7 +98,11 @@ def block_classes(mask_mod: Callable[..., Any], B: int, H: int, q_len: int, kv_l
 
 
 def from_classes(
-    classes: Tensor, mask_mod: Callable[..., Any], lengths: tuple[int, int], block_size: tuple[int, int], separate_full_blocks: bool = True
+    classes: Tensor,
+    mask_mod: Callable[..., Any],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    separate_full_blocks: bool = True,
 ) -> BlockMask:
     """Return the BlockMask that lists these blocks."""
     partial = classes == PARTIAL if separate_full_blocks else classes != EMPTY
@@ -127,7 +140,9 @@ def to_classes(mask: BlockMask) -> Tensor:
 
 def _lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Per row how many, and which columns: the wanted ones first, both parts ascending (torch's order)."""
-    return wanted.sum(-1, dtype=torch.int32), wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return wanted.sum(-1, dtype=torch.int32), wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(
+        torch.int32
+    )
 
 
 def _check(mask_mod: Any, B: Any, H: Any, q_len: int, kv_len: int, block_size: int | tuple[int, int]) -> None:
@@ -135,7 +150,10 @@ def _check(mask_mod: Any, B: Any, H: Any, q_len: int, kv_len: int, block_size: i
         raise AssertionError(f"create_block_mask: mask_mod must be callable, got {type(mask_mod).__name__}")
     count = positional_arguments(mask_mod)
     if count != 4:
-        raise AssertionError(f"create_block_mask: mask_mod must take (b, h, q_idx, kv_idx), got a function of {count} positional arguments")
+        raise AssertionError(
+            f"create_block_mask: mask_mod must take (b, h, q_idx, kv_idx), got a function of {count} positional "
+            "arguments"
+        )
     for name, value in (("B", B), ("H", H), ("Q_LEN", q_len), ("KV_LEN", kv_len)):
         if value is not None and value < 0:
             raise ValueError(f"create_block_mask: {name} must be at least 0, got {value}")

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """flex_attention under torch.compile: torch's own higher-order op, with our kernels.
 
-Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they capture into inputs. What
-is registered here then runs wherever that op would: it traces the subgraphs into score programs and calls `lowbit::attention_forward`,
-so that after AOTAutograd nothing of the higher-order op is left. Calls that are not ours (no `_LOWBIT` among the kernel options, unless
+Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they capture
+into inputs. What
+is registered here then runs wherever that op would: it traces the subgraphs into score programs and calls
+    `lowbit::attention_forward`,
+so that after AOTAutograd nothing of the higher-order op is left. Calls that are not ours (no `_LOWBIT` among the kernel
+options, unless
 installed) go on to torch's kernels.
 """
 
@@ -31,7 +34,8 @@ everything = False
 
 
 def compiled_attention(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None,
+    scale: float,
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`run_mods` as Dynamo traces it."""
@@ -40,7 +44,9 @@ def compiled_attention(
         torch._dynamo.mark_static(tensor, -1)
     mask = _everything(query) if block_mask is None else block_mask
     options = {_MARK: dropout_p, "OUTPUT_MAX": want_max_scores}
-    out, lse, max_scores = flex_op(query, key, value, _identity if score_mod is None else score_mod, mask.as_tuple(), scale, options)
+    out, lse, max_scores = flex_op(
+        query, key, value, _identity if score_mod is None else score_mod, mask.as_tuple(), scale, options
+    )
     if sink is not None:  # one more column of the softmax, without a value
         logit = sink.to(lse.dtype)[:, None]
         out = out * torch.sigmoid(lse - logit).to(out.dtype)[..., None]
@@ -54,7 +60,9 @@ def _everything(query: Tensor) -> BlockMask:
     return _block_mask((1, 1), (one, one.new_zeros((1, 1, 1, 1)), None, None), (WHOLE, WHOLE), noop_mask)
 
 
-def _block_mask(lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]) -> BlockMask:
+def _block_mask(
+    lengths: tuple[int, int], lists: tuple[Any, ...], block_size: tuple[int, int], mask_mod: Callable[..., Any]
+) -> BlockMask:
     """A BlockMask without the lists by key, which our backward makes itself."""
     return BlockMask(lengths, *lists, None, None, None, None, block_size, mask_mod)
 
@@ -69,9 +77,11 @@ def _ours(query: Tensor, options: dict[str, Any]) -> bool:
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple[Any, ...], scale: float,
-    kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (), mask_mod_other_buffers: tuple[Any, ...] = (),
+    kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (),
+    mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further arguments."""
+    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further
+    arguments."""
     score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
     mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
     rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)
@@ -83,7 +93,10 @@ def _attention(
 
 def _tensors(captured: tuple[Any, ...]) -> tuple[Any, ...]:
     """A captured number that changes from call to call (a symbolic size) as a tensor, so that the program reads it."""
-    return tuple(torch.scalar_tensor(item, dtype=torch.int64, device="cpu") if isinstance(item, torch.SymInt) else item for item in captured)
+    return tuple(
+        torch.scalar_tensor(item, dtype=torch.int64, device="cpu") if isinstance(item, torch.SymInt) else item
+        for item in captured
+    )
 
 
 def _register() -> None:
@@ -100,7 +113,11 @@ def _register() -> None:
 
     key(DispatchKey.AutogradCPU, DispatchKey.Autograd)
     key(DispatchKey.CPU, DispatchKey.CompositeExplicitAutograd)
-    for mode in (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode):  # met first in inference mode, which has no autograd key
+    for mode in (
+        FunctionalTensorMode,
+        ProxyTorchDispatchMode,
+        FakeTensorMode,
+    ):  # met first in inference mode, which has no autograd key
         theirs = flex_op.python_key_table.get(mode)
         if theirs is not None:
             flex_op.python_key_table[mode] = _mode_kernel(theirs)

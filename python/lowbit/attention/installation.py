@@ -28,10 +28,13 @@ _USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as
 
 
 def install() -> None:
-    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit for CPU tensors.
+    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit for CPU
+    tensors.
 
-    The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions in modules that
-    have imported them by name. Tensors on other devices, and what lowbit refuses by dtype or layout, go to torch as before. Also holds for
+    The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions
+    in modules that
+    have imported them by name. Tensors on other devices, and what lowbit refuses by dtype or layout, go to torch as
+    before. Also holds for
     what torch.compile traces from then on. Installing twice is installing once.
 
     Example:
@@ -43,7 +46,10 @@ def install() -> None:
             return
         for original, ours in (
             (torch_flex.flex_attention, _routed(torch_flex.flex_attention, flex_attention, _takes_flex)),
-            (torch_flex.create_block_mask, _routed(torch_flex.create_block_mask, block_mask.create_block_mask, _takes_mask)),
+            (
+                torch_flex.create_block_mask,
+                _routed(torch_flex.create_block_mask, block_mask.create_block_mask, _takes_mask),
+            ),
             (F.scaled_dot_product_attention, _routed(F.scaled_dot_product_attention, _sdpa, _takes_sdpa)),
         ):
             for module in list(sys.modules.values()):
@@ -97,13 +103,17 @@ def _takes_flex(query: Any, *args: Any, **kwargs: Any) -> bool:
     return isinstance(query, Tensor) and devices.has_kernels(query.device)
 
 
-def _takes_mask(mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _takes_mask(
+    mask_mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, *args: Any, **kwargs: Any
+) -> bool:
     if device is None:  # a CUDA build names cuda also where there is none
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return torch.device(device).type == "cpu"
 
 
-def _takes_sdpa(query: Any, key: Any = None, value: Any = None, attn_mask: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _takes_sdpa(
+    query: Any, key: Any = None, value: Any = None, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> bool:
     return (
         isinstance(query, Tensor)
         and devices.has_kernels(query.device)

@@ -11,10 +11,12 @@ from lowbit.attention.kv_layer import QuantizedKVLayer
 class QuantizedKVCache:
     """Keys and values of all layers of a model, quantized when they are appended and never dequantized as a whole.
 
-    A quarter (int8) or an eighth (int4) of float32. For transformers: `lowbit.integrations.transformers.QuantizedCache`.
+    A quarter (int8) or an eighth (int4) of float32. For transformers:
+    `lowbit.integrations.transformers.QuantizedCache`.
 
     Args:
-        format: ``"int8"``: symmetric, one scale per token and kv head; or ``"int4"``: one scale per 32 elements, keys rotated by a Hadamard matrix.
+        format: ``"int8"``: symmetric, one scale per token and kv head; or ``"int4"``: one scale per 32 elements, keys
+            rotated by a Hadamard matrix.
 
     Example:
         >>> cache = lowbit.QuantizedKVCache("int8")
@@ -57,7 +59,8 @@ class QuantizedKVCache:
 
     def attend(self, layer: int, query: Tensor, *, scale: float | None = None, causal: bool = True, window: int = 0,
                mask: Tensor | None = None, sink: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Return the attention of ``query [B, Hq, L, E]`` over a layer, ``[B, Hq, L, Ev]``; see `QuantizedKVLayer.attend`.
+        """Return the attention of ``query [B, Hq, L, E]`` over a layer, ``[B, Hq, L, Ev]``; see
+        `QuantizedKVLayer.attend`.
 
         Raises:
             ValueError, TypeError: the layer is empty, or a shape or dtype does not fit.

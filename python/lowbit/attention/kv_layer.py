@@ -23,7 +23,8 @@ _dequantize = torch.ops.lowbit.kv_dequantize_.default
 class QuantizedKVLayer:
     """Keys and values of one layer, quantized per token and kv head.
 
-    int8: codes within +-127 and one float32 scale per token and head. int4: one float16 scale per 32 elements, keys rotated by a Hadamard
+    int8: codes within +-127 and one float32 scale per token and head. int4: one float16 scale per 32 elements, keys
+    rotated by a Hadamard
     matrix. Storage is ``[B, H, capacity, bytes]`` and doubles when it is full.
 
     Args:
@@ -49,7 +50,11 @@ class QuantizedKVLayer:
     @property
     def shape(self) -> tuple[int, int, int, int, int] | None:
         """B, kv heads, length, E, Ev; None before the first append."""
-        return None if self._k is None or self._v is None else (*self._k.codes.shape[:2], self.length, self._k.columns, self._v.columns)
+        return (
+            None
+            if self._k is None or self._v is None
+            else (*self._k.codes.shape[:2], self.length, self._k.columns, self._v.columns)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +69,9 @@ class QuantizedKVLayer:
             TypeError: the dtype is not float32, bfloat16 or float16.
         """
         self._check_append(key, value)
-        key, value = (tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value))
+        key, value = (
+            tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value)
+        )
         batch, heads, length, _ = key.shape
         k, v = self._k, self._v
         if k is None or v is None:
@@ -87,12 +94,17 @@ class QuantizedKVLayer:
             if tensor.dtype not in _DTYPES:
                 raise TypeError(f"QuantizedKVCache: {name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if key.shape[:3] != value.shape[:3]:
-            raise ValueError(f"QuantizedKVCache: value must have batch, heads and length of key, got {list(value.shape)} and {list(key.shape)}")
+            raise ValueError(
+                f"QuantizedKVCache: value must have batch, heads and length of key, got {list(value.shape)} and "
+                f"{list(key.shape)}"
+            )
         if self.shape is not None:
             batch, heads, _, e, ev = self.shape
             if (*key.shape[:2], key.shape[-1], value.shape[-1]) != (batch, heads, e, ev):
                 raise ValueError(
-                    f"QuantizedKVCache: key and value must be [{batch}, {heads}, L, {e}] and [{batch}, {heads}, L, {ev}] as those in the cache, "
+                    f"QuantizedKVCache: key and value must be [{batch}, {heads}, L, {e}] and [{batch}, {heads}, L, "
+                    f"{ev}] as those in the cache, "
+                    ""
                     f"got {list(key.shape)} and {list(value.shape)}"
                 )
 
@@ -128,7 +140,9 @@ class QuantizedKVLayer:
         batch, heads, length, e, ev = self.shape
         group = query.shape[1] // max(1, heads) if query.dim() == 4 else 0
         if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != e or query.shape[1] != group * heads:
-            raise ValueError(f"QuantizedKVCache: query must be [{batch}, a multiple of {heads}, L, {e}], got {list(query.shape)}")
+            raise ValueError(
+                f"QuantizedKVCache: query must be [{batch}, a multiple of {heads}, L, {e}], got {list(query.shape)}"
+            )
         if query.dtype not in _DTYPES:
             raise TypeError(f"QuantizedKVCache: query must be float32, bfloat16 or float16, got {query.dtype}")
         query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()
@@ -203,10 +217,14 @@ class QuantizedKVLayer:
         Raises:
             IndexError: an entry is not in the batch.
         """
-        if self._k is None or index.numel() == 0 or torch.compiler.is_compiling():  # a graph does not look: the copy itself refuses
+        if (
+            self._k is None or index.numel() == 0 or torch.compiler.is_compiling()
+        ):  # a graph does not look: the copy itself refuses
             return
         if not (int(index.min()) >= 0 and int(index.max()) < self._k.codes.shape[0]):
-            raise IndexError(f"QuantizedKVCache: reorder must name entries 0 to {self._k.codes.shape[0] - 1}, got {index.tolist()}")
+            raise IndexError(
+                f"QuantizedKVCache: reorder must name entries 0 to {self._k.codes.shape[0] - 1}, got {index.tolist()}"
+            )
 
     def reorder(self, index: Tensor) -> None:
         """Make batch entry i a copy of ``index[i]``: beams that survive, in any number and order.
@@ -236,8 +254,12 @@ class _Rows:
         columns = like.shape[-1]
         padded = -(-columns // _GROUP) * _GROUP
         int4 = format == "int4"
-        codes = like.new_empty(batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8)
-        scale = like.new_empty(batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32)
+        codes = like.new_empty(
+            batch, heads, capacity, padded // 2 if int4 else padded, dtype=torch.uint8 if int4 else torch.int8
+        )
+        scale = like.new_empty(
+            batch, heads, capacity, padded // _GROUP if int4 else 1, dtype=torch.float16 if int4 else torch.float32
+        )
         return _Rows(codes, scale, columns)
 
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -256,7 +278,9 @@ class _Rows:
         return _Rows(codes.index_select(0, index), scale.index_select(0, index), self.columns)
 
 
-def _visible(q_length: int, length: int, position: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
+def _visible(
+    q_length: int, length: int, position: int, causal: bool, window: int, device: torch.device
+) -> Tensor | None:
     if not causal and window <= 0:
         return None
     query, key = torch.arange(q_length, device=device)[:, None] + position, torch.arange(length, device=device)

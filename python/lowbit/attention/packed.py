@@ -11,7 +11,8 @@ from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, from_classes, to_c
 
 
 def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask:
-    """Return ``block_mask`` (None: everything) within documents. Made of torch's ops, so that torch.compile can trace it.
+    """Return ``block_mask`` (None: everything) within documents. Made of torch's ops, so that torch.compile can trace
+    it.
 
     Args:
         cu_seqlens: int ``[documents + 1]``, see flex_attention.
@@ -19,20 +20,28 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
 
     Raises:
         TypeError: cu_seqlens is not a tensor.
-        ValueError: cu_seqlens is not an ascending int tensor from 0 to L (a compiled call: RuntimeError), or query and key differ in length.
+        ValueError: cu_seqlens is not an ascending int tensor from 0 to L (a compiled call: RuntimeError), or query and
+        key differ in length.
     """
     length = query.size(2)
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"flex_attention: cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.numel() < 1:
-        raise ValueError(f"flex_attention: cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        raise ValueError(
+            f"flex_attention: cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
     if key.size(2) != length:
-        raise ValueError(f"flex_attention: cu_seqlens needs query and key of one length, got {length} and {key.size(2)}")
+        raise ValueError(
+            f"flex_attention: cu_seqlens needs query and key of one length, got {length} and {key.size(2)}"
+        )
     ascends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
     if torch.compiler.is_compiling():
         torch._assert_async(ascends, "flex_attention: cu_seqlens must ascend from 0 to the length")
     elif not ascends:
-        raise ValueError(f"flex_attention: cu_seqlens must ascend from 0 to the length {length}, got {cu_seqlens.tolist()[:8]}...")
+        raise ValueError(
+            f"flex_attention: cu_seqlens must ascend from 0 to the length {length}, got {cu_seqlens.tolist()[:8]}..."
+        )
     tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
@@ -48,7 +57,8 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
 
 
 def _document_classes(document: Tensor, q_block: int, kv_block: int) -> Tensor:
-    """uint8 ``[1, 1, q blocks, kv blocks]`` of the document of each token ``[L]``, ascending: blocks meet where their ranges of documents do."""
+    """uint8 ``[1, 1, q blocks, kv blocks]`` of the document of each token ``[L]``, ascending: blocks meet where their
+    ranges of documents do."""
     (q_first, q_last, q_ends), (k_first, k_last, k_ends) = (_ranges(document, size) for size in (q_block, kv_block))
     meet = (q_first[:, None] <= k_last) & (k_first <= q_last[:, None])
     one = (q_first == q_last)[:, None] & (k_first == k_last) & ~q_ends[:, None] & ~k_ends
@@ -56,7 +66,8 @@ def _document_classes(document: Tensor, q_block: int, kv_block: int) -> Tensor:
 
 
 def _ranges(document: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per block of tokens the first and the last document, and whether it reaches over the end (such a block is never FULL, as in torch)."""
+    """Per block of tokens the first and the last document, and whether it reaches over the end (such a block is never
+    FULL, as in torch)."""
     length = document.shape[0]
     begin = torch.arange(0, length, block, device=document.device)
     end = begin + block

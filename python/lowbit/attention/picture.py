@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of anything that `flex_attention` takes: torch's BlockMask has no method for it, and plain functions have none at all."""
+"""A picture of anything that `flex_attention` takes: torch's BlockMask has no method for it, and plain functions have
+none at all."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from lowbit.score.program_cache import positional_arguments
 
 
 def plot(
-    mod: BlockMask | Callable[..., Any], q_len: int = 64, kv_len: int | None = None, *, b: int = 0, h: int = 0, ax: Any = None
+    mod: BlockMask | Callable[..., Any],
+    q_len: int = 64,
+    kv_len: int | None = None,
+    *,
+    b: int = 0,
+    h: int = 0,
+    ax: Any = None,
 ) -> Any:
     """Draw a BlockMask, a mask_mod or a score_mod with matplotlib and return the axes: queries down, keys across.
 
-    Of a BlockMask the blocks: white where empty (skipped), light where partial (mask_mod asked), dark where full (mask_mod not asked).
+    Of a BlockMask the blocks: white where empty (skipped), light where partial (mask_mod asked), dark where full
+    (mask_mod not asked).
 
     Args:
         q_len, kv_len: lengths to draw a function for; a BlockMask has its own.
@@ -40,7 +48,9 @@ def plot(
     count = positional_arguments(mod) if callable(mod) else -1
     if count not in (4, 5):
         what = f"a function of {count}" if callable(mod) else type(mod).__name__
-        raise TypeError(f"plot: mod must be a BlockMask, or take 4 (mask_mod) or 5 (score_mod) positional arguments, got {what}")
+        raise TypeError(
+            f"plot: mod must be a BlockMask, or take 4 (mask_mod) or 5 (score_mod) positional arguments, got {what}"
+        )
     name = getattr(mod, "__name__", type(mod).__name__)
     drawn = (MaskMod if count == 4 else ScoreMod)(mod, name)
     return drawn.plot(q_len, kv_len, b=b, h=h, ax=ax)

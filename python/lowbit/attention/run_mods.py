@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention below its checks: mods become score programs, the block mask its lists, and the op is called. Eager and compiled calls end here."""
+"""flex_attention below its checks: mods become score programs, the block mask its lists, and the op is called. Eager
+and compiled calls end here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _NOTHING = BoundProgram([], [])
 
 
 def run_mods(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None, block_mask: BlockMask | None,
+    scale: float,
     dropout_p: float = 0.0, sink: Tensor | None = None, want_max_scores: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
@@ -36,15 +38,19 @@ def run_mods(
     except UnknownOp as unknown:
         warn_unknown(_NAME, argument, unknown)
         classes = None if not blocks else to_classes(block_mask)[: query.shape[0], : query.shape[1]]
-        return attention_through_torch(query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink)
+        return attention_through_torch(
+            query, key, value, score_mod, mask_mod, scale, classes, block_size, dropout_p, sink
+        )
     return attention(
-        query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured, mask_mod=mask.code,
+        query, key, value, scale=scale, dropout_p=dropout_p, score_mod=score.code, score_captured=score.captured,
+        mask_mod=mask.code,
         mask_captured=mask.captured, blocks=blocks, block_size=block_size, sink=sink, want_max_scores=want_max_scores,
     )  # fmt: skip
 
 
 def _lists(mask: BlockMask | None, batch: int, heads: int) -> tuple[list[Tensor], tuple[int, int]]:
-    """The lists of blocks as the op takes them, and the size of a block. A mask made for more batches or heads, as torch takes it: the first ones."""
+    """The lists of blocks as the op takes them, and the size of a block. A mask made for more batches or heads, as
+    torch takes it: the first ones."""
     if mask is None or tuple(mask.BLOCK_SIZE) == (WHOLE, WHOLE):
         return [], (128, 128)
     lists = [mask.kv_num_blocks, mask.kv_indices]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.nn.functional.scaled_dot_product_attention on the CPU: forward and backward in tiles, for every dtype and mask."""
+"""torch.nn.functional.scaled_dot_product_attention on the CPU: forward and backward in tiles, for every dtype and
+mask."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return softmax(scale * query key^T + attn_mask) value, never holding more than a tile of scores.
 
-    Signature and meaning are torch's, autocast too. Differentiable in query, key, value and a floating attn_mask, without dropout also
+    Signature and meaning are torch's, autocast too. Differentiable in query, key, value and a floating attn_mask,
+    without dropout also
     twice. A row that sees no key is 0. Dropout depends on the seed alone: the same for any number of threads.
 
     Args:
-        query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H, L, E]`` too.
+        query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H,
+            L, E]`` too.
         key: ``[..., Hkv, S, E]``, dtype of query; leading dimensions broadcast.
         value: ``[..., Hkv, S, Ev]``, dtype of query.
         attn_mask: bool (True: seen) or floating (added), broadcastable to ``[..., Hq, L, S]``; or torch's CausalBias.
@@ -69,18 +72,30 @@ def scaled_dot_product_attention(
 
 
 def _with_columns(tensor: Tensor) -> Tensor:
-    """The tensor; one of head dimension 0 with a column of zeros, which adds nothing to a score and to a result what is cut off again."""
+    """The tensor; one of head dimension 0 with a column of zeros, which adds nothing to a score and to a result what is
+    cut off again."""
     return tensor if tensor.shape[-1] > 0 else torch.nn.functional.pad(tensor, (0, 1))
 
 
 def _autocast(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or isinstance(tensor, CausalBias) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    if (
+        not isinstance(tensor, Tensor)
+        or isinstance(tensor, CausalBias)
+        or not tensor.is_floating_point()
+        or tensor.dtype == torch.float64
+    ):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -95,9 +110,13 @@ def _check(
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_name(tensor.dtype)}")
         if tensor.dtype != query.dtype:
-            raise TypeError(f"{_NAME}: {name} must have the dtype of query, got {_name(tensor.dtype)} and {_name(query.dtype)}")
+            raise TypeError(
+                f"{_NAME}: {name} must have the dtype of query, got {_name(tensor.dtype)} and {_name(query.dtype)}"
+            )
     if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"{_NAME}: key must have the head dimension of query, got {key.shape[-1]} and {query.shape[-1]}")
+        raise ValueError(
+            f"{_NAME}: key must have the head dimension of query, got {key.shape[-1]} and {query.shape[-1]}"
+        )
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"{_NAME}: value must have the length of key, got {value.shape[-2]} and {key.shape[-2]}")
     if enable_gqa and not (query.dim() > 2 and key.dim() > 2 and value.dim() > 2):
@@ -113,24 +132,34 @@ def _check(
             raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True: is_causal must be False")
         return
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise TypeError(f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}")
+        raise TypeError(
+            f"{_NAME}: attn_mask must be bool, float32 or of the dtype of query, got {_name(attn_mask.dtype)}"
+        )
 
 
 def _of_causal_bias(bias: CausalBias, q_len: int, kv_len: int) -> tuple[Tensor | None, bool]:
     """torch's CausalBias as attn_mask and is_causal."""
     if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
-        raise ValueError(f"{_NAME}: attn_mask must be a CausalBias of lengths {q_len}, {kv_len}, got {bias.seq_len_q}, {bias.seq_len_kv}")
+        raise ValueError(
+            f"{_NAME}: attn_mask must be a CausalBias of lengths {q_len}, {kv_len}, got {bias.seq_len_q}, "
+            f"{bias.seq_len_kv}"
+        )
     if bias.variant == CausalVariant.UPPER_LEFT or q_len == kv_len:
         return None, True
     return bias._materialize("cpu"), False
 
 
-def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+def _to_heads(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q, k, v as 4-d, and the leading dimensions of the result."""
     if enable_gqa:
         q_heads, k_heads, v_heads = query.shape[-3], key.shape[-3], value.shape[-3]
         if any(q_heads % heads if heads else q_heads for heads in (k_heads, v_heads)):
-            raise ValueError(f"{_NAME}: the heads of query must be a multiple of those of key and value, got {q_heads}, {k_heads}, {v_heads}")
+            raise ValueError(
+                f"{_NAME}: the heads of query must be a multiple of those of key and value, got {q_heads}, {k_heads}, "
+                f"{v_heads}"
+            )
         if k_heads != v_heads:
             key, value = _repeated(key, math.lcm(k_heads, v_heads)), _repeated(value, math.lcm(k_heads, v_heads))
         batch = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -138,7 +167,9 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
         leading = (*batch, q_heads)
     else:
         leading = _broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-        kv_heads = key.shape[-3:-2] if key.shape[-3:-2] == value.shape[-3:-2] == (1,) else leading[-1:]  # one head serves all
+        kv_heads = (
+            key.shape[-3:-2] if key.shape[-3:-2] == value.shape[-3:-2] == (1,) else leading[-1:]
+        )  # one head serves all
         expanded = [query.expand(*leading, *query.shape[-2:])]
         expanded += [tensor.expand(*leading[:-1], *kv_heads, *tensor.shape[-2:]) for tensor in (key, value)]
     if len(leading) == 2:
@@ -160,7 +191,9 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
     except RuntimeError:
         text = ", ".join(str(list(shape)) for shape in shapes)
         raise ValueError(
-            f"{_NAME}: the leading dimensions of query, key and value must broadcast (heads of key: see enable_gqa), got {text}"
+            f"{_NAME}: the leading dimensions of query, key and value must broadcast (heads of key: see enable_gqa), "
+            "got "
+            f"{text}"
         ) from None
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a mod that no score program expresses: evaluated by torch (vmap), 128 queries at a time, forward and backward.
+"""Attention with a mod that no score program expresses: evaluated by torch (vmap), 128 queries at a time, forward and
+backward.
 
-Slow, but right, and its memory grows with the length, not with its square: each block of queries is computed again in the backward.
+Slow, but right, and its memory grows with the length, not with its square: each block of queries is computed again in
+the backward.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _QUERIES = 128
 
 
 def attention_through_torch(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None,
+    scale: float,
     classes: Tensor | None, block_size: tuple[int, int], dropout_p: float, sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out, lse, largest score), as lowbit.ops.attention.attention does.
@@ -46,7 +49,11 @@ def attention_through_torch(
             cells = classes[:, :, rows][..., columns]
             seen = (cells == 2) | (cells == 1) & seen
         scores = torch.where(seen, scores, -torch.inf)
-        largest = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        largest = (
+            scores.detach().amax(-1, keepdim=True)
+            if k.shape[2]
+            else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+        )
         shift = torch.where(largest == -torch.inf, 0.0, largest)
         weights = torch.exp(scores - shift)
         total = weights.sum(-1, keepdim=True)
@@ -60,7 +67,8 @@ def attention_through_torch(
         return (weights @ values).to(q.dtype), lse.squeeze(-1), largest.squeeze(-1)
 
     parts = [
-        checkpoint(block, start, q[:, :, start : start + _QUERIES], use_reentrant=False) for start in range(0, q.shape[2], _QUERIES)
+        checkpoint(block, start, q[:, :, start : start + _QUERIES], use_reentrant=False)
+        for start in range(0, q.shape[2], _QUERIES)
     ] or [block(0, q)]
     out, lse, largest = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     return out, lse, largest.detach()

@@ -26,7 +26,8 @@ def types() -> tuple[str, ...]:
 
 
 def type_of_rows(device: torch.device) -> str:
-    """Return the type of device whose kernel rows serve a tensor of ``device``: the CPU's, once moved, if not its own."""
+    """Return the type of device whose kernel rows serve a tensor of ``device``: the CPU's, once moved, if not its
+    own."""
     return device.type if device.type in _served else "cpu"
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod of flex_attention becomes."""
+"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod of flex_attention
+becomes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
         options: for a mask_mod ``q_len``, ``kv_len``, ``block_size`` that its blocks are counted for.
 
     Returns:
-        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")`` or
+        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")``
+        or
         ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
 
     Raises:

@@ -37,7 +37,9 @@ def info() -> Info:
     facts["torch"] = torch.__version__
     facts["autoload"] = autoload_state()
     for row in registered():
-        facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (f" ({row['reason']})" if row["reason"] else "")
+        facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (
+            f" ({row['reason']})" if row["reason"] else ""
+        )
     facts["devices"] = ", ".join(devices.list())
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
         if not kernel["available"]:

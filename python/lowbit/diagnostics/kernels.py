@@ -12,12 +12,16 @@ from lowbit.diagnostics.table import html_table, text_table
 
 
 class KernelTable(list[dict[str, object]]):
-    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried; prints as a table."""
+    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried; prints as a
+    table."""
 
     _HEADER = ("row", "device", "runs here", "why not")
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [(str(row["name"]), str(row["device"]), "yes" if row["available"] else "no", str(row["reason"])) for row in self]
+        return [
+            (str(row["name"]), str(row["device"]), "yes" if row["available"] else "no", str(row["reason"]))
+            for row in self
+        ]
 
     def __repr__(self) -> str:
         return text_table(self._HEADER, self._cells())

@@ -56,7 +56,8 @@ Granularity = PerRow | PerAxis | PerToken | PerGroup
 
 
 class FormatConfig:
-    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when it is made."""
+    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when it is
+    made."""
 
     __slots__ = ()
     function: ClassVar[str]  # the lower-case function that makes it: names it in errors
@@ -136,7 +137,8 @@ def integer_spec(format: str, group_size: int, mapping: MappingType, x_format: s
 
 
 def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:
-    """Return how activations are rounded. Groups of activations are the groups of the weight; a zero point is per row."""
+    """Return how activations are rounded. Groups of activations are the groups of the weight; a zero point is per
+    row."""
     if act_group_size and act_mapping is MappingType.ASYMMETRIC:
         raise ValueError(f"{function}: asymmetric activations must be per row, got groups of {act_group_size}")
     if act_group_size and act_group_size != group_size:

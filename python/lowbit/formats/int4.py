@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int4 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..15, zero 8 when symmetric."""
+"""int4 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..15, zero 8 when
+symmetric."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Int4WeightOnlyConfig(FormatConfig):
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         int4_packing_format: "plain"; the packed form is always lowbit's own.
-        int4_choose_qparams_algorithm: "tinygemm" (or torchao's enum): a scale comes from the range of its group, in the way
+        int4_choose_qparams_algorithm: "tinygemm" (or torchao's enum): a scale comes from the range of its group, in the
+        way
             that ``mapping_type`` says. torchao's "hqq", which searches for scales, is not here.
         int4_tile_packed_ntile: torchao's; 8.
         version: torchao's; 2.
@@ -84,7 +86,8 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric):
             a scale per row and group is both faster and more precise than an offset per row.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and weight group.
+        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and
+            weight group.
     """
 
     group_size: int | None = 32

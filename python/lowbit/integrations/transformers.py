@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers: ``attn_implementation="lowbit"``, and a quantized cache as ``past_key_values``.
 
-Importing this module registers the name with transformers; lowbit does so itself as soon as transformers is imported (when_imported.py). The cache works with every attention implementation (another one is given dequantized
+Importing this module registers the name with transformers; lowbit does so itself as soon as transformers is imported
+(when_imported.py). The cache works with every attention implementation (another one is given dequantized
 keys and values); with "lowbit" its codes are multiplied as they are.
 
 Example:
@@ -28,7 +29,11 @@ from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
 if int(transformers.__version__.partition(".")[0]) < 5:
-    raise ImportError(f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches are other classes")
+    raise ImportError(
+        f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches "
+        "are other "
+        "classes"
+    )
 
 NAME = "lowbit"
 
@@ -106,7 +111,9 @@ class _Layer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError(f"QuantizedCache: crop takes the tokens to remove as a negative number, got {tokens_to_remove}")
+            raise ValueError(
+                f"QuantizedCache: crop takes the tokens to remove as a negative number, got {tokens_to_remove}"
+            )
         if tokens_to_remove:
             self.store.cropped_length(tokens_to_remove)
 
@@ -133,7 +140,8 @@ class _Layer(CacheLayerMixin):
 
 
 class CachedStates(Tensor):
-    """The keys or the values of a quantized layer, as transformers hands them on: any torch operation dequantizes them."""
+    """The keys or the values of a quantized layer, as transformers hands them on: any torch operation dequantizes
+    them."""
 
     store: QuantizedKVLayer
     which: int
@@ -150,12 +158,15 @@ class CachedStates(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map_only(CachedStates, CachedStates.dequantize_states, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            CachedStates, CachedStates.dequantize_states, (args, kwargs or {})
+        )
         return func(*args, **kwargs)
 
 
 def _traced_states(store: QuantizedKVLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """CachedStates for Dynamo, which makes no tensor subclass: dequantized, and out of the compiled graph again when only their store is used."""
+    """CachedStates for Dynamo, which makes no tensor subclass: dequantized, and out of the compiled graph again when
+    only their store is used."""
     key, value = store.keys(dtype), store.values(dtype)
     key.store = store
     return key, value
@@ -174,7 +185,8 @@ def lowbit_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``; returns ``[B, L, Hq, Ev]``.
+    """Attention of one layer, as transformers calls it: ``query [B, Hq, L, E]``, ``key``, ``value [B, Hkv, S, E]``;
+    returns ``[B, L, Hq, Ev]``.
 
     Args:
         softcap: scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2).
@@ -184,32 +196,52 @@ def lowbit_attention(
         NotImplementedError: the model asks for attention weights, or for dropout with a quantized cache.
     """
     if kwargs.get("output_attentions"):
-        raise NotImplementedError('attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"')
+        raise NotImplementedError(
+            'attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"'
+        )
     sink = kwargs.get("s_aux")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     store = getattr(key, "store", None)
     if store is not None and dropout:
         raise NotImplementedError("QuantizedCache: dropout must be 0, a quantized cache has no gradient")
-    if store is None and causal and key.shape[2] > query.shape[2]:  # an empty static cache: the prompt stands at its beginning
+    if (
+        store is None and causal and key.shape[2] > query.shape[2]
+    ):  # an empty static cache: the prompt stands at its beginning
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
     if position_bias is not None:
         attention_mask = _biased_mask(position_bias, attention_mask)
     if store is not None and softcap is None:
-        out = store.attend(query, scale=scaling, causal=causal, mask=attention_mask, sink=sink if sink is None else sink.detach().float())
+        out = store.attend(
+            query,
+            scale=scaling,
+            causal=causal,
+            mask=attention_mask,
+            sink=sink if sink is None else sink.detach().float(),
+        )
     else:
         if store is not None:  # a step over codes has no softcap
             key, value = store.keys(query.dtype), store.values(query.dtype)
             attention_mask, causal = _at_the_end(attention_mask, causal, query.shape[2], key.shape[2])
         if sink is None and softcap is None:
-            out = scaled_dot_product_attention(query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True)
+            out = scaled_dot_product_attention(
+                query, key, value, attention_mask, dropout, causal, scaling, enable_gqa=True
+            )
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             sink = None if sink is None else sink.float()
             score_mod = () if softcap is None else _softcap_program(float(softcap))
             out = attention(
-                query, key, value, scale=scale, causal=causal, mask=attention_mask, dropout_p=dropout, score_mod=score_mod, sink=sink
+                query,
+                key,
+                value,
+                scale=scale,
+                causal=causal,
+                mask=attention_mask,
+                dropout_p=dropout,
+                score_mod=score_mod,
+                sink=sink,
             )[0]
     return out.transpose(1, 2).contiguous(), None
 
@@ -228,7 +260,9 @@ def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -
     if not causal or q_length == length:
         return mask, causal
     seen = torch.ones(q_length, length, dtype=torch.bool, device="cpu").tril(length - q_length)[None, None]
-    return seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf), False
+    return seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(
+        ~seen, -torch.inf
+    ), False
 
 
 @functools.cache

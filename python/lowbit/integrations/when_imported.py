@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Join our integrations to the packages that they serve once these are imported, and never import them ourselves.
 
-``attn_implementation="lowbit"`` is a name in a table of transformers. It has to be there before a model is made, also where a program
-never names lowbit (torch imports this package by its autoload entry point). So the import system is asked to tell us: a finder of one
+``attn_implementation="lowbit"`` is a name in a table of transformers. It has to be there before a model is made, also
+where a program
+never names lowbit (torch imports this package by its autoload entry point). So the import system is asked to tell us: a
+finder of one
 comparison per import, gone when it has done its work.
 """
 
@@ -15,14 +17,19 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _SERVED = {"transformers.modeling_utils": "lowbit.integrations.transformers"}
-failures: dict[str, Exception] = {}  # integrations that do not fit the package that is there: they say why when they are imported by name
+failures: dict[
+    str, Exception
+] = {}  # integrations that do not fit the package that is there: they say why when they are imported by name
 
 
 def join_when_imported() -> None:
-    """Import each integration as soon as its package has been imported, now if it is already. Imports nothing itself."""
+    """Import each integration as soon as its package has been imported, now if it is already. Imports nothing
+    itself."""
     for package, integration in _SERVED.items():
         finder = _Finder(package, integration)
-        if not finder.joined() and not any(isinstance(other, _Finder) and other.package == package for other in sys.meta_path):
+        if not finder.joined() and not any(
+            isinstance(other, _Finder) and other.package == package for other in sys.meta_path
+        ):
             sys.meta_path.insert(0, finder)
 
 
@@ -32,7 +39,8 @@ class _Finder:
         self.family = package.partition(".")[0] + "."
 
     def joined(self) -> bool:
-        """Join if the package is there as a whole. Whatever goes wrong must not break the import of somebody else's package."""
+        """Join if the package is there as a whole. Whatever goes wrong must not break the import of somebody else's
+        package."""
         module = sys.modules.get(self.package)
         if module is None or getattr(module.__spec__, "_initializing", False):
             return False
@@ -45,8 +53,11 @@ class _Finder:
             failures[self.integration] = error
         return True
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find the package as Python does, and join behind its execution; any other module of the family joins before it is found, for
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the package as Python does, and join behind its execution; any other module of the family joins before
+        it is found, for
         where the package was half imported when we came (it imports torch, and torch us)."""
         if not name.startswith(self.family):
             return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with its gradient: what scaled_dot_product_attention and flex_attention are made of.
 
-As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the result in
+As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the
+result in
 float32 and one log-sum-exp per row; the scores are computed again in the backward.
 """
 
@@ -50,12 +51,15 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and its largest score.
 
-    Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the result and the
-    log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True) materializes the scores, and is
+    Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the
+    result and the
+    log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True) materializes the
+    scores, and is
     not there with programs, a block mask or dropout.
 
     Args:
-        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a multiple of Hkv.
+        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a multiple of
+            Hkv.
         scale: factor of q k^T.
         causal: query i sees keys 0 to i.
         mask: bool (False: not seen) or floating (added), 4-d, each size 1 or that of ``[B, Hq, L, S]``.
@@ -68,7 +72,8 @@ def attention(
         want_max_scores: fill the third result, whether a gradient is wanted or not.
 
     Returns:
-        (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64 inputs;
+        (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64
+        inputs;
         without ``want_max_scores`` the third may be empty).
 
     Raises:
@@ -78,7 +83,8 @@ def attention(
     if sink is not None:
         sink = sink.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     call = {
-        "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "mask": mask, "dropout_p": dropout_p, "seed": seed, "sink": sink,
+        "q": q, "k": k, "v": v, "scale": scale, "causal": causal, "mask": mask, "dropout_p": dropout_p, "seed": seed,
+        "sink": sink,
         "score_mod": score_mod, "score_captured": score_captured, "mask_mod": mask_mod, "mask_captured": mask_captured,
         "blocks": blocks, "block_size": block_size, "want_max_scores": want_max_scores, "real_out": False,
     }  # fmt: skip
@@ -94,7 +100,8 @@ def attention(
         or any(tensor.requires_grad for tensor in score_captured)
     ):
         return _forward(call)
-    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| = 200,
+    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| =
+    # 200,
     # p = exp(s - lse) would be off by four times as much. The result in float32: a gradient of the scores is
     # p (dp - sum of grad_out * out), and where one score is far above the others that difference is nothing but the
     # rounding of the result.
@@ -177,7 +184,8 @@ def _by_argument(call: dict[str, Any], needs: dict[str, Any], grads: Iterable[Te
 
 
 class _Once(torch.autograd.Function):
-    """The backward as a function without a derivative of its own. ``create_graph=True`` alone is fine; an error comes only when that
+    """The backward as a function without a derivative of its own. ``create_graph=True`` alone is fine; an error comes
+    only when that
     second derivative is computed."""
 
     generate_vmap_rule = True
@@ -207,7 +215,8 @@ class _Attention(torch.autograd.Function):
 def _twice_differentiable(
     call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None
 ) -> dict[str, Any]:
-    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the kernel has it."""
+    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the kernel has
+    it."""
     q, k, v, mask, sink = (call[name] for name in ("q", "k", "v", "mask", "sink"))
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))
@@ -225,7 +234,9 @@ def _twice_differentiable(
     if sink is not None:
         scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)  # a row that sees nothing must not make nan
+    p = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(
+        empty, 0.0
+    )  # a row that sees nothing must not make nan
     p, p_sink = (p, None) if sink is None else (p[..., :-1], p[..., -1:])
 
     grad_out = grad_out.to(real)

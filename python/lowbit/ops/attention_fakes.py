@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of what csrc/torch allocates."""
+"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of what csrc/torch
+allocates."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ def forward(q: Tensor, v: Tensor, want_max_scores: bool, real_out: bool, **_: An
     """out, lse and largest score."""
     shape, real = tuple(q.shape[:3]), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(shape, dtype=real)
-    return _ordered(q, (*shape, v.shape[3]), real if real_out else q.dtype), lse, lse.new_empty(shape if want_max_scores else (0,))
+    return (
+        _ordered(q, (*shape, v.shape[3]), real if real_out else q.dtype),
+        lse,
+        lse.new_empty(shape if want_max_scores else (0,)),
+    )
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: Tensor | None, sink: Tensor | None, score_captured: Sequence[Tensor],
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: Tensor | None, sink: Tensor | None,
+    score_captured: Sequence[Tensor],
     score_captured_needs: Sequence[bool], mask_needs: bool, sink_needs: bool, **_: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Those of q, k, v, then of mask, sink and captured tensors as far as they are wanted."""
@@ -45,4 +51,6 @@ def _ordered(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = Non
     if 0 in strides[:3] or (strides[3] != 1 and like.shape[3] > 1):
         return like.new_empty(shape, dtype=dtype)
     order = sorted(range(3), key=lambda i: -strides[i])
-    return like.new_empty([*(shape[i] for i in order), shape[3]], dtype=dtype).permute([*(order.index(i) for i in range(3)), 3])
+    return like.new_empty([*(shape[i] for i in order), shape[3]], dtype=dtype).permute(
+        [*(order.index(i) for i in range(3)), 3]
+    )

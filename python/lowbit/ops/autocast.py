@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit::linear` in ``torch.autocast("cpu")``: activations enter in autocast's dtype, the result has it, as nn.Linear's."""
+"""`lowbit::linear` in ``torch.autocast("cpu")``: activations enter in autocast's dtype, the result has it, as
+nn.Linear's."""
 
 from __future__ import annotations
 

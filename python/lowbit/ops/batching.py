@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap over the attention ops: one call where the mapped dimension can join the batch, else one call per entry. torch's own fallback, which does
+"""vmap over the attention ops: one call where the mapped dimension can join the batch, else one call per entry. torch's
+own fallback, which does
 the latter, takes no lists of tensors.
 
-torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`. `torch.autograd.grad(is_grads_batched=True)`,
+torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`.
+`torch.autograd.grad(is_grads_batched=True)`,
 `jacobian(vectorize=True)` and the batched part of gradcheck still use an older one, under the dispatch key Batched.
 """
 
@@ -27,7 +29,9 @@ def register(name: str) -> None:
     library = keep(torch.library.Library("lowbit", "FRAGMENT"))
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        stacked = _folded(op, info.batch_size, dict(zip(names, arguments, strict=False)), dict(zip(names, in_dims, strict=False)))
+        stacked = _folded(
+            op, info.batch_size, dict(zip(names, arguments, strict=False)), dict(zip(names, in_dims, strict=False))
+        )
         if stacked is None:
             stacked = _stack(op, info.batch_size, lambda i: _entry(arguments, in_dims, i))
         return stacked, type(stacked)(0 for _ in stacked)
@@ -35,10 +39,16 @@ def register(name: str) -> None:
     def older_rule(*arguments: Any) -> Any:
         level = torch._C._vmapmode_decrement_nesting() + 1  # calls from here belong to the vmap around this one
         try:
-            whole = tree_map_only(Tensor, lambda tensor: torch._remove_batch_dim(tensor, level, 1, 0), arguments)  # 1: if it has no such dimension
+            whole = tree_map_only(
+                Tensor, lambda tensor: torch._remove_batch_dim(tensor, level, 1, 0), arguments
+            )  # 1: if it has no such dimension
             sizes: list[int] = []
             tree_map_only(Tensor, lambda tensor: sizes.append(tensor.shape[0]), whole)
-            stacked = _stack(op, max(sizes), lambda i: tree_map_only(Tensor, lambda tensor: tensor[min(i, tensor.shape[0] - 1)], whole))
+            stacked = _stack(
+                op,
+                max(sizes),
+                lambda i: tree_map_only(Tensor, lambda tensor: tensor[min(i, tensor.shape[0] - 1)], whole),
+            )
             return tree_map_only(Tensor, lambda tensor: torch._add_batch_dim(tensor, 0, level), stacked)
         finally:
             torch._C._vmapmode_increment_nesting()
@@ -50,7 +60,8 @@ def register(name: str) -> None:
 def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict[str, Any]) -> Any:
     """The results of one call with the mapped dimension as part of the batch; None where it cannot join.
 
-    All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count batches; the gradients of a sink, and
+    All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count
+    batches; the gradients of a sink, and
     of a mask that is not mapped, are sums over the batch.
     """
     rows = [name for name in ("q", "k", "v", "out", "lse", "grad_out", "grad_lse") if call.get(name) is not None]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shape, dtype and strides of each op's result, for tracing without data.
 
-They refuse what csrc/ops refuses, with the same kind of error and the same text (tests/ops holds both to it). Results are
+They refuse what csrc/ops refuses, with the same kind of error and the same text (tests/ops holds both to it). Results
+are
 always contiguous: Inductor asserts exact strides.
 """
 
@@ -40,7 +41,9 @@ def linear(
     if x.dtype not in FLOATS:
         raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {_name(x.dtype)}")
     if x.dim() < 1 or x.shape[-1] != k:
-        raise RuntimeError(f"linear: the last dimension of x must be k={k} (in_features), got x of shape {_text(x.shape)}")
+        raise RuntimeError(
+            f"linear: the last dimension of x must be k={k} (in_features), got x of shape {_text(x.shape)}"
+        )
     _check_weight("linear", weight, n, k, format, group_size, asymmetric)
     shape = (*x.shape[:-1], n)
     if bias is not None and bias.dtype not in FLOATS:
@@ -54,7 +57,9 @@ def linear(
     if x_format not in _X_FORMAT_NAMES:
         raise ValueError(f"linear: x_format must be 0..{len(_C.X_FORMATS) - 1}, got x_format={x_format}")
     if x_format != 0 and _kind(format) != "integer":
-        raise ValueError(f"linear: x_format must be float for a {_FORMAT_NAMES[format]} weight, got {_X_FORMAT_NAMES[x_format]}")
+        raise ValueError(
+            f"linear: x_format must be float for a {_FORMAT_NAMES[format]} weight, got {_X_FORMAT_NAMES[x_format]}"
+        )
     return x.new_empty(shape)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = act(x @ w.T + bias) * mul + add with a packed weight, and its gradient.
 
-The op `lowbit::linear` has no autograd formula: one registered with torch costs 5-9 us a call even without gradients. The
+The op `lowbit::linear` has no autograd formula: one registered with torch costs 5-9 us a call even without gradients.
+The
 Function below stands outside the op and is used only when a gradient is wanted.
 """
 
@@ -38,7 +39,8 @@ def linear(
 ) -> Tensor:
     """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
 
-    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the identity.
+    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
+    identity.
     The weight is frozen: gradients go to x, bias, mul and add.
 
     Args:
@@ -59,7 +61,9 @@ def linear(
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
     """
-    transformed = not _is_dynamo_compiling() and _is_transformed()  # inside vmap a tensor does not say that the one around it requires a gradient
+    transformed = (
+        not _is_dynamo_compiling() and _is_transformed()
+    )  # inside vmap a tensor does not say that the one around it requires a gradient
     if _is_grad_enabled() and (
         transformed
         or x.requires_grad
@@ -67,7 +71,11 @@ def linear(
         or (mul is not None and mul.requires_grad)
         or (add is not None and add.requires_grad)
     ):
-        if transformed or x.requires_grad or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args)):
+        if (
+            transformed
+            or x.requires_grad
+            or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args))
+        ):
             return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
         if bias is None or not bias.requires_grad:
             return _post_ops(_product(x, weight, bias, op_args), activation, mul, add)
@@ -91,12 +99,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
-    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds once."""
+    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds
+    once."""
     return x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1] and not torch.is_autocast_enabled("cpu")
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed form is kept)."""
+    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed form is
+    kept)."""
 
     generate_vmap_rule = True
 

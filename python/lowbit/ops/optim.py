@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps over lists of tensors, in place: `_C.OptimStep` in eager mode, and an opaque op for torch.compile.
 
-The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost does not count.
+The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost does not
+count.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from lowbit import _C
 from lowbit.ops.registration import keep
 
 SCHEMA = (
-    "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, "
-    "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
+    "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] "
+    "states, "
+    ""
+    "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? "
+    "found_inf=None, "
+    ""
     "int? seed=None) -> ()"
 )
 HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
@@ -26,7 +31,8 @@ HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 
 @dataclass(slots=True)
 class StepLists:
-    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k in states[k][i], scales[k][i]."""
+    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k in states[k][i],
+    scales[k][i]."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -37,7 +43,8 @@ class StepLists:
 
 @dataclass(slots=True)
 class Step:
-    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`)."""
+    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names of `_C.OPTIM_RULES`,
+    `_C.STATE_FORMATS`)."""
 
     rule: str
     state_format: str
@@ -87,11 +94,36 @@ def take(steps: Sequence[Step]) -> None:
             torch.autograd.graph.increment_version(step.lists.grads)
 
 
-def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None, found_inf=None, seed=None):
+def _op(
+    rule,
+    state_format,
+    block_size,
+    params,
+    grads,
+    states,
+    scales,
+    steps,
+    lr,
+    hyper,
+    grad_scale=None,
+    found_inf=None,
+    seed=None,
+):
     values = dict(zip(HYPER, hyper, strict=True), lr=lr.item())
     count = len(params)
     _C.OptimStep(
-        rule, state_format, block_size, params, grads, _split(states, count), _split(scales, count), steps, values, grad_scale, found_inf, seed
+        rule,
+        state_format,
+        block_size,
+        params,
+        grads,
+        _split(states, count),
+        _split(scales, count),
+        steps,
+        values,
+        grad_scale,
+        found_inf,
+        seed,
     ).run()
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Register the ops `lowbit::*` with torch: schema and kernel from C++, fake kernels from Python.
 
-C++ registers through the C shims of torch's stable ABI (csrc/torch); torch 2.10 is the first that has them all. A fake kernel is
+C++ registers through the C shims of torch's stable ABI (csrc/torch); torch 2.10 is the first that has them all. A fake
+kernel is
 given the arguments by the names that the schema has for them, and names those that it reads.
 """
 
@@ -19,7 +20,9 @@ from lowbit.ops import autocast, fakes
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _lock = threading.Lock()
-_registered: list[dict[str, str]] = _C.__dict__.setdefault("_registered", [])  # like the ops, outlives the package where that is loaded again
+_registered: list[dict[str, str]] = _C.__dict__.setdefault(
+    "_registered", []
+)  # like the ops, outlives the package where that is loaded again
 
 
 def register() -> None:
@@ -27,12 +30,17 @@ def register() -> None:
     with _lock:
         if _registered:
             return
-        rows = {row["op"].removeprefix("lowbit::"): {key: str(value) for key, value in row.items()} for row in _C.register_torch()}
+        rows = {
+            row["op"].removeprefix("lowbit::"): {key: str(value) for key, value in row.items()}
+            for row in _C.register_torch()
+        }
         library = keep(torch.library.Library("lowbit", "FRAGMENT"))
         for name, fake in fakes.FAKES.items():
             row = rows[name]
             if not row["how"]:
-                raise ImportError(f"lowbit needs PyTorch 2.10 or later, got {torch.__version__}: {row['op']}: {row['reason']}")
+                raise ImportError(
+                    f"lowbit needs PyTorch 2.10 or later, got {torch.__version__}: {row['op']}: {row['reason']}"
+                )
             torch.library.register_fake(f"lowbit::{name}", _by_name(name, fake), lib=library)
             _registered.append(row)
         autocast.register_linear(library)
@@ -78,7 +86,8 @@ def _by_name(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
-    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a reloaded package needs."""
+    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a reloaded
+    package needs."""
     _C.__dict__.setdefault("_libraries", []).append(library)
     return library
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam and AdamW with moments in 32, 16, 8 or 4 bits: m += (1 - b1)(g - m), v = b2 v + (1 - b2) g^2, p -= lr m^ / (sqrt(v^) + eps)."""
+"""Adam and AdamW with moments in 32, 16, 8 or 4 bits: m += (1 - b1)(g - m), v = b2 v + (1 - b2) g^2, p -= lr m^ /
+(sqrt(v^) + eps)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class _Adam(LowBitOptimizer):
         eps: added to the denominator.
         weight_decay: AdamW: shrinks the parameter by lr * weight_decay; Adam: is added to the gradient.
         amsgrad: divide by the largest second moment so far.
-        block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the 4-bit classes (torchao's).
+        block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the 4-bit classes
+            (torchao's).
         bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
         options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
 
@@ -88,7 +90,9 @@ class AdamW(_DecoupledAdam):
 
     STATE_FORMAT = "float32"
 
-    def __init__(self, params: Iterable[Any], *args: Any, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], *args: Any, state_dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
         formats = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
         if state_dtype not in formats:
             raise ValueError(f"Invalid state_dtype value: {state_dtype}, must be torch.float32 or torch.bfloat16")

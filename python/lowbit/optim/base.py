@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer that all rules share: state per parameter, param groups, one fused step per group and state format.
 
-The state of a parameter is plain tensors: ``step`` (float32), and per moment its values or codes (``exp_avg``) and, when quantized,
+The state of a parameter is plain tensors: ``step`` (float32), and per moment its values or codes (``exp_avg``) and,
+when quantized,
 its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on the local shards.
 """
 
@@ -22,7 +23,8 @@ from lowbit.optim.plan import Plan
 from lowbit.optim.state_format import BITS, Layout, allocate, decode, encode, has_codes, nibble_bytes, scale_count
 
 _WITHOUT_EFFECT = {
-    "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None, "capturable": False,
+    "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None,
+    "capturable": False,
 }  # fmt: skip
 """Arguments of bitsandbytes' and torch's optimizers that mean nothing here, with the value that asks for nothing."""
 
@@ -30,7 +32,8 @@ _WITHOUT_EFFECT = {
 class LowBitOptimizer(torch.optim.Optimizer):
     """Base of every optimizer of `lowbit.optim`. A subclass names its rule, whose moments and numbers csrc/rules has.
 
-    Each param group holds ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` beside the rule's own
+    Each param group holds ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` beside the
+    rule's own
     options; a group may set them, or ``optim_bits`` (32, 16, 8 or 4), for its parameters alone.
     """
 
@@ -76,7 +79,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return {name: is_signed for name, (is_signed, needs) in moments.items() if needs is None or group[needs]}
 
     def _all_moments(self) -> dict[str, tuple[bool, str | None]]:
-        """Return the moments that the rule may keep: name -> can be negative, and the option without which it is not kept."""
+        """Return the moments that the rule may keep: name -> can be negative, and the option without which it is not
+        kept."""
         return OPTIM_RULES[self.RULE]["moments"]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
@@ -101,7 +105,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        trainable = [param for param in group["params"] if param.requires_grad]  # the others may be anything, as long as they are frozen
+        trainable = [
+            param for param in group["params"] if param.requires_grad
+        ]  # the others may be anything, as long as they are frozen
         try:
             for param in trainable:
                 check_param(param, type(self).__name__)
@@ -112,7 +118,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._plans[len(self.param_groups) - 1] = Plan(self, group, trainable)
 
     def _format_of(self, group: dict[str, Any], param: Tensor) -> str:
-        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so that ranks agree."""
+        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so that ranks
+        agree."""
         state_format = group["state_format"]
         return "float32" if has_codes(state_format) and param.numel() < group["min_8bit_size"] else state_format
 
@@ -121,7 +128,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return Layout.of(sharding.local(param), self._format_of(group, param), group["block_size"])
 
     def _prepare_state(self, group: dict[str, Any], param: Tensor) -> Layout:
-        """Make the state of a parameter, or convert it to the parameter's memory order and the group's options as they are now."""
+        """Make the state of a parameter, or convert it to the parameter's memory order and the group's options as they
+        are now."""
         state, layout, moments = self.state[param], self._layout(group, param), self._moments(group)
         kept = self._layouts.get(param, layout) if state else None
         if kept == layout and all(name in state for name in moments):
@@ -130,14 +138,21 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if kept is not None and kept.shape != layout.shape:
             if float(state["step"]) > 0:
                 raise ValueError(
-                    f"{type(self).__name__}: the state of a parameter of shape {list(kept.shape)} does not fit the data that it has now, "
+                    f"{type(self).__name__}: the state of a parameter of shape {list(kept.shape)} does not fit the "
+                    "data that it has now, "
+                    ""
                     f"of shape {list(layout.shape)}; delete it from optimizer.state to begin anew"
                 )
             kept = None  # zeros, of no use any more
         if kept is None:
             state.clear()
             state["step"] = torch.zeros((), dtype=torch.float32, device=layout.device)
-        elif kept != layout and has_codes(kept.state_format) and has_codes(layout.state_format) and float(state["step"]) > 0:
+        elif (
+            kept != layout
+            and has_codes(kept.state_format)
+            and has_codes(layout.state_format)
+            and float(state["step"]) > 0
+        ):
             warnings.warn(f"{type(self).__name__}: moments are encoded again, from {kept} to {layout}", stacklevel=2)
         for name, (is_signed, needs) in self._all_moments().items():
             if name in state and kept not in (None, layout):
@@ -153,12 +168,16 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._layouts[param] = layout
         return layout
 
-    def _stored(self, param: Tensor, name: str, values: Tensor, scale: Tensor | None, layout: Layout) -> dict[str, Tensor]:
+    def _stored(
+        self, param: Tensor, name: str, values: Tensor, scale: Tensor | None, layout: Layout
+    ) -> dict[str, Tensor]:
         """Return one moment of the local shard of ``param`` as entries of its state."""
         nibbles = layout.state_format == "dynamic4"
         stored = {name: sharding.row_like(param, values, nibble_bytes) if nibbles else sharding.like(param, values)}
         if scale is not None:
-            stored[f"{name}_scale"] = sharding.row_like(param, scale, lambda numel: scale_count(numel, layout.block_size))
+            stored[f"{name}_scale"] = sharding.row_like(
+                param, scale, lambda numel: scale_count(numel, layout.block_size)
+            )
         return stored
 
     @torch.no_grad()
@@ -187,7 +206,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
                     Step(
                         self.RULE, state_format, group["block_size"], lists, group["lr"],
                         self._hyper(group),
-                        getattr(self, "grad_scale", None), getattr(self, "found_inf", None), _seed(group, index, state_format),
+                        getattr(self, "grad_scale", None), getattr(self, "found_inf", None),
+                        _seed(group, index, state_format),
                     )
                     for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True))
                     for state_format, lists in plan.lists().items()
@@ -213,7 +233,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do, after converting moments to the memory order that their parameters have now.
+        """Return the state as torch's optimizers do, after converting moments to the memory order that their parameters
+        have now.
 
         4-bit codes do not say their order: a loader reads them in that of the parameter.
         """
@@ -225,9 +246,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any of their formats.
+        """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any of their
+        formats.
 
-        Moments are converted to the format that each parameter has here. A saved state format that is the one wanted is taken
+        Moments are converted to the format that each parameter has here. A saved state format that is the one wanted is
+        taken
         bit for bit.
 
         Raises:

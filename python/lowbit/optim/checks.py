@@ -19,7 +19,8 @@ LARGEST_SEED = 2**63 - 1
 
 
 def check_number(value: Any, what: str, *, signed: bool = False, below: float = math.inf) -> None:
-    """Raise ValueError unless ``value`` is a number (or a tensor of one element), not negative unless ``signed``, and less than ``below``."""
+    """Raise ValueError unless ``value`` is a number (or a tensor of one element), not negative unless ``signed``, and
+    less than ``below``."""
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and not value.is_complex() and value.device.type != "meta"
     else:
@@ -50,10 +51,14 @@ def check_group(group: dict[str, Any]) -> None:
         if not isinstance(value, int) or value < 0 or (largest is not None and value > largest):
             raise ValueError(f"Invalid {name} value: {value}")
     if not isinstance(group["state_format"], str) or group["state_format"] not in STATE_FORMATS:
-        raise ValueError(f"Invalid state_format value: {group['state_format']!r}, must be one of {', '.join(STATE_FORMATS)}")
+        raise ValueError(
+            f"Invalid state_format value: {group['state_format']!r}, must be one of {', '.join(STATE_FORMATS)}"
+        )
     block_size = group["block_size"]
     if not isinstance(block_size, int) or not _MIN_BLOCK <= block_size <= _MAX_BLOCK or block_size & (block_size - 1):
-        raise ValueError(f"Invalid block_size value: {block_size}, must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
+        raise ValueError(
+            f"Invalid block_size value: {block_size}, must be a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}"
+        )
 
 
 def _check_betas(betas: Any) -> None:
@@ -82,7 +87,9 @@ def _overlaps(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return False
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
         if stride < reach:
             return True
         reach += stride * (size - 1)

@@ -43,5 +43,10 @@ class Lion8bit(LowBitOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, state_format="dynamic8", block_size=block_size, bf16_stochastic_round=bf16_stochastic_round, **options
+            params,
+            defaults,
+            state_format="dynamic8",
+            block_size=block_size,
+            bf16_stochastic_round=bf16_stochastic_round,
+            **options,
         )

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of state dicts: our own, and those of torch, torchao and bitsandbytes for the same rule.
 
-torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every param group and every
-parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into, and is unpacked after.
-Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and the rule's options come from the checkpoint.
+torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every param group and
+every
+parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into, and
+is unpacked after.
+Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and the rule's options come
+from the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ class _Held:
 
 
 def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it does not fit."""
+    """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it does not
+    fit."""
     before = optimizer.register_load_state_dict_pre_hook(_hold)
     after = optimizer.register_load_state_dict_post_hook(_release, prepend=True)
     try:
@@ -72,7 +76,9 @@ def _hold(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def _check_outline(state_dict: Any, call: str) -> None:
     """Raise ValueError unless this is a state dict: groups that list parameters, and states."""
-    groups, state = (state_dict.get(name) if isinstance(state_dict, dict) else None for name in ("param_groups", "state"))
+    groups, state = (
+        state_dict.get(name) if isinstance(state_dict, dict) else None for name in ("param_groups", "state")
+    )
     if not isinstance(groups, list) or not isinstance(state, dict):
         raise ValueError(f"{call}: state_dict must have a list param_groups and a dict state")
     for number, group in enumerate(groups):
@@ -93,7 +99,9 @@ def _check_keys(state_dict: dict[str, Any], call: str) -> None:
             raise ValueError(f"{call}: state of parameter {index} must be a dict, got {type(entry).__name__}")
 
 
-def _merged_group(optimizer: LowBitOptimizer, saved: dict[str, Any], group: dict[str, Any], what: str) -> dict[str, Any]:
+def _merged_group(
+    optimizer: LowBitOptimizer, saved: dict[str, Any], group: dict[str, Any], what: str
+) -> dict[str, Any]:
     """Return what a param group becomes."""
     is_ours = "state_format" in saved
     try:
@@ -109,7 +117,8 @@ def _merged_group(optimizer: LowBitOptimizer, saved: dict[str, Any], group: dict
 
 
 def _convert(optimizer: LowBitOptimizer, entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
-    """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped; count what loses by it."""
+    """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped;
+    count what loses by it."""
     moments = saved_state.read(entry)
     if moments is None:
         return None

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step of one param group needs, found once: lists of the tensors themselves, by state format.
 
-A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into them is followed. The
-exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything else that a plan was made from is compared
+A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into
+them is followed. The
+exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything else that a plan was
+made from is compared
 by `serves`; gradients are looked up at each step and let go after it.
 """
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Lists of the parameters of ``group`` that have a gradient now, their states made or converted where that is needed."""
+    """Lists of the parameters of ``group`` that have a gradient now, their states made or converted where that is
+    needed."""
 
     def __init__(self, optimizer: LowBitOptimizer, group: dict[str, Any], params: list[Tensor]) -> None:
         self.optimizer = optimizer
@@ -36,7 +39,9 @@ class Plan:
         self.sharded: list[Tensor] = []  # DTensors, of which the lists hold local views
         for param in params:
             self._add(group, param)
-        self.kept = [[*optimizer.state[param].values()] for param in params]  # held: an identity must not be given to another tensor
+        self.kept = [
+            [*optimizer.state[param].values()] for param in params
+        ]  # held: an identity must not be given to another tensor
         self.kept_ids = self._state_ids()
         self.places = self._places()
 
@@ -120,7 +125,8 @@ def _is_dense(local: Tensor, layout: Layout) -> bool:
 
 
 def _local_grad(param: Tensor, local: Tensor, sharded: bool) -> Tensor:
-    """Return the gradient in the memory order of its (local) parameter; one in another order is replaced, as it may be unscaled in place."""
+    """Return the gradient in the memory order of its (local) parameter; one in another order is replaced, as it may be
+    unscaled in place."""
     grad = sharding.local(param.grad) if sharded else param.grad
     if grad.layout is not torch.strided:
         raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {grad.layout}")

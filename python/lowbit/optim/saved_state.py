@@ -74,7 +74,9 @@ class Entry:
         step = self.state.get("step")
         is_number = isinstance(step, Real)
         if isinstance(step, Tensor):
-            is_number = step.numel() == 1 and step.layout is torch.strided and not step.is_complex() and not step.is_meta
+            is_number = (
+                step.numel() == 1 and step.layout is torch.strided and not step.is_complex() and not step.is_meta
+            )
         if not is_number or not 0 <= float(step) < math.inf:
             raise ValueError(f"{self.what}: step must be a number from 0 on, got {step}")
         return float(step)
@@ -87,7 +89,9 @@ def options_of(group: dict[str, Any], rule: str) -> dict[str, Any]:
     betas = group["betas"]  # bitsandbytes keeps momentum and dampening of its SGD there
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"Invalid betas value: {betas}, must be momentum and dampening")
-    others = {name: value for name, value in group.items() if name not in ("betas", "eps", "alpha", "t_alpha", "t_beta3")}
+    others = {
+        name: value for name, value in group.items() if name not in ("betas", "eps", "alpha", "t_alpha", "t_beta3")
+    }
     return {**others, "momentum": betas[0], "dampening": betas[1]}
 
 
@@ -95,7 +99,8 @@ def read(entry: Entry) -> dict[str, Moment] | None:
     """Return the moments by name; None where torch's SGD took no step with momentum.
 
     Raises:
-        ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and group ask for.
+        ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and
+        group ask for.
     """
     optimizer, saved = entry.optimizer, entry.saved_group
     every = {name: is_signed for name, (is_signed, _) in optimizer._all_moments().items()}
@@ -118,11 +123,16 @@ def read(entry: Entry) -> dict[str, Moment] | None:
 
 def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
     if entry.is_of_bitsandbytes:
-        known = [f"{name}{position}" for position in range(1, len(moments) + 1) for name in ("state", "qmap", "absmax")] + [_BITSANDBYTES_NORM]
+        known = [
+            f"{name}{position}" for position in range(1, len(moments) + 1) for name in ("state", "qmap", "absmax")
+        ] + [_BITSANDBYTES_NORM]
     else:
         known = [*moments, *(f"{name}_scale" for name in moments if entry.is_ours)]
     if unknown := [name for name in entry.state if name not in ("step", *known)]:
-        raise ValueError(f"{entry.what} has {', '.join(map(str, unknown))}, which a state for {type(entry.optimizer).__name__} has not")
+        raise ValueError(
+            f"{entry.what} has {', '.join(map(str, unknown))}, which a state for {type(entry.optimizer).__name__} has "
+            "not"
+        )
 
 
 def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool) -> Moment:
@@ -133,10 +143,24 @@ def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool
         scale = entry.state.get(f"absmax{position}")
         if scale is None:
             return _floats(values, local, is_signed, what)
-        block_size = next((size for size in _BITSANDBYTES_BLOCKS if _length(scale) == scale_count(local.numel(), size)), _BITSANDBYTES_BLOCKS[0])
-        return _codes(values, scale, _layout_like(values, local, "dynamic8", block_size), is_signed, what, entry.state.get(f"qmap{position}"))
+        block_size = next(
+            (size for size in _BITSANDBYTES_BLOCKS if _length(scale) == scale_count(local.numel(), size)),
+            _BITSANDBYTES_BLOCKS[0],
+        )
+        return _codes(
+            values,
+            scale,
+            _layout_like(values, local, "dynamic8", block_size),
+            is_signed,
+            what,
+            entry.state.get(f"qmap{position}"),
+        )
     values = sharding.local(values)
-    return _of_torchao(values, local, is_signed, what) if hasattr(values, "codes") else _floats(values, local, is_signed, what)
+    return (
+        _of_torchao(values, local, is_signed, what)
+        if hasattr(values, "codes")
+        else _floats(values, local, is_signed, what)
+    )
 
 
 def _of_ours(entry: Entry, name: str, values: Any, is_signed: bool) -> Moment:
@@ -144,7 +168,9 @@ def _of_ours(entry: Entry, name: str, values: Any, is_signed: bool) -> Moment:
     wanted = Layout.of(local, entry.optimizer._format_of(group, entry.param), group["block_size"])
     scale = entry.state.get(f"{name}_scale")
     if (scale is not None) != has_codes(wanted.state_format):
-        raise ValueError(f"{what} must have {'' if scale is None else 'no '}scales in state_format {wanted.state_format}")
+        raise ValueError(
+            f"{what} must have {'' if scale is None else 'no '}scales in state_format {wanted.state_format}"
+        )
     for tensor in (values, *(() if scale is None else (scale,))):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{what} must be a tensor, got {type(tensor).__name__}")
@@ -164,9 +190,13 @@ def _of_torchao(state: Any, local: Tensor, is_signed: bool, what: str) -> Moment
     else:
         state_format = "dynamic4" if codes.numel() < local.numel() else "dynamic8"
     by_rows = torch.empty(local.shape, device="meta")
-    rows = replace(Layout.of(by_rows, state_format, max(1, local.numel() // max(1, scale.numel()))), device=local.device)
+    rows = replace(
+        Layout.of(by_rows, state_format, max(1, local.numel() // max(1, scale.numel()))), device=local.device
+    )
     if rows.block_size & (rows.block_size - 1):
-        raise ValueError(f"{what} must have a scale per power of two of elements, got {scale.numel()} for {local.numel()}")
+        raise ValueError(
+            f"{what} must have a scale per power of two of elements, got {scale.numel()} for {local.numel()}"
+        )
     return _codes(codes, scale, rows, is_signed, what, qmap)
 
 
@@ -210,7 +240,8 @@ def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None
 
 
 def _layout_like(values: Any, local: Tensor, state_format: str, block_size: int) -> Layout:
-    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which is checked after."""
+    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which is
+    checked after."""
     readable = isinstance(values, Tensor) and values.layout is torch.strided and values.shape == local.shape
     return replace(Layout.of(values if readable else local, state_format, block_size), device=local.device)
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of DTensor parameters (FSDP2, tensor parallelism): a step sees local shards, a checkpoint sees DTensors.
 
-Blocks never cross shards. Values and 8-bit codes shard as their parameter. What has no parameter's shape (scales, 4-bit codes) is one row per
-shard, padded to the largest, of a global ``[shards, largest]``: torch.distributed.checkpoint then refuses another number of
+Blocks never cross shards. Values and 8-bit codes shard as their parameter. What has no parameter's shape (scales, 4-bit
+codes) is one row per
+shard, padded to the largest, of a global ``[shards, largest]``: torch.distributed.checkpoint then refuses another
+number of
 shards by its shape, where the blocks would not fit.
 """
 
@@ -59,11 +61,14 @@ def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Te
     row = state.new_zeros((1, width))
     row[0, : state.numel()] = state
     placements = [Shard(0) if placement.is_shard() else placement for placement in param.placements]
-    return DTensor.from_local(row, param.device_mesh, placements, run_check=False, shape=torch.Size((shards, width)), stride=(width, 1))
+    return DTensor.from_local(
+        row, param.device_mesh, placements, run_check=False, shape=torch.Size((shards, width)), stride=(width, 1)
+    )
 
 
 def local_moment(values: Tensor, scale: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views of a DTensor's."""
+    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views of a
+    DTensor's."""
     if not is_dtensor(values):
         return values, scale
     values = local(values)

@@ -35,7 +35,8 @@ def nibble_bytes(numel: int) -> int:
 class Layout:
     """How the moments of one (local) parameter lie in memory: blocks are of elements that follow each other there.
 
-    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions of size 1.
+    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions of
+    size 1.
     ``block_size`` is 0 where there are no scales.
     """
 
@@ -51,7 +52,9 @@ class Layout:
         stride = None
         if not tensor.is_contiguous() and not (dense := torch.empty_like(tensor, device="meta")).is_contiguous():
             stride = tuple(0 if size == 1 else step for size, step in zip(tensor.shape, dense.stride(), strict=True))
-        return cls(state_format, block_size if has_codes(state_format) else 0, tuple(tensor.shape), stride, tensor.device)
+        return cls(
+            state_format, block_size if has_codes(state_format) else 0, tuple(tensor.shape), stride, tensor.device
+        )
 
     @property
     def numel(self) -> int:
@@ -81,7 +84,8 @@ class Layout:
 def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Return a moment of zeros: values or codes, and float32 ``[blocks]`` scales or None.
 
-    Values and 8-bit codes have the shape and order of the parameter, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The memory is
+    Values and 8-bit codes have the shape and order of the parameter, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The
+    memory is
     touched here, so that the first step is as fast as the others.
     """
     if layout.state_format == "dynamic4":
@@ -93,7 +97,8 @@ def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
 
 
 def encode(values: Tensor, layout: Layout, is_signed: bool) -> tuple[Tensor, Tensor | None]:
-    """Return codes and scales (or the cast values and None) of a moment given in floating point, in any memory order."""
+    """Return codes and scales (or the cast values and None) of a moment given in floating point, in any memory
+    order."""
     moment, scale = allocate(layout)
     if scale is None:
         return moment.copy_(values), None

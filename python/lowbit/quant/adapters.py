@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of peft on quantized layers: quantize_ leaves them float, and a LoRA layer merges into a QuantLinear.
 
-peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds to the
-stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported, before or after this
-package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back the very bytes that were there.
+peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds
+to the
+stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported, before or
+after this
+package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back the very bytes that
+    were there.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ def adapter_modules(model: nn.Module) -> set[int]:
 
 
 def adopt_lora_layers(model: nn.Module) -> None:
-    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the one that merges."""
+    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the one that
+    merges."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     for module in model.modules() if peft is not None else ():
         if type(module) is peft.Linear and isinstance(module.get_base_layer(), QuantLinear):

@@ -15,13 +15,16 @@ from lowbit.quant.quant_linear import QuantLinear
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
     """Turn every `QuantLinear` of ``model`` into an nn.Linear with the decoded weight, in place.
 
-    The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their identity,
-    hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they were; a layer that
+    The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their
+    identity,
+    hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they were; a
+    layer that
     was a Conv1D of transformers becomes an nn.Linear, which computes the same.
 
     Args:
         model: any module, also a QuantLinear by itself.
-        dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first float
+        dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first
+            float
             parameter of the model, or float32.
 
     Returns:
@@ -34,9 +37,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
     unfuse_gated_mlps(model)
-    others = next(
-        (parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32
-    )
+    others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
         int, tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives

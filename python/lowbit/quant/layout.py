@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of a packed weight: what a file holds becomes what the kernels read, and the other way round.
 
-Codes, scales and zero points stay what they are, bit for bit. "row-major" is the one for exchange: each row of the weight by itself.
+Codes, scales and zero points stay what they are, bit for bit. "row-major" is the one for exchange: each row of the
+weight by itself.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
 
 
 def into_kernel_layout(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the state dict with the layer under ``prefix`` as its module holds it, if it is in another layout or version."""
+    """Return the state dict with the layer under ``prefix`` as its module holds it, if it is in another layout or
+    version."""
     weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
     if not isinstance(numbers, Tensor) or numbers.is_meta:
         return state_dict

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that quantize_ takes: nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies as [k, n].
+"""Layers that quantize_ takes: nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies
+as [k, n].
 
 Conv1D is known by the name and home of its class, so that transformers need not be there.
 """

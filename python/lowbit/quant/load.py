@@ -33,12 +33,14 @@ _INDEX_OR_FILE = (
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
     """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
 
-    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's tensors; layers
+    ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
+    tensors; layers
     that share a weight share it again.
 
     Args:
         model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
-        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained`` wrote, or
+        file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained``
+            wrote, or
             a state dict.
 
     Returns:
@@ -46,7 +48,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
-        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the model is
+        ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the
+        model is
             changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
 
     Example:
@@ -117,7 +120,9 @@ def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
         if (stored.n, stored.k) != (n, k) or tuple(weight.shape) != stored.shape:
             raise ValueError(f"{wanted}, got {got} as {stored}")
         if isinstance(module, QuantLinear) and module.spec.layout(n, k) != stored.spec.layout(n, k):
-            raise ValueError(f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model")
+            raise ValueError(
+                f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
+            )
         yield name, (module, stored.spec)
 
 
@@ -166,7 +171,8 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on the meta device."""
+    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on the meta
+    device."""
     initialize = getattr(model, "_init_weights", None)  # of transformers' models: fills such modules
     left = []
     for prefix, module in model.named_modules():
@@ -180,4 +186,6 @@ def _fill_buffers(model: nn.Module) -> None:
             names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
         left += [f"{prefix}.{name}" if prefix else name for name in names]
     if left:
-        raise ValueError(f"load: {_few(left)} would stay without values, no file holds them; build the model on the cpu")
+        raise ValueError(
+            f"load: {_few(left)} would stay without values, no file holds them; build the model on the cpu"
+        )

@@ -2,7 +2,8 @@
 """QuantLinear: an nn.Linear whose weight is stored packed, once.
 
 weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] says what the bytes mean (formats/spec.py).
-All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole panels) need no hooks of ours.
+All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole panels) need no hooks of
+ours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lowbit.reference.quantize import QuantizedWeight
 class QuantLinear(nn.Linear):
     """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
 
-    Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor makes
+    Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor
+    makes
     an unset layer, to load a state dict into.
 
     Args:
@@ -122,7 +124,8 @@ class QuantLinear(nn.Linear):
         return cls.from_packed(repack_weight(rows, StoredWeight(spec, n, k, "row-major")), n, k, spec, bias)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code - zero)``."""
+        """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code -
+        zero)``."""
         spec, n, k = self.spec, self.out_features, self.in_features
         if spec.is_float:
             raise ValueError(f"unpack: a {spec.format} weight has no codes")
@@ -215,7 +218,8 @@ def all_finite(weight: Tensor) -> bool:
 
 
 def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, float]:
-    """Pack a float weight ``[n, k]``; return it with the sums of squares of the weight and of its error (nan on meta)."""
+    """Pack a float weight ``[n, k]``; return it with the sums of squares of the weight and of its error (nan on
+    meta)."""
     n, k = weight.shape
     packed = torch.zeros(
         spec.shape(n, k), dtype=torch.uint8, device=weight.device
@@ -231,7 +235,8 @@ def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, 
 def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec) -> None:
     """Turn a float layer into the QuantLinear that holds the packed ``weight``.
 
-    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and names stay valid.
+    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and names stay
+    valid.
     """
     module.out_features, module.in_features = features_of(module)
     module.__class__ = QuantLinear

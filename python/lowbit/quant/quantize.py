@@ -35,15 +35,19 @@ def quantize_(
 ) -> QuantizationReport:
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
-    Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer. Layers
-    that share a weight share the packed one. On the meta device only the structure changes; load a quantized state dict with
+    Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
+    Layers
+    that share a weight share the packed one. On the meta device only the structure changes; load a quantized state dict
+    with
     ``assign=True`` then. Every check comes before the first change.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
-        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's own; one
+        config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
+            own; one
             that lowbit does not have is refused, and the error says what to use.
-        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of transformers,
+        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of
+            transformers,
             whose weight no other module uses; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
@@ -121,7 +125,8 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
 
 
 def _quantize_group(group: list[Selected], device: torch.device | None) -> Iterator[tuple[str, ReportRow]]:
-    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner here."""
+    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner
+    here."""
     first = group[0]
     weight: torch.Tensor = matrix_of(first.module, first.module.weight)
     before, shape = weight.nbytes, features_of(first.module)

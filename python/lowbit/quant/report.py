@@ -20,8 +20,10 @@ class ReportRow:
         format: short name of the format; empty when the layer was skipped.
         shape: (n, k), the weight's rows and columns.
         bytes_before, bytes_after: of the weight; 0 where another row already counts a shared one.
-        error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta device).
-        kernel: the row that will serve it with activations of the weight's dtype; two where one token takes another row.
+        error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta
+            device).
+        kernel: the row that will serve it with activations of the weight's dtype; two where one token takes another
+            row.
         note: why it was skipped, or what else happened.
     """
 
@@ -37,7 +39,8 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
-    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts of an MoE.
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts of
+    an MoE.
 
     Args:
         name: of the parameter.

@@ -5,7 +5,8 @@
     int8_row             symmetric, one scale per row
     int8_row_asymmetric  one scale and one integer zero point per row; its range contains 0
 
-The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole row, not finite.
+The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole row, not
+finite.
 """
 
 from __future__ import annotations

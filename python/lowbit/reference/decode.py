@@ -20,7 +20,8 @@ def hadamard(size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate rows ``[..., E]``, padded with zeros to a multiple of 32, in blocks of the largest power of two that divides that."""
+    """Rotate rows ``[..., E]``, padded with zeros to a multiple of 32, in blocks of the largest power of two that
+    divides that."""
     padded = pad(x.double())
     size = padded.shape[-1] & -padded.shape[-1]
     return (padded.unflatten(-1, (-1, size)) @ hadamard(size)).flatten(-2)
@@ -32,7 +33,8 @@ def pad(x: Tensor) -> Tensor:
 
 
 def codes_of(stored: Tensor) -> Tensor:
-    """Codes as float64 ``[..., padded E]`` from int8, or from uint8 that holds 16 low and 16 high nibbles of every 32 elements, each plus 8."""
+    """Codes as float64 ``[..., padded E]`` from int8, or from uint8 that holds 16 low and 16 high nibbles of every 32
+    elements, each plus 8."""
     if stored.dtype == torch.int8:
         return stored.double()
     groups = stored.unflatten(-1, (-1, GROUP // 2))
@@ -49,7 +51,8 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, position: int = 0, window: int = 0,
     mask: Tensor | None = None, sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return out, lse and the probabilities ``[B, Hq, L, S]`` in float64; a row that sees nothing is 0, its lse -inf."""
+    """Return out, lse and the probabilities ``[B, Hq, L, S]`` in float64; a row that sees nothing is 0, its lse
+    -inf."""
     group, length, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale
@@ -62,7 +65,9 @@ def decode(
     scores = scores.masked_fill(~visible, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
-    with_sink = scores if sink is None else torch.cat([scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    with_sink = (
+        scores if sink is None else torch.cat([scores, sink.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    )
     lse = torch.logsumexp(with_sink, -1)
     # Not exp(scores - lse): beside a mask of 1e30, log(total) is lost in lse.
     p = torch.softmax(with_sink, -1)[..., :keys].masked_fill((lse == -math.inf)[..., None], 0.0)

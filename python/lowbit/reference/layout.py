@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of a packed weight, byte for byte: "x86-panel-16x64", which the kernels read, and "row-major".
 
-x86-panel-16x64: uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64. Sections of a panel, each
+x86-panel-16x64: uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64.
+Sections of a panel, each
 padded to 64 bytes:
-    column_scale float32 [16] | column_sum float32 [16] | group_scale float16 [groups, 16] | zero float16 [groups, 16] | codes
-column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the codes for
+    column_scale float32 [16] | column_sum float32 [16] | group_scale float16 [groups, 16] | zero float16 [groups, 16] |
+    codes
+column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the
+codes for
 float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
     int8      16 rows  [16 columns, 4 k]
     int4       8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
@@ -12,7 +15,8 @@ float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
 
-row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded otherwise:
+row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded
+otherwise:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
 The same sections are absent. Of two int4 codes in a byte the first is the low nibble.
 """
@@ -146,7 +150,9 @@ def _per_column(values: Tensor) -> Tensor:
 def _per_group(values: Tensor | None) -> Tensor | None:
     if values is None:
         return None
-    panels = _pad_rows(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
+    panels = (
+        _pad_rows(values).view(-1, COLUMNS, values.shape[1]).transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
+    )
     return torch.nn.functional.pad(panels, (0, -panels.shape[1] % 64))
 
 

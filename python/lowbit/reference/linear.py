@@ -48,7 +48,8 @@ def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float"
 def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
     """Return sum_k |x| * |w|, what rounding errors are proportional to.
 
-    Kernels may multiply codes counted from an offset of their own (128 for int8, else 0) and take zero point times sum of x off
+    Kernels may multiply codes counted from an offset of their own (128 for int8, else 0) and take zero point times sum
+    of x off
     the total, so a weight counts as far as it and the zero point are from that offset; exact where both forms agree.
     """
     if isinstance(weight, QuantizedWeight):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize a weight: choose scales, round, and decode. w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] - zero[n, g]).
+"""Quantize a weight: choose scales, round, and decode. w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] -
+zero[n, g]).
 
-g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has the
+g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has
+the
 fixed zero 128 (int8) or 8 (int4).
 """
 
@@ -81,14 +83,17 @@ def group_ranges(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest weight of each group, widened to contain 0: two ``[n, groups]``."""
     n, k = weight.shape
     size = group_size or k
-    padded = torch.nn.functional.pad(weight, (0, -k % size)).view(n, -1, size)  # zeros do not change a range that contains 0
+    padded = torch.nn.functional.pad(weight, (0, -k % size)).view(
+        n, -1, size
+    )  # zeros do not change a range that contains 0
     return padded.amin(2).clamp(max=0), padded.amax(2).clamp(min=0)
 
 
 def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor:
     """Ideal scale of each group, float32.
 
-    ``symmetric`` is torchao's: the largest weight clips by at most half a step. ``symmetric_no_clipping_err``: nothing clips.
+    ``symmetric`` is torchao's: the largest weight clips by at most half a step. ``symmetric_no_clipping_err``: nothing
+    clips.
     ``asymmetric``: the codes span min to max.
     """
     half = 2.0 ** (bits_of(format) - 1)
@@ -104,7 +109,8 @@ def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor
 def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     """Store a scale per group as float32 per column times float16 per group.
 
-    The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16 scales of
+    The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16
+    scales of
     other checkpoints stay what they are.
     """
     if not group_size:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each ATen op means as score-program instructions: those of aten_pointwise.py, and here those that read, make or fold tensors.
+"""What each ATen op means as score-program instructions: those of aten_pointwise.py, and here those that read, make or
+fold tensors.
 
 FUNCTIONS says which op a function that a mod calls from Python is.
 """
@@ -19,7 +20,8 @@ from lowbit.score.program import UnknownOp, Value
 from lowbit.score.proxy import Inside, Part, Proxy
 
 VIEWS = frozenset((
-    "select", "slice", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "unbind", "split",
+    "select", "slice", "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze",
+    "unbind", "split",
     "split_with_sizes", "cat", "stack", "diagonal", "flip", "repeat",
 ))  # fmt: skip
 """Ops that move elements and compute nothing: applied to the numbers of the values."""
@@ -96,7 +98,8 @@ def _reduced(program: Any, instruction: str, values: list[Value], empty: Value) 
 
 
 def _reduction(name: str, instruction: str, type: str | None, empty: float | bool | None) -> Callable[..., Any]:
-    """Rows of elements folded by one instruction, in the type given (None: that of the result); ``empty`` is the result for no elements."""
+    """Rows of elements folded by one instruction, in the type given (None: that of the result); ``empty`` is the result
+    for no elements."""
 
     def handler(tracer: Any, meta: Tensor, a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         p, wanted = tracer.program, type or kind(meta.dtype)
@@ -129,7 +132,9 @@ def _extreme(name: str) -> Callable[..., Any]:
     return handler
 
 
-def _bucketize(tracer: Any, meta: Tensor, a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False) -> Any:
+def _bucketize(
+    tracer: Any, meta: Tensor, a: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> Any:
     """How many boundaries are below the element (``right``: or equal to it)."""
     p, type = tracer.program, common(a, boundaries)
     sorted_values = [p.convert(value, type) for value in tracer.values(tracer.numbers(boundaries))]
@@ -142,42 +147,63 @@ def _bucketize(tracer: Any, meta: Tensor, a: Any, boundaries: Any, *, out_int32:
     return each(tracer, meta, below, a)
 
 
-def _searchsorted(tracer: Any, meta: Tensor, boundaries: Any, a: Any, *, right: bool = False, side: str | None = None, **rest: Any) -> Any:
+def _searchsorted(
+    tracer: Any, meta: Tensor, boundaries: Any, a: Any, *, right: bool = False, side: str | None = None, **rest: Any
+) -> Any:
     if rest.get("sorter") is not None or boundaries.dim() != 1:
         raise UnknownOp("aten.searchsorted with a sorter or in rows")
     return _bucketize(tracer, meta, a, boundaries, right=right or side == "right")
 
 
 INSTRUCTIONS = POINTWISE | {
-    "index": _index, "embedding": _embedding, "index_select": _index_select, "new_ones": _ones, "ones_like": _ones, "new_zeros": _zeros,
+    "index": _index, "embedding": _embedding, "index_select": _index_select, "new_ones": _ones, "ones_like": _ones,
+    "new_zeros": _zeros,
     "zeros_like": _zeros, "new_empty": _zeros, "empty_like": _zeros, "full_like": _full_like, "new_full": _new_full,
     "scalar_tensor": _scalar_tensor, "dot": _dot, "vdot": _dot, "sum": _reduction("sum", "add", None, 0),
-    "mean": _reduction("mean", "add", "float", None), "prod": _reduction("prod", "mul", None, 1), "max": _extreme("max"), "min": _extreme("min"),
+    "mean": _reduction("mean", "add", "float", None), "prod": _reduction("prod", "mul", None, 1),
+    "max": _extreme("max"), "min": _extreme("min"),
     "amax": _reduction("amax", "maximum", None, None), "amin": _reduction("amin", "minimum", None, None),
-    "any": _reduction("any", "or", "bool", False), "all": _reduction("all", "and", "bool", True), "bucketize": _bucketize,
+    "any": _reduction("any", "or", "bool", False), "all": _reduction("all", "and", "bool", True),
+    "bucketize": _bucketize,
     "searchsorted": _searchsorted,
 }  # fmt: skip
 """ATen op by name: what writes its instructions."""
 
 
 _DUNDERS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder", "pow": "pow",
-    "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "div": "div", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "pow",
+    "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor",
     "lshift": "__lshift__", "rshift": "__rshift__", "neg": "neg", "abs": "abs", "invert": "bitwise_not",
 }  # fmt: skip
 _NAMED = """
-    add sub mul div true_divide remainder fmod floor_divide maximum minimum lt le gt ge eq ne pow neg abs sign sqrt rsqrt exp exp2 expm1 log
-    log2 log1p log10 logaddexp sin cos tan atan tanh sigmoid erf floor ceil trunc round square reciprocal clamp relu gelu silu isnan isinf where
-    bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not sum mean amax amin max min any all
-    dot zeros_like ones_like new_ones new_zeros select unsqueeze squeeze detach clone contiguous masked_fill softplus log_sigmoid isfinite clamp_min
+    add sub mul div true_divide remainder fmod floor_divide maximum minimum lt le gt ge eq ne pow neg abs sign sqrt
+    rsqrt exp exp2 expm1 log log2 log1p log10 logaddexp sin cos tan atan tanh sigmoid erf floor ceil trunc round square
+    reciprocal clamp relu gelu silu isnan isinf where bitwise_and bitwise_or bitwise_xor bitwise_not logical_and
+    logical_or logical_xor logical_not sum mean amax amin max min any all dot zeros_like ones_like new_ones new_zeros
+    select unsqueeze squeeze detach clone contiguous masked_fill softplus log_sigmoid isfinite clamp_min
     clamp_max
 """
 FUNCTIONS: dict[str, tuple[str, bool]] = {name: (name, False) for name in _NAMED.split()}
-"""Name of a torch function or Tensor method: the ATen op that it is with the same arguments, and whether they are swapped."""
-FUNCTIONS |= {"subtract": ("sub", False), "multiply": ("mul", False), "divide": ("div", False), "absolute": ("abs", False)}
-FUNCTIONS |= {name: ("_to_copy", False) for name in ("float", "int", "long", "bool", "half", "bfloat16", "double", "type_as", "to")}
+"""Name of a torch function or Tensor method: the ATen op that it is with the same arguments, and whether they are
+swapped."""
+FUNCTIONS |= {
+    "subtract": ("sub", False),
+    "multiply": ("mul", False),
+    "divide": ("div", False),
+    "absolute": ("abs", False),
+}
+FUNCTIONS |= {
+    name: ("_to_copy", False)
+    for name in ("float", "int", "long", "bool", "half", "bfloat16", "double", "type_as", "to")
+}
 FUNCTIONS |= {f"__{dunder}__": (name, False) for dunder, name in _DUNDERS.items()}
-FUNCTIONS |= {f"__r{dunder}__": (name, True) for dunder, name in _DUNDERS.items() if dunder not in ("lt", "le", "gt", "ge", "eq", "ne")}
+FUNCTIONS |= {
+    f"__r{dunder}__": (name, True)
+    for dunder, name in _DUNDERS.items()
+    if dunder not in ("lt", "le", "gt", "ge", "eq", "ne")
+}
 
 KEYWORDS = frozenset(("alpha", "rounding_mode", "min", "max", "approximate", "dim", "keepdim", "dtype"))
 """Keywords that those functions are followed with."""

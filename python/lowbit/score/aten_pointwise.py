@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ATen ops that work element by element, as score-program instructions: one row per op, the instructions are those of csrc/score/ops.hpp.
+"""ATen ops that work element by element, as score-program instructions: one row per op, the instructions are those of
+csrc/score/ops.hpp.
 
-A row gets the tracer, the meta tensor of the result (its shape and dtype are torch's own answer) and the op's arguments. The type
-of a program value is float, int or bool; floats are computed in float32 (float64 for float64 inputs), and rounded where torch's result
+A row gets the tracer, the meta tensor of the result (its shape and dtype are torch's own answer) and the op's
+arguments. The type
+of a program value is float, int or bool; floats are computed in float32 (float64 for float64 inputs), and rounded where
+torch's result
 would be a bfloat16 or float16 tensor. Ints are 32-bit.
 """
 
@@ -40,15 +43,24 @@ def _row(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def each(tracer: Any, meta: Tensor, function: Callable[..., Value], *operands: Any) -> Any:
     """Apply a function of values element by element, broadcast; the result has the dtype and shape of meta."""
-    columns = [tracer.values(numbers.expand(meta.shape)) for numbers in torch.broadcast_tensors(*map(tracer.numbers, operands))]
+    columns = [
+        tracer.values(numbers.expand(meta.shape)) for numbers in torch.broadcast_tensors(*map(tracer.numbers, operands))
+    ]
     wanted = kind(meta.dtype)
-    values = [rounded(tracer.program, tracer.program.convert(function(*row), wanted), meta.dtype) for row in zip(*columns, strict=True)]
+    values = [
+        rounded(tracer.program, tracer.program.convert(function(*row), wanted), meta.dtype)
+        for row in zip(*columns, strict=True)
+    ]
     return tracer.inside(values, meta)
 
 
 def rounded(program: Any, value: Value, dtype: torch.dtype) -> Value:
     """The value as a tensor of this dtype would hold it."""
-    return program.op("to_" + str(dtype).removeprefix("torch."), value) if dtype in (torch.bfloat16, torch.float16) else value
+    return (
+        program.op("to_" + str(dtype).removeprefix("torch."), value)
+        if dtype in (torch.bfloat16, torch.float16)
+        else value
+    )
 
 
 def _in(program: Any, type: str, name: str) -> Callable[..., Value]:
@@ -61,12 +73,17 @@ def _arithmetic(name: str, instruction: str, swapped: bool = False) -> None:
         type = kind(meta.dtype)
         p = tracer.program
         if type == "bool":  # sums and products of bools
-            type, apply = "bool", _in(p, "bool", {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}[instruction])
+            type, apply = (
+                "bool",
+                _in(p, "bool", {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}[instruction]),
+            )
         else:
             apply = _in(p, type, instruction)
         if alpha != 1:
             scaled = _in(p, type, "mul")
-            return each(tracer, meta, lambda x, y: apply(x, scaled(y, p.constant(alpha))), *((b, a) if swapped else (a, b)))
+            return each(
+                tracer, meta, lambda x, y: apply(x, scaled(y, p.constant(alpha))), *((b, a) if swapped else (a, b))
+            )
         return each(tracer, meta, apply, *((b, a) if swapped else (a, b)))
 
     POINTWISE[name] = handler
@@ -94,7 +111,8 @@ def common(*operands: Any) -> str:
 
 
 for _name, _instruction, _swapped in (
-    ("lt", "lt", False), ("le", "le", False), ("gt", "lt", True), ("ge", "le", True), ("eq", "eq", False), ("ne", "ne", False),
+    ("lt", "lt", False), ("le", "le", False), ("gt", "lt", True), ("ge", "le", True), ("eq", "eq", False),
+    ("ne", "ne", False),
 ):  # fmt: skip
     _comparison(_name, _instruction, _swapped)
 
@@ -124,7 +142,11 @@ def _pow(tracer: Any, meta: Tensor, a: Any, b: Any) -> Any:
 
         def power(x: Value) -> Value:
             x = p.convert(x, type)
-            return functools.reduce(lambda y, _: p.op("mul", y, x), range(int(b) - 1), x) if b else p.convert(p.constant(1), type)
+            return (
+                functools.reduce(lambda y, _: p.op("mul", y, x), range(int(b) - 1), x)
+                if b
+                else p.convert(p.constant(1), type)
+            )
 
         return each(tracer, meta, power, a)
     if type == "int":
@@ -138,7 +160,23 @@ def _unary_float(name: str) -> None:
     POINTWISE[name] = lambda tracer, meta, a: each(tracer, meta, _in(tracer.program, "float", name), a)
 
 
-for _name in ("sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "tanh", "sigmoid", "erf"):
+for _name in (
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log1p",
+    "sin",
+    "cos",
+    "tan",
+    "atan",
+    "tanh",
+    "sigmoid",
+    "erf",
+):
     _unary_float(_name)
 
 
@@ -183,7 +221,9 @@ for _name, _instruction in (("lshift", "shift_left"), ("rshift", "shift_right"))
 
 
 def _logical(name: str) -> None:
-    POINTWISE[f"logical_{name}"] = lambda tracer, meta, *operands: each(tracer, meta, _in(tracer.program, "bool", name), *operands)
+    POINTWISE[f"logical_{name}"] = lambda tracer, meta, *operands: each(
+        tracer, meta, _in(tracer.program, "bool", name), *operands
+    )
 
 
 for _name in ("and", "or", "xor", "not"):
@@ -194,7 +234,12 @@ for _name in ("and", "or", "xor", "not"):
 def _where(tracer: Any, meta: Tensor, condition: Any, a: Any, b: Any) -> Any:
     p, type = tracer.program, kind(meta.dtype)
     return each(
-        tracer, meta, lambda c, x, y: p.op("where", p.convert(c, "bool"), p.convert(x, type), p.convert(y, type)), condition, a, b
+        tracer,
+        meta,
+        lambda c, x, y: p.op("where", p.convert(c, "bool"), p.convert(x, type), p.convert(y, type)),
+        condition,
+        a,
+        b,
     )
 
 
@@ -204,7 +249,9 @@ def _masked_fill(tracer: Any, meta: Tensor, a: Any, condition: Any, value: Any) 
 
 
 def _is(name: str, test: Callable[[Any, Value], Value]) -> None:
-    POINTWISE[name] = lambda tracer, meta, a: each(tracer, meta, lambda x: test(tracer.program, tracer.program.convert(x, "float")), a)
+    POINTWISE[name] = lambda tracer, meta, a: each(
+        tracer, meta, lambda x: test(tracer.program, tracer.program.convert(x, "float")), a
+    )
 
 
 _is("isnan", lambda p, x: p.op("ne", x, x))
@@ -215,7 +262,9 @@ _is("isneginf", lambda p, x: p.op("eq", x, p.constant(-math.inf)))
 
 
 @_row("clamp", "clip", "hardtanh")
-def _clamp(tracer: Any, meta: Tensor, a: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
+def _clamp(
+    tracer: Any, meta: Tensor, a: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None
+) -> Any:
     low, high = min if low is None else low, max if high is None else high
     type, p = kind(meta.dtype), tracer.program
     made = a
@@ -307,7 +356,9 @@ def _mish(p: Any, x: Value) -> Value:
 @_formula("hardsigmoid")
 def _hardsigmoid(p: Any, x: Value) -> Value:
     line = p.op("div", p.op("add", x, p.constant(3.0)), p.constant(6.0))
-    inside = p.op("and", p.op("lt", p.constant(-3.0), x), p.op("lt", x, p.constant(3.0)))  # at the ends no gradient, as in torch
+    inside = p.op(
+        "and", p.op("lt", p.constant(-3.0), x), p.op("lt", x, p.constant(3.0))
+    )  # at the ends no gradient, as in torch
     outside = p.op("where", p.op("lt", p.constant(0.0), x), p.constant(1.0), p.constant(0.0))
     return p.op("where", p.op("or", inside, p.op("ne", x, x)), line, outside)
 
@@ -358,7 +409,14 @@ def _addcmul(tracer: Any, meta: Tensor, a: Any, b: Any, c: Any, *, value: float 
 
 
 @_row("nan_to_num")
-def _nan_to_num(tracer: Any, meta: Tensor, a: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+def _nan_to_num(
+    tracer: Any,
+    meta: Tensor,
+    a: Any,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> Any:
     p, most = tracer.program, torch.finfo(meta.dtype if meta.is_floating_point() else torch.float32).max
     numbers = (0.0 if nan is None else nan, most if posinf is None else posinf, -most if neginf is None else neginf)
     for_nan, for_high, for_low = (p.constant(float(number)) for number in numbers)

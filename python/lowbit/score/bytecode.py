@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a piece of Python code can read, by its opcodes: names of globals, and names of attributes of whatever it gets hold of."""
+"""What a piece of Python code can read, by its opcodes: names of globals, and names of attributes of whatever it gets
+hold of."""
 
 from __future__ import annotations
 
@@ -9,19 +10,33 @@ import functools
 import types
 from dataclasses import dataclass
 
-PURE_BUILTINS = frozenset("""
-    abs all any bool bytes complex dict divmod enumerate filter float int isinstance len list map max min pow print range reversed round
-    slice sorted str sum tuple zip Ellipsis NotImplemented True False None AssertionError Exception IndexError KeyError NotImplementedError
-    RuntimeError TypeError ValueError
-""".split())
-"""Builtins that read nothing but the elements of their arguments; `getattr`, `vars`, `type`, `open` and the like are not among them."""
+PURE_BUILTINS = frozenset(
+    """
+    abs all any bool bytes complex dict divmod enumerate filter float int isinstance len list map max min pow print
+    range reversed round slice sorted str sum tuple zip Ellipsis NotImplemented True False None AssertionError Exception
+    IndexError KeyError NotImplementedError RuntimeError TypeError ValueError
+""".split()
+)
+"""Builtins that read nothing but the elements of their arguments; `getattr`, `vars`, `type`, `open` and the like are
+not among them."""
 
 PURE_BUILTIN_VALUES = frozenset(getattr(builtins, name) for name in PURE_BUILTINS if callable(getattr(builtins, name)))
 
 DANGEROUS_ATTRIBUTES = frozenset(("format", "format_map"))
 """Attributes through which a string reads other attributes."""
 
-_REFUSED = ("STORE_GLOBAL", "DELETE_", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "IMPORT_", "LOAD_BUILD_CLASS", "LOAD_SUPER_", "STORE_NAME", "SEND")
+_REFUSED = (
+    "STORE_GLOBAL",
+    "DELETE_",
+    "STORE_ATTR",
+    "STORE_SUBSCR",
+    "STORE_SLICE",
+    "IMPORT_",
+    "LOAD_BUILD_CLASS",
+    "LOAD_SUPER_",
+    "STORE_NAME",
+    "SEND",
+)
 _GLOBALS, _ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), ("LOAD_ATTR", "LOAD_METHOD")
 
 
@@ -35,7 +50,8 @@ class Names:
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names | None:
-    """Return what the code and the functions inside it name; None if it changes what is outside, imports, or reads in ways that have no name."""
+    """Return what the code and the functions inside it name; None if it changes what is outside, imports, or reads in
+    ways that have no name."""
     found_globals: set[str] = set()
     attributes: set[str] = set()
     for inner in _with_inner(code):

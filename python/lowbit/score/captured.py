@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a score_mod or mask_mod reads besides its arguments: the key that its program is kept under, and its tensors.
 
-A new closure per batch is the same mod with other tensors. So the key holds code and constants, and of a tensor only its dtype and
-its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed to the kept program.
+A new closure per batch is the same mod with other tensors. So the key holds code and constants, and of a tensor only
+its dtype and
+its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed to the kept
+program.
 
-A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where everything that
-the code can reach is of a kind whose every reading is seen here: code whose opcodes read names, attributes by their names and elements
-(bytecode.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules and plain
-objects, of which the attributes that any code in reach names are followed, properties and methods too; functions of torch and math. What
-runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), what can read anything (`getattr`) and
+A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where
+everything that
+the code can reach is of a kind whose every reading is seen here: code whose opcodes read names, attributes by their
+    names and elements
+(bytecode.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules
+and plain
+objects, of which the attributes that any code in reach names are followed, properties and methods too; functions of
+torch and math. What
+runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), what can read
+anything (`getattr`) and
 what is not of Python (files, clocks, environment) makes the key None: that mod is traced at every call.
 """
 
@@ -31,19 +38,34 @@ from lowbit.score.mod import MaskMod, ScoreMod
 _CONSTANTS = (int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size, range)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODULE_READERS = frozenset(("apply", "state_dict", *(name for name in vars(nn.Module) if name.startswith(("get_", "named_"))), *(
-    "parameters", "buffers", "children", "modules", "extra_repr",
-)))  # fmt: skip
-_NEVER_RUN = frozenset("""
-    __init__ __new__ __del__ __post_init__ __init_subclass__ __class_getitem__ __set_name__ __setattr__ __delattr__ __dir__ __sizeof__
-    __getstate__ __setstate__ __reduce__ __reduce_ex__ __copy__ __deepcopy__ __getnewargs__ __replace__ __annotate_func__ __annotate__
-""".split())
+_MODULE_READERS = frozenset(
+    (
+        "apply",
+        "state_dict",
+        *(name for name in vars(nn.Module) if name.startswith(("get_", "named_"))),
+        *(
+            "parameters",
+            "buffers",
+            "children",
+            "modules",
+            "extra_repr",
+        ),
+    )
+)
+_NEVER_RUN = frozenset(
+    """
+    __init__ __new__ __del__ __post_init__ __init_subclass__ __class_getitem__ __set_name__ __setattr__ __delattr__
+    __dir__ __sizeof__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __copy__ __deepcopy__ __getnewargs__
+    __replace__ __annotate_func__ __annotate__
+""".split()
+)
 """What no reading of an object runs: its making, copying and changing."""
 
 
 @dataclass(slots=True)
 class Captured:
-    """The tensors of a mod in a fixed order, and the key of everything else (None: there is something that cannot be compared)."""
+    """The tensors of a mod in a fixed order, and the key of everything else (None: there is something that cannot be
+    compared)."""
 
     tensors: list[Tensor] = field(default_factory=list)
     key: Hashable | None = None
@@ -57,7 +79,9 @@ class _Unknown(Exception):
     """Met something that can be read in ways that are not seen here."""
 
 
-_known_names: dict[Any, frozenset[str]] = {}  # by the code of a mod: what it and the code that it reached so far name as attributes
+_known_names: dict[
+    Any, frozenset[str]
+] = {}  # by the code of a mod: what it and the code that it reached so far name as attributes
 
 
 def captured_by(mod: Callable[..., Any]) -> Captured:
@@ -136,7 +160,11 @@ class _Walk:
         return tuple([self.value(value) for value in values])
 
     def _named_in(self, attributes: Any) -> Hashable:
-        return tuple([(name, self.value(attributes[name])) for name in sorted(self.names & attributes.keys())]) if attributes else ()
+        return (
+            tuple([(name, self.value(attributes[name])) for name in sorted(self.names & attributes.keys())])
+            if attributes
+            else ()
+        )
 
     def _builtin(self, value: Any) -> Hashable:
         if value in _pure_functions():
@@ -178,7 +206,9 @@ class _Walk:
         """A class as a value: its attributes are read, and it may be called."""
         if kind in _pure_functions():
             return kind
-        if type(kind) is not type or any(_is_dunder(name) and callable(item) for name, item in _inherited(kind).items()):
+        if type(kind) is not type or any(
+            _is_dunder(name) and callable(item) for name, item in _inherited(kind).items()
+        ):
             raise _Unknown
         return kind, self._class_attributes(kind)
 
@@ -191,7 +221,12 @@ class _Walk:
         if isinstance(value, nn.Module):
             parts.append(self._parts_of_module(value, attributes))
         if kind in _CONTAINERS:  # their elements are read by position
-            return (*parts, tuple([(name, self.value(item)) for name, item in attributes.items() if name not in _fields_of_modules()]))
+            return (
+                *parts,
+                tuple(
+                    [(name, self.value(item)) for name, item in attributes.items() if name not in _fields_of_modules()]
+                ),
+            )
         parts.append(self._protocols(value))
         for name in self.names:
             slot = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
@@ -202,7 +237,9 @@ class _Walk:
     def _parts_of_module(self, module: nn.Module, attributes: dict[str, Any]) -> Hashable:
         if any(attributes.get(hooks) for hooks in _HOOKS) or getattr(module, "_compiled_call_impl", None) is not None:
             raise _Unknown
-        if any(getattr(nn.modules.module, f"_global{hooks}", None) for hooks in _HOOKS) or not _MODULE_READERS.isdisjoint(self.names):
+        if any(
+            getattr(nn.modules.module, f"_global{hooks}", None) for hooks in _HOOKS
+        ) or not _MODULE_READERS.isdisjoint(self.names):
             raise _Unknown
         forward = attributes.get("forward", type(module).forward)
         registered = module._parameters, module._buffers, module._modules
@@ -213,7 +250,8 @@ class _Walk:
         return named, self.value(forward) if type(module) not in _CONTAINERS or type(module) is nn.Sequential else None
 
     def _protocols(self, value: Any) -> Hashable:
-        """The methods that Python calls by itself; those that hand out what an attribute's name does not say are unknown."""
+        """The methods that Python calls by itself; those that hand out what an attribute's name does not say are
+        unknown."""
         kind, found = type(value), []
         fields = getattr(kind, "__dataclass_fields__", {})
         for name, item in sorted(_inherited(kind).items()):
@@ -262,11 +300,28 @@ def _is_dunder(name: str) -> bool:
 @functools.cache
 def _pure_functions() -> frozenset[Any]:
     """What returns the same for the same arguments; random numbers the tracer finds by itself."""
-    homes = [torch._C._VariableFunctions, torch._C._nn, torch._C._special, torch._C._linalg, torch._C._fft, math, operator]
-    found = {getattr(home, name) for home in homes for name in dir(home) if not name.startswith("__") and name not in ("from_file", "frombuffer")}
+    homes = [
+        torch._C._VariableFunctions,
+        torch._C._nn,
+        torch._C._special,
+        torch._C._linalg,
+        torch._C._fft,
+        math,
+        operator,
+    ]
+    found = {
+        getattr(home, name)
+        for home in homes
+        for name in dir(home)
+        if not name.startswith("__") and name not in ("from_file", "frombuffer")
+    }
     found |= {item for item in vars(torch._C.TensorBase).values() if type(item) is types.MethodDescriptorType}
     found = {item for item in found if type(item) in (types.BuiltinFunctionType, types.MethodDescriptorType)}
-    return frozenset(found | PURE_BUILTIN_VALUES | {torch.finfo, torch.iinfo, torch.device, torch.dtype, torch.Size, Tensor, nn.Parameter, nn.Module})
+    return frozenset(
+        found
+        | PURE_BUILTIN_VALUES
+        | {torch.finfo, torch.iinfo, torch.device, torch.dtype, torch.Size, Tensor, nn.Parameter, nn.Module}
+    )
 
 
 @functools.cache

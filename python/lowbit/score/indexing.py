@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and mixtures of them.
+"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and mixtures
+of them.
 
-torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is left are tensors.
+torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is left are
+tensors.
 """
 
 from __future__ import annotations
@@ -51,11 +53,16 @@ def getitem(apply: Callable[..., Any], tensor: Tensor, index: Any) -> Any:
 class GetitemAsAten(TorchFunctionMode):
     """``x[...]`` by tensors as `getitem` makes it, so that torch.vmap can batch the indices.
 
-    torch's own mode for this (TransformGetItemToIndex) loses gradients: for ``x[..., h]`` or ``torch.gather`` it gave wrong ones, for ``x[h].sum()`` an
+    torch's own mode for this (TransformGetItemToIndex) loses gradients: for ``x[..., h]`` or ``torch.gather`` it gave
+    wrong ones, for ``x[h].sum()`` an
     error (torch 2.13).
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.Tensor.__getitem__ and any(isinstance(item, Tensor) for item in (args[1] if isinstance(args[1], tuple) else args[1:])):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and any(
+            isinstance(item, Tensor) for item in (args[1] if isinstance(args[1], tuple) else args[1:])
+        ):
             return getitem(lambda name, *arguments: getattr(torch.ops.aten, name)(*arguments), *args)
         return func(*args, **(kwargs or {}))

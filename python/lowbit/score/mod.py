@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions work everywhere too."""
+"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions work
+everywhere too."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _SHADES = " ░▒▓█"
 
 
 class MaskMod:
-    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``, ``|`` and ``~``.
+    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``, ``|`` and
+    ``~``.
 
     Args:
         function: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key.
@@ -118,7 +120,8 @@ def _text(values: Tensor) -> str:
 
 
 def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = None, **options: Any) -> Any:
-    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels) and return these.
+    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels) and
+    return these.
 
     Args:
         lengths: queries and keys that the picture spans, if its rows and columns are blocks.
@@ -129,7 +132,14 @@ def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = 
         _, ax = plt.subplots(figsize=(3.5, 3.5), layout="constrained")
     rows, columns = lengths or values.shape
     shift = 0.0 if lengths else 0.5
-    ax.imshow(values.numpy(), cmap="Blues", interpolation="nearest", aspect="equal", extent=(-shift, columns - shift, rows - shift, -shift), **options)
+    ax.imshow(
+        values.numpy(),
+        cmap="Blues",
+        interpolation="nearest",
+        aspect="equal",
+        extent=(-shift, columns - shift, rows - shift, -shift),
+        **options,
+    )
     ax.set(xlabel="key", ylabel="query")
     ax.set_title(title, fontsize="medium", wrap=True)
     return ax

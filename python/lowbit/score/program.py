@@ -65,7 +65,8 @@ class ProgramBuilder:
         self._captured: list[Captured] = []
 
     def captured(self, type: str, rank: int) -> Captured:
-        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``, of ``rank`` dimensions."""
+        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``, of
+        ``rank`` dimensions."""
         if type not in TYPES:
             raise ValueError(f"captured: type must be one of {', '.join(TYPES)}, got {type!r}")
         self._captured.append(Captured(len(self._captured), type, rank))
@@ -80,7 +81,8 @@ class ProgramBuilder:
         return self._emit("float", _C.SCORE_OPS["float_const"][0], struct.unpack("<q", struct.pack("<d", value))[0])
 
     def op(self, name: str, *operands: Value) -> Value:
-        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where`` of bools ``where_bool``."""
+        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where`` of bools
+        ``where_bool``."""
         types = "".join(value.type[0] for value in operands)
         for variant in (name, f"{name}_int", f"{name}_bool"):
             opcode, signature = _C.SCORE_OPS.get(variant, (-1, ""))
@@ -96,7 +98,10 @@ class ProgramBuilder:
     def gather(self, tensor: Captured, *indices: Value) -> Value:
         """Return ``tensor[indices]``: one int per dimension, negative ones count from the end."""
         if len(indices) != tensor.rank or any(index.type != "int" for index in indices):
-            raise TypeError(f"gather: a tensor of {tensor.rank} dimensions needs as many ints, got {[index.type for index in indices]}")
+            raise TypeError(
+                f"gather: a tensor of {tensor.rank} dimensions needs as many ints, got "
+                f"{[index.type for index in indices]}"
+            )
         return self._emit(tensor.type, _C.SCORE_OPS["gather"][0], tensor.number, *(index.number for index in indices))
 
     def finish(self, output: Value) -> list[int]:

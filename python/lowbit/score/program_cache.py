@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score program of a score_mod or mask_mod, kept: a new closure over other tensors is the same program.
 
-Tracing takes about a millisecond, looking up 5 to 30 microseconds. A program is kept under the code, the constants and the dtypes and
+Tracing takes about a millisecond, looking up 5 to 30 microseconds. A program is kept under the code, the constants and
+the dtypes and
 ranks of the captured tensors (captured.py); under their shapes too if the mod depends on them.
 """
 
@@ -100,7 +101,9 @@ def _keep(key: Any, program: Program | UnknownOp) -> None:
     _programs[key] = program
 
 
-def _trace(op: str, argument: str, mod: Callable[..., Any], captured: list[Tensor], dtype: torch.dtype) -> Program | UnknownOp:
+def _trace(
+    op: str, argument: str, mod: Callable[..., Any], captured: list[Tensor], dtype: torch.dtype
+) -> Program | UnknownOp:
     global traces
     traces += 1
     tracer = Tracer(captured)
@@ -109,23 +112,31 @@ def _trace(op: str, argument: str, mod: Callable[..., Any], captured: list[Tenso
     if argument == _SCORE:
         arguments.insert(0, tracer.argument("score", real))
     try:
-        with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):  # of what the mod itself makes
+        with (
+            contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        ):  # of what the mod itself makes
             made = tracer.run(mod, arguments)
         return _finish(op, argument, tracer, made)
     except UnknownOp as unknown:
         return unknown
     except DataDependent:
         raise RuntimeError(
-            f"{op}: {argument} must not use the value of a tensor in Python (`if`, `.item()`), as this is data-dependent control flow; "
+            f"{op}: {argument} must not use the value of a tensor in Python (`if`, `.item()`), as this is "
+            "data-dependent control flow; "
+            ""
             "use torch.where"
         ) from None
     except RandomOp:
-        raise RuntimeError(f"{op}: {argument} must not draw random numbers (vmap's randomness error); for dropout use dropout_p") from None
+        raise RuntimeError(
+            f"{op}: {argument} must not draw random numbers (vmap's randomness error); for dropout use dropout_p"
+        ) from None
     except MutatedArgument as write:
         from torch._higher_order_ops.utils import UnsupportedAliasMutationException
 
         raise UnsupportedAliasMutationException(
-            f"{op}: {argument} must not write to its arguments or to captured tensors. Mutations detected in {argument}: aten.{write}"
+            f"{op}: {argument} must not write to its arguments or to captured tensors. Mutations detected in "
+            f"{argument}: "
+            f"aten.{write}"
         ) from None
 
 
@@ -133,7 +144,9 @@ def _finish(op: str, argument: str, tracer: Tracer, made: Any) -> Program:
     if not isinstance(made, Tensor):
         raise ValueError(f"{op}: {argument} must return a tensor, got {type(made).__name__}")
     if made.dim():
-        raise ValueError(f"{op}: {argument} must return one value per score (a 0-d tensor), got shape {list(made.shape)}")
+        raise ValueError(
+            f"{op}: {argument} must return one value per score (a 0-d tensor), got shape {list(made.shape)}"
+        )
     if argument == _MASK and made.dtype != torch.bool:
         raise ValueError(f"{op}: mask_mod must return a bool tensor, got {str(made.dtype).removeprefix('torch.')}")
     program, made = tracer.program, tracer.replace(made)
@@ -155,7 +168,10 @@ def warn_unknown(op: str, argument: str, unknown: UnknownOp) -> None:
     """Say once per reason that a mod runs through torch."""
     if str(unknown) not in _warned:
         _warned.add(str(unknown))
-        warnings.warn(f"{op}: {argument} uses {unknown}, which score programs do not have; it runs through torch, slowly", stacklevel=4)
+        warnings.warn(
+            f"{op}: {argument} uses {unknown}, which score programs do not have; it runs through torch, slowly",
+            stacklevel=4,
+        )
 
 
 def positional_arguments(mod: Callable[..., Any]) -> int:

@@ -4,11 +4,14 @@
 The mod is called with 0-d tensors that hold no number. Every op on one of them does one of three things:
 
 - it depends on captured tensors alone: it becomes a *step*, which torch runs before each call (and differentiates);
-- it depends on score, b, h, q or k: it becomes instructions of the program (aten_ops.py). A tensor of a few elements is so many values;
+- it depends on score, b, h, q or k: it becomes instructions of the program (aten_ops.py). A tensor of a few elements is
+  so many values;
 - neither is possible: `UnknownOp`, and the caller evaluates the mod through torch.
 
-The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); what is built of several
-ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of torch, 1.2 s. There is no
+The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); what is built
+of several
+ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of torch, 1.2
+s. There is no
 symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a millisecond.
 """
 
@@ -30,21 +33,45 @@ from lowbit.score.program import Captured, ProgramBuilder, UnknownOp, Value
 from lowbit.score.proxy import Inside, Outside, Part, Proxy, RandomOp, mapped, proxies_of
 
 MAX_ELEMENTS = 1024  # of a tensor inside a program (a row of a captured tensor): every element is instructions
-_SHAPE_READERS = {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__, torch.Tensor.shape.__get__}
+_SHAPE_READERS = {
+    torch.Tensor.size,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.__len__,
+    torch.Tensor.shape.__get__,
+}
 _VALUE_READERS = {
-    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__,
-    torch.Tensor.__index__, torch.Tensor.__contains__, torch.equal, torch.allclose, torch.Tensor.stride, torch.Tensor.is_contiguous,
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__, torch.Tensor.__contains__, torch.equal, torch.allclose, torch.Tensor.stride,
+    torch.Tensor.is_contiguous,
     torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__repr__,
     torch.Tensor.__format__,
     *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }  # fmt: skip
 """What a proxy cannot say of the tensor that it stands for."""
-_NEVER_DRAW = frozenset(("__get__", "__len__", "__getitem__", "__iter__", "dim", "size", "tensor", "to", "reshape", "view", "expand", "numel"))
+_NEVER_DRAW = frozenset(
+    (
+        "__get__",
+        "__len__",
+        "__getitem__",
+        "__iter__",
+        "dim",
+        "size",
+        "tensor",
+        "to",
+        "reshape",
+        "view",
+        "expand",
+        "numel",
+    )
+)
 
 
 @dataclass(slots=True)
 class Steps:
-    """What torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or (func, args, kwargs)."""
+    """What torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or (func, args,
+    kwargs)."""
 
     leaves: int
     steps: list[Tensor | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -90,9 +117,11 @@ class Tracer:
         self.captured = captured
         self.steps = Steps(len(captured))
         self.sources: list[int] = []  # per captured tensor of the program the step that makes it
-        self.reads_shapes = False     # the program holds for captured tensors of these shapes only
-        self.reads_values = False     # and of these values: it is not kept
-        self.made: dict[int, Tensor] = {}  # real tensors that the mod made; others that it reads are neither captured nor its own
+        self.reads_shapes = False  # the program holds for captured tensors of these shapes only
+        self.reads_values = False  # and of these values: it is not kept
+        self.made: dict[
+            int, Tensor
+        ] = {}  # real tensors that the mod made; others that it reads are neither captured nor its own
         self._declared: dict[int, Captured] = {}
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
@@ -175,7 +204,8 @@ class Tracer:
         return self._constants[id(tensor)]
 
     def real(self, tensor: Tensor) -> Tensor | None:
-        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for their values only."""
+        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for their values
+        only."""
         if not isinstance(tensor, Proxy):
             return tensor
         if not isinstance(tensor.content, Outside):
@@ -197,7 +227,8 @@ class Tracer:
         return made
 
     def replace(self, leaf: Any) -> Any:
-        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program is not kept."""
+        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program is
+        not kept."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Proxy):
             return leaf
         proxy = self.proxies.get(id(leaf))
@@ -239,7 +270,9 @@ class Tracer:
 
     def _step(self, name: str, func: Any, args: Any, kwargs: Any, proxies: list[Proxy]) -> Any:
         self.reads_shapes |= any([proxy.dim() > 0 for proxy in proxies])
-        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and (name != "index" or any(map(_is_mask, args[1]))):
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and (
+            name != "index" or any(map(_is_mask, args[1]))
+        ):
             return self.own(func(*mapped(self.real_leaf, args), **mapped(self.real_leaf, kwargs)))
         if name in ("view", "_unsafe_view") and not isinstance(args[1], torch.dtype):
             func = torch.reshape  # a captured tensor may have other strides than its proxy
@@ -283,7 +316,12 @@ class Tracer:
 
     def write(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        if not name.endswith("_") or not isinstance(target, Proxy) or target.argument or not isinstance(target.content, Inside):
+        if (
+            not name.endswith("_")
+            or not isinstance(target, Proxy)
+            or target.argument
+            or not isinstance(target.content, Inside)
+        ):
             raise MutatedArgument(name)
         made = INSTRUCTIONS["_to_copy"](self, target.meta, getattr(torch.ops.aten, name[:-1])(*args, **kwargs))
         target.content = made.content
@@ -305,13 +343,17 @@ class _Capture(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
         if func in _VALUE_READERS:
             tensors = [tracer.real(leaf) for leaf in args if isinstance(leaf, Tensor)]
             if all([tensor is not None for tensor in tensors]):
                 tracer.reads_values = True
-                return tracer.own(func(*[tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in args], **kwargs))
+                return tracer.own(
+                    func(*[tensors.pop(0) if isinstance(leaf, Tensor) else leaf for leaf in args], **kwargs)
+                )
         args, kwargs = mapped(tracer.replace, args), mapped(tracer.replace, kwargs) if kwargs else kwargs
         if func in _SHAPE_READERS and isinstance(args[0], Proxy):
             tracer.reads_shapes |= args[0].dim() > 0
@@ -339,7 +381,9 @@ def _may_draw(name: str) -> bool:
     if name in _NEVER_DRAW:
         return False
     packet = getattr(torch.ops.aten, name, None)
-    return packet is None or any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads())
+    return packet is None or any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
+    )
 
 
 def _is_mask(index: Any) -> bool:
@@ -347,7 +391,8 @@ def _is_mask(index: Any) -> bool:
 
 
 def _meta_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are no indices zeros."""
+    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are no
+    indices zeros."""
     try:
         return func(*_metas(args, False), **_metas(kwargs, False))
     except (IndexError, RuntimeError):
@@ -375,9 +420,11 @@ def _metas(tree: Any, zeros: bool) -> Any:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as what it is while tracing.
+    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as what it is while
+    tracing.
 
-    A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the 1.2 s as well.
+    A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the 1.2 s
+    as well.
     """
     sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return torch.ones(sizes, dtype=tensor.dtype, device="cpu" if math.prod(sizes) <= MAX_ELEMENTS else "meta")

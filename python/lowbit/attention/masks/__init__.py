@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made masks for `flex_attention` and `create_block_mask`; ``masks.causal.plot()`` draws one, ``&``, ``|`` and ``~`` join them."""
+"""Ready-made masks for `flex_attention` and `create_block_mask`; ``masks.causal.plot()`` draws one, ``&``, ``|`` and
+``~`` join them."""
 
 from lowbit.attention.masks.block_diffusion import block_diffusion
 from lowbit.attention.masks.causal import causal
@@ -11,5 +12,6 @@ from lowbit.attention.masks.prefix_lm import prefix_lm
 from lowbit.attention.masks.sliding_window import sliding_window
 
 __all__ = [
-    "block_diffusion", "causal", "dilated", "document", "document_ids", "global_window", "natten", "prefix_lm", "sliding_window",
+    "block_diffusion", "causal", "dilated", "document", "document_ids", "global_window", "natten", "prefix_lm",
+    "sliding_window",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training mask of block diffusion language models (BD3-LM, arXiv 2503.09573): the noised sequence, then the clean one."""
+"""Training mask of block diffusion language models (BD3-LM, arXiv 2503.09573): the noised sequence, then the clean
+one."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from lowbit.score.mod import MaskMod
 def block_diffusion(length: int, block_size: int) -> MaskMod:
     """Return the mask over ``2 * length`` tokens: 0..length - 1 noised, the rest clean.
 
-    A noised token sees the noised tokens of its own block and the clean tokens of earlier blocks; a clean token sees the clean
+    A noised token sees the noised tokens of its own block and the clean tokens of earlier blocks; a clean token sees
+    the clean
     tokens of its own and of earlier blocks.
 
     Raises:
         ValueError: length or block_size below 1.
     """
     if length < 1 or block_size < 1:
-        raise ValueError(f"block_diffusion: length and block_size must be at least 1, got length={length} block_size={block_size}")
+        raise ValueError(
+            f"block_diffusion: length and block_size must be at least 1, got length={length} block_size={block_size}"
+        )
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q_clean, kv_clean = q_idx >= length, kv_idx >= length

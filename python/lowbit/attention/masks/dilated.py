@@ -15,7 +15,9 @@ def dilated(window: int, dilation: int) -> MaskMod:
         ValueError: window below 0 or dilation below 1.
     """
     if window < 0 or dilation < 1:
-        raise ValueError(f"dilated: window must be at least 0 and dilation at least 1, got window={window} dilation={dilation}")
+        raise ValueError(
+            f"dilated: window must be at least 0 and dilation at least 1, got window={window} dilation={dilation}"
+        )
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = (q_idx - kv_idx).abs()

@@ -96,7 +96,8 @@ def on_host(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def run(*devices: torch.device) -> Any:
-    """Open the memory of those of ``devices`` that are ours: one launch, on the current stream. Device memory is touched in here only."""
+    """Open the memory of those of ``devices`` that are ours: one launch, on the current stream. Device memory is
+    touched in here only."""
     indices = sorted({index_of(device) for device in devices if device.type == DEVICE})
     opened = [_C.simulated.Open(index, torch.accelerator.current_stream(index).stream_id) for index in indices]
     try:
