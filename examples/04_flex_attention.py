@@ -57,7 +57,6 @@ def compare(name: str, mask: MaskMod, q: Tensor, k: Tensor, v: Tensor) -> None:
     print(
         f"{name:<22} {block_mask.sparsity():5.1f} % of blocks skipped   forward {ms:7.1f} ms, naive {naive_ms:7.1f} ms "
         "  "
-        ""
         f"largest difference {(ours - theirs).abs().max():.1e}"
     )
 

@@ -29,7 +29,6 @@ SECTIONS = {
     "Int8WeightOnlyConfig FloatWeightConfig MappingType PerRow PerGroup PerAxis PerToken",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
-    ""
     "or_masks noop_mask BlockMask QuantizedKVCache",
     "Attention: install, pictures": "lowbit.attention: install uninstall installed plot",
     "Attention: ready-made masks": "lowbit.attention.masks: *",

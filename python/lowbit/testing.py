@@ -293,7 +293,6 @@ def assert_within(actual: Tensor, wanted: Tensor, allowed: Tensor, what: str = "
         raise AssertionError(
             f"{what}: element {list(at)} is {actual[at].item()!r}, wanted {wanted[at].item()!r} +- "
             f"{allowed[at].item():.3g}; "
-            ""
             f"{int((excess > 0).sum())} of {excess.numel()} elements are off"
         )
 

@@ -129,7 +129,6 @@ def _check(
             raise TypeError(
                 f"{_NAME}: score_mod must take (score, b, h, q_idx, kv_idx), got a function of "
                 f"{positional_arguments(score_mod)} "
-                ""
                 "positional arguments"
             )
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
@@ -170,7 +169,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         raise ValueError(
             f"{_NAME}: Expected query, key, and value to have the same device type, but got query.device: "
             f"{query.device}, "
-            ""
             f"key.device: {key.device}, and value.device: {value.device} instead."
         )
     for name, tensor in tensors.items():
@@ -209,7 +207,6 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
         raise ValueError(
             f"{_NAME}: Expect query and key/value to have the same number of heads but got Hq={heads} and "
             f"Hkv={kv_heads}. "
-            ""
             "Try setting enable_gqa=True for GQA."
         )
     if enable_gqa and (kv_heads == 0 or heads % kv_heads):
@@ -230,7 +227,6 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
             raise ValueError(
                 f"{_NAME}: Expect query and key/value to have the same batch size, or block_mask and query to have the "
                 "same batch size "
-                ""
                 f"(and key/value 1), but got Bq={query.size(0)}, Bkv={key.size(0)}, "
                 f"B_block_mask={mask.kv_num_blocks.size(0)}."
             )
@@ -259,7 +255,6 @@ def _check_block_mask(query: Tensor, key: Tensor, mask: BlockMask | None) -> Non
         raise ValueError(
             f"{_NAME}: {shape} It was created for a larger length than it is used for: create a new one, or 'adjust' "
             "the existing block "
-            ""
             "mask by block_mask._adjust(q_len, kv_len), which crops it to the upper left corner (not right for every "
             "mask_mod)."
         )

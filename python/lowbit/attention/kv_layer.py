@@ -104,7 +104,6 @@ class QuantizedKVLayer:
                 raise ValueError(
                     f"QuantizedKVCache: key and value must be [{batch}, {heads}, L, {e}] and [{batch}, {heads}, L, "
                     f"{ev}] as those in the cache, "
-                    ""
                     f"got {list(key.shape)} and {list(value.shape)}"
                 )
 

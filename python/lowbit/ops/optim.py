@@ -19,10 +19,8 @@ from lowbit.ops.registration import keep
 SCHEMA = (
     "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] "
     "states, "
-    ""
     "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? "
     "found_inf=None, "
-    ""
     "int? seed=None) -> ()"
 )
 HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")

@@ -140,7 +140,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{type(self).__name__}: the state of a parameter of shape {list(kept.shape)} does not fit the "
                     "data that it has now, "
-                    ""
                     f"of shape {list(layout.shape)}; delete it from optimizer.state to begin anew"
                 )
             kept = None  # zeros, of no use any more

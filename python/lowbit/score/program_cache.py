@@ -123,7 +123,6 @@ def _trace(
         raise RuntimeError(
             f"{op}: {argument} must not use the value of a tensor in Python (`if`, `.item()`), as this is "
             "data-dependent control flow; "
-            ""
             "use torch.where"
         ) from None
     except RandomOp:
