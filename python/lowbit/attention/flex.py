@@ -71,7 +71,7 @@ def flex_attention(
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
         RuntimeError: a mod branches on values, draws random numbers, writes to what it is given, or block_mask is a
-        slice.
+            slice.
 
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, 4096, 4096)

@@ -21,7 +21,7 @@ def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tens
     Raises:
         TypeError: cu_seqlens is not a tensor.
         ValueError: cu_seqlens is not an ascending int tensor from 0 to L (a compiled call: RuntimeError), or query and
-        key differ in length.
+            key differ in length.
     """
     length = query.size(2)
     if not isinstance(cu_seqlens, Tensor):

@@ -100,7 +100,7 @@ def read(entry: Entry) -> dict[str, Moment] | None:
 
     Raises:
         ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and
-        group ask for.
+            group ask for.
     """
     optimizer, saved = entry.optimizer, entry.saved_group
     every = {name: is_signed for name, (is_signed, _) in optimizer._all_moments().items()}

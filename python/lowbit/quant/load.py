@@ -49,7 +49,7 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
         ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the
-        model is
+            model is
             changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
 
     Example:
