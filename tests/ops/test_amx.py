@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tile unit is a thing that a thread shares with others: with oneDNN's kernels in torch, with a forked child, with a signal.
+
+That its rows are right is tested with all rows of linear; on machines without the unit by tests/cpp/test_emulated_tiles.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from test_vector_registers import IN_USE, machine_code
+from torch import Tensor
+
+import lowbit
+from lowbit import testing
+
+ROWS = [row for row in testing.rows("linear") if row["backend"] == "amx"]
+pytestmark = [
+    pytest.mark.skipif(not ROWS or not ROWS[0]["available"], reason=str(ROWS[0]["reason"]) if ROWS else "not compiled"),
+]
+TILES = 1 << 17 | 1 << 18  # configuration and content, in what xgetbv says to be in use
+CASES = [
+    testing.LinearCase(m, 70, 257, "float32", format, group_size, x_format="int8_row")
+    for m, format, group_size in itertools.product((16, 47), ("int8", "int4"), (0, 32, 128))
+]
+
+
+def result(case: testing.LinearCase, data: testing.LinearData) -> Tensor:
+    return testing.run_linear(case, data, f"linear_{case.format}_int8_amx")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_between_calls_of_torch_that_use_it(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    a, b = torch.randn(96, 128, dtype=torch.bfloat16), torch.randn(128, 160, dtype=torch.bfloat16)
+    product, datas = a @ b, [testing.make_data(case) for case in CASES]
+    wanted = [
+        testing.run_linear(case, data, f"linear_{case.format}_int8_scalar")
+        for case, data in zip(CASES, datas, strict=True)
+    ]
+    for _ in range(3):
+        for case, data, right in zip(CASES, datas, wanted, strict=True):
+            assert torch.equal(result(case, data), right)
+            assert torch.equal(a @ b, product)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("xgetbv1" not in Path("/proc/cpuinfo").read_text(), reason="the CPU does not say what is in use")
+def test_a_call_leaves_it_as_it_was() -> None:
+    in_use, threads = machine_code(IN_USE), torch.get_num_threads()
+    torch.set_num_threads(1)
+    for case in CASES:
+        data = testing.make_data(case)
+        assert not in_use() & TILES
+        result(case, data)
+        assert not in_use() & TILES, case
+    torch.set_num_threads(threads)
+
+
+def test_in_a_forked_child_and_under_a_signal() -> None:
+    datas = [testing.make_data(case) for case in CASES]
+    calls = [
+        functools.partial(torch.ops.lowbit.linear, data.x, data.packed, *case.op_args)
+        for case, data in zip(CASES, datas, strict=True)
+    ]
+    wanted = [call() for call in calls]
+    assert lowbit._C.last_kernel("linear").endswith("_amx")
+    handled = []
+
+    def handler(*_: object) -> None:  # runs between two bytecodes; the signal itself comes at any instruction
+        handled.append(calls[0]())
+
+    old = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+    try:
+        for _ in range(100):
+            assert all(torch.equal(call(), right) for call, right in zip(calls, wanted, strict=True))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert handled and all(torch.equal(made, wanted[0]) for made in handled)
+
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(call(), right) for call, right in zip(calls, wanted, strict=True))
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_fewer_rows_than_a_tile_go_to_vectors() -> None:
+    case = testing.LinearCase(15, 70, 257, "float32", "int8", x_format="int8_row")
+    with pytest.raises(NotImplementedError, match="linear_int8_int8_amx: fewer than 16 rows"):
+        result(case, testing.make_data(case))
+    testing.run_linear(case, testing.make_data(case))
+    assert lowbit._C.last_kernel("linear") == "linear_int8_int8_avx512_vnni"
