@@ -8,6 +8,8 @@
 #include <cpuid.h>
 #endif
 
+#include "core/once.hpp"
+
 namespace lowbit {
 namespace {
 
@@ -47,7 +49,8 @@ constexpr Isa kIsas[] = {
 };
 
 const Features& detected() {
-  static const Features features = [] {
+  static std::atomic<const Features*> kept{nullptr};
+  return made_once(kept, [] {
     Features found;
 #if defined(__x86_64__)
     uint32_t eax, ebx, edx, high;
@@ -56,8 +59,7 @@ const Features& detected() {
     if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
 #endif
     return found;
-  }();
-  return features;
+  });
 }
 
 std::string_view wanted() {
@@ -67,7 +69,8 @@ std::string_view wanted() {
 
 // What LOWBIT_ISA leaves of any machine: null without it.
 const Isa* limit() {
-  static const Isa* const found = []() -> const Isa* {
+  static std::atomic<const Isa* const*> kept{nullptr};
+  return made_once(kept, []() -> const Isa* {
     if (wanted().empty()) return nullptr;
     std::string names;
     for (const Isa& isa : kIsas) {
@@ -75,8 +78,7 @@ const Isa* limit() {
       names += concat(names.empty() ? "" : ", ", isa.name);
     }
     throw Error(ErrorKind::value, concat("LOWBIT_ISA must be one of ", names, ", got '", wanted(), "'"));
-  }();
-  return found;
+  });
 }
 
 bool is_detected(const Isa& isa) { return detected().contains(isa.needs); }
