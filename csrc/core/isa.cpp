@@ -12,6 +12,8 @@
 #include <unistd.h>
 #endif
 
+#include "core/once.hpp"
+
 namespace lowbit {
 namespace {
 
@@ -64,7 +66,8 @@ bool system_allows_tiles() {
 }
 
 const Features& detected() {
-  static const Features features = [] {
+  static std::atomic<const Features*> kept{nullptr};
+  return made_once(kept, [] {
     Features found;
 #if defined(__x86_64__)
     uint32_t eax, ebx, edx, high;
@@ -74,8 +77,7 @@ const Features& detected() {
     if (found.contains(kAmx) && !system_allows_tiles()) found.edx7 = 0;
 #endif
     return found;
-  }();
-  return features;
+  });
 }
 
 std::string_view wanted() {
@@ -85,7 +87,8 @@ std::string_view wanted() {
 
 // What LOWBIT_ISA leaves of any machine: null without it.
 const Isa* limit() {
-  static const Isa* const found = []() -> const Isa* {
+  static std::atomic<const Isa* const*> kept{nullptr};
+  return made_once(kept, []() -> const Isa* {
     if (wanted().empty()) return nullptr;
     std::string names;
     for (const Isa& isa : kIsas) {
@@ -93,8 +96,7 @@ const Isa* limit() {
       names += concat(names.empty() ? "" : ", ", isa.name);
     }
     throw Error(ErrorKind::value, concat("LOWBIT_ISA must be one of ", names, ", got '", wanted(), "'"));
-  }();
-  return found;
+  });
 }
 
 bool is_detected(const Isa& isa) { return detected().contains(isa.needs); }

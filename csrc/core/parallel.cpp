@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/once.hpp"
+
 // ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled
 // with it.
 #ifdef __SANITIZE_THREAD__
@@ -76,7 +78,11 @@ unsigned long long libraries_loaded() {
 // run on a pool of our own. Watched from the moment this library is loaded, because torch's threads may run before ours
 // are asked for.
 std::atomic<bool> forked{false};
-[[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, [] { forked = true; }); }
+class Pool;
+std::atomic<const Pool*> pool{nullptr};  // never destroyed: workers may outlive static destructors
+[[gnu::constructor]] void watch_fork() {
+  pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers: start over
+}
 
 // Null while torch is not loaded. lowbit may be used before torch is imported, so it is looked up again whenever a
 // library has been loaded.
@@ -93,9 +99,7 @@ const TorchThreads* loaded_torch() {
     missing_at.store(count, std::memory_order_relaxed);
     return nullptr;
   }
-  static const TorchThreads kept = torch;
-  found.store(&kept, std::memory_order_release);
-  return &kept;
+  return &made_once(found, [&] { return torch; });
 }
 
 const TorchThreads* torch_threads() {
@@ -107,12 +111,7 @@ const TorchThreads* torch_threads() {
 class Pool {
  public:
   static Pool& instance() {
-    static std::once_flag once;
-    std::call_once(once, [] {
-      current = new Pool;  // never destroyed: workers may outlive static destructors
-      pthread_atfork(nullptr, nullptr, [] { current = new Pool; });  // a forked child has no workers: start over
-    });
-    return *current;
+    return const_cast<Pool&>(made_once(pool, [] { return Pool(); }));
   }
 
   int size() const { return size_; }
@@ -169,7 +168,6 @@ class Pool {
     }
   }
 
-  static inline Pool* current = nullptr;
   int size_ = 1, started_ = 0;
   std::mutex one_region_, mutex_;
   std::condition_variable wake_, done_;

@@ -3,6 +3,7 @@
 #include "cpu/backend.hpp"
 
 #include "core/isa.hpp"
+#include "core/once.hpp"
 
 namespace lowbit::cpu {
 
@@ -15,27 +16,37 @@ namespace lowbit::cpu {
 #undef LOWBIT_CPU_ISA
 #undef LOWBIT_CPU_UNIT
 
-std::span<const Backend* const> backends() {
+namespace {
+
 #define LOWBIT_CPU_UNIT(unit) unit##_rows(backend);
 #define LOWBIT_CPU_ISA(isa, units)                                                  \
-  static const Backend isa##_backend = [] {                                         \
-    using namespace isa;                                                            \
-    const auto unavailable = [](Device) -> const std::string& {                     \
-      static const std::string reason = isa_unavailable(#isa);                      \
-      return reason;                                                                \
-    };                                                                              \
-    Backend backend{.name = #isa, .device = DeviceType::cpu, .unavailable = unavailable}; \
-    units return backend;                                                           \
-  }();
+  const Backend& isa##_backend() {                                                  \
+    static std::atomic<const Backend*> kept{nullptr};                               \
+    return made_once(kept, [] {                                                     \
+      using namespace isa;                                                          \
+      const auto unavailable = [](Device) -> const std::string& {                   \
+        static std::atomic<const std::string*> reason{nullptr};                     \
+        return made_once(reason, [] { return isa_unavailable(#isa); });             \
+      };                                                                            \
+      Backend backend{.name = #isa, .device = DeviceType::cpu, .unavailable = unavailable}; \
+      units return backend;                                                         \
+    });                                                                             \
+  }
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
 #undef LOWBIT_CPU_UNIT
-  static const Backend* const all[] = {
-#define LOWBIT_CPU_ISA(isa, units) &isa##_backend,
+
+}  // namespace
+
+std::span<const Backend* const> backends() {
+  static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
+  return made_once(kept, [] {
+    return std::vector<const Backend*>{
+#define LOWBIT_CPU_ISA(isa, units) &isa##_backend(),
 #include "cpu/isas.inc"
 #undef LOWBIT_CPU_ISA
-  };
-  return all;
+    };
+  });
 }
 
 }  // namespace lowbit::cpu

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include "core/once.hpp"
 #include "ops/attention.hpp"
 #include "ops/decode.hpp"
 #include "ops/linear.hpp"
@@ -49,11 +50,11 @@ Forced forced_row(std::string name, std::string_view from) {
 }
 
 const Forced& process_wide() {
-  static const Forced forced = [] {
+  static std::atomic<const Forced*> kept{nullptr};
+  return made_once(kept, [] {
     const char* value = std::getenv("LOWBIT_KERNEL");
     return forced_row(value ? value : "", "LOWBIT_KERNEL");
-  }();
-  return forced;
+  });
 }
 
 thread_local Forced forced_here;

@@ -9,8 +9,10 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,16 +119,15 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def in_child(call: Callable[[], Any], seconds: int = 10) -> Any:
+def in_child(call: Callable[[], Any], seconds: float = 10.0) -> Any:
     """Run the call in a forked child and return its tensors; a child that hangs, crashes or raises is an error here.
 
+    It hangs if all of its threads sleep for so long: one that waits for a processor of a loaded machine does not.
     Call lowbit alone in it: torch's own ops may wait for threads that the child does not have.
     """
     with tempfile.TemporaryFile() as file:
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(seconds)
             try:
                 torch.save(call(), file)
                 file.flush()
@@ -134,8 +135,25 @@ def in_child(call: Callable[[], Any], seconds: int = 10) -> Any:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status:
-            raise Wrong("a forked child hangs" if status == -signal.SIGALRM else f"a forked child ends with {status}")
+        seen_awake = time.monotonic()
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            time.sleep(0.01)
+            if _is_awake(child):
+                seen_awake = time.monotonic()
+            elif time.monotonic() - seen_awake > seconds:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise Wrong("a forked child hangs")
+        if status := os.waitstatus_to_exitcode(ended[1]):
+            raise Wrong(f"a forked child ends with {status}")
         file.seek(0)
         return torch.load(file)
+
+
+def _is_awake(process: int) -> bool:
+    """Whether a thread of it runs, or would if there were a processor."""
+    for stat in Path(f"/proc/{process}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -32,21 +34,34 @@ def _program(number: int, length: int) -> list[int]:
 
 def forks_while_a_thread_traces(forks: int) -> None:
     """A thread parses programs, one after the other; children forked meanwhile parse one of their own."""
-    done = threading.Event()
+    done, scores = threading.Event(), torch.zeros(1, 1).clone()  # torch's first op has guards of its own that a child waits at
 
     def parse() -> None:
         number = 0
         while not done.is_set():
             number += 1
-            _C.score_program_eval(_program(number, 150), [], 0, 0, 0, 0, torch.zeros(1, 1))
+            _C.score_program_eval(_program(number, 150), [], 0, 0, 0, 0, scores.clone())
 
     thread = threading.Thread(target=parse)
     thread.start()
     try:
         for number in range(forks):
-            in_child(
-                lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, torch.zeros(1, 1)), seconds=5
-            )
+            in_child(lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, scores), seconds=5)
     finally:
         done.set()
         thread.join()
+
+
+def forks_during_the_first_call(tries: int) -> None:
+    """In children where lowbit has not run: a thread makes the first call, while another child is forked, which calls too."""
+    scores, long, short = torch.zeros(1, 1).clone(), _program(1, 150), _program(-1, 2)
+
+    def first_call(delay: float) -> None:
+        thread = threading.Thread(target=_C.score_program_eval, args=(long, [], 0, 0, 0, 0, scores.clone()))
+        thread.start()
+        time.sleep(delay)
+        in_child(lambda: _C.score_program_eval(short, [], 0, 0, 0, 0, scores), seconds=2)
+        thread.join()
+
+    for number in range(tries):
+        in_child(partial(first_call, number % 30 * 1e-4))

@@ -32,6 +32,7 @@ class _OurNumbers(TorchFunctionMode):
     """How numbers of a mod are here, where torch's own are not the better ones (docs/ops/flex_attention.md).
 
     torch.where(condition, a, b) is in the common dtype of a and b: vmap's takes that of the one that is mapped, if the other is not.
+    A remainder is exact: torch's vectors of 16 float32 give nan for finfo.min % -0.5, as the quotient overflows, its scalars 0.
     ``wide``, for calls in float64: what torch would hold in float32 is float64, except in steps that torch runs, those of captured
     tensors alone.
     """
@@ -45,6 +46,8 @@ class _OurNumbers(TorchFunctionMode):
         if func is torch.where and len(args) == 3 and all(isinstance(item, Tensor) for item in args):
             a, b = (torch.empty(item.shape, dtype=item.dtype, device="cpu") for item in args[1:])
             args = args[0], *(item.to(torch.result_type(a, b)) for item in args[1:])
+        if (getattr(func, "__name__", "") in _BY_REMAINDER or "rounding_mode" in kwargs) and _float32(func(*args, **kwargs)):
+            return func(*tree_map(_widened, args), **kwargs).float()
         if not self._wide or not any(map(_of_scores, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         args, kwargs = tree_map(_widened, (args, kwargs))
@@ -55,6 +58,13 @@ class _OurNumbers(TorchFunctionMode):
             torch.set_default_dtype(self._default)
 
 
+_BY_REMAINDER = ("remainder", "fmod", "floor_divide", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__")
+
+
+def _float32(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype == torch.float32
+
+
 def _of_scores(item: Any) -> bool:
     return isinstance(item, Tensor) and torch._C._functorch.is_batchedtensor(item)
 
@@ -62,7 +72,7 @@ def _of_scores(item: Any) -> bool:
 def _widened(item: Any) -> Any:
     if item is torch.float32:
         return torch.float64
-    return item.double() if isinstance(item, Tensor) and item.dtype == torch.float32 else item
+    return item.double() if _float32(item) else item
 
 
 def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...], wide: bool = False) -> Tensor:

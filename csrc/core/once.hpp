@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+
+namespace lowbit {
+
+// What `make` returns, made at the first call and kept. A static variable would have a guard, at which a child waits
+// for ever that was forked while another thread was making it. Here two threads may both make it, and one is kept.
+template <class T, class Make>
+const T& made_once(std::atomic<const T*>& kept, Make&& make) {
+  const T* first = kept.load(std::memory_order_acquire);
+  if (first) return *first;
+  const T* mine = new T(make());
+  if (kept.compare_exchange_strong(first, mine, std::memory_order_acq_rel)) return *mine;
+  delete mine;
+  return *first;
+}
+
+}  // namespace lowbit
