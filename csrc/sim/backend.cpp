@@ -6,19 +6,31 @@
 
 #include <deque>
 
+#include "core/once.hpp"
 #include "sim/memory.hpp"
 
 namespace lowbit::sim {
 namespace {
 
-std::string cpu_fails;  // why no backend could be asked whether this machine runs it: LOWBIT_ISA is wrong
+// Backends with what they point to.
+struct Made {
+  std::string cpu_fails;          // why no backend could be asked whether this machine runs it: LOWBIT_ISA is wrong
+  std::deque<std::string> names;  // never moved
+  std::deque<Backend> backends;
+  std::vector<const Backend*> all;
+  std::string not_enabled = "lowbit.devices.simulated.enable() has not been called";
+
+  std::string_view name_after(std::string_view name) { return names.emplace_back(concat(name, "_sim")); }
+};
+
+std::atomic<const Made*> kept{nullptr};
 
 const std::string& unavailable(Device) {
-  static const std::string none, not_enabled = "lowbit.devices.simulated.enable() has not been called";
-  return device_count() == 0 ? not_enabled : cpu_fails.empty() ? none : cpu_fails;
+  const Made& made = *kept.load(std::memory_order_acquire);
+  return device_count() == 0 ? made.not_enabled : made.cpu_fails;
 }
 
-bool runs_here(const Backend& backend) {
+bool runs_here(const Backend& backend, std::string& cpu_fails) {
   try {
     return backend.unavailable({}).empty();
   } catch (const Error& error) {
@@ -32,17 +44,12 @@ void open_and_run(const Place& place, const std::function<void()>& row) {
   row();
 }
 
-std::string_view name_after(std::string_view name) {
-  static std::deque<std::string> names;  // never moved
-  return names.emplace_back(concat(name, "_sim"));
-}
-
-Backend simulated(const Backend& cpu) {
+Backend simulated(const Backend& cpu, Made& made) {
   Backend backend = cpu;
-  backend.name = name_after(cpu.name), backend.device = DeviceType::simulated;
+  backend.name = made.name_after(cpu.name), backend.device = DeviceType::simulated;
   backend.unavailable = unavailable, backend.guard = open_and_run;
 #define LOWBIT_OP(op, Args) \
-  for (Kernel<Args>& row : backend.op) row.name = name_after(row.name);
+  for (Kernel<Args>& row : backend.op) row.name = made.name_after(row.name);
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
   return backend;
@@ -51,18 +58,13 @@ Backend simulated(const Backend& cpu) {
 }  // namespace
 
 std::span<const Backend* const> backends(std::span<const Backend* const> cpu) {
-  static const std::deque<Backend> made = [&] {
-    std::deque<Backend> made;
+  return made_once(kept, [&] {
+    Made made;
     for (const Backend* backend : cpu)
-      if (runs_here(*backend)) made.push_back(simulated(*backend));
+      if (runs_here(*backend, made.cpu_fails)) made.backends.push_back(simulated(*backend, made));
+    for (const Backend& backend : made.backends) made.all.push_back(&backend);
     return made;
-  }();
-  static const std::vector<const Backend*> all = [] {
-    std::vector<const Backend*> all;
-    for (const Backend& backend : made) all.push_back(&backend);
-    return all;
-  }();
-  return all;
+  }).all;
 }
 
 }  // namespace lowbit::sim
