@@ -5,13 +5,6 @@
 #include <cstdlib>
 #include <utility>
 
-#include "ops/attention.hpp"
-#include "ops/decode.hpp"
-#include "ops/linear.hpp"
-#include "ops/optim.hpp"
-#include "ops/quantize.hpp"
-#include "ops/score_program.hpp"
-
 namespace lowbit {
 namespace {
 
