@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit import _C, testing
 
 _FUNCTIONS = (
-    "quantize", "pack", "unpack", "all_finite", "encode_state", "decode_state", "decode", "kv_quantize", "kv_dequantize",
+    "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode", "kv_quantize", "kv_dequantize",
     "score_program_eval", "score_program_backward", "block_classes",
 )  # fmt: skip
 OF_THE_CPU = {"test_odd_objects", "test_registration"}

@@ -6,13 +6,6 @@
 #include <utility>
 
 #include "core/once.hpp"
-#include "ops/attention.hpp"
-#include "ops/decode.hpp"
-#include "ops/linear.hpp"
-#include "ops/optim.hpp"
-#include "ops/quantize.hpp"
-#include "ops/score_program.hpp"
-
 namespace lowbit {
 namespace {
 

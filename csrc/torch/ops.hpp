@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file, and its name here and in
-// registration.cpp.
+// The ops that torch's dispatcher gets, each with its schema and kernel. A new op is one file with `<op>_op`, and its
+// name here.
 #pragma once
 
 #include <string_view>
@@ -15,7 +15,17 @@ struct RegisteredOp {
   BoxedKernel kernel;
 };
 
-extern const RegisteredOp linear_op, dequantize_op, attention_forward_op, attention_backward_op, decode_op,
-    kv_quantize_op, kv_dequantize_op;
+#define LOWBIT_TORCH_OPS(X) \
+  X(linear) \
+  X(dequantize) \
+  X(attention_forward) \
+  X(attention_backward) \
+  X(decode) \
+  X(kv_quantize) \
+  X(kv_dequantize)
+
+#define LOWBIT_OP(op) extern const RegisteredOp op##_op;
+LOWBIT_TORCH_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
 
 }  // namespace lowbit::torch

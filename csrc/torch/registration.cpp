@@ -12,8 +12,9 @@
 namespace lowbit::torch {
 namespace {
 
-const RegisteredOp* const kOps[] = {&linear_op,  &dequantize_op,  &attention_forward_op, &attention_backward_op,
-                          &decode_op, &kv_quantize_op, &kv_dequantize_op};
+#define LOWBIT_OP(op) &op##_op,
+const RegisteredOp* const kOps[] = {LOWBIT_TORCH_OPS(LOWBIT_OP)};
+#undef LOWBIT_OP
 
 constexpr const char* kFile = "lowbit/csrc/torch/registration.cpp";  // shown in torch's messages
 // The stack conventions of boxed.hpp are those of torch 2.10.

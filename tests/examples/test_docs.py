@@ -28,7 +28,7 @@ OF_OTHERS = {"llama.cpp", "test_flex_attention.py", "test_flex_decoding.py", "te
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    for target, place in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+    for target, place in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", plain(page)):
         file = page.parent / target if target else page
         assert file.exists(), target
         if place:

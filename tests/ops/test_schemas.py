@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lowbit  # noqa: F401  registers them
+from lowbit import _C
 
 _SCORES = (
     "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured, "
@@ -31,3 +32,9 @@ SCHEMAS = (
 def test_the_schema_is_the_one_that_exported_programs_have(schema: str) -> None:
     name = schema.partition("(")[0]
     assert str(getattr(torch.ops.lowbit, name).default._schema) == f"lowbit::{schema}"
+
+
+def test_every_op_that_is_registered_has_its_schema_here() -> None:
+    assert [schema.partition("(")[0] for schema in SCHEMAS] == [
+        row["op"].removeprefix("lowbit::") for row in _C.register_torch()
+    ]

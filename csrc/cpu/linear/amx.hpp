@@ -44,7 +44,9 @@ void multiply_whole(const TileRows& pass, int64_t row, int64_t panel, const uint
   TileUnit::before_loads();
   unroll<kRowTiles * kPanels>([](auto c) { TileUnit::zero<c>(); });
   for (int64_t k = 0; k < spec.padded_k(); k += kTileK) {
-    unroll<kRowTiles>([&](auto r) { TileUnit::load<TileUnit::kActivations + r>(a + r * kTileRows * stride + k, stride); });
+    unroll<kRowTiles>([&](auto r) {
+      TileUnit::load<TileUnit::kActivations + r>(a + r * kTileRows * stride + k, stride);
+    });
     unroll<kPanels>([&](auto p) { TileUnit::load<TileUnit::kWeights + p>(codes[p] + k * kPanelColumns, 64); });
     unroll<kRowTiles * kPanels>([](auto c) {
       TileUnit::add_products<c, TileUnit::kActivations + c / kPanels, TileUnit::kWeights + c % kPanels>();
@@ -113,7 +115,8 @@ template <Format kFormat>
 void multiply_panels(const TileRows& pass, int64_t row, int64_t row_end, int64_t panel, int count,
                      const uint8_t* const* codes, int64_t step) {
   if (pass.rows.sum_count > 1) {
-    const auto multiply = pass.args.weight_spec.asymmetric ? multiply_sums<kFormat, true> : multiply_sums<kFormat, false>;
+    const auto multiply =
+        pass.args.weight_spec.asymmetric ? multiply_sums<kFormat, true> : multiply_sums<kFormat, false>;
     for (; row < row_end; row += kTileRows)
       for (int p = 0; p < count; p++) multiply(pass, row, panel + p, codes[p], step);
     return;

@@ -10,7 +10,8 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 // The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `k` bytes (32 or
-// 64), 6 and 7 weights, k / 4 rows of 16 columns x 4 k. What was configured before comes back: oneDNN uses the unit too.
+// 64), 6 and 7 weights, k / 4 rows of 16 columns x 4 k. What was configured before comes back: oneDNN uses the unit
+// too.
 class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
@@ -54,3 +55,5 @@ class TileUnit {
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
+
+#include "cpu/simd/vector.hpp"

@@ -8,7 +8,9 @@ always contiguous: Inductor asserts exact strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,17 +41,17 @@ def linear(
 ) -> Tensor:
     _check_spec("linear", n, k, format, group_size, asymmetric)
     if x.dtype not in FLOATS:
-        raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {_name(x.dtype)}")
+        raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {name_of(x.dtype)}")
     if x.dim() < 1 or x.shape[-1] != k:
         raise RuntimeError(
-            f"linear: the last dimension of x must be k={k} (in_features), got x of shape {_text(x.shape)}"
+            f"linear: the last dimension of x must be k={k} (in_features), got x of shape {shape_text(x.shape)}"
         )
     _check_weight("linear", weight, n, k, format, group_size, asymmetric)
     shape = (*x.shape[:-1], n)
     if bias is not None and bias.dtype not in FLOATS:
-        raise TypeError(f"linear: bias must be float32, bfloat16 or float16, got {_name(bias.dtype)}")
+        raise TypeError(f"linear: bias must be float32, bfloat16 or float16, got {name_of(bias.dtype)}")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
-        raise ValueError(f"linear: bias must be a contiguous [n={n}], got {_text(bias.shape)}")
+        raise ValueError(f"linear: bias must be a contiguous [n={n}], got {shape_text(bias.shape)}")
     _check_like_y("mul", mul, x.dtype, shape)
     _check_like_y("add", add, x.dtype, shape)
     if not 0 <= activation < len(_C.ACTIVATIONS):
@@ -87,12 +89,12 @@ def _check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetri
 
 def _check_weight(op: str, weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
     if weight.dtype != torch.uint8:
-        raise TypeError(f"{op}: weight must be packed uint8, got {_name(weight.dtype)}")
+        raise TypeError(f"{op}: weight must be packed uint8, got {name_of(weight.dtype)}")
     packed = _C.packed_shape(_C.LAYOUTS[_C.LAYOUT], n, k, format, group_size, asymmetric)
     if weight.dim() != 2 or weight.shape[0] != packed[0] or weight.shape[1] != packed[1]:
         raise ValueError(
-            f"{op}: weight must have the packed shape {_text(packed)} of {_FORMAT_NAMES[format]} with n={n} k={k} "
-            f"group_size={group_size} asymmetric={int(asymmetric)}, got {_text(weight.shape)}"
+            f"{op}: weight must have the packed shape {shape_text(packed)} of {_FORMAT_NAMES[format]} with n={n} k={k} "
+            f"group_size={group_size} asymmetric={int(asymmetric)}, got {shape_text(weight.shape)}"
         )
 
 
@@ -100,24 +102,28 @@ def _check_like_y(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: S
     if tensor is None:
         return
     if tensor.dtype != dtype:
-        raise TypeError(f"linear: {name} must have the dtype of x, got {_name(tensor.dtype)} and {_name(dtype)}")
+        raise TypeError(f"linear: {name} must have the dtype of x, got {name_of(tensor.dtype)} and {name_of(dtype)}")
     if tensor.dim() != len(shape) or any(got != wanted for got, wanted in zip(tensor.shape, shape, strict=True)):
-        raise ValueError(f"linear: {name} must have the shape of the result {_text(shape)}, got {_text(tensor.shape)}")
+        raise ValueError(
+            f"linear: {name} must have the shape of the result {shape_text(shape)}, got {shape_text(tensor.shape)}"
+        )
 
 
 def _kind(format: int) -> str:
     return _C.FORMAT_FACTS[_FORMAT_NAMES[format]]["kind"]
 
 
-def _text(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as errors show it, those of C++ too."""
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype as errors show it."""
     return str(dtype).removeprefix("torch.")
 
 
-FAKES = {
+_FAKES = {
     "linear": linear,
     "dequantize": dequantize,
     "attention_forward": attention_fakes.forward,
@@ -126,4 +132,8 @@ FAKES = {
     "kv_quantize_": attention_fakes.writes,
     "kv_dequantize_": attention_fakes.writes,
 }
-"""The fake kernel of each op, called with the names of its schema (registration.py)."""
+
+
+def fake_of(name: str) -> Callable[..., Any]:
+    """Return the fake kernel of an op, called with the names of its schema: ours, or ``fake`` of the op's own file."""
+    return _FAKES.get(name) or importlib.import_module(f"lowbit.ops.{name.removesuffix('_')}").fake

@@ -2,8 +2,7 @@
 """Register the ops `lowbit::*` with torch: schema and kernel from C++, fake kernels from Python.
 
 C++ registers through the C shims of torch's stable ABI (csrc/torch); torch 2.10 is the first that has them all. A fake
-kernel is
-given the arguments by the names that the schema has for them, and names those that it reads.
+kernel is given the arguments by the names that the schema has for them, and names those that it reads.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ def register() -> None:
             for row in _C.register_torch()
         }
         library = keep(torch.library.Library("lowbit", "FRAGMENT"))
-        for name, fake in fakes.FAKES.items():
-            row = rows[name]
+        for name, row in rows.items():
             if not row["how"]:
                 raise ImportError(
                     f"lowbit needs PyTorch 2.10 or later, got {torch.__version__}: {row['op']}: {row['reason']}"
                 )
-            torch.library.register_fake(f"lowbit::{name}", _by_name(name, fake), lib=library)
+            torch.library.register_fake(f"lowbit::{name}", _fake(name), lib=library)
             _registered.append(row)
         autocast.register_linear(library)
 
@@ -77,12 +75,13 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.lowbit, name).default
 
 
-def _by_name(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel as torch calls it: positional as the schema has them, defaults left out."""
+def _fake(name: str) -> Callable[..., Any]:
+    """The fake kernel as torch calls it: positional as the schema has them, defaults left out. It is looked up when
+    something is traced, so that its file may import this one."""
     names = argument_names(name)
     arguments = _op(name)._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return lambda *given, **named: fake(**defaults | dict(zip(names, given, strict=False)) | named)
+    return lambda *given, **named: fakes.fake_of(name)(**defaults | dict(zip(names, given, strict=False)) | named)
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
