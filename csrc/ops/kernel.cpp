@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/once.hpp"
+
 namespace lowbit {
 namespace {
 
