@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a unit of linear through a scalar emulation of the trait that it is written against, on any machine, and
-// compares every bit with the row `scalar`. Started by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the
-// function with its rows (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but
-// the kernels under test.
+// compares every bit with the row `scalar`. Started by tests/cpp/test_emulated_tiles.py, which says the unit
+// (LOWBIT_UNIT), the function with its rows (LOWBIT_UNIT_ROWS) and the emulation (LOWBIT_ISA_HEADER); links liblowbit
+// for everything but the kernels under test.
 #define LOWBIT_ISA_NAME emulated
 #include LOWBIT_UNIT
 

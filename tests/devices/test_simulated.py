@@ -39,7 +39,7 @@ def test_checks(file: str) -> None:
 
 def test_the_ops_pass_their_tests_there_by_rows_of_the_device() -> None:
     """A share of tests/ops, without what takes long: every op runs there, in memory that only its row may touch."""
-    tests = [str(CHECKS.parents[1] / "ops"), "-k", "not long_sums and not extremes"]
+    tests = [str(CHECKS.parents[1] / "ops"), str(CHECKS.parents[1] / "score"), "-k", "not long_sums and not extremes"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests],
         env=os.environ | {"LOWBIT_TEST_DEVICE": "lowbit_sim:1", "LOWBIT_TEST_EVERY": "60"},
@@ -47,7 +47,7 @@ def test_the_ops_pass_their_tests_there_by_rows_of_the_device() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     ran = re.search(r"rows that ran on lowbit_sim:1: (.*)", done.stdout)[1].split()
-    for op in set(_C.OPS) - {"pack", "unpack"}:  # not called by tests/ops; check_lowbit.py does
+    for op in set(_C.OPS) - {"repack", "dequantize"}:  # hardly called by tests/ops; check_lowbit.py does
         rows = [str(row["name"]) for row in _C.kernels(op) if row["device"] == "lowbit_sim"]
         assert set(rows) & set(ran), f"no row of {op} ran there"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import _C, devices
+from lowbit import _C, devices, testing
 from lowbit.devices import simulated
 
 simulated.enable()
@@ -70,17 +70,18 @@ def test_rows_explanations_and_facts_show_the_device() -> None:
     assert not any(name.startswith("device ") for name in lowbit.info())
 
 
-def test_plain_codes_are_packed_and_unpacked_there() -> None:
-    n, k = 20, 70
-    arguments = n, k, _C.FORMATS["int8"], 0, False
-    codes = torch.randint(0, 255, (n, k), dtype=torch.uint8).to(DEVICE)
-    scale = torch.rand(n, 1).to(DEVICE)
-    packed = torch.zeros(2, _C.panel_bytes(*arguments[2:3], k, 0, False), dtype=torch.uint8, device=DEVICE)
-    _C.pack(codes, scale, None, packed, *arguments)
-    read, read_scale = torch.zeros_like(codes), torch.zeros_like(scale)
-    _C.unpack(packed, *arguments, read, read_scale, None)
-    assert torch.equal(read.cpu(), codes.cpu()) and torch.equal(read_scale.cpu(), scale.cpu())
-    assert all(_C.last_kernel(op).endswith("_sim") for op in ("pack", "unpack"))
+def test_a_weight_is_repacked_and_dequantized_there() -> None:
+    n, k, *rest = arguments = 20, 70, _C.FORMATS["int8"], 0, False
+    here = testing.pack_weight(torch.randn(n, k), "int8")
+    there = here.to(DEVICE)
+    rows, back = (torch.empty(_C.packed_shape(layout, n, k, *rest), dtype=torch.uint8, device=DEVICE) for layout in (1, 0))
+    _C.repack(there, 0, rows, 1, *arguments)
+    _C.repack(rows, 1, back, 0, *arguments)
+    assert torch.equal(back.cpu(), here)
+    dense = torch.ops.lowbit.dequantize(there, *arguments)
+    assert torch.equal(dense.cpu(), torch.ops.lowbit.dequantize(here, *arguments))
+    assert torch.ops.lowbit.dequantize(there, *arguments).device == torch.device(DEVICE)
+    assert all(_C.last_kernel(op).endswith("_sim") for op in ("repack", "dequantize"))
 
 
 def test_a_call_joins_the_current_stream_of_its_device() -> None:
@@ -167,7 +168,7 @@ def test_tensors_of_two_places_are_refused_by_name() -> None:
     q = torch.randn(1, 2, 8, 16, device=DEVICE)
     with pytest.raises(ValueError, match="attention_forward: k must be on lowbit_sim:1 as q is, got lowbit_sim:0"):
         lowbit.scaled_dot_product_attention(q, q.to("lowbit_sim:0"), q)
-    packed = torch.empty(4, _C.panel_bytes(3, 64, 0, False), dtype=torch.uint8)
+    packed = torch.empty(_C.packed_shape(0, 64, 64, 3, 0, False), dtype=torch.uint8)
     with pytest.raises(ValueError, match="linear: weight must be on lowbit_sim:1 as x is, got cpu"):
         torch.ops.lowbit.linear(torch.randn(2, 64, device=DEVICE), packed, 64, 64, 3, 0, False, 0)
     with pytest.raises(ValueError, match="quantize: packed must be on lowbit_sim:1 as weight is, got cpu"):

@@ -2,7 +2,7 @@
 # Rounding of inf to 16 bits, and to inf.
 from tests.fuzz import check
 
-from lowbit.attention.program import ProgramBuilder
+from lowbit.score.program import ProgramBuilder
 
 for name in ("to_bfloat16", "to_float16"):
     for number in (float("-inf"), 1e300):
