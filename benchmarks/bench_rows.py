@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of linear with int8 activations against each other: each instruction set that this machine has, on one layer, and torch's dynamic
-quantized linear (oneDNN or FBGEMM) beside them.
+"""Rows of linear with int8 activations against each other: each instruction set that this machine has, on one layer,
+and torch's dynamic quantized linear (oneDNN or FBGEMM) beside them.
 
     python benchmarks/bench_rows.py
 """
