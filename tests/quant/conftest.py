@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -37,3 +39,15 @@ def model() -> nn.Module:
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def tied() -> Callable[[], nn.Module]:
+    """Makes a float model of two layers that share a weight."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
+        model[1].weight = model[0].weight
+        return model
+
+    return make

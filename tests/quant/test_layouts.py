@@ -101,12 +101,7 @@ def test_a_single_layer_and_a_part_of_a_state_dict_load_in_any_layout(config, mo
     assert same(other.state_dict(), wanted)
 
 
-def test_layers_that_shared_a_weight_share_it_again(layout):
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
-        model[1].weight = model[0].weight
-        return model
-
+def test_layers_that_shared_a_weight_share_it_again(layout, tied):
     model, x = tied(), torch.randn(2, 50)
     quantize_(model, lowbit.int4_weight_only(32))
     fresh = tied()

@@ -66,12 +66,7 @@ def test_a_float_state_dict_is_loaded_as_it_is(model, x):
 
 
 @pytest.mark.parametrize("drop_second", [False, True], ids=["torch", "safetensors"])
-def test_layers_that_shared_a_weight_share_it_again(drop_second):
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
-        model[1].weight = model[0].weight
-        return model
-
+def test_layers_that_shared_a_weight_share_it_again(drop_second, tied):
     model, x = tied(), torch.randn(2, 50)
     lowbit.quantize_(model, lowbit.int8_weight_only())
     state = model.state_dict()
