@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "../tests/cpp/emulated_vnni.hpp"
 
@@ -14,32 +15,47 @@ class TileUnit {
   static constexpr int64_t kRows = 16;
   static constexpr int kActivations = 4, kWeights = 6;
 
-  explicit TileUnit(int64_t k) { k_ = k; }
-  ~TileUnit() { k_ = 0; }
+  explicit TileUnit(int64_t bytes) { bytes_ = bytes; }
+  ~TileUnit() { bytes_ = 0; }
 
   template <int tile> static void zero() { std::memset(tiles_[tile], 0, sizeof tiles_[tile]); }
   static void before_loads() {}
   template <int tile> static void load(const void* rows, int64_t stride) {
-    const int64_t count = tile < kWeights ? kRows : k_ / 4, bytes = tile < kWeights ? k_ : 64;
+    const int64_t count = tile < kWeights ? kRows : bytes_ / 4, bytes = tile < kWeights ? bytes_ : 64;
     for (int64_t row = 0; row < count; row++)
       std::memcpy(tiles_[tile] + row * 64, static_cast<const char*>(rows) + row * stride, static_cast<size_t>(bytes));
   }
-  template <int tile> static void store(int32_t (&sums)[kRows * 16]) { std::memcpy(sums, tiles_[tile], sizeof sums); }
-  template <int sums, int activations, int weights> static void add_products() {
+  template <int tile, class Sum> static void store(Sum (&sums)[kRows * 16]) {
+    std::memcpy(sums, tiles_[tile], sizeof sums);
+  }
+  template <class Sum, int sums, int activations, int weights> static void add_products() {
     for (int64_t row = 0; row < kRows; row++)
       for (int64_t column = 0; column < 16; column++) {
-        int32_t sum;
-        std::memcpy(&sum, tiles_[sums] + row * 64 + column * 4, 4);
-        for (int64_t k = 0; k < k_; k++)
-          sum += static_cast<int8_t>(tiles_[activations][row * 64 + k]) *
-                 static_cast<uint8_t>(tiles_[weights][k / 4 * 64 + column * 4 + k % 4]);
+        Sum sum = at<Sum>(sums, row * 64 + column * 4);
+        for (int64_t byte = 0; byte < bytes_; byte += 4) {
+          const int64_t x = row * 64 + byte, w = byte / 4 * 64 + column * 4;
+          if constexpr (std::is_same_v<Sum, int32_t>)
+            for (int64_t i = 0; i < 4; i++) sum += at<int8_t>(activations, x + i) * at<uint8_t>(weights, w + i);
+          else
+            for (int64_t i = 0; i < 4; i += 2) sum += bfloat16(activations, x + i) * bfloat16(weights, w + i);
+        }
         std::memcpy(tiles_[sums] + row * 64 + column * 4, &sum, 4);
       }
   }
 
  private:
+  template <class T> static T at(int tile, int64_t byte) {
+    T value;
+    std::memcpy(&value, tiles_[tile] + byte, sizeof value);
+    return value;
+  }
+  static float bfloat16(int tile, int64_t byte) {  // subnormal factors count as zero
+    const float value = float_from_bfloat16(at<uint16_t>(tile, byte));
+    return __builtin_fabsf(value) < 0x1p-126f ? 0.0f : value;
+  }
+
   static inline thread_local char tiles_[8][1024];
-  static inline thread_local int64_t k_ = 0;
+  static inline thread_local int64_t bytes_ = 0;
 };
 
 }  // namespace

@@ -17,11 +17,16 @@ ROOT = HERE.parent.parent
 LIBRARY = Path(_C.__file__).with_name("liblowbit.so")
 
 
+INT8 = ("int8_group", "int8_row", "int8_row_asymmetric")
+
+
 @pytest.mark.parametrize(
-    ("unit", "emulation", "m"),
-    [("dot", "emulated_vnni", "{1, 2, 5, 6, 7, 19}"), ("amx", "emulated_amx", "{16, 17, 33, 40}")],
+    ("unit", "emulation", "rows", "x_formats"),
+    [("dot", "emulated_vnni", (1, 2, 5, 6, 7, 19), INT8), ("amx", "emulated_amx", (16, 17, 40), (*INT8, "floating"))],
 )
-def test_an_emulated_unit_gives_the_bits_of_the_scalar_row(tmp_path: Path, unit: str, emulation: str, m: str) -> None:
+def test_an_emulated_unit_gives_what_the_scalar_row_gives(
+    tmp_path: Path, unit: str, emulation: str, rows: tuple[int, ...], x_formats: tuple[str, ...]
+) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ on this machine: the emulation is C++ and is compiled by this test")
@@ -30,8 +35,10 @@ def test_an_emulated_unit_gives_the_bits_of_the_scalar_row(tmp_path: Path, unit:
     # Nothing is inlined or optimised: seconds of compilation, where -O1 took minutes on a busy machine.
     flags = ["-std=c++20", "-O0", "-Dalways_inline=unused", "-ffp-contract=off", "-w", f"-I{ROOT / 'csrc'}"]
     flags += [f'-DLOWBIT_ISA_HEADER="../tests/cpp/{emulation}.hpp"', f'-DLOWBIT_UNIT="cpu/linear/{unit}.cpp"']
-    flags += [f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows", f"-DLOWBIT_UNIT_M={m}"]
+    flags += [f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows", f"-DLOWBIT_UNIT_M={{{','.join(map(str, rows))}}}"]
+    flags += [f"-DLOWBIT_UNIT_X_FORMATS={{{','.join(f'XFormat::{name}' for name in x_formats)}}}"]
     subprocess.run([compiler, *flags, *sources, LIBRARY, f"-Wl,-rpath,{LIBRARY.parent}", "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == f"{108 * m.count(',') + 108} cases\n"
+    floats = 3 * len(rows) if "floating" in x_formats else 0
+    assert done.stdout == f"{len(rows) * 36 * len(x_formats) + floats} cases\n"

@@ -26,13 +26,19 @@ pytestmark = [
 ]
 TILES = 1 << 17 | 1 << 18  # configuration and content, in what xgetbv says to be in use
 CASES = [
-    testing.LinearCase(m, 70, 257, "float32", format, group_size, x_format="int8_row")
-    for m, format, group_size in itertools.product((16, 47), ("int8", "int4"), (0, 32, 128))
-]
+    testing.LinearCase(m, 70, 257, "float32", format, group_size, x_format=x_format)
+    for m, format, group_size, x_format in itertools.product(
+        (16, 47), ("int8", "int4"), (0, 32, 128), ("int8_row", "float")
+    )
+] + [testing.LinearCase(47, 70, 257, "bfloat16", format) for format in ("float32", "bfloat16", "float16")]
+
+
+def row(case: testing.LinearCase) -> str:
+    return f"linear_{case.format}" + ("" if case.x_format == "float" else "_int8")
 
 
 def result(case: testing.LinearCase, data: testing.LinearData) -> Tensor:
-    return testing.run_linear(case, data, f"linear_{case.format}_int8_amx")
+    return testing.run_linear(case, data, f"{row(case)}_amx")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -41,10 +47,7 @@ def test_between_calls_of_torch_that_use_it(threads: int) -> None:
     torch.set_num_threads(threads)
     a, b = torch.randn(96, 128, dtype=torch.bfloat16), torch.randn(128, 160, dtype=torch.bfloat16)
     product, datas = a @ b, [testing.make_data(case) for case in CASES]
-    wanted = [
-        testing.run_linear(case, data, f"linear_{case.format}_int8_scalar")
-        for case, data in zip(CASES, datas, strict=True)
-    ]
+    wanted = [result(case, data) for case, data in zip(CASES, datas, strict=True)]  # that it is right: test_linear.py
     for _ in range(3):
         for case, data, right in zip(CASES, datas, wanted, strict=True):
             assert torch.equal(result(case, data), right)

@@ -10,7 +10,9 @@ import torch
 from largest_products import largest_products
 from torch import Tensor
 
+import lowbit
 from lowbit import _C, testing
+from lowbit.formats.spec import LinearSpec
 from lowbit.testing import LinearCase, LinearData, assert_within, make_data, run_linear
 
 N, K = 19, 259
@@ -18,7 +20,7 @@ N, K = 19, 259
 
 CASES = [
     LinearCase(m, N, K, "float32", format, group_size, mapping, x_format)
-    for m in (1, 9)
+    for m in (1, 9, 17)
     for format in ("int8", "int4")
     for group_size in (0, 32)
     for mapping in ("symmetric", "asymmetric")
@@ -96,6 +98,33 @@ def test_inf_and_nan_in_activations_reach_every_result_of_their_row(
                 assert not y[m // 2].isfinite().any(), f"{row['name']} {case}"
                 others = [i for i in range(m) if i != m // 2]
                 assert_within(y[others], data.wanted[others], data.allowed[others], f"{row['name']} {case}")
+
+
+def test_the_unit_matrix_gives_x_back_to_the_last_bit(kernel: str) -> None:
+    """Whatever parts a kernel cuts a float32 into, none is lost: also of rows at the ends of its range."""
+    n = 37
+    for format in ("float32", "bfloat16", "float16"):
+        for m in (1, 9, 20):
+            case = LinearCase(m, n, n, "float32", format)
+            if testing.serves(kernel, case):
+                x = torch.randn(m, n) * torch.tensor([1.0, 1e-37, 1e37, 1e-20])[torch.arange(m) % 4, None]
+                x[2::4, 3] = torch.finfo(torch.float32).max
+                assert torch.equal(run_linear(case, make_data(case, x, torch.eye(n)), kernel), x), f"{kernel} {case}"
+
+
+def test_zero_points_far_from_the_codes_are_exact(kernel: str) -> None:
+    """Those of imported weights need not lie among the codes, nor be whole."""
+    m, n, k = 20, 19, 70
+    for format, levels in (("int8", 256), ("int4", 16)):
+        if not testing.serves(kernel, LinearCase(m, n, k, "float32", format, 32, "asymmetric")):
+            continue
+        codes = torch.randint(levels, (n, k), dtype=torch.uint8)
+        zero = torch.tensor([-1000.0, -40.25, 7.5, 300.25, 0.0, 1000.0, 15.0])[torch.arange(n * 3) % 7].view(n, 3)
+        layer = lowbit.QuantLinear.pack(codes, torch.full((n, 3), 0.25), zero, LinearSpec(format, 32, True))
+        x, weight = torch.randn(m, k), 0.25 * (codes - zero.double().repeat_interleave(32, 1)[:, :k])
+        with lowbit.force_kernel(kernel):
+            y = layer(x)
+        assert_within(y, x.double() @ weight.T, (k + 8) * 2.0**-24 * (x.double().abs() @ weight.abs().T), kernel)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -1,27 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear with int8 activations, by the tile unit.
+// Rows of the op linear by the tile unit.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/linear/amx.hpp"
+#include "cpu/linear/amx_dot.hpp"
+#include "cpu/linear/amx_fma.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// A tile takes its 16 cycles whatever rows of it are wanted.
-constexpr int64_t kFewestRows = 16;
-
-template <Format kFormat>
+template <Format kFormat, bool kFloatX>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  if (args.x_format == XFormat::floating) return "activations stay float";
+  const bool float_x = args.x_format == XFormat::floating;
+  if (float_x != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
   return args.m < kFewestRows ? "fewer than 16 rows: vector products are as fast" : "";
 }
 
+#define LOWBIT_FORMAT(name, Codec) \
+  {LOWBIT_ROW("linear_" #name), refuses<Format::name, true>, linear_amx_fma<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {
-    {LOWBIT_ROW("linear_int4_int8"), refuses<Format::int4>, linear_amx<Format::int4>},
-    {LOWBIT_ROW("linear_int8_int8"), refuses<Format::int8>, linear_amx<Format::int8>},
-};
+    {LOWBIT_ROW("linear_int4_int8"), refuses<Format::int4, false>, linear_amx_dot<Format::int4>},
+    {LOWBIT_ROW("linear_int8_int8"), refuses<Format::int8, false>, linear_amx_dot<Format::int8>},
+    LOWBIT_FORMATS(LOWBIT_FORMAT)};
+#undef LOWBIT_FORMAT
 
 }  // namespace
 

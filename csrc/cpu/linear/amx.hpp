@@ -1,165 +1,211 @@
 // SPDX-License-Identifier: Apache-2.0
-// The integer products of dot.hpp by the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
-// layout is that of a tile (16 columns x 4 k to a row of 64 bytes), so int8 codes are read where they lie; int4 codes
-// are unpacked into scratch first, once for all rows of a block. The sums are exact and the float steps those of
-// dot.hpp: the bits of every other instruction set.
+// The op linear by the tile unit, whatever is multiplied (amx_dot.hpp: int8 by codes, amx_fma.hpp: bfloat16 parts of
+// floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a block wait in
+// L1 while all rows of a pass go by, and what was summed waits in L2. Reading both factors from L2 the unit reached
+// 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
 #pragma once
 
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/activations.hpp"
+#include "cpu/linear/schedule.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTileRows = TileUnit::kRows, kTileSums = kTileRows * kPanelColumns;
-constexpr int64_t kRowPair = 2 * kTileRows;
-constexpr int64_t kTileL2 = 1 << 20;  // of activations: half of the L2 of every processor with the unit
+constexpr int64_t kTilePass = 256;   // rows of a pass: with a block of k, and with the results of a task, half of an L2
+constexpr int64_t kTilePanels = 16;  // most panels of a task
+constexpr int kRowTilesAtOnce = 2, kPanelsAtOnce = 2;
+constexpr int64_t kShortSum = 64;
 
-// The rows of a pass, and where the codes of one panel lie, 1024 bytes per 64 k.
+// A tile takes its 16 cycles whatever rows of it are wanted.
+constexpr int64_t kFewestRows = 16;
+
+// What the loop is given, a Product, is made once per pass and has
+//   Sum           int32_t or float
+//   kBlockK       k of a block; kWeightBytes: of its weights, per panel and k
+//   k             all of k, to the end of the last sum; sum_k: what is summed before a scale is due
+//   step, tile_bytes  k of one tile of activations, and the bytes of its rows
+//   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
+//   multiply<first tile, row tiles, panels>(row tile, k, weights, k in block): adds products of one step to the sums
+//   scale(sums, row tile, panel, s, result): adds sum number s of a tile to its results
+//   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
+
 struct TileRows {
-  const LinearArgs& args;
-  Int8Rows<int8_t> rows;
-  int64_t first, count;  // rows first .. first + count of the call
+  const void* rows;
+  int64_t stride;  // bytes
 };
 
-// Rows that the pass does not have are computed (a tile always has 16) and not stored.
-LOWBIT_INLINE void finish_row(const TileRows& pass, int64_t row, int64_t panel, f32x16 result) {
-  if (row < pass.count)
-    finish(pass.args, pass.first + row, panel, result,
-           pass.rows.offset ? pass.rows.offset - pass.first : nullptr);
-}
-
-// Row i of a tile of sums. int8 codes are multiplied unsigned; `start` takes the offset off again.
-template <Format kFormat>
-LOWBIT_INLINE i32x16 exact_sum(const int32_t* sums, int i, const RowSum& sum) {
-  const i32x16 total = load_i32(sums + i * kPanelColumns);
-  return DotOf<kFormat>::kOffset ? add(total, set1(sum.start)) : total;
-}
-
-// One sum over all of k, no groups: kRowTiles x kPanels tiles of sums stay in the unit.
-template <Format kFormat, int kRowTiles, int kPanels>
-void multiply_whole(const TileRows& pass, int64_t row, int64_t panel, const uint8_t* const* codes) {
-  const WeightSpec& spec = pass.args.weight_spec;
-  const int64_t stride = pass.rows.code_stride;
-  const int8_t* a = pass.rows.codes + row * stride;
-  TileUnit::before_loads();
-  unroll<kRowTiles * kPanels>([](auto c) { TileUnit::zero<c>(); });
-  for (int64_t k = 0; k < spec.padded_k(); k += kTileK) {
-    unroll<kRowTiles>([&](auto r) {
-      TileUnit::load<TileUnit::kActivations + r>(a + r * kTileRows * stride + k, stride);
+// Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
+// the order in which a product can start while the next tile loads.
+template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights>
+LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
+  unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
+    constexpr int kA = TileUnit::kActivations + (kFirst + r) % 2;
+    TileUnit::load<kA>(activations(r).rows, activations(r).stride);
+    unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
+      constexpr int kW = TileUnit::kWeights + (kFirst + p) % 2;
+      if (r == 0) TileUnit::load<kW>(weights(p), 64);
+      TileUnit::add_products<Sum, kFirst + r * kPanels + p, kA, kW>();
     });
-    unroll<kPanels>([&](auto p) { TileUnit::load<TileUnit::kWeights + p>(codes[p] + k * kPanelColumns, 64); });
-    unroll<kRowTiles * kPanels>([](auto c) {
-      TileUnit::add_products<c, TileUnit::kActivations + c / kPanels, TileUnit::kWeights + c % kPanels>();
-    });
-  }
-  alignas(64) int32_t sums[kRowTiles * kPanels][kTileSums];
-  unroll<kRowTiles * kPanels>([&](auto c) { TileUnit::store<c>(sums[c]); });
-  for (int c = 0; c < kRowTiles * kPanels; c++) {
-    const PanelView view = view_panel(spec, pass.args.weight, panel + c % kPanels);
-    const f32x16 w_scale = scale_of(view, 0), w_zero = sub(zero_of<kFormat>(view, 0), set1(kValueZero<kFormat>));
-    for (int i = 0; i < kTileRows; i++) {
-      const int64_t at = row + c / kPanels * kTileRows + i;
-      const RowSum& sum = pass.rows.sums[at];
-      finish_row(pass, at, panel + c % kPanels,
-                 add_sum(set1(0.0f), exact_sum<kFormat>(sums[c], i, sum), sum, w_scale, view.zero ? &w_zero : nullptr));
-    }
-  }
+  });
 }
 
-// A sum per group (or piece of k): while the unit makes the next one, the last is scaled and added to 16 rows of
-// results in registers.
-template <Format kFormat, bool kAsymmetric>
-void multiply_sums(const TileRows& pass, int64_t row, int64_t panel, const uint8_t* codes, int64_t step) {
-  const WeightSpec& spec = pass.args.weight_spec;
-  const int64_t stride = pass.rows.code_stride, padded = spec.padded_k(), sum_k = Sums(spec).k;
-  const PanelView view = view_panel(spec, pass.args.weight, panel);
-  const int8_t* a = pass.rows.codes + row * stride;
-  const RowSum* row_sums = pass.rows.sums + row * pass.rows.sum_count;  // [sums][16]
-  alignas(64) int32_t sums[2][kTileSums];
-  f32x16 result[kTileRows];
-  unroll<kTileRows>([&](auto i) { result[i] = set1(0.0f); });
+// The tiles of one task: results of [row tile][panel], and sums that go on in the next block of k.
+template <class Product>
+struct TileResults {
+  using Sum = typename Product::Sum;
+  using Tile = float[kTileSums];
+  using SumTile = Sum[kTileSums];
+  Tile* result;
+  SumTile* open;  // null where every sum ends inside of its block
+  int64_t width;  // panels
+};
 
-  TileUnit::before_loads();
-  const auto multiply = [&](auto half, int64_t s) __attribute__((always_inline)) {
-    TileUnit::zero<half>();
-    for (int64_t k = s * sum_k, end = smaller(padded, k + sum_k); k < end; k += step) {
-      TileUnit::load<TileUnit::kActivations + half>(a + k, stride);
-      TileUnit::load<TileUnit::kWeights + half>(codes + k * kPanelColumns, 64);
-      TileUnit::add_products<half, TileUnit::kActivations + half, TileUnit::kWeights + half>();
+// 16 rows of results of a panel in registers, for sums to be scaled and added to.
+struct ResultRows {
+  f32x16 row[kTileRows];
+  LOWBIT_INLINE explicit ResultRows(const float* tile) {
+    unroll<kTileRows>([&](auto i) __attribute__((always_inline)) { row[i] = load(tile + i * kPanelColumns); });
+  }
+  LOWBIT_INLINE void store_to(float* tile) const {
+    unroll<kTileRows>([&](auto i) __attribute__((always_inline)) { store(tile + i * kPanelColumns, row[i]); });
+  }
+};
+
+// Long sums, kRowTiles x kPanels tiles of them at a time, as far as they lie in k begin .. end. While the unit makes
+// one, the last but one is scaled: what a tile has just stored is not forwarded to loads, they wait until it is in L1.
+template <class Product, int kRowTiles, int kPanels>
+void multiply_block(const Product& product, const TileResults<Product>& to, int64_t row_tile, int64_t panel,
+                    int64_t column, int64_t begin, int64_t end, const uint8_t* const* weights) {
+  using Sum = typename Product::Sum;
+  constexpr int kTiles = kRowTiles * kPanels;
+  alignas(64) Sum sums[2][kTiles][kTileSums];
+  const auto at = [&](int c) { return (row_tile + c / kPanels) * to.width + column + c % kPanels; };
+  const auto take = [&](int64_t s) {
+    for (int c = 0; c < kTiles; c++) {
+      ResultRows result(to.result[at(c)]);
+      product.scale(sums[s % 2][c], row_tile + c / kPanels, panel + c % kPanels, s, result);
+      result.store_to(to.result[at(c)]);
     }
   };
-  const auto take = [&](const int32_t* made, int64_t s) __attribute__((always_inline)) {
-    const int64_t g = spec.group_size ? s : 0;
-    const f32x16 w_scale = scale_of(view, g), w_zero = sub(zero_of<kFormat>(view, g), set1(kValueZero<kFormat>));
-    unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
-      const RowSum& sum = row_sums[s * kTileRows + i];
-      result[i] = add_sum(result[i], exact_sum<kFormat>(made, i, sum), sum, w_scale, kAsymmetric ? &w_zero : nullptr);
-    });
+  TileUnit::before_loads();
+  int64_t taken = begin / product.sum_k, made = taken;  // sums before these are in the results, in `sums`
+  for (int64_t k = begin; k < end;) {
+    const int64_t s = k / product.sum_k, sum_end = smaller((s + 1) * product.sum_k, product.k);
+    if (k == s * product.sum_k) unroll<kTiles>([](auto c) { TileUnit::zero<c>(); });
+    else unroll<kTiles>([&](auto c) { TileUnit::load<c>(to.open[at(c)], 64); });
+    for (const int64_t stop = smaller(end, sum_end); k < stop; k += product.step)
+      product.template multiply<0, kRowTiles, kPanels>(row_tile, k, weights, k - begin);
+    if (made - taken == 2) take(taken++);
+    if (k == sum_end) unroll<kTiles>([&](auto c) { TileUnit::store<c>(sums[made % 2][c]); }), made++;
+    else unroll<kTiles>([&](auto c) { TileUnit::store<c>(to.open[at(c)]); });
+  }
+  while (taken < made) take(taken++);
+}
+
+// Short sums, which all end in the block: scaling them is most of the work, so the results of one tile stay in
+// registers.
+template <class Product>
+void multiply_short_sums(const Product& product, float* results, int64_t row_tile, int64_t panel, int64_t begin,
+                         int64_t end, const uint8_t* weights) {
+  using Sum = typename Product::Sum;
+  alignas(64) Sum sums[2][kTileSums];
+  ResultRows result(results);
+  TileUnit::before_loads();
+  const int64_t first = begin / product.sum_k, last = ceil_div(end, product.sum_k);
+  const auto sum = [&](auto tile, int64_t s) __attribute__((always_inline)) {
+    TileUnit::zero<tile>();
+    for (int64_t k = s * product.sum_k; k < smaller(end, (s + 1) * product.sum_k); k += product.step)
+      product.template multiply<tile, 1, 1>(row_tile, k, &weights, k - begin);
+    if (s > first + 1) product.scale(sums[tile], row_tile, panel, s - 2, result);
+    TileUnit::store<tile>(sums[tile]);
   };
-  for (int64_t s = 0; s < pass.rows.sum_count; s += 2) {
-    multiply(std::integral_constant<int, 0>{}, s);
-    if (s) take(sums[1], s - 1);
-    TileUnit::store<0>(sums[0]);
-    if (s + 1 == pass.rows.sum_count) break;
-    multiply(std::integral_constant<int, 1>{}, s + 1);
-    take(sums[0], s);
-    TileUnit::store<1>(sums[1]);
+  for (int64_t s = first; s < last; s += 2) {
+    sum(std::integral_constant<int, 0>{}, s);
+    if (s + 1 < last) sum(std::integral_constant<int, 1>{}, s + 1);
   }
-  const int64_t last = pass.rows.sum_count - 1;
-  take(sums[last % 2], last);
-  unroll<kTileRows>([&](auto i) { finish_row(pass, row + i, panel, result[i]); });
+  for (int64_t s = larger(first, last - 2); s < last; s++)
+    product.scale(sums[(s - first) % 2], row_tile, panel, s, result);
+  result.store_to(results);
 }
 
-// Two panels times rows row .. row + rows.
-template <Format kFormat>
-void multiply_panels(const TileRows& pass, int64_t row, int64_t row_end, int64_t panel, int count,
-                     const uint8_t* const* codes, int64_t step) {
-  if (pass.rows.sum_count > 1) {
-    const auto multiply =
-        pass.args.weight_spec.asymmetric ? multiply_sums<kFormat, true> : multiply_sums<kFormat, false>;
-    for (; row < row_end; row += kTileRows)
-      for (int p = 0; p < count; p++) multiply(pass, row, panel + p, codes[p], step);
-    return;
-  }
-  for (; row < row_end; row += kRowPair)
-    with_count<2>(row_end - row > kTileRows ? 2 : 1, [&](auto kRowTiles) {
-      with_count<2>(count, [&](auto kPanels) { multiply_whole<kFormat, kRowTiles, kPanels>(pass, row, panel, codes); });
-    });
-}
+template <class Product>
+struct TileTask {
+  const Product& product;
+  int64_t rows, first_panel, width;
 
-// As linear_dot: rows in blocks that stay in L2 while the panels stream past.
-template <Format kFormat>
-void linear_amx(const LinearArgs& args) {
-  using Dot = DotOf<kFormat>;
-  using Codes = typename Dot::Codes;
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t panels = spec.panels(), padded = spec.padded_k(), panel_codes = padded * kPanelColumns;
-  const int64_t step = spec.group_size ? smaller(kTileK, spec.group_size) : kTileK;
-  const int64_t block_rows = larger(kRowPair, kTileL2 / padded / kRowPair * kRowPair);
-  constexpr int64_t kPass = 512;  // as in linear_dot
-  for (int64_t first = 0; first < args.m; first += kPass) {
-    const int64_t count = smaller(kPass, args.m - first), blocks = ceil_div(count, block_rows);
-    const TileRows pass{args, quantize_rows<Dot>(args, first, count, kTileRows), first, count};
-    const int threads = threads_for_products(args.m, spec);
-    const int64_t chunk = panel_chunk(panels, threads, 2), chunks = ceil_div(panels, chunk);
-    parallel_for(blocks * chunks, threads, [&](int64_t task) {
-      const TileUnit unit(step);
-      const int64_t row = task / chunks * block_rows, row_end = smaller(count, row + block_rows);
-      const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
-      uint8_t* unpacked =
-          kFormat == Format::int4 ? static_cast<uint8_t*>(scratch(Scratch::task, 2 * panel_codes)) : nullptr;
-      for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += 2) {
-        const int count_p = static_cast<int>(smaller(2, panel_end - panel));
-        const uint8_t* codes[2] = {};
-        for (int p = 0; p < count_p; p++) {
-          const PanelView view = view_panel(spec, args.weight, panel + p);
-          codes[p] = unpacked ? unpacked + p * panel_codes : view.codes;
-          if (unpacked)
-            expand_panel<kFormat>(view, padded / kHalfK, reinterpret_cast<Codes*>(unpacked + p * panel_codes));
-        }
-        multiply_panels<kFormat>(pass, row, row_end, panel, count_p, codes, step);
+  void run() const {
+    const int64_t row_tiles = ceil_div(rows, kTileRows), room_bytes = Product::kBlockK * Product::kWeightBytes;
+    Arena counted;
+    arrays(counted, row_tiles);
+    Arena arena{static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+    const auto [to, room] = arrays(arena, row_tiles);
+    std::memset(to.result, 0, row_tiles * width * sizeof *to.result);
+    for (int64_t k = 0; k < product.k; k += Product::kBlockK) {
+      const int64_t end = smaller(product.k, k + Product::kBlockK);
+      for (int64_t column = 0; column < width; column += kPanelsAtOnce) {
+        const int count = static_cast<int>(smaller(kPanelsAtOnce, width - column));
+        const uint8_t* weights[kPanelsAtOnce] = {};
+        for (int p = 0; p < count; p++)
+          weights[p] = product.weights(first_panel + column + p, k, end - k, room + p * room_bytes);
+        multiply(to, column, count, k, end, weights);
       }
+    }
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t column = 0; column < width; column++)
+        product.store_row(row, first_panel + column,
+                          load(to.result[row / kTileRows * width + column] + row % kTileRows * kPanelColumns));
+  }
+
+ private:
+  // All rows times `count` panels, over a block of k.
+  void multiply(const TileResults<Product>& to, int64_t column, int count, int64_t k, int64_t end,
+                const uint8_t* const* weights) const {
+    const int64_t row_tiles = ceil_div(rows, kTileRows), panel = first_panel + column;
+    if (product.sum_k <= kShortSum) {
+      for (int64_t tile = 0; tile < row_tiles; tile++)
+        for (int p = 0; p < count; p++)
+          multiply_short_sums(product, to.result[tile * width + column + p], tile, panel + p, k, end, weights[p]);
+      return;
+    }
+    with_count<kPanelsAtOnce>(count, [&](auto kPanels) {
+      for (int64_t tile = 0; tile < row_tiles; tile += kRowTilesAtOnce)
+        with_count<kRowTilesAtOnce>(static_cast<int>(smaller(kRowTilesAtOnce, row_tiles - tile)), [&](auto kRows) {
+          multiply_block<Product, kRows, kPanels>(product, to, tile, panel, column, k, end, weights);
+        });
     });
+  }
+
+  struct Arrays {
+    TileResults<Product> to;
+    uint8_t* room;
+  };
+  Arrays arrays(Arena& arena, int64_t row_tiles) const {
+    using Results = TileResults<Product>;
+    const bool goes_on = smaller(product.k, Product::kBlockK) % product.sum_k != 0;
+    return {{.result = arena.array<typename Results::Tile>(row_tiles * width),
+             .open = goes_on ? arena.array<typename Results::SumTile>(row_tiles * width) : nullptr,
+             .width = width},
+            arena.array<uint8_t>(kPanelsAtOnce * Product::kBlockK * Product::kWeightBytes)};
+  }
+};
+
+// make(first, count): the Product of rows first .. first + count.
+template <class Make>
+void linear_tiles(const LinearArgs& args, Make&& make) {
+  const int64_t panels = args.weight_spec.panels();
+  for (int64_t first = 0; first < args.m; first += kTilePass) {
+    const int64_t count = smaller(kTilePass, args.m - first);
+    const auto product = make(first, count);
+    const int threads = threads_for_products(args.m, args.weight_spec);
+    const int64_t chunk =
+        round_up(larger(1, smaller(kTilePanels, panels / (threads * 4))), static_cast<int64_t>(kPanelsAtOnce));
+    parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
+      const TileUnit unit(product.tile_bytes);
+      const int64_t panel = task * chunk;
+      TileTask<std::decay_t<decltype(product)>>{product, count, panel, smaller(chunk, panels - panel)}.run();
+    });
+    product.store_rest(count);
   }
 }
 

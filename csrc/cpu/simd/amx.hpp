@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // AVX-512 VNNI with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16 cycles a
-// product of two of them, 16 x 16 sums of 64 products of bytes: eight times what vpdpbusd does. Everything else is that
-// of avx512_vnni.
+// product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32 products of
+// bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
 #pragma once
+
+#include <type_traits>
 
 #include "cpu/simd/avx512_vnni.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `k` bytes (32 or
-// 64), 6 and 7 weights, k / 4 rows of 16 columns x 4 k. What was configured before comes back: oneDNN uses the unit
-// too.
+// The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `bytes` bytes
+// (32 or 64), 6 and 7 weights, bytes / 4 rows of 16 columns x 4 bytes along k. What was configured before comes back:
+// oneDNN uses the unit too.
 class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
   static constexpr int kActivations = 4, kWeights = 6;
 
-  LOWBIT_INLINE explicit TileUnit(int64_t k) {
+  LOWBIT_INLINE explicit TileUnit(int64_t bytes) {
     __asm__ volatile("sttilecfg %0" : "=m"(before_));
     Config config{.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-      config.row_bytes[tile] = static_cast<uint16_t>(tile / 2 == kActivations / 2 ? k : 64);
-      config.rows[tile] = static_cast<uint8_t>(tile / 2 == kWeights / 2 ? k / 4 : kRows);
+      config.row_bytes[tile] = static_cast<uint16_t>(tile / 2 == kActivations / 2 ? bytes : 64);
+      config.rows[tile] = static_cast<uint8_t>(tile / 2 == kWeights / 2 ? bytes / 4 : kRows);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
   }
@@ -37,12 +39,16 @@ class TileUnit {
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));
   }
-  template <int tile> LOWBIT_INLINE static void store(int32_t (&sums)[kRows * 16]) {
+  template <int tile, class Sum> LOWBIT_INLINE static void store(Sum (&sums)[kRows * 16]) {
     __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
   }
-  // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is
-  template <int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
-    __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));
+  // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is; or bfloat16 * bfloat16, each
+  // product exact, added in float32. Subnormal factors and sums count as zero.
+  template <class Sum, int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
+    if constexpr (std::is_same_v<Sum, int32_t>)
+      __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));
+    else
+      __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(activations), "i"(weights));
   }
 
  private:

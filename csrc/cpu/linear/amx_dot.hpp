@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The integer products of dot.hpp by the tile unit: 16 rows of int8 activations times 16 columns of codes. The packed
+// layout is that of a tile (16 columns x 4 k to a row of 64 bytes), so int8 codes are read where they lie; int4 codes
+// are unpacked first, once for all rows of a pass. The sums are exact and the float steps those of dot.hpp: the bits of
+// every other instruction set.
+#pragma once
+
+#include "cpu/linear/amx.hpp"
+#include "cpu/linear/dot.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+template <Format kFormat>
+struct Int8Product {
+  using Sum = int32_t;
+  static constexpr int64_t kBlockK = 512, kWeightBytes = kPanelColumns;  // of two panels 16 KiB, of an L1 of 48
+  const LinearArgs& args;
+  Int8Rows<int8_t> rows;
+  int64_t first, sum_k, k, step, tile_bytes;
+
+  Int8Product(const LinearArgs& args, int64_t first, int64_t count)
+      : args(args), rows(quantize_rows<DotOf<kFormat>>(args, first, count, kTileRows)), first(first),
+        sum_k(Sums(args.weight_spec).k), k(smaller(args.weight_spec.padded_k(), sum_k * rows.sum_count)),
+        step(smaller(kTileK, sum_k)), tile_bytes(step) {}
+
+  LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
+    const WeightSpec& spec = args.weight_spec;
+    PanelView view = view_panel(spec, args.weight, panel);
+    view.codes += k / kTileK * spec.tile_bytes();
+    if (kFormat == Format::int8) return view.codes;
+    expand_panel<kFormat>(view, length / kHalfK, reinterpret_cast<typename DotOf<kFormat>::Codes*>(room));
+    return room;
+  }
+
+  template <int kFirst, int kRowTiles, int kPanels>
+  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t k, const uint8_t* const* weights, int64_t k_in_block) const {
+    const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + k;
+    multiply_tiles<Sum, kFirst, kRowTiles, kPanels>(
+        [&](int r) { return TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride}; },
+        [&](int p) { return weights[p] + k_in_block * kPanelColumns; });
+  }
+
+  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t s, ResultRows& result) const {
+    const WeightSpec& spec = args.weight_spec;
+    const PanelView view = view_panel(spec, args.weight, panel);
+    const int64_t g = spec.group_size ? s : 0;
+    const f32x16 w_scale = scale_of(view, g), w_zero = sub(zero_of<kFormat>(view, g), set1(kValueZero<kFormat>));
+    const RowSum* row_sums = rows.sums + (row_tile * rows.sum_count + s) * kTileRows;
+    const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
+      unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
+        i32x16 total = load_i32(sums + i * kPanelColumns);
+        // int8 codes are multiplied unsigned; `start` takes the offset off again
+        if (DotOf<kFormat>::kOffset) total = add(total, set1(row_sums[i].start));
+        result.row[i] = add_sum(result.row[i], total, row_sums[i], w_scale, asymmetric ? &w_zero : nullptr);
+      });
+    };
+    if (spec.asymmetric) scale_rows(std::true_type{});
+    else scale_rows(std::false_type{});
+  }
+
+  LOWBIT_INLINE void store_row(int64_t row, int64_t panel, f32x16 result) const {
+    finish(args, first + row, panel, result, rows.offset ? rows.offset - first : nullptr);
+  }
+  void store_rest(int64_t) const {}
+};
+
+template <Format kFormat>
+void linear_amx_dot(const LinearArgs& args) {
+  linear_tiles(args, [&](int64_t first, int64_t count) { return Int8Product<kFormat>(args, first, count); });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// Float activations by the tile unit. It multiplies bfloat16, so a float is cut into parts of 8 bits that add up to it,
+// x = x0 + x1 + x2: float32 exactly in 3, float16 in 2, codes of integers in 1. Of the products of parts, x_i * w_j
+// with i + j < 3 are made: what is left out is below 2^-24 of a product, by which an FMA of float32 rounds. Scales are
+// applied to the sums, as dot.hpp does.
+#pragma once
+
+#include "cpu/linear/amx.hpp"
+#include "cpu/linear/fma.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kPartK = 32, kPartTile = TileUnit::kRows * 64;  // of bfloat16 in a tile; bytes
+constexpr int kMostParts = 3;
+
+// How many parts of 8 bits hold every value of a format before its scale.
+template <Format kFormat>
+constexpr int parts_of() {
+  using Codec = codec_of<kFormat>;
+  if constexpr (Codec::kind == CodecKind::integer) return 1;
+  else if constexpr (kFormat == Format::bfloat16) return 1;
+  else if constexpr (kFormat == Format::float16) return 2;
+  else return kMostParts;
+}
+
+constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
+
+// The part of 8 bits of each of 16 floats; what it leaves is exact. Cut off, not rounded: one operation where rounding
+// has nine, and no sum of parts is larger than their whole.
+LOWBIT_INLINE f32x16 upper_part(f32x16 x) { return float_of(bit_and(bits_of(x), set1(kUpperHalf))); }
+
+// The parts of weights of an even k and the next, in pairs as a tile has them: pairs[part].
+template <int kParts>
+LOWBIT_INLINE void cut(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
+  unroll<kParts>([&](auto part) {
+    const f32x16 low = upper_part(even), high = upper_part(odd);
+    pairs[part] = bit_or(shift_right<16>(bits_of(low)), bits_of(high));
+    even = sub(even, low), odd = sub(odd, high);
+  });
+}
+
+// Where value i of the units from one on stands, counted from the k of the first; and which value stands there.
+template <Format kFormat>
+constexpr int64_t k_of_value(int i) {
+  using U = Unit<kFormat>;
+  return k_in_tile<kFormat>(i / U::kValues, i % U::kValues);
+}
+template <Format kFormat>
+constexpr int value_of_k(int64_t k) {
+  int i = 0;
+  while (k_of_value<kFormat>(i) != k) i++;
+  return i;
+}
+
+// The nearest whole number to a zero point that leaves every code - zero exact in 8 bits, at most 256 in size. It is
+// taken from the codes; only the rest, 0 where we chose the zero point, is multiplied by a sum of x, and could cancel
+// what the codes have added.
+template <Format kFormat>
+LOWBIT_INLINE f32x16 whole_zero(const PanelView& view, int64_t g) {
+  constexpr float kLargest = 256;
+  const f32x16 zero = to_float(to_int(zero_of<kFormat>(view, g)));
+  return max(set1(codec_of<kFormat>::code_max - kLargest), min(set1(kLargest), zero));
+}
+
+// The values of `length` k of a panel from k on, without scale, in parts: tiles of 32 k, [k / 32][part].
+template <Format kFormat, int kParts>
+LOWBIT_INLINE void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length,
+                             uint8_t* out) {
+  using U = Unit<kFormat>;
+  constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
+  const uint8_t* codes = view.codes + begin / kTileK * spec.tile_bytes();
+  for (int64_t tile = 0; tile < length; tile += kTileK) {
+    f32x16 offset[2];  // of either half: value = what is read + offset
+    for (int half = 0; half < 2; half++) {
+      const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
+      offset[half] = sub(set1(kValueZero<kFormat>), whole_zero<kFormat>(view, smaller(g, spec.groups() - 1)));
+    }
+    for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
+      f32x16 values[kCount];
+      unroll<kCount>([&](auto i) {
+        constexpr int kAt = i % U::kValues;
+        constexpr float kUnshift = 1.0f / static_cast<float>(1u << shift_of<kFormat>(kAt));
+        values[i] = U::template value<kAt>(codes + i / U::kValues * U::kBytes);
+        const f32x16& zero = offset[k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK];
+        if constexpr (U::kind == CodecKind::integer) values[i] = fma(values[i], set1(kUnshift), zero);
+      });
+      unroll<kCount>([&](auto i) {
+        constexpr int64_t kAt = k_of_value<kFormat>(i);
+        if constexpr (kAt % 2 == 0) {
+          i32x16 pairs[kParts];
+          cut(values[i], values[value_of_k<kFormat>(kAt + 1)], pairs);
+          const int64_t k = tile + k_in_tile<kFormat>(unit, 0) + kAt;
+          unroll<kParts>([&](auto part) {
+            store_i32(reinterpret_cast<int32_t*>(out + (k / kPartK * kParts + part) * kPartTile + k % kPartK / 2 * 64),
+                      pairs[part]);
+          });
+        }
+      });
+    }
+  }
+}
+
+// The rows of a pass.
+struct PartRows {
+  uint8_t* tiles;     // [row tile][k / 32][part], 16 rows of 32 bfloat16
+  float* group_sums;  // [rows][groups], asymmetric weights only
+  float* unscale;     // [rows]: what a result is multiplied by; 0 of a row with inf or nan
+};
+
+// A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which are zero to the unit.
+LOWBIT_INLINE float scale_up(float amax) { return amax < 0x1p-60f ? 0x1p60f : 1.0f; }
+
+template <int kParts>
+void cut_row(const LinearArgs& args, const float* x, const PartRows& rows, int64_t row) {
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t padded = spec.padded_k();
+  f32x16 amax = set1(0.0f), poison = set1(0.0f);
+  for (int64_t k = 0; k < padded; k += 16) {
+    amax = max(amax, abs(load(x + k)));
+    poison = fma(load(x + k), set1(0.0f), poison);
+  }
+  const float up = scale_up(largest(amax));
+  rows.unscale[row] = sum(poison) == 0.0f ? 1.0f / up : 0.0f;
+  uint8_t* to = rows.tiles + row / kTileRows * (padded / kPartK * kParts * kPartTile) + row % kTileRows * 64;
+  for (int64_t k = 0; k < padded; k += kPartK, to += kParts * kPartTile) {
+    alignas(64) uint16_t halves[kParts][kPartK];
+    for (int64_t i = 0; i < kPartK; i += 16) {
+      f32x16 rest = mul(load(x + k + i), set1(up));
+      unroll<kParts>([&](auto part) {
+        store_bf16(halves[part] + i, upper_part(rest));
+        rest = sub(rest, upper_part(rest));
+      });
+    }
+    unroll<kParts>([&](auto part) { std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]); });
+  }
+  for (int64_t g = 0; spec.asymmetric && g < spec.groups(); g++) {
+    f32x16 sums = set1(0.0f);
+    for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k += 16)
+      sums = fma(load(x + k), set1(up), sums);
+    rows.group_sums[row * spec.groups() + g] = sum(sums);
+  }
+}
+
+template <Format kFormat, int kXParts>
+struct PartProduct {
+  using Sum = float;
+  static constexpr int kParts = parts_of<kFormat>();
+  static constexpr int64_t kBlockK = kParts == 1 ? 256 : 128;  // of two panels 16 to 24 KiB, of an L1 of 48
+  static constexpr int64_t kWeightBytes = kPanelColumns * 2 * kParts;
+  static constexpr int64_t step = kPartK, tile_bytes = 64;
+  const LinearArgs& args;
+  PartRows rows;
+  int64_t first, sum_k, k;
+
+  PartProduct(const LinearArgs& args, int64_t first, int64_t count)
+      : args(args), first(first), sum_k(args.weight_spec.group_k()),
+        k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
+    Arena counted;
+    take_rows(count, counted);
+    Arena arena{static_cast<char*>(scratch(Scratch::call, counted.bytes))};
+    rows = take_rows(count, arena);
+    const int64_t padded = args.weight_spec.padded_k();
+    parallel_for(ceil_div(count, kTileRows), threads_for(count * padded), [&](int64_t tile) {
+      float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
+      for (int64_t row = tile * kTileRows; row < smaller(count, (tile + 1) * kTileRows); row++)
+        cut_row<kXParts>(args, widen_row(args, first + row, buffer), rows, row);
+    });
+  }
+
+  PartRows take_rows(int64_t count, Arena& arena) const {
+    const WeightSpec& spec = args.weight_spec;
+    const int64_t tiles = round_up(count, kTileRows) / kTileRows * (spec.padded_k() / kPartK);
+    return {.tiles = arena.array<uint8_t>(tiles * kXParts * kPartTile),
+            .group_sums = arena.array<float>(spec.asymmetric ? round_up(count, kTileRows) * spec.groups() : 0),
+            .unscale = arena.array<float>(count)};
+  }
+
+  LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
+    const WeightSpec& spec = args.weight_spec;
+    const PanelView view = view_panel(spec, args.weight, panel);
+    if (kFormat == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
+    cut_panel<kFormat, kParts>(spec, view, k, length, room);
+    return room;
+  }
+
+  template <int kFirst, int kRowTiles, int kPanels>
+  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t k, const uint8_t* const* weights, int64_t k_in_block) const {
+    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * kXParts * kPartTile;
+    const uint8_t* a = rows.tiles + row_tile * row_bytes + k / kPartK * kXParts * kPartTile;
+    unroll<kParts>([&](auto j) __attribute__((always_inline)) {
+      unroll<smaller(kXParts, kMostParts - j)>([&](auto i) __attribute__((always_inline)) {
+        multiply_tiles<Sum, kFirst, kRowTiles, kPanels>(
+            [&](int r) { return TileRows{a + r * row_bytes + i * kPartTile, 64}; },
+            [&](int p) { return weights[p] + (k_in_block / kPartK * kParts + j) * kPartTile; });
+      });
+    });
+  }
+
+  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t g, ResultRows& result) const {
+    const WeightSpec& spec = args.weight_spec;
+    const PanelView view = view_panel(spec, args.weight, panel);
+    const f32x16 w_scale = scale_of(view, g), w_zero = sub(whole_zero<kFormat>(view, g), zero_of<kFormat>(view, g));
+    const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
+    unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
+      f32x16 total = load(sums + i * kPanelColumns);
+      if (spec.asymmetric) total = fma(w_zero, set1(group_sums[i * spec.groups()]), total);
+      result.row[i] = is_float(kFormat) ? add(result.row[i], total) : fma(total, w_scale, result.row[i]);
+    });
+  }
+
+  LOWBIT_INLINE void store_row(int64_t row, int64_t panel, f32x16 result) const {
+    if (const float unscale = rows.unscale[row]) finish(args, first + row, panel, mul(result, set1(unscale)), nullptr);
+  }
+
+  // A row with inf or nan goes another way: inf times a lower part that is 0 would be nan.
+  void store_rest(int64_t count) const {
+    bool left[kTilePass];  // the other way takes the same scratch memory
+    for (int64_t row = 0; row < count; row++) left[row] = rows.unscale[row] == 0.0f;
+    for (int64_t row = 0; row < count; row++)
+      if (left[row]) multiply_alone(one_row(first + row));
+  }
+
+  static void multiply_alone(const LinearArgs& one) {
+    const StreamRows ordered = order_rows<kFormat>(one);
+    parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec),
+                 [&](int64_t panel) { stream_panel<kFormat, 1>(one, ordered, 0, panel); });
+  }
+
+  LinearArgs one_row(int64_t row) const {
+    const int64_t bytes = args.dtype == DType::float32 ? 4 : 2;
+    const auto at = [&](const void* tensor, int64_t columns) {
+      return tensor ? static_cast<const char*>(tensor) + row * columns * bytes : nullptr;
+    };
+    LinearArgs one = args;
+    one.m = 1, one.x = at(args.x, args.weight_spec.k), one.mul = at(args.mul, args.weight_spec.n);
+    one.add = at(args.add, args.weight_spec.n), one.y = const_cast<char*>(at(args.y, args.weight_spec.n));
+    return one;
+  }
+};
+
+template <Format kFormat, int kXParts>
+void linear_amx_parts(const LinearArgs& args) {
+  linear_tiles(args, [&](int64_t first, int64_t count) { return PartProduct<kFormat, kXParts>(args, first, count); });
+}
+
+template <Format kFormat>
+void linear_amx_fma(const LinearArgs& args) {
+  switch (args.dtype) {
+    case DType::bfloat16: return linear_amx_parts<kFormat, parts_of<Format::bfloat16>()>(args);
+    case DType::float16: return linear_amx_parts<kFormat, parts_of<Format::float16>()>(args);
+    default: return linear_amx_parts<kFormat, kMostParts>(args);
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
