@@ -80,7 +80,8 @@ int main() {
   for (const int64_t m : LOWBIT_UNIT_M)
     for (const XFormat x_format : LOWBIT_UNIT_X_FORMATS)
       for (const Format format : {Format::float32, Format::bfloat16, Format::float16}) {
-        if (x_format != XFormat::floating) continue;  // of float weights activations are float
+        // Activations of float weights are float; float32 has a row of tiles from 64 rows on.
+        if (x_format != XFormat::floating || m < 64) continue;
         same &= as_scalar(m, 33, 100, format, 0, false, x_format);
         cases++;
       }

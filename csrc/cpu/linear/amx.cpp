@@ -14,7 +14,9 @@ std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   const bool float_x = args.x_format == XFormat::floating;
   if (float_x != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
-  return args.m < kFewestRows ? "fewer than 16 rows: vector products are as fast" : "";
+  if (args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
+  const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;
+  return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
 
 #define LOWBIT_FORMAT(name, Codec) \
