@@ -81,6 +81,7 @@ def measure(
             seconds = time.perf_counter() - start
             line = [f"int4 g{group_size}, {name}", f"{weight_db(model, quantized):.2f}", f"{loss(quantized):.4f}"]
             lines.append([*line, f"{seconds:.2f}"])
+            print(" ".join(lines[-1]), file=sys.stderr)
     return lines
 
 

@@ -32,8 +32,9 @@ def output_error(model: nn.Module, quantized: nn.Module, x: torch.Tensor) -> flo
 def skewed(rows: int, k: int, seed: int = 0) -> torch.Tensor:
     """Inputs of correlated channels, of which some are much larger."""
     generator = torch.Generator().manual_seed(7)
-    mix = torch.randn(k, k, generator=generator) / k**0.5 * torch.logspace(-2, 1, k)[:, None]
-    return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) @ (mix + 0.3 * torch.eye(k))
+    mix = torch.randn(k, k, generator=generator) / k**0.5 * torch.logspace(-2, 1, k)[:, None] + 0.3 * torch.eye(k)
+    sizes = torch.logspace(-1, 1, k)[torch.randperm(k, generator=generator)]
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) @ mix * sizes
 
 
 @pytest.mark.parametrize("batch", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}])

@@ -192,11 +192,19 @@ LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& pl
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), padded = spec.padded_k();
   double noise = 0;
+  alignas(64) float factor[16], limit[16], scale[16], zero[16], error[16];
+  for (int64_t column = 0; column < 16; column++) {
+    factor[column] = kHalf ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
+    bool fine = true;  // no scale lost a bit if the column's power of two were the next one
+    for (int64_t g = 0; g < groups; g++) {
+      const float part = plain.scale[column * groups + g];
+      fine &= part == 0.0f || part >= 0x1p-13f * factor[column];
+    }
+    limit[column] = !kHalf ? 0x1p127f : fine ? 4.0f : 2.0f;
+  }
   for (int64_t g = 0; g < groups; g++) {
     const int64_t begin = g * spec.group_k(), count = smaller(spec.group_k(), padded - begin);
-    alignas(64) float factor[16], scale[16], zero[16], error[16];
     for (int64_t column = 0; column < 16; column++) {
-      factor[column] = kHalf ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
       scale[column] = plain.scale[column * groups + g], zero[column] = plain.zero[column * groups + g];
     }
     const f32x16 absmax = load(scale), one = set1(1.0f), none = set1(0.0f),
@@ -206,7 +214,7 @@ LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& pl
     for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
     const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count};
     const Choice choice = search<codec_of<kFormat>, kWeighted, kHalf>(group, spec.asymmetric, div(absmax, part),
-                                                                      load(zero));
+                                                                      load(zero), load(limit));
     store(error, choice.absmax_error);
     for (int64_t column = 0; column < 16; column++)
       noise += static_cast<double>(error[column]) * scale[column] * scale[column];

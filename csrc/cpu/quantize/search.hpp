@@ -36,14 +36,17 @@ LOWBIT_INLINE i32x16 less(f32x16 a, f32x16 b) { return bit_and(at_least(b, a), b
 // Levels of an integer format around its zero point: low <= code - zero <= high.
 struct LevelRange { f32x16 low, high; };
 
+// The integer nearest to y * inverse, which is below 2^22: a sum with 1.5 * 2^23 has no fraction.
+LOWBIT_INLINE f32x16 nearest_integer(f32x16 y, f32x16 inverse) {
+  return sub(fma(y, inverse, set1(0x1.8p23f)), set1(0x1.8p23f));
+}
+
 // The level nearest to y * inverse; kWithin: one of the range.
 template <class Codec, bool kWithin = false>
 LOWBIT_INLINE f32x16 nearest_level(f32x16 y, f32x16 inverse, LevelRange range) {
   if constexpr (Codec::kind == CodecKind::lookup) return Codec::level_of(Codec::nearest(mul(y, inverse)));
-  const f32x16 whole = set1(0x1.8p23f);  // a sum with it has no fraction, as long as the other is below 2^22
-  const f32x16 level = sub(fma(y, inverse, whole), whole);
-  if constexpr (kWithin) return level;
-  return max(range.low, min(range.high, level));
+  else if constexpr (kWithin) return nearest_integer(y, inverse);
+  else return max(range.low, min(range.high, nearest_integer(y, inverse)));
 }
 
 struct Group {
@@ -116,10 +119,11 @@ LOWBIT_INLINE void consider_all(const Group& group, const float (&steps)[kSteps]
     f32x16 inverse[2];
     LevelRange range[2] = {own, own};
     for (int j = 0; j < 2; j++) {
-      const float count = steps[at + j] * levels, beyond = count > levels ? (count - levels) / 2 : 0.0f;
+      const float count = steps[at + j] * levels;
+      const int beyond = count > levels ? static_cast<int>((count - levels) / 2 + 0x1p-8f) : 0;  // clips evenly
       inverse[j] = div(set1(count), width);
       if (!asymmetric) continue;
-      const f32x16 at_zero = to_float(to_int(sub(mul(down, inverse[j]), set1(beyond))));  // what clips does so evenly
+      const f32x16 at_zero = sub(nearest_integer(down, inverse[j]), set1(static_cast<float>(beyond)));
       range[j] = around<Codec>(max(zero, min(most, at_zero)));
     }
     if (Codec::bits >= 4 && at < kFirstWithin) consider<Codec, kWeighted, true>(group, inverse, range, best);
@@ -130,18 +134,19 @@ LOWBIT_INLINE void consider_all(const Group& group, const float (&steps)[kSteps]
 // What is chosen for a group: the scale as `stored` is, the zero point, and the error of absmax in its own scales.
 struct Choice { f32x16 scale, zero, absmax_error; };
 
-// A scale as it is stored. float16 is what groups have: over the power of two of their column, which is below 2.
+// A scale as it is stored: float16, over the power of two of its column. Per channel, float32, of which 16 bits are
+// kept: a scale that is as short is then met exactly.
 template <bool kHalf>
 LOWBIT_INLINE f32x16 as_stored(f32x16 scale) {
-  if constexpr (!kHalf) return scale;
+  if constexpr (!kHalf) return float_of(bit_and(add(bits_of(scale), set1(0x80)), set1(~0xff)));
   alignas(64) uint16_t half[16];
   store_f16(half, scale);
   return load_f16(half);
 }
 
-// `stored`: the absmax scale, as it is stored; `zero`: the zero point that goes with it.
+// `stored`: the absmax scale, as it is stored; `zero`: the zero point that goes with it; scales stay below `limit`.
 template <class Codec, bool kWeighted, bool kHalf>
-LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, f32x16 stored, f32x16 zero) {
+LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, f32x16 stored, f32x16 zero, f32x16 limit) {
   constexpr bool kIntegers = Codec::kind == CodecKind::integer;
   const f32x16 none = set1(0.0f);
   f32x16 low = none, high = none;
@@ -164,7 +169,6 @@ LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, f32x16 stored, 
   Sums sums = weigh<Codec, kWeighted>(group, set1(1.0f), straight);
   Choice choice{.scale = stored, .zero = zero, .absmax_error = sums.error};
   f32x16 least = sums.error, product = best.product, square = best.square;
-  const f32x16 limit = set1(kHalf ? 2.0f : 0x1p127f);  // the power of two of the column stays
   for (int i = 0; i <= kRefits; i++) {
     const f32x16 scale = as_stored<kHalf>(mul(div(product, square), stored));
     sums = weigh<Codec, kWeighted>(group, div(scale, stored), best.range);

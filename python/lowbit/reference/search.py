@@ -49,21 +49,23 @@ def search(
         inverse = part * first / span.clamp(min=2.0**-100)
         candidate = torch.where(flip, zero - most, -zero)
         if asymmetric:
-            candidate = -torch.round(down * inverse - max(part - 1, 0) * first / 2).clamp(0, most)
+            candidate = -(torch.round(down * inverse) - int(max(part - 1, 0) * first / 2 + 1e-6)).clamp(0, most)
         level = nearest(y * inverse[:, :, None], candidate, most)
         a, b = (h * y * level).sum(2), (h * level * level).sum(2)
         better = MARGIN * product.square() * b < a.square() * square
         product, square = torch.where(better, a, product), torch.where(better, b, square)
         low = torch.where(better, candidate, low)
     best_scale, best_zero = stored, zero
+    fine = ((stored == 0) | (stored >= 2.0**-13)).all(1, keepdim=True)  # of a column whose power of two may be the next
+    limit = torch.where(fine, 4.0, 2.0) if group_size else torch.inf
     least = (h * (y - nearest(y, -zero, most)).square()).sum(2)
     for _ in range(REFITS + 1):
         scale = product / square * stored
-        scale = scale.half().double() if group_size else scale
+        scale = scale.half().double() if group_size else _short(scale)
         u = (scale / stored)[:, :, None]
         level = nearest(y / u, low, most)
         error = (h * (y - level * u).square()).sum(2)
-        better = (error < least) & (scale < 2 if group_size else True)
+        better = (error < least) & (scale < limit)
         least = torch.where(better, error, least)
         best_scale = torch.where(better, torch.where(flip, -scale, scale), best_scale)
         best_zero = torch.where(better & asymmetric, -low, best_zero)
@@ -80,6 +82,11 @@ def grouped(values: Tensor, group_size: int) -> Tensor:
 def nearest(v: Tensor, low: Tensor, most: int) -> Tensor:
     """The nearest levels within ``low .. low + most``; nan stays."""
     return torch.round(torch.minimum(torch.maximum(v, low[:, :, None]), low[:, :, None] + most))
+
+
+def _short(scale: Tensor) -> Tensor:
+    """The first 16 bits of a float32, rounded."""
+    return ((scale.float().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32).double()
 
 
 def _rounded(
