@@ -9,16 +9,17 @@ namespace lowbit {
 namespace {
 
 py::tuple quantize_into(py::handle weight, py::handle packed, int64_t format, int64_t group_size, bool asymmetric,
-                        int64_t mapping) {
-  const TensorArgument from(weight, "quantize: weight");
+                        int64_t mapping, int64_t scale, py::handle importance) {
+  const TensorArgument from(weight, "quantize: weight"), weights = optional(importance, "quantize: importance");
   const TensorArgument to = output(packed, "quantize: packed");
   check((*from).rank == 2, ErrorKind::value, "quantize: weight must have shape [n, k], got ", shape_text(*from));
   const Distortion distortion = [&] {
     const py::gil_scoped_release nogil;
     return quantize(*from, *to,
-                    weight_spec("quantize", (*from).size(0), (*from).size(1), format, group_size, asymmetric), mapping);
+                    weight_spec("quantize", (*from).size(0), (*from).size(1), format, group_size, asymmetric), mapping,
+                    scale, *weights);
   }();
-  return py::make_tuple(distortion.signal, distortion.noise);
+  return py::make_tuple(distortion.signal, distortion.noise, distortion.absmax_noise);
 }
 
 void repack_into(py::handle packed, int64_t layout_, py::handle out, int64_t out_layout, int64_t n, int64_t k,
@@ -63,23 +64,27 @@ void register_quantize(py::module_& m) {
   m.attr("FORMATS") = numbered(kFormatNames);
   m.attr("FORMAT_FACTS") = facts_of_formats();
   m.attr("MAPPINGS") = numbered(kMappingNames);
+  m.attr("SCALE_CHOICES") = numbered(kScaleChoiceNames);
   m.attr("LAYOUTS") = numbered(kLayoutNames);
   m.attr("LAYOUT") = kLayoutNames[static_cast<int>(kKernelLayout)];
   m.attr("LAYOUT_VERSION") = kLayoutVersion;
   m.def("packed_shape", shape_of_packed, arg("layout"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), "Return the shape of the uint8 matrix that a weight is in this layout (``LAYOUTS``).");
   m.def("quantize", quantize_into, arg("weight"), arg("packed"), arg("format"), arg("group_size"), arg("asymmetric"),
-        arg("mapping"),
+        arg("mapping"), arg("scale") = 0, arg("importance") = py::none(),
         R"(Quantize ``weight`` into ``packed``.
 
 Args:
     weight: ``[n, k]`` float32, bfloat16 or float16, contiguous and finite.
     packed: uint8 of the ``packed_shape`` of ``LAYOUT``, written.
     format, group_size, asymmetric: ``FORMATS``; scales per ``group_size`` weights along k, 0 for per channel.
-    mapping: how scales are chosen (``MAPPINGS``).
+    mapping: how the range of a group becomes its scale (``MAPPINGS``).
+    scale: ``SCALE_CHOICES``. absmax: that scale; search: the one with the least error among it and others.
+    importance: float32 ``[k]``, finite and not negative: what a squared error at each k counts in a search.
 
 Returns:
-    (signal, noise): the sums of squares of the weight and of its error.)");
+    (signal, noise, absmax_noise): the sums of squares of the weight, of its error, and of what that is with absmax;
+    weighted by importance over a power of two, if given.)");
   m.def("repack", repack_into, arg("packed"), arg("layout"), arg("out"), arg("out_layout"), arg("n"), arg("k"),
         arg("format"), arg("group_size"), arg("asymmetric"),
         "Write a packed weight in another layout; codes, scales and zero points stay what they are, bit for bit.");

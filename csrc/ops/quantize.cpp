@@ -20,8 +20,9 @@ void check_matrix(std::string_view op, std::string_view name, const TensorView& 
 
 }  // namespace
 
-Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping) {
-  const Place place = place_of("quantize", {{"weight", weight}, {"packed", packed}});
+Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec, int64_t mapping,
+                    int64_t scale, const TensorView& importance) {
+  const Place place = place_of("quantize", {{"weight", weight}, {"packed", packed}, {"importance", importance}});
   check(is_activation(weight.dtype), type, "quantize: weight must be float32, bfloat16 or float16, got ",
         name_of(weight.dtype));
   check_matrix("quantize", "weight", weight, weight.dtype, spec.n, spec.k);
@@ -30,12 +31,30 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
         "quantize: mapping must be 0..", std::size(kMappingNames) - 1, ", got mapping=", mapping);
   check(is_float(spec.format) || (static_cast<Mapping>(mapping) == Mapping::asymmetric) == spec.asymmetric, value,
         "quantize: mapping ", kMappingNames[mapping], " does not go with asymmetric=", spec.asymmetric);
+  check(scale >= 0 && scale < static_cast<int64_t>(std::size(kScaleChoiceNames)), value, "quantize: scale must be 0..",
+        std::size(kScaleChoiceNames) - 1, ", got scale=", scale);
+  const ScaleChoice choice = static_cast<ScaleChoice>(scale);
+  check(choice == ScaleChoice::absmax || !is_float(spec.format), value, "quantize: a ", kFormatNames[static_cast<int>(spec.format)],
+        " weight has no scales to search for");
+  check(choice == ScaleChoice::absmax || static_cast<Mapping>(mapping) != Mapping::symmetric_no_clipping_err, value,
+        "quantize: mapping symmetric_no_clipping_err needs scale absmax: a searched scale may clip");
+  if (importance) {
+    check(choice == ScaleChoice::search, value, "quantize: importance needs scale search, got absmax");
+    check(importance.dtype == DType::float32, type, "quantize: importance must be float32, got ",
+          name_of(importance.dtype));
+    check(importance.rank == 1 && importance.size(0) == spec.k, value, "quantize: importance must have shape [", spec.k,
+          "], got ", shape_text(importance));
+    check(importance.is_contiguous(), value, "quantize: importance must be contiguous");
+    check(all_finite(importance), value, "quantize: importance must be finite, got inf or nan");
+  }
   check(all_finite(weight), value, "quantize: weight must be finite, got inf or nan");
   Distortion distortion;
   run(QuantizeArgs{.place = place,
                    .spec = spec,
                    .mapping = static_cast<Mapping>(mapping),
+                   .scale = choice,
                    .weight = weight,
+                   .importance = importance,
                    .packed = packed,
                    .distortion = &distortion});
   return distortion;

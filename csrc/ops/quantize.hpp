@@ -16,17 +16,28 @@ namespace lowbit {
 enum class Mapping : int { symmetric, symmetric_no_clipping_err, asymmetric };
 inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_clipping_err", "asymmetric"};
 
+// absmax: what the mapping says; search: of many scales and zero points of a group, that one among them, those with the
+// least noise (csrc/cpu/quantize/search.hpp).
+enum class ScaleChoice : int { absmax, search };
+inline constexpr std::string_view kScaleChoiceNames[] = {"absmax", "search"};
+
+// Sums of w * w, of (w - dequantized) squared, and of what that is with absmax; each times the importance of its k over
+// a power of two, where there is one.
 struct Distortion {
-  double signal = 0, noise = 0;  // sum of w * w, and of (w - dequantized) squared
+  double signal = 0, noise = 0, absmax_noise = 0;
 };
 
 struct QuantizeArgs {
   Place place{};
   WeightSpec spec;
   Mapping mapping = Mapping::symmetric;
+  ScaleChoice scale = ScaleChoice::absmax;
   TensorView weight;                // [n, k] float32, bfloat16 or float16, contiguous, finite
+  TensorView importance;            // float32 [k], contiguous, finite, not negative; or none: every k counts the same
   TensorView packed;                // uint8 [panels, panel_bytes], contiguous: written
   Distortion* distortion = nullptr;  // written
+
+  LOWBIT_INLINE bool searches() const { return scale == ScaleChoice::search; }
 };
 
 // A packed weight from one layout (formats/layout.hpp) to another.
@@ -53,8 +64,9 @@ struct AllFiniteArgs {
   bool* result = nullptr;
 };
 
+// mapping and scale are numbers of the lists above.
 LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packed, const WeightSpec& spec,
-                               int64_t mapping);
+                               int64_t mapping, int64_t scale = 0, const TensorView& importance = {});
 LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);

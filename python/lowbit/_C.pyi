@@ -60,6 +60,7 @@ FORMAT_FACTS: dict[str, _FormatFacts]
 X_FORMATS: dict[str, int]
 ACTIVATIONS: dict[str, int]
 MAPPINGS: dict[str, int]
+SCALE_CHOICES: dict[str, int]
 OPS: tuple[str, ...]
 OPTIM_RULES: dict[str, _Rule]
 OPTIM_HYPER: tuple[str, ...]
@@ -86,8 +87,15 @@ def last_kernel(op: str) -> str: ...
 def read_bandwidth(bytes: int, streams: int, threads: int, repeats: int = 1) -> float: ...
 def packed_shape(layout: int, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> tuple[int, int]: ...
 def quantize(
-    weight: _Tensor, packed: _Tensor, format: int, group_size: int, asymmetric: bool, mapping: int
-) -> tuple[float, float]: ...
+    weight: _Tensor,
+    packed: _Tensor,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    mapping: int,
+    scale: int = 0,
+    importance: _Tensor | None = None,
+) -> tuple[float, float, float]: ...
 def repack(
     packed: _Tensor,
     layout: int,

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
     from lowbit.formats import (
+        GPTQ,
+        HQQ,
         FloatWeightConfig,
         Int4WeightOnlyConfig,
         Int8DynamicActivationInt4WeightConfig,
@@ -56,16 +58,29 @@ if TYPE_CHECKING:
         int8_weight_only,
     )
     from lowbit.ops.linear import linear
-    from lowbit.quant import QuantizationReport, QuantLinear, dequantize_, fuse_gated_mlps, load, quantize_
+    from lowbit.quant import (
+        Calibration,
+        QuantizationReport,
+        QuantLinear,
+        calibrate,
+        dequantize_,
+        fuse_gated_mlps,
+        load,
+        quantize_,
+    )
 
 _HOME = {
     "quantize_": "lowbit.quant",
+    "calibrate": "lowbit.quant",
+    "Calibration": "lowbit.quant",
     "dequantize_": "lowbit.quant",
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
     "QuantizedKVCache": "lowbit.attention.kv_cache",
+    "GPTQ": "lowbit.formats",
+    "HQQ": "lowbit.formats",
     "Int8WeightOnlyConfig": "lowbit.formats",
     "Int4WeightOnlyConfig": "lowbit.formats",
     "Int8DynamicActivationInt8WeightConfig": "lowbit.formats",
@@ -102,7 +117,10 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Calibration",
     "FloatWeightConfig",
+    "GPTQ",
+    "HQQ",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -118,6 +136,7 @@ __all__ = [
     "__version__",
     "and_masks",
     "attention",
+    "calibrate",
     "create_block_mask",
     "create_mask",
     "dequantize_",

@@ -158,11 +158,19 @@ def serves(row: str, case: LinearCase) -> bool:
     return any(choice["chosen"] for choice in choices)
 
 
-def pack_weight(weight: Tensor, format: str, group_size: int = 0, mapping: str = "symmetric") -> Tensor:
+def pack_weight(
+    weight: Tensor,
+    format: str,
+    group_size: int = 0,
+    mapping: str = "symmetric",
+    scale: str = "absmax",
+    importance: Tensor | None = None,
+) -> Tensor:
     """Quantize ``[n, k]`` into a packed weight with the kernel."""
     asymmetric = mapping == "asymmetric"
     packed = empty_packed(*weight.shape, format, group_size, asymmetric)
-    _C.quantize(weight, packed, _C.FORMATS[format], group_size, asymmetric, _C.MAPPINGS[mapping])
+    choice = _C.MAPPINGS[mapping], _C.SCALE_CHOICES[scale]
+    _C.quantize(weight, packed, _C.FORMATS[format], group_size, asymmetric, *choice, importance)
     return packed
 
 

@@ -149,7 +149,7 @@ def test_torchaos_granularity_classes_are_understood_and_others_refused():
         (lowbit.Int8WeightOnlyConfig, {"version": 1}),
         (lowbit.Int4WeightOnlyConfig, {"version": 1}),
         (lowbit.Int4WeightOnlyConfig, {"int4_packing_format": "tile_packed_to_4d"}),
-        (lowbit.Int4WeightOnlyConfig, {"int4_choose_qparams_algorithm": "hqq"}),
+        (lowbit.Int4WeightOnlyConfig, {"int4_choose_qparams_algorithm": "awq"}),
         (lowbit.Int4WeightOnlyConfig, {"int4_tile_packed_ntile": 4}),
         (lowbit.Int8DynamicActivationInt8WeightConfig, {"version": 1}),
         (lowbit.Int8DynamicActivationInt8WeightConfig, {"weight_only_decode": True}),
@@ -160,6 +160,14 @@ def test_an_option_of_torchao_that_cannot_be_honoured_is_never_ignored(cls, opti
     ((name, value),) = option.items()
     with pytest.raises(ValueError, match=rf"{cls.function}: {name} must be .*, got {name}={value!r}"):
         cls(**option)
+
+
+@pytest.mark.parametrize("make", GROUPED)
+def test_scales_are_searched_for_in_4_bits_unless_nothing_may_clip(make):
+    four = "int4" in make.__name__
+    assert spec(make()).scale == spec(make(mapping_type="asymmetric")).scale == ("search" if four else "absmax")
+    assert spec(make(mapping_type="symmetric_no_clipping_err")).scale == "absmax"
+    assert spec(make(scale="absmax")).scale == "absmax" and spec(make(scale="search")).scale == "search"
 
 
 def test_set_inductor_config_is_accepted_because_both_values_mean_the_same_here():

@@ -31,13 +31,17 @@ def test_another_axis_is_refused(granularity):
         lowbit.Int8WeightOnlyConfig(granularity=granularity)
 
 
-def test_torchaos_default_of_the_algorithm_is_ours_and_hqq_is_refused():
+def test_torchaos_default_of_the_algorithm_is_ours_and_hqq_is_a_field_of_its_own():
     assert lowbit.Int4WeightOnlyConfig().int4_choose_qparams_algorithm == "tinygemm"
     assert lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="tinygemm") == lowbit.int4_weight_only()
-    with pytest.raises(
-        ValueError, match="int4_choose_qparams_algorithm must be 'tinygemm' .*, got int4_choose_qparams_algorithm='hqq'"
-    ):
-        lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq")
+    hqq = lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq")
+    assert spec_of(hqq) == spec_of(lowbit.int4_weight_only(algorithm=lowbit.HQQ()))
+    with pytest.raises(ValueError, match=r"int4_weight_only: int4_choose_qparams_algorithm 'hqq' is not GPTQ\("):
+        lowbit.Int4WeightOnlyConfig(int4_choose_qparams_algorithm="hqq", algorithm=lowbit.GPTQ())
+
+
+def spec_of(config: lowbit.formats.FormatConfig) -> LinearSpec:
+    return config.spec(torch.float32)
 
 
 def test_device_is_the_fourth_argument_as_in_torchao():
@@ -90,28 +94,28 @@ def test_torchaos_own_objects_are_read():
     cases = [
         (ao.Int8WeightOnlyConfig(), LinearSpec("int8")),
         (ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(64)), LinearSpec("int8", 64)),
-        (ao.Int4WeightOnlyConfig(), LinearSpec("int4", 128)),
-        (ao.Int4WeightOnlyConfig(group_size=32), LinearSpec("int4", 32)),
+        (ao.Int4WeightOnlyConfig(), LinearSpec("int4", 128, scale="absmax")),
+        (ao.Int4WeightOnlyConfig(group_size=32), LinearSpec("int4", 32, scale="absmax")),
         (ao.Int8DynamicActivationInt8WeightConfig(), LinearSpec("int8", x_format="int8_row")),
         (
             ao.Int8DynamicActivationInt8WeightConfig(granularity=[ao.PerRow(), ao.PerRow()]),
             LinearSpec("int8", x_format="int8_row"),
         ),
-        (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32)),
+        (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32, scale="absmax")),
         (ao.IntxWeightOnlyConfig(torch.int8), LinearSpec("int8")),
         (
             ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(64), ao.MappingType.ASYMMETRIC),
-            LinearSpec("int4", 64, True, mapping="asymmetric"),
+            LinearSpec("int4", 64, True, mapping="asymmetric", scale="absmax"),
         ),
         (
             ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(32)),
-            LinearSpec("int4", 32, x_format="int8_row_asymmetric"),
+            LinearSpec("int4", 32, x_format="int8_row_asymmetric", scale="absmax"),
         ),
         (
             ao.Int8DynamicActivationIntxWeightConfig(
                 torch.int4, ao.PerGroup(32), act_mapping_type=ao.MappingType.SYMMETRIC
             ),
-            LinearSpec("int4", 32, x_format="int8_group"),
+            LinearSpec("int4", 32, x_format="int8_group", scale="absmax"),
         ),
         (
             ao.Int8DynamicActivationIntxWeightConfig(

@@ -111,10 +111,19 @@ def test_extension_takes_numpy_arrays() -> None:
     (dict(mapping=7), ValueError, "quantize: mapping must be"),
     (dict(mapping=2), ValueError, "quantize: mapping asymmetric does not go with asymmetric"),
     (dict(group_size=100), ValueError, "quantize: group_size must be 32, 64, 128, 256 or 0"),
+    (dict(scale=2), ValueError, r"quantize: scale must be 0\.\.1, got scale=2"),
+    (dict(scale=1, mapping=1), ValueError, "quantize: mapping symmetric_no_clipping_err needs scale absmax"),
+    (dict(importance=torch.ones(K)), ValueError, "quantize: importance needs scale search, got absmax"),
+    (dict(scale=1, importance=torch.ones(K + 1)), ValueError, r"quantize: importance must have shape \[\d+\], got \[\d+\]"),
+    (dict(scale=1, importance=torch.ones(1, K)), ValueError, r"quantize: importance must have shape \[\d+\], got \[1, \d+\]"),
+    (dict(scale=1, importance=torch.ones(K).double()), TypeError, "quantize: importance must be float32, got "),
+    (dict(scale=1, importance=torch.ones(2 * K)[::2]), ValueError, "quantize: importance must be contiguous"),
+    (dict(scale=1, importance=torch.full((K,), torch.inf)), ValueError, "quantize: importance must be finite, got inf or nan"),
+    (dict(scale=1, weight=torch.full((N, K), torch.nan)), ValueError, "quantize: weight must be finite, got inf or nan"),
 ])  # fmt: skip
 def test_quantize_refuses_bad_input(changes: dict[str, Any], kind: type[Exception], text: str) -> None:
     packed = testing.empty_packed(N, K, "int4", GROUP)
     values = {"weight": torch.randn(N, K), "packed": packed, "format": INT4, "group_size": GROUP, "asymmetric": False,
               "mapping": 0, **changes}  # fmt: skip
     with pytest.raises(kind, match=text):
-        _C.quantize(*values.values())
+        _C.quantize(**values)

@@ -137,7 +137,8 @@ def test_every_available_row_of_quantize_writes_the_same_bytes() -> None:
 def test_quantize_reports_signal_and_noise() -> None:
     weight = torch.randn(40, 200)
     packed = testing.empty_packed(40, 200, "int4", 32)
-    signal, noise = _C.quantize(weight, packed, _C.FORMATS["int4"], 32, False, 0)
+    signal, noise, absmax_noise = _C.quantize(weight, packed, _C.FORMATS["int4"], 32, False, 0)
     decoded = layout.unpack(packed, 40, 200, "int4", 32, False).decode()
     assert signal == pytest.approx(float(weight.double().square().sum()), rel=1e-6)
     assert noise == pytest.approx(float((weight.double() - decoded).square().sum()), rel=1e-4)
+    assert absmax_noise == noise

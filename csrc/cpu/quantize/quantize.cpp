@@ -6,6 +6,7 @@
 #include "cpu/red_zones.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/panel.hpp"
+#include "cpu/quantize/search.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
@@ -22,12 +23,6 @@ struct PlainPanel {
   float* scale;    // [16][groups]
   float* zero;     // [16][groups]
 
-  // Scratch for `floats` floats and a panel.
-  static Arena memory(const WeightSpec& spec, int64_t floats) {
-    Arena counted;
-    counted.array<float>(floats), PlainPanel(spec, counted);
-    return {static_cast<char*>(scratch(Scratch::task, counted.bytes))};
-  }
   PlainPanel(const WeightSpec& spec, Arena& arena)
       : spec(spec), codes(arena.array<uint8_t>(16 * spec.padded_k())), scale(arena.array<float>(16 * spec.groups())),
         zero(arena.array<float>(16 * spec.groups())) {
@@ -54,7 +49,10 @@ LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t
     return;
   }
   float largest_scale = 0.0f;
-  for (int64_t g = 0; g < spec.groups(); g++) largest_scale = scale[g] > largest_scale ? scale[g] : largest_scale;
+  for (int64_t g = 0; g < spec.groups(); g++) {  // the search makes negative ones
+    const float size = __builtin_fabsf(scale[g]);
+    largest_scale = size > largest_scale ? size : largest_scale;
+  }
   const float factor = power_of_two_below(largest_scale), inverse = factor > 0.0f ? 1.0f / factor : 0.0f;
   uint16_t* group_scale = reinterpret_cast<uint16_t*>(panel + spec.group_scale_at());
   *column_scale = factor;
@@ -114,7 +112,8 @@ LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping)
       case Mapping::symmetric: break;
       case Mapping::symmetric_no_clipping_err:
         return -low / kHalf > high / (kHalf - 1) ? -low / kHalf : high / (kHalf - 1);
-      case Mapping::asymmetric: return (high - low) / kLevels;
+      case Mapping::asymmetric:  // a range may be wider than float32 goes
+        return high - low <= __FLT_MAX__ ? (high - low) / kLevels : high / kLevels - low / kLevels;
     }
   }
   return absmax / Codec::range;
@@ -127,37 +126,103 @@ LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, floa
   return zero > levels ? levels : zero;
 }
 
-// One row of the weight (one column of the panel), widened to float32 and padded with zeros.
+// One row of the weight (one column of the panel), widened to float32 and padded with zeros: scales as their groups'
+// ranges say, and as they are stored, and zero points.
 template <Format kFormat>
-LOWBIT_INLINE Distortion quantize_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
-                                         int64_t column, uint8_t* panel) {
+LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column,
+                                uint8_t* panel) {
   using Codec = codec_of<kFormat>;
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
-  float* scale = plain.scale + column * groups;
+  float *scale = plain.scale + column * groups, *zero = plain.zero + column * groups;
   auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
   for (int64_t g = 0; g < groups; g++) {
     scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping);
     if (!(scale[g] >= 0x1p-126f)) scale[g] = 0.0f;
   }
   store_scales(plain, column, panel);
+  for (int64_t g = 0; g < groups; g++)
+    zero[g] = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
+}
+
+// Rounds it. Errors count as much as the importance [padded_k] of their k says, all the same where there is none.
+template <Format kFormat>
+LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
+                                      const float* importance, int64_t column, uint8_t* panel) {
+  using Codec = codec_of<kFormat>;
+  const WeightSpec& spec = args.spec;
+  const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
   f32x16 signal = set1(0.0f), noise = set1(0.0f);
   for (int64_t g = 0; g < groups; g++) {
-    const float zero =
-        spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
-    const f32x16 divisor = set1(scale[g] > 0.0f ? scale[g] : 1.0f), z = set1(zero), s = set1(scale[g]);
-    plain.zero[column * groups + g] = zero;
-    for (int64_t i = g * group_k; i < g * group_k + length(g); i += 16) {
-      const f32x16 w = load(x + i);
+    const float scale = plain.scale[column * groups + g];
+    const f32x16 divisor = set1(scale != 0.0f ? scale : 1.0f), z = set1(plain.zero[column * groups + g]);
+    const int64_t end = smaller(padded, (g + 1) * group_k);
+    for (int64_t i = g * group_k; i < end; i += 16) {
+      const f32x16 w = load(x + i), h = importance ? load(importance + i) : set1(1.0f);
       const i32x16 code = Codec::nearest(add(div(w, divisor), z));
-      const f32x16 error = sub(w, mul(sub(Codec::level_of(code), z), s));
+      const f32x16 error = sub(w, mul(sub(Codec::level_of(code), z), set1(scale)));
       store_u8(plain.codes + column * padded + i, code);
-      signal = fma(w, w, signal);
-      noise = fma(error, error, noise);
+      signal = fma(mul(h, w), w, signal);
+      noise = fma(mul(h, error), error, noise);
     }
   }
   store_zeros_and_sum<kFormat>(plain, column, panel);
   return {total(signal), total(noise)};
+}
+
+// The importance of every k over the largest, and 0 for padding; null where none is given.
+LOWBIT_INLINE const float* relative_importance(const QuantizeArgs& args, float* out) {
+  if (!args.importance) return nullptr;
+  const int64_t k = args.spec.k, padded = args.spec.padded_k();
+  f32x16 most = set1(0x1p-126f);
+  for (int64_t i = 0; i < padded; i += 16) {
+    const f32x16 h = i < k ? load_as_float(args.importance.data, DType::float32, i, k - i) : set1(0.0f);
+    store(out + i, h), most = max(most, h);
+  }
+  const f32x16 inverse = set1(1.0f / power_of_two_below(largest(most)));
+  for (int64_t i = 0; i < padded; i += 16) store(out + i, mul(load(out + i), inverse));
+  return out;
+}
+
+// Scales and zero points of a panel, from rows [16][padded_k], where each group's were those of its range; returns the
+// noise that it would have had with those. y: memory of a group, [group_k][16].
+template <Format kFormat, bool kWeighted, bool kHalf>
+LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const float* rows,
+                                  const float* importance, float* y, const uint8_t* panel) {
+  const WeightSpec& spec = args.spec;
+  const int64_t groups = spec.groups(), padded = spec.padded_k();
+  double noise = 0;
+  alignas(64) float factor[16], limit[16], scale[16], zero[16], error[16];
+  for (int64_t column = 0; column < 16; column++) {
+    factor[column] = kHalf ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
+    bool fine = true;  // no scale lost a bit if the column's power of two were the next one
+    for (int64_t g = 0; g < groups; g++) {
+      const float part = plain.scale[column * groups + g];
+      fine &= part == 0.0f || part >= 0x1p-13f * factor[column];
+    }
+    limit[column] = !kHalf ? 0x1p127f : fine ? 4.0f : 2.0f;
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t begin = g * spec.group_k(), count = smaller(spec.group_k(), padded - begin);
+    for (int64_t column = 0; column < 16; column++) {
+      scale[column] = plain.scale[column * groups + g], zero[column] = plain.zero[column * groups + g];
+    }
+    const f32x16 absmax = load(scale), one = set1(1.0f), none = set1(0.0f),
+                 inverse = select(less(none, absmax), div(one, absmax), none),
+                 part = max(load(factor), set1(0x1p-126f));
+    for (int64_t i = 0; i < count; i += 16) transpose_16x16(rows + begin + i, padded, y + i * 16, 16);
+    for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
+    const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count};
+    const Choice choice = search<codec_of<kFormat>, kWeighted, kHalf>(group, spec.asymmetric, div(absmax, part),
+                                                                      load(zero), load(limit));
+    store(error, choice.absmax_error);
+    for (int64_t column = 0; column < 16; column++)
+      noise += static_cast<double>(error[column]) * scale[column] * scale[column];
+    store(scale, mul(choice.scale, load(factor))), store(zero, choice.zero);
+    for (int64_t column = 0; column < 16; column++)
+      plain.scale[column * groups + g] = scale[column], plain.zero[column * groups + g] = zero[column];
+  }
+  return noise;
 }
 
 template <Format kFormat>
@@ -181,22 +246,64 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
   return sums;
 }
 
+// What a task needs in scratch memory.
+struct PackMemory {
+  float* rows;        // [16][padded_k], or of one row where scales are not searched for
+  float* y;           // of a group
+  float* importance;  // [padded_k]
+  PlainPanel plain;
+
+  PackMemory(const QuantizeArgs& args, Arena& arena)
+      : rows(arena.array<float>((args.searches() ? 16 : 1) * args.spec.padded_k())),
+        y(arena.array<float>(args.searches() ? 16 * args.spec.group_k() : 0)),
+        importance(arena.array<float>(args.importance ? args.spec.padded_k() : 0)), plain(args.spec, arena) {}
+  static Arena arena(const QuantizeArgs& args) {
+    Arena counted;
+    PackMemory(args, counted);
+    return {static_cast<char*>(scratch(Scratch::task, counted.bytes))};
+  }
+};
+
+template <Format kFormat>
+LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PackMemory& memory, const float* importance,
+                                  const uint8_t* panel) {
+  auto run = [&]<bool kWeighted, bool kHalf>() {
+    return search_panel<kFormat, kWeighted, kHalf>(args, memory.plain, memory.rows, importance, memory.y, panel);
+  };
+  if (importance)
+    return args.spec.group_size ? run.template operator()<true, true>() : run.template operator()<true, false>();
+  return args.spec.group_size ? run.template operator()<false, true>() : run.template operator()<false, false>();
+}
+
 template <Format kFormat>
 Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t padded = spec.padded_k();
-  Arena arena = PlainPanel::memory(spec, padded);
-  float* x = arena.array<float>(padded);
-  const PlainPanel plain(spec, arena);
+  Arena arena = PackMemory::arena(args);
+  const PackMemory memory(args, arena);
+  const PlainPanel& plain = memory.plain;
+  const float* importance = relative_importance(args, memory.importance);
   Distortion sums;
+  auto finish = [&](int64_t column, const float* x) {
+    const Distortion of_column = round_column<kFormat>(args, plain, x, importance, column, panel);
+    sums.signal += of_column.signal, sums.noise += of_column.noise;
+  };
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
+    float* x = memory.rows + (args.searches() ? column * padded : 0);
     for (int64_t k = 0; k < padded; k += 16)
       store(x + k, row < spec.n && k < spec.k
                        ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k)
                        : set1(0.0f));
-    const Distortion column_sums = quantize_column<kFormat>(args, plain, x, column, panel);
-    sums.signal += column_sums.signal, sums.noise += column_sums.noise;
+    scale_column<kFormat>(args, plain, x, column, panel);
+    if (!args.searches()) finish(column, x);
+  }
+  if (args.searches()) {
+    sums.absmax_noise = search_panel<kFormat>(args, memory, importance, panel);
+    for (int64_t column = 0; column < 16; column++)
+      store_scales(plain, column, panel), finish(column, memory.rows + column * padded);
+  } else {
+    sums.absmax_noise = sums.noise;
   }
   interleave(plain, panel + spec.codes_at());
   return sums;
@@ -241,7 +348,8 @@ void run_quantize(const QuantizeArgs& args) {
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { sums[panel] = quantize_panel<kFormat>(args, panel); });
   *args.distortion = {};
   for (int64_t panel = 0; panel < panels; panel++)
-    args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise;
+    args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise,
+        args.distortion->absmax_noise += sums[panel].absmax_noise;
 }
 
 void run_dequantize(const DequantizeArgs& args) {

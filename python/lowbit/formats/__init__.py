@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FloatWeightConfig, float_weight
 from lowbit.formats.int4 import (
@@ -29,6 +30,8 @@ FORMATS: tuple[type[FormatConfig], ...] = (
 
 __all__ = [
     "FORMATS",
+    "GPTQ",
+    "HQQ",
     "FloatWeightConfig",
     "FormatConfig",
     "Int4WeightOnlyConfig",

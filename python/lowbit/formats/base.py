@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from lowbit import _C
+from lowbit.formats.algorithms import HQQ, Algorithm, algorithm_of
 from lowbit.formats.spec import LinearSpec
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -131,9 +133,33 @@ def require(function: str, argument: str, value: Any, only: Any, why: str) -> No
         raise ValueError(f"{function}: {argument} must be {only!r} ({why}), got {argument}={value!r}")
 
 
-def integer_spec(format: str, group_size: int, mapping: MappingType, x_format: str = "float") -> LinearSpec:
-    """Return the spec of an integer weight."""
-    return LinearSpec(format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value)
+def integer_spec(
+    format: str,
+    group_size: int,
+    mapping: MappingType,
+    x_format: str = "float",
+    *,
+    scale: str | None = None,
+    algorithm: Algorithm | None = None,
+) -> LinearSpec:
+    """Return the spec of an integer weight; HQQ makes it asymmetric."""
+    mapping = MappingType.ASYMMETRIC if isinstance(algorithm, HQQ) else mapping
+    return LinearSpec(
+        format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value, scale, algorithm
+    )
+
+
+def check_choice(function: str, mapping: MappingType, scale: str | None, algorithm: Algorithm | None = None) -> None:
+    """Check how scales are chosen, and codes found."""
+    if scale not in (None, *_C.SCALE_CHOICES):
+        names = ", ".join(map(repr, _C.SCALE_CHOICES))
+        raise ValueError(f"{function}: scale must be one of {names} or None, got scale={scale!r}")
+    if isinstance(algorithm_of(function, algorithm), HQQ):
+        require(function, "scale", scale, None, "HQQ takes the range of each group")
+        if mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+            raise ValueError(f"{function}: HQQ makes asymmetric weights, got mapping_type={mapping}")
+    if scale == "search" and mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+        raise ValueError(f"{function}: scale must be 'absmax' or None with {mapping}: a searched scale may clip")
 
 
 def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:

@@ -9,11 +9,13 @@ from typing import ClassVar
 
 import torch
 
+from lowbit.formats.algorithms import HQQ, Algorithm
 from lowbit.formats.base import (
     FormatConfig,
     MappingType,
     PerRow,
     act_mapping_of,
+    check_choice,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -32,12 +34,14 @@ class Int4WeightOnlyConfig(FormatConfig):
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         int4_packing_format: "plain"; the packed form is always lowbit's own.
-        int4_choose_qparams_algorithm: "tinygemm" (or torchao's enum): a scale comes from the range of its group, in the
-        way
-            that ``mapping_type`` says. torchao's "hqq", which searches for scales, is not here.
+        int4_choose_qparams_algorithm: torchao's, or its enum. "tinygemm": as ``mapping_type``, ``scale`` and ``algorithm``
+            say; "hqq": ``algorithm=lowbit.HQQ()``.
         int4_tile_packed_ntile: torchao's; 8.
         version: torchao's; 2.
         mapping_type: symmetric or asymmetric weights. Symmetric is the default here (torchao's tinygemm: asymmetric).
+        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range, as
+            torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
     """
 
     group_size: int | None = 128
@@ -48,32 +52,47 @@ class Int4WeightOnlyConfig(FormatConfig):
     version: int = 2
     _: KW_ONLY
     mapping_type: MappingType = MappingType.SYMMETRIC
+    scale: str | None = None
+    algorithm: Algorithm | None = None
     function: ClassVar[str] = "int4_weight_only"
 
     def __post_init__(self) -> None:
         packing = getattr(self.int4_packing_format, "value", self.int4_packing_format)
         require(self.function, "int4_packing_format", packing, "plain", "the packed form is lowbit's own")
         algorithm = getattr(self.int4_choose_qparams_algorithm, "value", self.int4_choose_qparams_algorithm)
-        why = "a scale comes from the range of its group"
-        require(self.function, "int4_choose_qparams_algorithm", algorithm, "tinygemm", why)
+        if algorithm not in ("tinygemm", "hqq"):
+            raise ValueError(
+                f"{self.function}: int4_choose_qparams_algorithm must be 'tinygemm' or 'hqq', got "
+                f"int4_choose_qparams_algorithm={algorithm!r}"
+            )
+        if algorithm == "hqq" and self.algorithm is None:
+            object.__setattr__(self, "algorithm", HQQ())
+        if algorithm == "hqq" and not isinstance(self.algorithm, HQQ):
+            raise ValueError(f"{self.function}: int4_choose_qparams_algorithm 'hqq' is not {self.algorithm}")
         require(self.function, "int4_tile_packed_ntile", self.int4_tile_packed_ntile, 8, "a CUDA layout's")
         require(self.function, "version", self.version, 2, "the only one")
         self.spec(torch.float32)
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         group_size = group_size_of(self.function, self.group_size)
-        return integer_spec("int4", group_size, mapping_of(self.function, "mapping_type", self.mapping_type))
+        mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
+        check_choice(self.function, mapping, self.scale, self.algorithm)
+        return integer_spec("int4", group_size, mapping, scale=self.scale, algorithm=self.algorithm)
 
 
 def int4_weight_only(
-    group_size: int | None = 128, *, mapping_type: MappingType = MappingType.SYMMETRIC
+    group_size: int | None = 128,
+    *,
+    mapping_type: MappingType = MappingType.SYMMETRIC,
+    scale: str | None = None,
+    algorithm: Algorithm | None = None,
 ) -> Int4WeightOnlyConfig:
     """Return the configuration of int4 weights in groups along k, or per output channel.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
-    return Int4WeightOnlyConfig(group_size, mapping_type=mapping_type)
+    return Int4WeightOnlyConfig(group_size, mapping_type=mapping_type, scale=scale, algorithm=algorithm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +107,9 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and
             weight group.
+        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range, as
+            torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
     """
 
     group_size: int | None = 32
@@ -96,6 +118,8 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
     act_mapping_type: MappingType = MappingType.SYMMETRIC
     set_inductor_config: bool = True
     act_granularity: PerRow | None = None
+    scale: str | None = None
+    algorithm: Algorithm | None = None
     function: ClassVar[str] = "int8_dynamic_activation_int4_weight"
 
     def __post_init__(self) -> None:
@@ -109,7 +133,9 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
             act_group = granularity_of(self.function, "act_granularity", self.act_granularity)
         else:
             act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
-        return integer_spec("int4", group_size, mapping, x_format_of(self.function, group_size, act_group, act_mapping))
+        check_choice(self.function, mapping, self.scale, self.algorithm)
+        x_format = x_format_of(self.function, group_size, act_group, act_mapping)
+        return integer_spec("int4", group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm)
 
 
 def int8_dynamic_activation_int4_weight(
@@ -117,6 +143,8 @@ def int8_dynamic_activation_int4_weight(
     *,
     mapping_type: MappingType = MappingType.SYMMETRIC,
     act_mapping_type: MappingType = MappingType.SYMMETRIC,
+    scale: str | None = None,
+    algorithm: Algorithm | None = None,
 ) -> Int8DynamicActivationInt4WeightConfig:
     """Return the configuration of int4 weights with int8 activations (W4A8).
 
@@ -124,5 +152,5 @@ def int8_dynamic_activation_int4_weight(
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
     """
     return Int8DynamicActivationInt4WeightConfig(
-        group_size, mapping_type=mapping_type, act_mapping_type=act_mapping_type
+        group_size, mapping_type=mapping_type, act_mapping_type=act_mapping_type, scale=scale, algorithm=algorithm
     )

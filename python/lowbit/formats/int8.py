@@ -16,6 +16,7 @@ from lowbit.formats.base import (
     PerGroup,
     PerRow,
     act_mapping_of,
+    check_choice,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -36,6 +37,7 @@ class Int8WeightOnlyConfig(FormatConfig):
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         version: torchao's; 2.
         mapping_type: symmetric or asymmetric weights.
+        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
     """
 
     group_size: int | None = None
@@ -44,11 +46,12 @@ class Int8WeightOnlyConfig(FormatConfig):
     version: int = 2
     _: KW_ONLY
     mapping_type: MappingType = MappingType.SYMMETRIC
+    scale: str | None = None
     function: ClassVar[str] = "int8_weight_only"
 
     def __post_init__(self) -> None:
         require(self.function, "version", self.version, 2, "the only one")
-        mapping_of(self.function, "mapping_type", self.mapping_type)
+        check_choice(self.function, mapping_of(self.function, "mapping_type", self.mapping_type), self.scale)
         group_size = group_size_of(self.function, self.group_size)
         granularity = granularity_of(self.function, "granularity", self.granularity)
         if group_size and granularity and group_size != granularity:
@@ -59,18 +62,22 @@ class Int8WeightOnlyConfig(FormatConfig):
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         group_size = self.group_size or granularity_of(self.function, "granularity", self.granularity)
-        return integer_spec("int8", group_size, mapping_of(self.function, "mapping_type", self.mapping_type))
+        mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
+        return integer_spec("int8", group_size, mapping, scale=self.scale)
 
 
 def int8_weight_only(
-    group_size: int | None = None, *, mapping_type: MappingType = MappingType.SYMMETRIC
+    group_size: int | None = None,
+    *,
+    mapping_type: MappingType = MappingType.SYMMETRIC,
+    scale: str | None = None,
 ) -> Int8WeightOnlyConfig:
     """Return the configuration of int8 weights, per output channel or in groups along k.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_weight_only())
     """
-    return Int8WeightOnlyConfig(group_size, mapping_type=mapping_type)
+    return Int8WeightOnlyConfig(group_size, mapping_type=mapping_type, scale=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
         version: torchao's; 2.
         reduce_range: False; the integer product is exact on every ISA, so nothing can saturate.
         mapping_type: symmetric or asymmetric weights.
+        scale: "absmax" takes the scale of each group's range, "search" the one with the least error; None is absmax.
     """
 
     act_mapping_type: MappingType = MappingType.SYMMETRIC
@@ -95,6 +103,7 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
     reduce_range: bool = False
     _: KW_ONLY
     mapping_type: MappingType = MappingType.SYMMETRIC
+    scale: str | None = None
     function: ClassVar[str] = "int8_dynamic_activation_int8_weight"
 
     def __post_init__(self) -> None:
@@ -110,7 +119,9 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
             raise ValueError(f"{self.function}: granularity must be one or a pair, got {len(pair)}")
         act_group, group_size = (granularity_of(self.function, "granularity", item) for item in pair)
         act_mapping = act_mapping_of(self.function, self.act_mapping_type)
-        return integer_spec("int8", group_size, mapping, x_format_of(self.function, group_size, act_group, act_mapping))
+        check_choice(self.function, mapping, self.scale)
+        x_format = x_format_of(self.function, group_size, act_group, act_mapping)
+        return integer_spec("int8", group_size, mapping, x_format, scale=self.scale)
 
 
 def int8_dynamic_activation_int8_weight(
@@ -118,6 +129,7 @@ def int8_dynamic_activation_int8_weight(
     *,
     act_mapping_type: MappingType = MappingType.SYMMETRIC,
     mapping_type: MappingType = MappingType.SYMMETRIC,
+    scale: str | None = None,
 ) -> Int8DynamicActivationInt8WeightConfig:
     """Return the configuration of int8 weights with int8 activations (W8A8).
 
@@ -130,5 +142,8 @@ def int8_dynamic_activation_int8_weight(
     weight = PerGroup(group_size) if group_size_of(function, group_size) else PerRow()
     act = weight if act_mapping_of(function, act_mapping_type) is MappingType.SYMMETRIC else PerRow()
     return Int8DynamicActivationInt8WeightConfig(
-        act_mapping_type, granularity=(act, weight) if act != weight else weight, mapping_type=mapping_type
+        act_mapping_type,
+        granularity=(act, weight) if act != weight else weight,
+        mapping_type=mapping_type,
+        scale=scale,
     )

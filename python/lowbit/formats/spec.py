@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowbit import _C
+from lowbit.formats.algorithms import Algorithm
 
 OpArgs = tuple[int, int, int, int, bool, int]
 """n, k, format, group_size, asymmetric, x_format: as torch.ops.lowbit.linear takes them."""
@@ -34,7 +35,12 @@ class LinearSpec:
         group_size: weights along k that share a scale; 0 is one scale per output channel.
         asymmetric: whether groups have a zero point.
         x_format: a name in ``_C.X_FORMATS``.
-        mapping: how scales are chosen, a name in ``_C.MAPPINGS``; used once, when the weight is packed.
+        mapping: how the range of a group becomes its scale, a name in ``_C.MAPPINGS``.
+        scale: "absmax" takes that scale, "search" the one with the least error (``_C.SCALE_CHOICES``). None is search
+            for integer formats of 4 bits or fewer, but for mapping "symmetric_no_clipping_err", which search may clip.
+        algorithm: how codes are found; None: each weight's nearest one.
+
+    The last three are used once, when the weight is packed.
     """
 
     format: str
@@ -42,6 +48,14 @@ class LinearSpec:
     asymmetric: bool = False
     x_format: str = "float"
     mapping: str = "symmetric"
+    scale: str | None = None
+    algorithm: Algorithm | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is None:
+            facts = _C.FORMAT_FACTS[self.format]
+            searched = facts["kind"] == "integer" and facts["bits"] <= 4 and self.mapping != "symmetric_no_clipping_err"
+            object.__setattr__(self, "scale", "search" if searched else "absmax")
 
     @property
     def is_float(self) -> bool:

@@ -94,7 +94,8 @@ INSTEAD = {
 
 
 def from_torchao(config: Any) -> Any:
-    """Return our configuration for an object of torchao's, and anything else as it is.
+    """Return our configuration for an object of torchao's, and anything else as it is. Scales are torchao's: those of
+    the range of each group.
 
     Raises:
         TypeError: torchao's object asks for what is not here; says what to take instead.
@@ -122,7 +123,10 @@ def _same_fields(config: Any, cls: type[FormatConfig]) -> FormatConfig:
     for field in fields(config):
         if field.name not in ours:
             require(cls.function, field.name, getattr(config, field.name), field.default, "the only one")
-    return cls(**{field.name: getattr(config, field.name) for field in fields(config) if field.name in ours})
+    given = {field.name: getattr(config, field.name) for field in fields(config) if field.name in ours}
+    algorithm = given.get("int4_choose_qparams_algorithm")
+    hqq = getattr(algorithm, "value", algorithm) == "hqq"
+    return cls(**given, scale=None if hqq else "absmax")
 
 
 def _dynamic_intx(config: Any) -> FormatConfig:
@@ -130,17 +134,18 @@ def _dynamic_intx(config: Any) -> FormatConfig:
     mapping = mapping_of("quantize_", "weight_mapping_type", config.weight_mapping_type)
     if bits == 4:
         return Int8DynamicActivationInt4WeightConfig(
-            group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type)
+            group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type), scale="absmax"
         )
     return int8_dynamic_activation_int8_weight(
-        group_size, act_mapping_type=_ours(config.act_mapping_type), mapping_type=mapping
+        group_size, act_mapping_type=_ours(config.act_mapping_type), mapping_type=mapping, scale="absmax"
     )
 
 
 def _intx(config: Any) -> FormatConfig:
     bits, group_size = _bits_and_group("IntxWeightOnlyConfig", config, "granularity")
     cls = Int4WeightOnlyConfig if bits == 4 else Int8WeightOnlyConfig
-    return cls(group_size, mapping_type=mapping_of("quantize_", "mapping_type", config.mapping_type))
+    mapping = mapping_of("quantize_", "mapping_type", config.mapping_type)
+    return cls(group_size, mapping_type=mapping, scale="absmax")
 
 
 def _bits_and_group(name: str, config: Any, granularity: str) -> tuple[int, int | None]:
@@ -155,7 +160,7 @@ def _bits_and_group(name: str, config: Any, granularity: str) -> tuple[int, int 
         "intx_choose_qparams_algorithm",
         getattr(algorithm, "value", algorithm),
         "affine",
-        "scales are not searched for",
+        "algorithm=lowbit.HQQ() of lowbit's own configurations is its asymmetric one",
     )
     return bits, granularity_of("quantize_", granularity, getattr(config, granularity)) or None
 

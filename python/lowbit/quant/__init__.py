@@ -5,6 +5,7 @@ peft."""
 from __future__ import annotations
 
 from lowbit.quant.adapters import watch_for_peft
+from lowbit.quant.calibration import Calibration, InputMoments, calibrate
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
 from lowbit.quant.layout import repack
@@ -14,10 +15,13 @@ from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
 
 __all__ = [
+    "Calibration",
     "FloatWeight",
+    "InputMoments",
     "QuantLinear",
     "QuantizationReport",
     "ReportRow",
+    "calibrate",
     "dequantize_",
     "fuse_gated_mlps",
     "load",

@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.quant.quant_linear import QuantLinear, pack_weight
+from lowbit.quant.packing import pack_weight
+from lowbit.quant.quant_linear import QuantLinear
 
 _DISPATCH = "peft.tuners.lora.model"
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
-from lowbit.quant.layout import into_kernel_layout, numbers_of, repack_weight
+from lowbit.quant.layout import into_kernel_layout, numbers_of
 from lowbit.quant.linear_layers import features_of
-from lowbit.reference import layout as row_layout
-from lowbit.reference.quantize import QuantizedWeight
+from lowbit.quant.packing import all_finite, pack_codes, pack_weight, unpack_codes
 
 
 class QuantLinear(nn.Linear):
@@ -82,7 +81,7 @@ class QuantLinear(nn.Linear):
         weight = module.weight
         if weight.device.type != "meta" and not all_finite(weight):
             raise ValueError(f"from_linear: weight{f' of {name}' if name else ''} must be finite, got inf or nan")
-        packed, _, _ = pack_weight(weight, spec)
+        packed, _ = pack_weight(weight, spec)
         return cls.from_packed(packed, module.out_features, module.in_features, spec, module.bias).train(
             module.training
         )
@@ -118,20 +117,15 @@ class QuantLinear(nn.Linear):
             ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite in
                 what they are stored as (float32 per row times float16 per group; float16).
         """
-        n, k = codes.shape
         _check_plain(codes, scale, zero, spec)
-        rows = row_layout.row_major(QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size))
-        return cls.from_packed(repack_weight(rows, StoredWeight(spec, n, k, "row-major")), n, k, spec, bias)
+        return cls.from_packed(pack_codes(codes, scale, zero, spec), *codes.shape, spec, bias)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code -
         zero)``."""
-        spec, n, k = self.spec, self.out_features, self.in_features
-        if spec.is_float:
-            raise ValueError(f"unpack: a {spec.format} weight has no codes")
-        rows = repack_weight(self.weight.detach(), StoredWeight(spec, n, k, _C.LAYOUT), "row-major")
-        plain = row_layout.from_row_major(rows, k, spec.format, spec.group_size, spec.asymmetric)
-        return plain.codes, plain.scale, plain.zero_or_symmetric
+        if self.spec.is_float:
+            raise ValueError(f"unpack: a {self.spec.format} weight has no codes")
+        return unpack_codes(self.weight.detach(), self.out_features, self.in_features, self.spec)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[n, k]`` as float."""
@@ -209,27 +203,6 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
     for (name, *_), tensor in zip(parts[1:], stored, strict=True):
         if tensor is not None and not tensor.is_meta and not tensor.isfinite().all():
             raise ValueError(f"pack: {name} must be finite, got inf or nan")
-
-
-def all_finite(weight: Tensor) -> bool:
-    """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
-    weight = weight.detach()
-    return _C.all_finite(weight.contiguous()) if devices.has_kernels(weight.device) else bool(weight.isfinite().all())
-
-
-def pack_weight(weight: Tensor, spec: LinearSpec) -> tuple[nn.Parameter, float, float]:
-    """Pack a float weight ``[n, k]``; return it with the sums of squares of the weight and of its error (nan on
-    meta)."""
-    n, k = weight.shape
-    packed = torch.zeros(
-        spec.shape(n, k), dtype=torch.uint8, device=weight.device
-    )  # padding too: files are reproducible
-    signal = noise = float("nan")
-    if weight.device.type != "meta":
-        _, _, format, group_size, asymmetric = spec.weight_args(n, k)
-        mapping = _C.MAPPINGS[spec.mapping]
-        signal, noise = _C.quantize(weight.detach().contiguous(), packed, format, group_size, asymmetric, mapping)
-    return nn.Parameter(packed, requires_grad=False), signal, noise
 
 
 def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from lowbit import devices
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
+from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_linear import pack_weight, quantize_in_place
+from lowbit.quant.packing import pack_weight
+from lowbit.quant.quant_linear import quantize_in_place
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
-from lowbit.quant.select import FilterFn, Selected, Skipped, select
+from lowbit.quant.select import FilterFn, Selected, Skipped, check_calibration, inputs_of, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
@@ -32,6 +35,7 @@ def quantize_(
     device: torch.device | str | None = None,
     *,
     strict: bool = False,
+    calibration: Calibration | None = None,
 ) -> QuantizationReport:
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
@@ -51,6 +55,8 @@ def quantize_(
             whose weight no other module uses; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
+        calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations whose
+            scales are searched for (int4 by default), and for `GPTQ`.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
@@ -58,7 +64,8 @@ def quantize_(
     Raises:
         TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than
             nn.Linear, or a weight is not float32, bfloat16 or float16.
-        ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict.
+        ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict;
+            calibration has not seen a layer, is not used by the configuration, or GPTQ lacks it.
 
     Example:
         >>> report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
@@ -66,10 +73,11 @@ def quantize_(
     config = _check_arguments(model, config)
     device = _cpu_or_none(device)
     selected, skipped = select(model, config, filter_fn, device, strict)
+    check_calibration(calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=_bytes(model))
     rows = {}
     for group in _progress(_by_weight(selected), report):
-        for name, row in _quantize_group(group, device):
+        for name, row in _quantize_group(group, device, calibration):
             rows[name] = row
     rows |= {item.name: _skipped_row(item) for item in skipped}
     report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
@@ -124,7 +132,9 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
     return tqdm(groups, desc="quantize_", unit="layer")
 
 
-def _quantize_group(group: list[Selected], device: torch.device | None) -> Iterator[tuple[str, ReportRow]]:
+def _quantize_group(
+    group: list[Selected], device: torch.device | None, calibration: Calibration | None
+) -> Iterator[tuple[str, ReportRow]]:
     """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner
     here."""
     first = group[0]
@@ -134,10 +144,10 @@ def _quantize_group(group: list[Selected], device: torch.device | None) -> Itera
         weight = weight.detach().to(device)
         for item in group:
             _move_bias(item.module, device)
-    packed, signal, noise = pack_weight(weight, first.spec)
-    error_db = 10 * math.log10(signal / noise) if noise else math.inf
+    packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration))
+    plain = first.spec.scale == "absmax" and first.spec.algorithm is None
     for item in group:
-        quantize_in_place(item.module, packed, item.spec)
+        quantize_in_place(item.module, packed, replace(item.spec, algorithm=None))
         owner = item is first
         note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
         if not owner:
@@ -145,7 +155,15 @@ def _quantize_group(group: list[Selected], device: torch.device | None) -> Itera
         yield (
             item.name,
             ReportRow(
-                item.name, item.spec.name, shape, before * owner, packed.nbytes * owner, error_db, item.kernel, note
+                item.name,
+                item.spec.name,
+                shape,
+                before * owner,
+                packed.nbytes * owner,
+                distortion.db,
+                item.kernel,
+                note,
+                math.nan if plain else distortion.absmax_db,
             ),
         )
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "kernel", "note")
+COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "absmax dB", "kernel", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,12 @@ class ReportRow:
         shape: (n, k), the weight's rows and columns.
         bytes_before, bytes_after: of the weight; 0 where another row already counts a shared one.
         error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta
-            device).
+            device). With a calibration each square counts as much as the mean square of its input; with GPTQ it is that
+            of the layer's outputs.
         kernel: the row that will serve it with activations of the weight's dtype; two where one token takes another
             row.
         note: why it was skipped, or what else happened.
+        absmax_db: the error dB with the scales of the groups' ranges, where others were chosen; else nan.
     """
 
     layer: str
@@ -35,6 +37,7 @@ class ReportRow:
     error_db: float = math.nan
     kernel: str = ""
     note: str = ""
+    absmax_db: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class QuantizationReport:
         table = [COLUMNS, *map(_cells, self.rows)]
         used = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in table[1:])]
         width = {i: max(len(cells[i]) for cells in table) for i in used}
-        right = {3, 4, 5}
+        right = {3, 4, 5, 6}
         return [
             "  ".join(cells[i].rjust(width[i]) if i in right else cells[i].ljust(width[i]) for i in used).rstrip()
             for cells in table
@@ -163,10 +166,15 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
         f"{row.shape[0]}x{row.shape[1]}",
         _size(row.bytes_before),
         _size(row.bytes_after),
-        "" if math.isnan(row.error_db) else "exact" if math.isinf(row.error_db) else f"{row.error_db:.1f}",
+        _decibels(row.error_db),
+        _decibels(row.absmax_db),
         row.kernel,
         row.note,
     )
+
+
+def _decibels(value: float) -> str:
+    return "" if math.isnan(value) else "exact" if math.isinf(value) else f"{value:.1f}"
 
 
 def _change(before: int, after: int) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +16,16 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowbit import _C, devices
+from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
+from lowbit.quant.calibration import Calibration, InputMoments
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear, matrix_of
-from lowbit.quant.quant_linear import QuantLinear, all_finite
+from lowbit.quant.packing import all_finite
+from lowbit.quant.quant_linear import QuantLinear
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -190,6 +195,38 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
             raise ValueError(
                 f"quantize_: weight of {_label(name)} must be within +-{most:g} for {spec.format}, got {largest:g}"
             )
+
+
+def check_calibration(calibration: Any, config: FormatConfig, selected: list[Selected]) -> None:
+    """Raise unless ``calibration`` is what the configuration needs, and has seen every layer."""
+    real = [item for item in selected if item.module.weight.device.type != "meta"]
+    gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
+    if calibration is None:
+        if gptq:
+            raise ValueError("quantize_: GPTQ needs calibration=lowbit.calibrate(model, batches, hessian=True)")
+        return
+    if not isinstance(calibration, Calibration):
+        raise TypeError(f"quantize_: calibration must be of lowbit.calibrate, got {type(calibration).__name__}")
+    unused = [item for item in selected if item.spec.scale != "search" or item.spec.algorithm is not None]
+    if unused and not gptq:
+        raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
+    unseen = [_label(item.name) for item in selected if item.name not in calibration.layers]
+    if unseen:
+        raise ValueError(f"quantize_: calibration must have seen every layer, got none of {', '.join(unseen)}")
+    for item in selected:
+        inputs, k = calibration.layers[item.name], features_of(item.module)[1]
+        if len(inputs.squares) != k:
+            raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {len(inputs.squares)}")
+        if gptq and inputs.products is None:
+            raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
+
+
+def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMoments | None:
+    """What the layers that share a weight were given, together."""
+    if calibration is None:
+        return None
+    first, *others = (calibration.layers[item.name] for item in group)
+    return functools.reduce(operator.add, others, first)
 
 
 def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor) -> str:

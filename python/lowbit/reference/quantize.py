@@ -102,7 +102,8 @@ def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor
     if mapping == "symmetric_no_clipping_err":
         return torch.maximum(-low / half, high / (half - 1))
     if mapping == "asymmetric":
-        return (high - low) / (2 * half - 1)
+        span, most = high - low, 2 * half - 1
+        return torch.where(span.isfinite(), span / most, high / most - low / most)
     raise ValueError(f"quantize: unknown mapping {mapping!r}")
 
 

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the linear layers of a model are given: the second moments of their inputs, by which errors of a weight count.
+
+An error e of a weight [n, k] changes the layer's output by x e^T, whose mean square is e^T H e with H = mean of x x^T.
+The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; the whole
+of it is what GPTQ needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.quant.linear_layers import features_of, is_linear
+
+VERSION = 1
+PROGRESS_AFTER_S = 2.0
+
+
+@dataclass(slots=True)
+class InputMoments:
+    """Sums over the rows that a layer was given.
+
+    Args:
+        rows: how many.
+        squares: float64 ``[k]``, the sum of x^2.
+        products: float32 ``[k, k]``, the sum of x x^T; None where it was not asked for.
+    """
+
+    rows: int
+    squares: Tensor
+    products: Tensor | None = None
+
+    @property
+    def importance(self) -> Tensor:
+        """The mean of x^2, float32 ``[k]``."""
+        return (self.squares / max(self.rows, 1)).float()
+
+    @property
+    def hessian(self) -> Tensor | None:
+        """The mean of x x^T, float32 ``[k, k]``."""
+        return None if self.products is None else self.products / max(self.rows, 1)
+
+    def add(self, x: Tensor) -> None:
+        """Count the rows of ``x [..., k]``."""
+        rows = x.detach().reshape(-1, len(self.squares)).float()
+        self.rows += len(rows)
+        self.squares += rows.square().sum(0, dtype=torch.float64)
+        if self.products is not None:
+            self.products.addmm_(rows.T, rows)
+
+    def __add__(self, other: InputMoments) -> InputMoments:
+        """Return the sums over the rows of both."""
+        both = None if self.products is None or other.products is None else self.products + other.products
+        return InputMoments(self.rows + other.rows, self.squares + other.squares, both)
+
+
+@dataclass(slots=True)
+class Calibration:
+    """What ``calibrate`` saw, for ``quantize_(model, config, calibration=...)``.
+
+    Args:
+        layers: moments by the qualified name of each linear layer that was called.
+        uncalled: names of those that were not.
+    """
+
+    layers: dict[str, InputMoments] = field(default_factory=dict)
+    uncalled: tuple[str, ...] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, which holds tensors and plain values alone."""
+        layers = {name: (layer.rows, layer.squares, layer.products) for name, layer in self.layers.items()}
+        torch.save({"lowbit_calibration": VERSION, "layers": layers, "uncalled": list(self.uncalled)}, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ValueError: it is another file, or of a version that is not here.
+        """
+        held = torch.load(path, weights_only=True, map_location="cpu")
+        version = held.get("lowbit_calibration") if isinstance(held, dict) else None
+        if version != VERSION:
+            raise ValueError(f"Calibration.load: {path} must be a calibration of version {VERSION}, got {version}")
+        return cls({name: InputMoments(*layer) for name, layer in held["layers"].items()}, tuple(held["uncalled"]))
+
+    def __repr__(self) -> str:
+        rows = [layer.rows for layer in self.layers.values()]
+        seen = f"{len(rows)} layers, {min(rows)} to {max(rows)} rows" if rows else "no layers"
+        hessian = ", with hessians" if any(layer.products is not None for layer in self.layers.values()) else ""
+        missed = f", {len(self.uncalled)} never called" if self.uncalled else ""
+        return f"Calibration({seen}{hessian}{missed})"
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    hessian: bool = False,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> Calibration:
+    """Run ``model`` on ``batches`` and return what its linear layers were given.
+
+    The model runs in evaluation mode without gradients, and is as it was afterwards. A few dozen inputs like those of
+    use are enough.
+
+    Args:
+        model: in float; layers that are quantized are counted too.
+        batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping the
+            keyword ones.
+        hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
+        filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
+
+    Raises:
+        TypeError: model is no module, or batches is one input and no iterable of inputs.
+        ValueError: there was no batch, or no linear layer was called; a layer was given inf or nan (says which).
+
+    Example:
+        >>> calibration = lowbit.calibrate(model, batches)
+        >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32), calibration=calibration)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"calibrate: model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: batches must be an iterable of inputs, got {type(batches).__name__}; [x] is one")
+    moments: dict[str, InputMoments] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if is_linear(module) and (filter_fn is None or filter_fn(module, name)):
+            k = features_of(module)[1]
+            products = torch.zeros(k, k) if hessian else None
+            moments[name] = InputMoments(0, torch.zeros(k, dtype=torch.float64), products)
+            handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
+    training = [(module, module.training) for module in model.modules()]
+    count = 0
+    try:
+        model.eval()
+        for batch in _progress(batches):
+            _call(model, batch)
+            count += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training:
+            module.training = flag
+    called = {name: layer for name, layer in moments.items() if layer.rows}
+    if not called:
+        raise ValueError(f"calibrate: a linear layer must be called, got {count} batches and none of {len(moments)} was")
+    for name, layer in called.items():
+        if not layer.importance.isfinite().all():
+            raise ValueError(f"calibrate: inputs of {name or 'the model itself'} must be finite, got inf or nan")
+    return Calibration(called, tuple(name for name in moments if name not in called))
+
+
+def _counting(moments: InputMoments) -> Callable[..., None]:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        moments.add(x.to(moments.squares.device))
+
+    return count
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _progress(batches: Iterable[Any]) -> Iterable[Any]:
+    """A bar once it takes long, where tqdm is there."""
+    try:
+        from tqdm.auto import tqdm
+    except ModuleNotFoundError:
+        return batches
+    return tqdm(batches, desc="calibrate", unit="batch", delay=PROGRESS_AFTER_S)

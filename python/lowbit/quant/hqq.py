@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HQQ (Badri and Shaji, half-quadratic quantization, 2023): zero points that make the error of a group sparse.
+
+Minimize |w - s (q - z)|^p over real z, p < 1, for the scale s of the group's range: with a sparse error e in between,
+    e = shrink(w - s (q - z));    z = mean(q - (w - e) / s);    penalty *= kappa
+where shrink(d) = sign(d) max(0, |d| - |d|^(p - 1) / penalty).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.algorithms import HQQ
+from lowbit.reference.quantize import SMALLEST, split_scale
+from lowbit.reference.search import grouped
+
+FAR = 64  # ranges further than this many of their spans from 0 are widened to it: float16 holds zero points to 2048
+
+
+def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes uint8 ``[n, k]``, and the scales and real zero points ``[n, groups]`` that they go with.
+
+    Args:
+        weight: float32 ``[n, k]``.
+        group_size: of the scales, 0: one group.
+        code_max: the largest code.
+        options: iterations and penalty.
+    """
+    n, k = weight.shape
+    w = grouped(weight, group_size)
+    inside = grouped(torch.ones(1, k), group_size)
+    count = inside.sum(2)
+    low, high = torch.where(inside > 0, w, torch.inf).amin(2), torch.where(inside > 0, w, -torch.inf).amax(2)
+    far = torch.maximum(low, -high) > FAR * (high - low)
+    low, high = torch.where(far, low.clamp(max=0), low), torch.where(far, high.clamp(min=0), high)
+    ideal = high / code_max - low / code_max
+    column, half = split_scale(torch.where(ideal >= SMALLEST, ideal, 0), group_size)
+    scale = column[:, None] if half is None else column[:, None] * half.float()
+    s = torch.where(scale != 0, scale, 1)[:, :, None]
+    z = (-low / s[:, :, 0]).half().float()
+    best_zero, best = z, torch.zeros_like(w)
+    least, penalty = torch.full_like(z, torch.inf), options.beta
+    for _ in range(options.iterations):
+        codes = torch.round(w / s + z[:, :, None]).clamp(0, code_max)
+        error = w - s * (codes - z[:, :, None])
+        size = (error.abs() * inside).sum(2)
+        better = size < least
+        best, best_zero = torch.where(better[:, :, None], codes, best), torch.where(better, z, best_zero)
+        least = torch.where(better, size, least)
+        if not better.any():
+            break
+        small = error.abs().clamp(min=1e-12)
+        sparse = error.sign() * (small - small.pow(options.p - 1) / penalty).clamp(min=0)
+        moved = ((codes - (w - sparse) / s) * inside).sum(2) / count
+        z, penalty = moved.half().float(), penalty * options.kappa
+    return best.byte().flatten(1)[:, :k].contiguous(), scale, best_zero

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float weights and plain codes to packed weights, and back to codes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import _C, devices
+from lowbit.formats.algorithms import GPTQ, HQQ
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.calibration import InputMoments
+from lowbit.quant.gptq import gptq
+from lowbit.quant.hqq import hqq
+from lowbit.quant.layout import repack_weight
+from lowbit.reference import layout as row_layout
+from lowbit.reference.quantize import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Distortion:
+    """Sums of squares of a weight, of its error, and of the error with the scales of its groups' ranges (absmax).
+
+    Weighed by the inputs of the layer where they are known: by the mean of x^2, or for GPTQ by that of x x^T. nan on
+    the meta device.
+    """
+
+    signal: float = math.nan
+    noise: float = math.nan
+    absmax_noise: float = math.nan
+
+    @property
+    def db(self) -> float:
+        """10 log10(signal / noise); inf is exact."""
+        return _db(self.signal, self.noise)
+
+    @property
+    def absmax_db(self) -> float:
+        """What it would be with absmax."""
+        return _db(self.signal, self.absmax_noise)
+
+
+def _db(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
+def all_finite(weight: Tensor) -> bool:
+    """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
+    weight = weight.detach()
+    return _C.all_finite(weight.contiguous()) if devices.has_kernels(weight.device) else bool(weight.isfinite().all())
+
+
+def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> Tensor:
+    """Pack plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32; zero is None when symmetric."""
+    rows = row_layout.row_major(QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size))
+    return repack_weight(rows, StoredWeight(spec, *codes.shape, "row-major"))
+
+
+def unpack_codes(packed: Tensor, n: int, k: int, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice."""
+    rows = repack_weight(packed, StoredWeight(spec, n, k, _C.LAYOUT), "row-major")
+    plain = row_layout.from_row_major(rows, k, spec.format, spec.group_size, spec.asymmetric)
+    return plain.codes, plain.scale, plain.zero_or_symmetric
+
+
+def pack_weight(
+    weight: Tensor, spec: LinearSpec, inputs: InputMoments | None = None
+) -> tuple[nn.Parameter, Distortion]:
+    """Pack a float weight ``[n, k]``, as ``spec`` says; ``inputs`` are those of its layer, with which errors count.
+
+    Raises:
+        ValueError: GPTQ without the hessian of the inputs.
+    """
+    weight = weight.detach()
+    if weight.device.type == "meta" or spec.algorithm is None:
+        packed, distortion = _pack_nearest(weight, spec, inputs.importance if inputs is not None else None)
+    elif isinstance(spec.algorithm, GPTQ) and (inputs is None or inputs.products is None):
+        raise ValueError("pack_weight: GPTQ needs the mean of x x^T: lowbit.calibrate(model, batches, hessian=True)")
+    else:
+        packed, distortion = _pack_by_algorithm(weight.cpu().float(), spec, inputs)
+    return nn.Parameter(packed.to(weight.device), requires_grad=False), distortion
+
+
+def _pack_nearest(weight: Tensor, spec: LinearSpec, importance: Tensor | None) -> tuple[Tensor, Distortion]:
+    n, k = weight.shape
+    packed = torch.zeros(
+        spec.shape(n, k), dtype=torch.uint8, device=weight.device
+    )  # padding too: files are reproducible
+    if weight.device.type == "meta":
+        return packed, Distortion()
+    _, _, format, group_size, asymmetric = spec.weight_args(n, k)
+    choice = _C.MAPPINGS[spec.mapping], _C.SCALE_CHOICES[spec.scale]
+    if importance is not None:
+        importance = importance.to(weight.device)
+    sums = _C.quantize(weight.contiguous(), packed, format, group_size, asymmetric, *choice, importance)
+    return packed, Distortion(*sums)
+
+
+def _pack_by_algorithm(weight: Tensor, spec: LinearSpec, inputs: InputMoments | None) -> tuple[Tensor, Distortion]:
+    n, k = weight.shape
+    code_max = _C.FORMAT_FACTS[spec.format]["code_max"]
+
+    def scales(part: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+        searched = importance if spec.scale == "search" else None
+        return unpack_codes(_pack_nearest(part, spec, searched)[0], *part.shape, spec)[1:]
+
+    hessian = None
+    if isinstance(spec.algorithm, HQQ):
+        codes, scale, zero = hqq(weight, spec.group_size, code_max, spec.algorithm)
+    else:
+        hessian = inputs.hessian
+        codes, scale, zero = gptq(weight, hessian, spec.group_size, code_max, spec.algorithm, scales)
+    packed = pack_codes(codes, scale, zero if spec.asymmetric else None, spec)
+    absmax = _pack_nearest(weight, replace(spec, scale="absmax", algorithm=None), None)[0]
+    errors = [weight - _decode(of, n, k, spec) for of in (packed, absmax)]
+    return packed, Distortion(*(_square(matrix, hessian) for matrix in (weight, *errors)))
+
+
+def _decode(packed: Tensor, n: int, k: int, spec: LinearSpec) -> Tensor:
+    return torch.ops.lowbit.dequantize(packed, *spec.weight_args(n, k))
+
+
+def _square(matrix: Tensor, hessian: Tensor | None) -> float:
+    """The sum over rows r of r H r^T, of r r^T without a hessian."""
+    return float((matrix * (matrix if hessian is None else matrix @ hessian)).sum(dtype=torch.float64))

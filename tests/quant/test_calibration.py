@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""calibrate: the moments of what layers were given, any kind of batch, errors that name the layer; what quantize_ makes
+of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+
+
+class TwoInputs(nn.Module):
+    """One layer that only `y` reaches, one that nothing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(40, 8), nn.Linear(24, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.first(x)
+        return out if y is None else out + self.second(input=y)
+
+
+def output_error(model: nn.Module, quantized: nn.Module, x: torch.Tensor) -> float:
+    return float((model(x) - quantized(x)).square().mean())
+
+
+def skewed(rows: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Inputs of correlated channels, of which some are much larger."""
+    generator = torch.Generator().manual_seed(7)
+    mix = torch.randn(k, k, generator=generator) / k**0.5 * torch.logspace(-2, 1, k)[:, None] + 0.3 * torch.eye(k)
+    sizes = torch.logspace(-1, 1, k)[torch.randperm(k, generator=generator)]
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) @ mix * sizes
+
+
+@pytest.mark.parametrize("batch", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}])
+def test_moments_are_those_of_all_rows_whatever_a_batch_is(batch):
+    parts = [(torch.randn(3, 5, 40), torch.randn(3, 5, 24)) for _ in range(4)]
+    calibration = lowbit.calibrate(TwoInputs(), [batch(x, y) for x, y in parts], hessian=True)
+    for name, index in (("first", 0), ("second", 1)):
+        rows = torch.cat([part[index].flatten(0, 1) for part in parts]).double()
+        layer = calibration.layers[name]
+        assert layer.rows == 60
+        torch.testing.assert_close(layer.importance.double(), rows.square().mean(0), rtol=1e-5, atol=0)
+        torch.testing.assert_close(layer.hessian.double(), rows.T @ rows / 60, rtol=1e-4, atol=1e-5)
+    assert calibration.uncalled == ("never",)
+    assert repr(calibration) == "Calibration(2 layers, 60 to 60 rows, with hessians, 1 never called)"
+
+
+def test_a_tensor_is_the_one_argument_and_any_iterable_of_them_is_taken():
+    x = torch.randn(2, 40)
+    for batches in ([x, x], (x for _ in range(2)), torch.utils.data.DataLoader([x[0], x[1]], batch_size=1)):
+        assert "first" in lowbit.calibrate(TwoInputs(), batches).layers
+    assert lowbit.calibrate(TwoInputs(), [x], filter_fn=lambda module, name: name == "first").uncalled == ()
+
+
+def test_the_model_is_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    seen = lowbit.calibrate(model, [torch.randn(4, 8)])
+    assert [module.training for module in model] == [True, False, True, True]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model[0]._forward_pre_hooks and seen.layers["0"].rows == 4
+    with pytest.raises(RuntimeError):
+        lowbit.calibrate(model, [torch.randn(4, 9)])
+    assert model.training and not model[0]._forward_pre_hooks
+
+
+def test_layers_inside_torchs_fast_path_are_seen():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1).eval()
+    assert {"layers.0.linear1", "layers.0.linear2"} <= lowbit.calibrate(encoder, [torch.randn(2, 3, 32)]).layers.keys()
+
+
+def test_it_saves_and_loads(tmp_path):
+    calibration = lowbit.calibrate(TwoInputs(), [torch.randn(4, 40)], hessian=True)
+    calibration.save(tmp_path / "calibration.pt")
+    again = lowbit.Calibration.load(tmp_path / "calibration.pt")
+    assert repr(again) == repr(calibration)
+    for name, layer in calibration.layers.items():
+        assert torch.equal(again.layers[name].importance, layer.importance)
+        assert torch.equal(again.layers[name].hessian, layer.hessian)
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"Calibration.load: .*other.pt must be a calibration of version 1, got None"):
+        lowbit.Calibration.load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    ("batches", "kind", "text"),
+    [
+        (torch.randn(4, 40), TypeError, r"calibrate: batches must be an iterable of inputs, got Tensor; \[x\] is one"),
+        ({"x": torch.randn(4, 40)}, TypeError, "calibrate: batches must be an iterable of inputs, got dict"),
+        (3, TypeError, "calibrate: batches must be an iterable of inputs, got int"),
+        ([], ValueError, "calibrate: a linear layer must be called, got 0 batches and none of 3 was"),
+        ([torch.full((2, 40), torch.nan)], ValueError, "calibrate: inputs of first must be finite, got inf or nan"),
+    ],
+)
+def test_bad_batches_are_refused(batches, kind, text):
+    with pytest.raises(kind, match=text):
+        lowbit.calibrate(TwoInputs(), batches)
+
+
+def test_what_quantize_cannot_use_is_refused_before_anything_changes():
+    model = TwoInputs()
+    seen = lowbit.calibrate(model, [torch.randn(4, 40)])
+    cases = [
+        (lowbit.int4_weight_only(32), seen, "calibration must have seen every layer, got none of second, never"),
+        (lowbit.int8_weight_only(), seen, "calibration is for scales that are searched for and for GPTQ, got int8_weight"),
+        (lowbit.int4_weight_only(32, algorithm=lowbit.HQQ()), seen, "calibration is for scales that are searched for"),
+        (lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), None, "GPTQ needs calibration=lowbit.calibrate"),
+    ]
+    for config, calibration, text in cases:
+        with pytest.raises(ValueError, match=f"quantize_: {text}"):
+            lowbit.quantize_(model, config, calibration=calibration)
+    only_first = lambda module, name: name == "first"  # noqa: E731
+    with pytest.raises(ValueError, match=r"quantize_: GPTQ needs lowbit.calibrate\(\.\.\., hessian=True\)"):
+        lowbit.quantize_(model, lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), only_first, calibration=seen)
+    with pytest.raises(TypeError, match="quantize_: calibration must be of lowbit.calibrate, got dict"):
+        lowbit.quantize_(model, lowbit.int4_weight_only(32), only_first, calibration={})
+    other = nn.ModuleDict({"first": nn.Linear(41, 8)})
+    with pytest.raises(ValueError, match="quantize_: calibration of first must be of k=41, got 40"):
+        lowbit.quantize_(other, lowbit.int4_weight_only(32), calibration=seen)
+    assert not any(isinstance(module, lowbit.QuantLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("mapping", [lowbit.MappingType.SYMMETRIC, lowbit.MappingType.ASYMMETRIC])
+@pytest.mark.parametrize("group_size", [32, 128, None])
+def test_each_step_brings_the_output_nearer(mapping, group_size):
+    """Plain rounding, searched scales, scales for these inputs, GPTQ; measured on other inputs of the same kind."""
+    model = nn.Sequential(nn.Linear(192, 64, bias=False))
+    batches, x = [skewed(400, 192)], skewed(400, 192, 1)
+    calibration = lowbit.calibrate(model, batches, hessian=True)
+    found = []
+    for options, given in (
+        ({"scale": "absmax"}, None), ({}, None), ({}, calibration), ({"algorithm": lowbit.GPTQ()}, calibration),
+    ):  # fmt: skip
+        quantized = copy.deepcopy(model)
+        config = lowbit.int4_weight_only(group_size, mapping_type=mapping, **options)
+        report = lowbit.quantize_(quantized, config, calibration=given)
+        row = report.quantized[0]
+        found.append(output_error(model, quantized, x))
+        assert (row.absmax_db != row.absmax_db) == (options.get("scale") == "absmax") and row.error_db > 10
+        assert options.get("scale") == "absmax" or row.error_db > row.absmax_db
+    absmax, searched, calibrated, gptq = found
+    assert searched < absmax and calibrated < searched and gptq < 0.7 * calibrated, found
+
+
+def test_layers_that_share_a_weight_share_what_was_seen(tied):
+    model = tied()
+    calibration = lowbit.calibrate(model, [torch.randn(6, 50)])
+    both = calibration.layers["0"] + calibration.layers["1"]
+    assert both.rows == 12
+    again = copy.deepcopy(calibration)
+    again.layers = {name: both for name in again.layers}
+    twin = copy.deepcopy(model)
+    lowbit.quantize_(model, lowbit.int4_weight_only(32), calibration=calibration)
+    lowbit.quantize_(twin, lowbit.int4_weight_only(32), calibration=again)
+    assert torch.equal(model[0].weight, twin[0].weight)
