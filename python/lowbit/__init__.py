@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
+    from lowbit.autotune import Plan, autoquant
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from lowbit.quant import QuantizationReport, QuantLinear, dequantize_, fuse_gated_mlps, load, quantize_
 
 _HOME = {
+    "autoquant": "lowbit.autotune",
+    "Plan": "lowbit.autotune",
     "quantize_": "lowbit.quant",
     "dequantize_": "lowbit.quant",
     "fuse_gated_mlps": "lowbit.quant",
@@ -112,12 +115,14 @@ __all__ = [
     "PerGroup",
     "PerRow",
     "PerToken",
+    "Plan",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",
     "__version__",
     "and_masks",
     "attention",
+    "autoquant",
     "create_block_mask",
     "create_mask",
     "dequantize_",

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time calls against each other, in the state of the caches that they will meet in the model.
+
+Between two calls of a layer the model reads the rest of its weights. So before each call that is timed, as many bytes
+of another buffer are read. It matters: a 384 x 1536 layer of MiniLM takes COLD_FIGURE when its weight lies in L2, which
+it never does there. Nothing is gained past the last cache, so no more than twice its size is read.
+
+Rounds are interleaved, one sample of each call in a round and in changing order, so that a drift of the machine meets
+all alike; the best sample of each counts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
+ROUNDS = (3, 15)
+BUDGET_S = 3.0  # for one set of calls; the rounds that fit into it, within ROUNDS
+HOPELESS = 2.0  # a call whose first two samples take so many times those of the best of its kind gets no more
+_UNKNOWN_CACHE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A call, how many bytes the model reads between two of them, and of which others it has to be the best."""
+
+    call: Call
+    bytes_between: int = 0
+    kind: str = ""
+
+
+class Timer:
+    """Measures seconds per call. autoquant takes any object with this method, so that tests need no clock."""
+
+    def best(self, calls: Mapping[Key, Timed]) -> dict[Key, float]:
+        """Return the best seconds of one call each, from interleaved rounds."""
+        between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
+        buffer = torch.ones(between // 4)  # written: all of memory that never was is one page of zeros
+        start = time.perf_counter()
+        best = {key: min(_sample(timed, buffer), _sample(timed, buffer)) for key, timed in calls.items()}
+        round_s = (time.perf_counter() - start) / 2
+        fastest: dict[str, float] = {}
+        for key, timed in calls.items():
+            fastest[timed.kind] = min(best[key], fastest.get(timed.kind, best[key]))
+        order = [key for key, timed in calls.items() if best[key] <= HOPELESS * fastest[timed.kind]]
+        shuffle = random.Random(0).shuffle
+        for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(BUDGET_S / max(round_s, 1e-9))))):
+            shuffle(order)
+            for key in order:
+                best[key] = min(best[key], _sample(calls[key], buffer))
+        return best
+
+
+def _sample(timed: Timed, buffer: torch.Tensor) -> float:
+    if timed.bytes_between:
+        buffer[: timed.bytes_between // 4].sum()  # by all threads: the caches of all cores
+    start = time.perf_counter()
+    timed.call()
+    return time.perf_counter() - start
+
+
+def last_cache_bytes() -> int:
+    """Bytes of the largest cache of the first core, 64 MiB where the system does not say."""
+    sizes = [_size(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max(sizes, default=0) or _UNKNOWN_CACHE
+
+
+def _size(path: Path) -> int:
+    try:
+        text = path.read_text().strip()
+        return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0)
+    except (OSError, ValueError):
+        return 0

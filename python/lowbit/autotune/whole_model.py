@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model as a whole on the example input: its error and its time with other layers in the place of some.
+
+The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is taken
+away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from lowbit.autotune.choosing import Choice
+from lowbit.autotune.options import preferring, sqnr_db
+from lowbit.autotune.timing import Timed, Timer
+from lowbit.quant.fast_path import without_encoder_fast_path
+
+CACHE = "past_key_values"  # what transformers' models call the cache that they return
+REPRODUCIBLE_DB = 20.0  # by how much two runs of the float model have to agree better than the bound
+
+
+class WholeModel:
+    """A model and an example input.
+
+    Args:
+        example_input: one tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+    """
+
+    def __init__(self, model: nn.Module, example_input: Any, timer: Timer) -> None:
+        self.model, self.timer = model, timer
+        self.kwargs = dict(example_input) if isinstance(example_input, Mapping) else {}
+        positional = isinstance(example_input, (tuple, list))
+        self.args = tuple(example_input) if positional else () if self.kwargs else (example_input,)
+        self.output: Any = None
+        self._wanted: list[Tensor] = []
+
+    def run(self) -> Any:
+        return self.model(*self.args, **self.kwargs)
+
+    def run_float(self) -> None:
+        """Run the model as it is and keep what it returns: other results are compared with it."""
+        self.output = self.run()
+        self._wanted = _tensors(self.output)
+
+    def check_reproducible(self, bound_db: float) -> None:
+        """Raise ValueError if a second run differs so much that the bound means nothing."""
+        got = self._db(self.run())
+        if not got >= bound_db + REPRODUCIBLE_DB:
+            raise ValueError(
+                f"autoquant: the model must return the same twice for example_input, got {got:.1f} dB between two runs "
+                f"(a cache in the input that it changes, or randomness)"
+            )
+
+    def sqnr_db(self, choice: Choice) -> float:
+        """The smallest SQNR of a tensor that the model returns, in dB; nan where it returns no floating one."""
+        if not self._wanted:
+            return math.nan
+        if all(option.spec is None for option in choice.values()):
+            return math.inf
+        with self._with(choice):
+            return self._db(self.run())
+
+    def _db(self, output: Any) -> float:
+        got = _tensors(output)
+        if [it.shape for it in got] != [it.shape for it in self._wanted]:
+            return -math.inf
+        values = [sqnr_db(wanted, it) for wanted, it in zip(self._wanted, got, strict=True)]
+        return -math.inf if any(map(math.isnan, values)) else min(values, default=math.inf)
+
+    def seconds(self, choice: Choice) -> tuple[float, float]:
+        """Best seconds of a run of the float model and of the model with the choice, interleaved."""
+
+        def run_changed() -> None:
+            with self._with(choice):
+                self.run()
+
+        best = self.timer.best({"before": Timed(self.run, kind="before"), "after": Timed(run_changed, kind="after")})
+        return best["before"], best["after"]
+
+    @contextlib.contextmanager
+    def _with(self, choice: Choice) -> Iterator[None]:
+        changed = [(layer, option) for layer, option in choice.items() if option.spec is not None]
+        served: list[nn.Module] = []
+        try:
+            with without_encoder_fast_path(self.model) if changed else contextlib.nullcontext():
+                for layer, option in changed:
+                    weight = layer.pack(option.spec).weight
+                    for module in layer.seen.modules.values():
+                        module.forward = preferring(module, weight, option.spec, option.row).forward
+                        served.append(module)
+                yield
+        finally:
+            for module in served:
+                del module.forward
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating tensors of what a model returns, but for a cache."""
+    if isinstance(output, Mapping):
+        output = [value for name, value in output.items() if name != CACHE]
+    return [it.detach() for it in _pytree.tree_leaves(output) if isinstance(it, Tensor) and it.is_floating_point()]
