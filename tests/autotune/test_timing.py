@@ -38,13 +38,20 @@ def clock(monkeypatch, short):
 def test_the_best_sample_of_each_counts(clock):
     calls = {"a": Timed(clock.call("a", 3.0, 2.0, 5.0)), "b": Timed(clock.call("b", 1.5, 4.0))}
     assert Timer().best(calls) == {"a": pytest.approx(2.0), "b": pytest.approx(1.5)}
-    assert clock.order.count("a") == clock.order.count("b") == 2 + ROUNDS[0], "slow calls get the fewest rounds"
+    assert clock.order.count("a") == clock.order.count("b") == 2 + ROUNDS[0], "the budget is spent"
 
 
-def test_quick_calls_get_more_rounds_in_changing_order(clock):
-    Timer().best({name: Timed(clock.call(name, 0.001)) for name in "abcd"})
+def test_rounds_go_on_in_changing_order_until_each_best_sample_was_seen_twice(clock):
+    calls = {name: Timed(clock.call(name, 0.001)) for name in "abc"}
+    calls["d"] = Timed(clock.call("d", *(0.1 * 0.9**i for i in range(10)), 0.01, 0.02, 0.01))
+    assert Timer().best(calls)["d"] == pytest.approx(0.01)
     rounds = [tuple(clock.order[i : i + 4]) for i in range(8, len(clock.order), 4)]
-    assert len(rounds) == ROUNDS[1] and len(set(rounds)) > 1 and all(sorted(it) == list("abcd") for it in rounds)
+    assert len(rounds) == 11 and len(set(rounds)) > 1 and all(sorted(it) == list("abcd") for it in rounds)
+
+
+def test_calls_that_never_agree_get_no_more_than_the_most_rounds(clock):
+    Timer().best({"a": Timed(clock.call("a", *(1e-3 * 0.9**i for i in range(200))))})
+    assert clock.order.count("a") == 2 + ROUNDS[1]
 
 
 def test_a_hopeless_row_of_a_format_gets_no_rounds_and_the_best_of_a_slow_format_does(clock):
@@ -54,7 +61,7 @@ def test_a_hopeless_row_of_a_format_gets_no_rounds_and_the_best_of_a_slow_format
         "slow": Timed(clock.call("slow", 0.01), kind="float"),
     }
     best = Timer().best(calls)
-    assert clock.order.count("hopeless") == 2 and clock.order.count("slow") == 2 + ROUNDS[1] and best["hopeless"] == pytest.approx(0.01)
+    assert clock.order.count("hopeless") == 2 and clock.order.count("slow") == 2 + ROUNDS[0] and best["hopeless"] == pytest.approx(0.01)
 
 
 def test_so_many_bytes_are_read_before_each_call_up_to_twice_the_cache(monkeypatch):

@@ -171,7 +171,6 @@ class PlanMaker:
         for seen in self._progress(called):
             layer = MeasuredLayer(seen, measuring.options_of(seen))
             choice[layer] = fastest_within(layer, self.bound_db)
-            layer.keep_only(choice[layer].spec)
         return choice
 
     def _finish(
@@ -186,10 +185,10 @@ class PlanMaker:
             if math.isnan(model_db):
                 self.notes.append("the model returns no floating tensor: its error as a whole is not known")
             else:
-                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db)
+                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
             choice, before, after = never_slower(choice, whole.seconds)
             while (model_db := whole.sqnr_db(choice)) < self.bound_db:  # errors of two layers may have met
-                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db)
+                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
                 choice, before, after = never_slower(choice, whole.seconds)
             cache = choose_cache(getattr(whole.output, CACHE, None), self.bound_db)
         rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option)}

@@ -48,7 +48,7 @@ class MeasuredLayer:
 
     seen: SeenLayer
     options: list[Option]
-    packed: dict[LinearSpec, QuantLinear] = field(default_factory=dict)
+    _packed: QuantLinear | None = None  # the last one: of all layers these are a model's weights once
     _errors: dict[LinearSpec, float] = field(default_factory=dict)
     _wanted: Tensor | None = None
 
@@ -58,13 +58,9 @@ class MeasuredLayer:
 
     def pack(self, spec: LinearSpec) -> QuantLinear:
         """Return the layer in a format; the float one stays as it is."""
-        if spec not in self.packed:
-            self.packed[spec] = packed_layer(self.seen, spec)
-        return self.packed[spec]
-
-    def keep_only(self, spec: LinearSpec | None) -> None:
-        """Free the packed weights of other formats."""
-        self.packed = {it: layer for it, layer in self.packed.items() if it == spec}
+        if self._packed is None or self._packed.spec != spec:
+            self._packed = packed_layer(self.seen, spec)
+        return self._packed
 
     def error_db(self, option: Option) -> float:
         """SQNR of the layer's output, in dB; inf for the float layer."""

@@ -6,7 +6,9 @@ of another buffer are read. It matters: a 384 x 1536 layer of MiniLM takes COLD_
 it never does there. Nothing is gained past the last cache, so no more than twice its size is read.
 
 Rounds are interleaved, one sample of each call in a round and in changing order, so that a drift of the machine meets
-all alike; the best sample of each counts.
+all alike. The best sample of each counts once it was seen twice: rounds go on until the two best samples of every call
+agree. On an idle machine that is soon; where other programs run, a call that a thread of waits for the system takes a
+hundred times as long, and three rounds say nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import torch
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-ROUNDS = (3, 15)
-BUDGET_S = 3.0  # for one set of calls; the rounds that fit into it, within ROUNDS
+ROUNDS = (5, 60)  # at least and at most
+SEEN_TWICE = 1.03  # ratio of the two best samples of a call
+BUDGET_S = 8.0  # after so long a set of calls gets no more rounds than the least
 HOPELESS = 2.0  # a call whose first two samples take so many times those of the best of its kind gets no more
 _UNKNOWN_CACHE = 64 << 20
 
@@ -45,18 +48,20 @@ class Timer:
         between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
         buffer = torch.ones(between // 4)  # written: all of memory that never was is one page of zeros
         start = time.perf_counter()
-        best = {key: min(_sample(timed, buffer), _sample(timed, buffer)) for key, timed in calls.items()}
-        round_s = (time.perf_counter() - start) / 2
+        two = {key: sorted((_sample(it, buffer), _sample(it, buffer))) for key, it in calls.items()}
         fastest: dict[str, float] = {}
         for key, timed in calls.items():
-            fastest[timed.kind] = min(best[key], fastest.get(timed.kind, best[key]))
-        order = [key for key, timed in calls.items() if best[key] <= HOPELESS * fastest[timed.kind]]
+            fastest[timed.kind] = min(two[key][0], fastest.get(timed.kind, two[key][0]))
+        order = [key for key, timed in calls.items() if two[key][0] <= HOPELESS * fastest[timed.kind]]
         shuffle = random.Random(0).shuffle
-        for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(BUDGET_S / max(round_s, 1e-9))))):
+        for done in range(ROUNDS[1]):
+            seen_twice = all(two[key][1] <= SEEN_TWICE * two[key][0] for key in order)
+            if done >= ROUNDS[0] and (seen_twice or time.perf_counter() - start > BUDGET_S):
+                break
             shuffle(order)
             for key in order:
-                best[key] = min(best[key], _sample(calls[key], buffer))
-        return best
+                two[key] = sorted((*two[key], _sample(calls[key], buffer)))[:2]
+        return {key: best for key, (best, _) in two.items()}
 
 
 def _sample(timed: Timed, buffer: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from lowbit.autotune.timing import Timed, Timer
 from lowbit.quant.fast_path import without_encoder_fast_path
 
 CACHE = "past_key_values"  # what transformers' models call the cache that they return
+RUNS_S = 20.0  # seconds to find out which layers the error at the output comes from
 REPRODUCIBLE_DB = 20.0  # by how much two runs of the float model have to agree better than the bound
 
 
@@ -39,14 +41,22 @@ class WholeModel:
         self.args = tuple(example_input) if positional else () if self.kwargs else (example_input,)
         self.output: Any = None
         self._wanted: list[Tensor] = []
+        self._run_s = 0.0
 
     def run(self) -> Any:
         return self.model(*self.args, **self.kwargs)
 
     def run_float(self) -> None:
         """Run the model as it is and keep what it returns: other results are compared with it."""
+        start = time.perf_counter()
         self.output = self.run()
+        self._run_s = time.perf_counter() - start
         self._wanted = _tensors(self.output)
+
+    @property
+    def affordable_runs(self) -> int:
+        """Runs of the model that fit into RUNS_S, 8 at least."""
+        return max(8, int(RUNS_S / max(self._run_s, 1e-9)))
 
     def check_reproducible(self, bound_db: float) -> None:
         """Raise ValueError if a second run differs so much that the bound means nothing."""
