@@ -158,6 +158,25 @@ def test_an_example_is_a_tensor_arguments_or_keywords(block, x, make_plan, form)
     assert len(make_plan(block, example, [INT8], {"int8": 5.0}).specs) == 2
 
 
+def test_padding_does_not_count_for_the_bound_of_the_model(make_plan):
+    class Padded(nn.Module):
+        """What it returns for padding is all noise once anything is rounded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x, attention_mask):
+            y = self.layer(x)
+            rounded = type(self.layer.forward.__self__) is QuantLinear
+            return torch.where(attention_mask[..., None] > 0, y, 9 + y) if rounded else y
+
+    x, mask = torch.randn(2, 5, 64), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    plan = make_plan(Padded(), {"x": x, "attention_mask": mask}, [INT8], {"int8": 5.0})
+    assert set(plan.specs) == {"layer"} and plan.model_db > 30
+    assert not make_plan(Padded(), (x, mask), [INT8], {"int8": 5.0}).specs, "a mask without its name is any tensor"
+
+
 def test_encoder_layers_of_torch_are_recorded_and_measured_without_their_fused_path(make_plan):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()

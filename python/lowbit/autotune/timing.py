@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -33,11 +34,13 @@ _UNKNOWN_CACHE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call, how many bytes the model reads between two of them, and of which others it has to be the best."""
+    """A call, how many bytes the model reads between two of them, of which others it has to be the best, and a context
+    that it runs in and that is not timed."""
 
     call: Call
     bytes_between: int = 0
     kind: str = ""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Timer:
@@ -67,9 +70,10 @@ class Timer:
 def _sample(timed: Timed, buffer: torch.Tensor) -> float:
     if timed.bytes_between:
         buffer[: timed.bytes_between // 4].sum()  # by all threads: the caches of all cores
-    start = time.perf_counter()
-    timed.call()
-    return time.perf_counter() - start
+    with timed.around():
+        start = time.perf_counter()
+        timed.call()
+        return time.perf_counter() - start
 
 
 def last_cache_bytes() -> int:

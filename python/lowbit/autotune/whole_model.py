@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as a whole on the example input: its error and its time with other layers in the place of some.
 
+Padding does not count: where the input has an ``attention_mask`` [B, L], as models of transformers take it, tensors
+[B, L, ...] are compared at the tokens that it lets through. What such a model makes of padding means nothing: of
+all-MiniLM-L6-v2 with int8 weights and activations on 32 sentences, 15.7 dB with it and 22.7 dB without.
+
 The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is taken
 away again.
 """
@@ -22,8 +26,9 @@ from lowbit.autotune.options import preferring, sqnr_db
 from lowbit.autotune.timing import Timed, Timer
 from lowbit.quant.fast_path import without_encoder_fast_path
 
+MASK = "attention_mask"
 CACHE = "past_key_values"  # what transformers' models call the cache that they return
-RUNS_S = 20.0  # seconds to find out which layers the error at the output comes from
+RUNS_S = 10.0  # seconds to find out which layers the error at the output comes from
 REPRODUCIBLE_DB = 20.0  # by how much two runs of the float model have to agree better than the bound
 
 
@@ -51,7 +56,7 @@ class WholeModel:
         start = time.perf_counter()
         self.output = self.run()
         self._run_s = time.perf_counter() - start
-        self._wanted = _tensors(self.output)
+        self._wanted = self._tensors(self.output)
 
     @property
     def affordable_runs(self) -> int:
@@ -77,20 +82,28 @@ class WholeModel:
             return self._db(self.run())
 
     def _db(self, output: Any) -> float:
-        got = _tensors(output)
+        got = self._tensors(output)
         if [it.shape for it in got] != [it.shape for it in self._wanted]:
             return -math.inf
         values = [sqnr_db(wanted, it) for wanted, it in zip(self._wanted, got, strict=True)]
         return -math.inf if any(map(math.isnan, values)) else min(values, default=math.inf)
 
+    def _tensors(self, output: Any) -> list[Tensor]:
+        """The floating tensors of what a model returns, but for a cache and padding."""
+        if isinstance(output, Mapping):
+            output = [value for name, value in output.items() if name != CACHE]
+        mask = self.kwargs.get(MASK)
+        found = [it.detach() for it in _pytree.tree_leaves(output) if isinstance(it, Tensor)]
+        padded = isinstance(mask, Tensor) and mask.dim() == 2
+        return [
+            it[mask.bool()] if padded and it.shape[:2] == mask.shape else it for it in found if it.is_floating_point()
+        ]
+
     def seconds(self, choice: Choice) -> tuple[float, float]:
         """Best seconds of a run of the float model and of the model with the choice, interleaved."""
-
-        def run_changed() -> None:
-            with self._with(choice):
-                self.run()
-
-        best = self.timer.best({"before": Timed(self.run, kind="before"), "after": Timed(run_changed, kind="after")})
+        before = Timed(self.run, kind="before")
+        after = Timed(self.run, kind="after", around=lambda: self._with(choice))
+        best = self.timer.best({"before": before, "after": after})
         return best["before"], best["after"]
 
     @contextlib.contextmanager
@@ -108,10 +121,3 @@ class WholeModel:
         finally:
             for module in served:
                 del module.forward
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating tensors of what a model returns, but for a cache."""
-    if isinstance(output, Mapping):
-        output = [value for name, value in output.items() if name != CACHE]
-    return [it.detach() for it in _pytree.tree_leaves(output) if isinstance(it, Tensor) and it.is_floating_point()]
