@@ -5,12 +5,13 @@
 
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
+#include "ops/preferred_row.hpp"
 
 namespace lowbit {
 namespace {
 
 py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
-                        int64_t x_format_, std::string_view dtype, std::string_view device) {
+                        int64_t x_format_, std::string_view dtype, std::string_view device, int64_t preferred) {
   const WeightSpec spec = weight_spec("explain_linear", n, k, format, group_size, asymmetric);
   LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec), .dtype = DType::other};
   for (DType candidate : {DType::float32, DType::bfloat16, DType::float16})
@@ -19,7 +20,7 @@ py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t
         "explain_linear: dtype must be float32, bfloat16 or float16, got ", dtype);
   args.place.device.type = device_type("explain_linear", device);
   py::list rows;
-  for (const Choice& choice : explain(args)) {
+  for (const Choice& choice : explain(args, preferred)) {
     py::dict row;
     row["name"] = choice.name, row["chosen"] = choice.chosen, row["reason"] = choice.reason;
     rows.append(row);
@@ -35,7 +36,11 @@ void register_linear(py::module_& m) {
   m.attr("ACTIVATIONS") = numbered(kActivationNames);
   m.def("explain_linear", explain_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
-        "Say which kernel row would serve a linear call of ``m`` rows, and why each other one would not.");
+        arg("row") = 0,
+        "Say which kernel row would serve a linear call of ``m`` rows that prefers ``row`` (a row_number, 0: none), "
+        "and why each other one would not.");
+  m.def("row_number", number_of_row, arg("op"), arg("name"),
+        "Return the number that a call prefers this row by; a ValueError lists the rows of the op.");
 }
 
 }  // namespace lowbit

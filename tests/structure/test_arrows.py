@@ -34,12 +34,13 @@ PYTHON_ARROWS = {
     "optim": {"optim", "devices", "ops", "_C"},
     "score": {"score", "devices", "_C"},
     "attention": {"attention", "score", "devices", "ops", "_C"},
+    "autotune": {"autotune", "quant", "formats", "attention", "diagnostics", "devices", "_C"},
     "integrations": {"integrations", "attention", "score", "ops", "_C"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
     "__main__.py": {""},
-    "__init__.py": {"ops", "devices", "formats", "quant", "optim", "attention", "integrations", "diagnostics", "_C"},
+    "__init__.py": {"ops", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

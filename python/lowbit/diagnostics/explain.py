@@ -84,7 +84,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 def _explain_layer(name: str, layer: Any, m: int, dtype: torch.dtype) -> LayerExplanation:
     n, k, *_ = layer.op_args
     device = places.type_of_rows(layer.weight.device)
-    rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."), device)
+    rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."), device, layer.row_number)
     chosen = next((str(row["name"]) for row in rows if row["chosen"]), "none")
     others = tuple((str(row["name"]), str(row["reason"])) for row in rows if not row["chosen"])
     return LayerExplanation(name, layer.spec.name, f"{n} x {k}", chosen, others)

@@ -67,7 +67,6 @@ INSTEAD = {
     "QATConfig": "quantize_ after training: fake quantization is not here",
     "TorchAODType": _INTX,
     "ZeroPointDomain": "MappingType: zero points are integers, present when it is ASYMMETRIC",
-    "autoquant": "quantize_, and the error dB of its report to compare formats by",
     "choose_qparams_affine": _PRIMITIVE,
     "choose_qparams_affine_with_min_max": _PRIMITIVE,
     "compute_error": "the error dB in the report of quantize_",

@@ -38,6 +38,7 @@ def linear(
     activation: int = 0,
     mul: Tensor | None = None,
     add: Tensor | None = None,
+    row: int = 0,
 ) -> Tensor:
     _check_spec("linear", n, k, format, group_size, asymmetric)
     if x.dtype not in FLOATS:

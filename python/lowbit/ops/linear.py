@@ -36,6 +36,7 @@ def linear(
     activation: int = 0,
     mul: Tensor | None = None,
     add: Tensor | None = None,
+    row: int = 0,
 ) -> Tensor:
     """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
 
@@ -51,6 +52,8 @@ def linear(
         activation: a value of ``_C.ACTIVATIONS``: 0 none, 1 relu, 2 gelu, 3 gelu_tanh, 4 silu.
         mul: factor after the activation, shape and dtype of the result.
         add: term added last, shape and dtype of the result.
+        row: number of the row that the call prefers, ``_C.row_number("linear", name)``: taken where it can serve the
+            call and no row is forced. 0: the first that can.
 
     Returns:
         ``[..., n]``, dtype of x (of autocast inside ``torch.autocast("cpu")``), accumulated in float32.
@@ -76,26 +79,27 @@ def linear(
             or x.requires_grad
             or (bias is not None and bias.requires_grad and not _adds_exactly(x, bias, op_args))
         ):
-            return _post_ops(_Linear.apply(x, weight, bias, op_args), activation, mul, add)
+            return _post_ops(_Linear.apply(x, weight, bias, op_args, row), activation, mul, add)
         if bias is None or not bias.requires_grad:
-            return _post_ops(_product(x, weight, bias, op_args), activation, mul, add)
-        product = _product(x, weight, None, op_args) + bias  # a trainable bias alone: 5 us where the Function takes 30
+            return _post_ops(_product(x, weight, bias, op_args, row), activation, mul, add)
+        # A trainable bias alone: 5 us where the Function takes 30.
+        product = _product(x, weight, None, op_args, row) + bias
         return _post_ops(product, activation, mul, add)
     if not x.is_contiguous():
         x = x.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     op = _linear_op if _is_dynamo_compiling() else _linear_function
-    if activation == 0 and mul is None and add is None:  # each argument costs 0.3 us, and *op_args 0.15
+    if activation == row == 0 and mul is None and add is None:  # each argument costs 0.3 us, and *op_args 0.15
         n, k, format, group_size, asymmetric, x_format = op_args
         return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias)
     mul = None if mul is None else mul.contiguous()
     add = None if add is None else add.contiguous()
-    return op(x, weight, *op_args, bias, activation, mul, add)
+    return op(x, weight, *op_args, bias, activation, mul, add, row)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
-    return _linear_op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous())
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int) -> Tensor:
+    return _linear_op(x.contiguous(), weight, *op_args, None if bias is None else bias.contiguous(), row=row)
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
@@ -111,12 +115,12 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs) -> Tensor:
-        return _product(x, weight, bias, op_args)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs, row: int) -> Tensor:
+        return _product(x, weight, bias, op_args, row)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, op_args = inputs
+        x, weight, bias, op_args, _ = inputs
         ctx.save_for_backward(weight)
         ctx.op_args, ctx.x_dtype = op_args, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -131,7 +135,7 @@ class _Linear(torch.autograd.Function):
             grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_out.float().reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias, None
+        return grad_x, None, grad_bias, None, None
 
 
 activation_functions = (

@@ -60,3 +60,4 @@ def _become_linear(module: QuantLinear, weight: nn.Parameter) -> None:
     module.__class__ = nn.Linear
     module._parameters["weight"] = weight
     del module._buffers["layout"], module.spec, module.op_args
+    module.__dict__.pop("row", None), module.__dict__.pop("row_number", None)

@@ -9,6 +9,9 @@ these.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import nn
 
 from lowbit.quant.quant_linear import QuantLinear
@@ -29,6 +32,27 @@ def disable_encoder_fast_path(model: nn.Module) -> str | None:
         f"torch's fused float inference path was turned off in {count} nn.TransformerEncoderLayer: "
         "it reads linear1.weight and linear2.weight directly"
     )
+
+
+@contextlib.contextmanager
+def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
+    """Turn the fast path of every encoder layer of ``model`` off for a while, so that its linear layers are called."""
+    kept = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for cls, name in (
+            (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),
+            (nn.TransformerEncoder, "use_nested_tensor"),
+        )
+        if isinstance(module, cls)
+    ]
+    try:
+        for module, name, value in kept:
+            setattr(module, name, type(value)(0))
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
 
 
 def _is_quantized(module: nn.Module) -> bool:

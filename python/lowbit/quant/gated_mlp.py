@@ -32,8 +32,8 @@ class FusedGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
-        gated = linear(x, gate.weight, gate.op_args, gate.bias, self.activation)
-        return self.down_proj(linear(x, up.weight, up.op_args, up.bias, mul=gated))
+        gated = linear(x, gate.weight, gate.op_args, gate.bias, self.activation, row=gate.row_number)
+        return self.down_proj(linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
 
 
 @torch.no_grad()

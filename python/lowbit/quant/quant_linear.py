@@ -38,6 +38,9 @@ class QuantLinear(nn.Linear):
     spec: LinearSpec
     op_args: OpArgs
     layout: Tensor
+    row: str = ""
+    """Name of the kernel row that the layer prefers; empty: the first that can serve a call."""
+    row_number: int = 0
 
     def __init__(
         self,
@@ -69,7 +72,19 @@ class QuantLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # Straight from the dictionaries: nn.Module.__getattr__ would cost as much as the rest of a small call.
         parameters = self._parameters
-        return linear(x, parameters["weight"], self.op_args, parameters["bias"])
+        return linear(x, parameters["weight"], self.op_args, parameters["bias"], row=self.row_number)
+
+    def prefer(self, row: str) -> None:
+        """Prefer this kernel row for every call that it can serve; the empty name takes the preference back.
+
+        The preference stays with the object, its copies and pickles. It is no part of the state dict, which may go to
+        another machine.
+
+        Raises:
+            ValueError: the op linear has no row of this name (lists the rows).
+        """
+        self.row_number = _C.row_number("linear", row) if row else 0
+        self.row = row
 
     @classmethod
     def from_linear(cls, module: nn.Linear, spec: LinearSpec, *, name: str = "") -> QuantLinear:
@@ -150,7 +165,8 @@ class QuantLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.spec.name}"
+        row = f", prefers {self.row}" if self.row else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.spec.name}{row}"
 
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""

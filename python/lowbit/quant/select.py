@@ -63,7 +63,7 @@ def select(
             if is_linear(module):
                 skipped.append(Skipped(name, module, "an adapter of peft, which is trained"))
             continue
-        reason = _reason_to_skip(module)
+        reason = reason_to_skip(module)
         if filter_fn is None:
             if not is_linear(module):
                 continue
@@ -100,7 +100,7 @@ def _check_filter(filter_fn: Any, model: nn.Module) -> None:
         raise TypeError(f"{wanted}; got one of {signature}") from error
 
 
-def _reason_to_skip(module: nn.Module) -> str:
+def reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
     if not is_linear(module) or isinstance(module, QuantLinear):
         return ""

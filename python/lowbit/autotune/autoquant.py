@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""autoquant: record what the linear layers of a model see, measure every candidate on it, choose.
+
+    record (recording.py) -> measure (options.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
+    -> Plan (plan.py)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit import _C
+from lowbit.autotune.candidates import candidates_of
+from lowbit.autotune.choosing import Choice, fastest_within, hold_model_bound, never_slower
+from lowbit.autotune.kept_times import KeptTimes, machine
+from lowbit.autotune.kv_choice import choose_cache
+from lowbit.autotune.options import MeasuredLayer, Measuring
+from lowbit.autotune.plan import Plan, PlanRow
+from lowbit.autotune.recording import Recording, SeenLayer, record
+from lowbit.autotune.timing import Timer
+from lowbit.autotune.whole_model import CACHE, WholeModel
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.float import FloatWeightConfig
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.select import FilterFn, reason_to_skip, select
+
+MIN_SQNR = 20.0
+"""dB: errors of a tenth of the signal, in each layer's output and in the model's. int8 weights with int8 activations
+have 35 to 40 dB in a layer; int4 in groups of 32 about 20."""
+MODE = ("interpolate", 0.85)
+
+
+def autoquant(
+    model: nn.Module,
+    example_input: Any = None,
+    qtensor_class_list: Sequence[Any] | None = None,
+    filter_fn: FilterFn | None = None,
+    mode: Sequence[Any] = MODE,
+    manual: bool = False,
+    set_inductor_config: bool = True,
+    supress_autoquant_errors: bool = True,
+    min_sqnr: float | None = MIN_SQNR,
+    *,
+    candidates: Sequence[FormatConfig | Any] | None = None,
+    cache: str | os.PathLike[str] | bool | None = None,
+) -> Plan | Recording:
+    """Choose for each linear layer the format and kernel row that is fastest on this machine and exact enough.
+
+    The model runs once on ``example_input`` to record the shapes that each layer sees. Every candidate is timed on them
+    with the real packed weight, interleaved, with the caches as the model leaves them. A layer gets the fastest that
+    holds ``min_sqnr`` and is 3 % faster than the float layer; if the model's output then misses the bound, the layers
+    that give back the most accuracy for the least time take a more exact one. At last the whole model is timed: it is
+    never slower than without the plan. The model stays as it is until ``plan.apply(model)``.
+
+    Args:
+        model: any module, in float; layers that are quantized already stay so. It is run in eval mode.
+        example_input: a tensor, a tuple or list of arguments, or a mapping of keyword arguments, of the shapes that
+            matter. It has to give the same result each time.
+        qtensor_class_list: torchao's name of ``candidates``; its classes are understood too.
+        filter_fn: called with (module, qualified name), True selects; as in `quantize_`.
+        mode: torchao's ("interpolate", 0.85), which weighs two kinds of timings. Here there is one kind, so nothing
+            else is taken.
+        manual: return a `Recording` at once; run the model as you like, then ``recording.finalize()``.
+        set_inductor_config: no effect; lowbit never changes Inductor's settings.
+        supress_autoquant_errors: leave a candidate out that raises, and note it in the plan. False: let it raise.
+        min_sqnr: dB that each layer's output and the model's output hold; None: no bound.
+        candidates: configurations. Default: every one of `lowbit.formats.FORMATS`, bfloat16, W4A8 in groups of 128.
+        cache: measured times are kept in a file. None: ``$XDG_CACHE_HOME/lowbit/autoquant.json``; a path; False: none.
+
+    Returns:
+        A `Plan`; with ``manual`` a `Recording`.
+
+    Raises:
+        ValueError: an argument has no meaning here, a row is forced (LOWBIT_KERNEL), a weight is not finite, no linear
+            layer is called, or two runs of the model differ. TypeError: an argument is of another kind.
+
+    Example:
+        >>> plan = lowbit.autoquant(model, x)
+        >>> plan.apply(model)
+    """
+    configs = candidates_of(candidates, qtensor_class_list)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"autoquant: model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_mode(mode)
+    if min_sqnr is not None and not (isinstance(min_sqnr, (int, float)) and math.isfinite(min_sqnr)):
+        raise ValueError(f"autoquant: min_sqnr must be a number of dB or None, got {min_sqnr!r}")
+    if example_input is None and not manual:
+        raise ValueError("autoquant: example_input must be given, or manual=True to record what you run")
+    if example_input is not None and manual:
+        raise ValueError("autoquant: manual=True records what you run; give example_input to finalize()")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose graphs have no hooks
+    maker = PlanMaker(configs, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
+    maker.raises = not supress_autoquant_errors
+    layers = maker.layers_of(model, filter_fn)
+    if manual:
+        return Recording(model, layers, maker.plan)
+    return maker.plan(model, layers, example_input, recorded=False)
+
+
+def _check_mode(mode: Any) -> None:
+    if mode is None or tuple(mode) != MODE:
+        raise ValueError(
+            f"autoquant: mode must be {list(MODE)}: it weighs two kinds of timings of torchao's, and here a call is "
+            f"timed as a whole; got {mode!r}"
+        )
+
+
+class PlanMaker:
+    """Makes a plan of what was recorded; holds what does not depend on the model."""
+
+    def __init__(self, configs: Sequence[FormatConfig], bound_db: float, kept: KeptTimes, timer: Timer) -> None:
+        self.configs, self.bound_db, self.kept, self.timer = configs, bound_db, kept, timer
+        self.raises = False
+        self.left: dict[str, str] = {}  # layers that are not asked, and why
+        self.notes: list[str] = []
+
+    def layers_of(self, model: nn.Module, filter_fn: FilterFn | None) -> list[SeenLayer]:
+        """The layers that may change, tied ones as one; every check that quantize_ would make comes here."""
+        _check_no_row_is_forced()
+
+        def is_free(module: nn.Module, name: str) -> bool:
+            return is_linear(module) and not isinstance(module, QuantLinear) and not reason_to_skip(module)
+
+        selected, skipped = select(model, FloatWeightConfig(), filter_fn or is_free, None, False)
+        for item in skipped:
+            reason = reason_to_skip(item.module) or item.reason
+            if isinstance(item.module, QuantLinear):
+                reason = f"already quantized as {item.module.spec.name}"
+            self.left[item.name] = reason
+        by_weight: dict[tuple[int, bool], SeenLayer] = {}
+        for item in selected:
+            key = id(item.module.weight), is_conv1d(item.module)
+            by_weight.setdefault(key, SeenLayer({})).modules[item.name] = item.module
+        if not by_weight:
+            raise ValueError("autoquant: model must have a linear layer that can be quantized, got none")
+        return list(by_weight.values())
+
+    @torch.no_grad()
+    def plan(self, model: nn.Module, layers: list[SeenLayer], example_input: Any, recorded: bool = True) -> Plan:
+        """Measure and choose. ``recorded`` False: the layers have seen nothing yet, the example is to be recorded."""
+        _check_no_row_is_forced()
+        training = [module for module in model.modules() if module.training]
+        whole = None if example_input is None else WholeModel(model, example_input, self.timer)
+        try:
+            model.eval()
+            if whole is not None:
+                record(model, [] if recorded else layers, whole.run)
+                whole.run_float()
+                whole.check_reproducible(self.bound_db)
+            called = [layer for layer in layers if layer.calls]
+            if not called:
+                raise ValueError("autoquant: no linear layer of the model was called")
+            choice = self._choose(layers, called)
+            return self._finish(model, layers, choice, whole)
+        finally:
+            for module in training:
+                module.training = True
+
+    def _choose(self, layers: list[SeenLayer], called: list[SeenLayer]) -> Choice:
+        dtypes = {layer.module.weight.dtype for layer in called}
+        specs = {dtype: list(dict.fromkeys(config.spec(dtype) for config in self.configs)) for dtype in dtypes}
+        measuring = Measuring(layers, specs, self.timer, self.kept, self._failed)
+        choice: Choice = {}
+        for seen in self._progress(called):
+            layer = MeasuredLayer(seen, measuring.options_of(seen))
+            choice[layer] = fastest_within(layer, self.bound_db)
+        return choice
+
+    def _finish(
+        self, model: nn.Module, layers: list[SeenLayer], choice: Choice, whole: WholeModel | None
+    ) -> Plan:
+        model_db = before = after = math.nan
+        cache = None
+        if whole is None:
+            self.notes.append("no example input: the model as a whole is neither bounded nor timed")
+        else:
+            model_db = whole.sqnr_db(choice)
+            if math.isnan(model_db):
+                self.notes.append("the model returns no floating tensor: its error as a whole is not known")
+            else:
+                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
+            choice, before, after = never_slower(choice, whole.seconds)
+            while (model_db := whole.sqnr_db(choice)) < self.bound_db:  # errors of two layers may have met
+                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
+                choice, before, after = never_slower(choice, whole.seconds)
+            cache = choose_cache(getattr(whole.output, CACHE, None), self.bound_db)
+        rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option)}
+        for seen in layers:
+            for name, module in seen.modules.items():
+                if name not in rows:
+                    rows[name] = PlanRow.left(name, features_of(module), module.weight.nbytes, "was not called")
+        for name, reason in self.left.items():
+            module = model.get_submodule(name)
+            rows[name] = PlanRow.left(name, features_of(module), module.weight.nbytes, reason)
+        return Plan(
+            rows=[rows[name] for name, _ in model.named_modules() if name in rows],
+            min_sqnr=self.bound_db,
+            model_db=model_db,
+            float_seconds=before,
+            seconds=after,
+            kv_cache=cache,
+            machine=machine(),
+            notes=list(dict.fromkeys(self.notes)),
+        )
+
+    def _failed(self, error: Exception, what: str) -> None:
+        if self.raises:
+            raise error
+        self.notes.append(f"{what}: {error}")
+
+    def _progress(self, layers: list[SeenLayer]) -> Iterable[SeenLayer]:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            self.notes.append("install tqdm for a progress bar")
+            return layers
+        return tqdm(layers, desc="autoquant", unit="layer")
+
+
+def _rows_of(layer: MeasuredLayer, option: Any) -> Iterable[PlanRow]:
+    first = layer.seen.name
+    for name in layer.seen.modules:
+        owner = name == first
+        yield PlanRow(
+            layer=name,
+            shape=layer.seen.features,
+            calls=tuple((shape.m, shape.dtype, count) for shape, count in sorted(layer.seen.calls.items())),
+            spec=option.spec,
+            row=option.row,
+            float_seconds=layer.as_float.seconds * owner,
+            seconds=option.seconds * owner,
+            error_db=layer.error_db(option),
+            bytes_before=layer.as_float.bytes * owner,
+            bytes_after=option.bytes * owner,
+            note="" if owner else f"shares the weight of {first}",
+        )
+
+
+def _check_no_row_is_forced() -> None:
+    forced = _C.force_kernel(None)
+    _C.force_kernel(forced)
+    forced = forced or os.environ.get("LOWBIT_KERNEL", "")
+    if forced.startswith("linear_"):
+        raise ValueError(f"autoquant: no row of linear may be forced, there would be nothing to choose; got {forced}")

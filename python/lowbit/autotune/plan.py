@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan: what autoquant chose for each linear layer, and why. It prints, plots, is kept as JSON, and is applied to a
+model."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lowbit import _C
+from lowbit.autotune.kept_times import machine
+from lowbit.autotune.kv_choice import CacheChoice
+from lowbit.diagnostics.table import html_table, text_table
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.quantize import quantize_
+from lowbit.quant.report import QuantizationReport
+from lowbit.quant.select import select
+
+VERSION = 1
+COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One linear layer.
+
+    Args:
+        layer: qualified name in the model.
+        shape: (n, k), the weight's rows and columns.
+        calls: (m, dtype of the activations, times) of each shape that it saw.
+        spec: the format; None: the float layer stays.
+        row: the kernel row that it prefers; empty: the first that fits.
+        float_seconds, seconds: of all these calls, as the float layer and in the format; 0 where another row already
+            counts a shared weight.
+        error_db: SQNR of the layer's output on the recorded inputs; inf for the float layer, nan if it was not called.
+        bytes_before, bytes_after: of the weight.
+        note: why it stays float, or what else is to know.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    calls: tuple[tuple[int, str, int], ...]
+    spec: LinearSpec | None
+    row: str
+    float_seconds: float
+    seconds: float
+    error_db: float
+    bytes_before: int
+    bytes_after: int
+    note: str = ""
+
+    @classmethod
+    def left(cls, layer: str, shape: tuple[int, int], bytes: int, note: str) -> PlanRow:
+        """A layer that nothing was measured of."""
+        return cls(layer, shape, (), None, "", 0.0, 0.0, math.nan, bytes, bytes, note)
+
+
+@dataclass
+class Plan:
+    """The formats that `autoquant` chose. Print it, let a notebook show it, `plot`, `save`, and `apply` it.
+
+    Args:
+        rows: one per linear layer, in the order of ``named_modules``.
+        min_sqnr: the bound in dB, -inf without one.
+        model_db: SQNR of the model's output on the example input, in dB; nan where it is not known.
+        float_seconds, seconds: of the model on the example input, before and after; nan without one.
+        kv_cache: which format of the KV cache holds the bound, for a decoder that returns one.
+        machine: what it was measured on.
+        notes: what else is to know.
+    """
+
+    rows: list[PlanRow]
+    min_sqnr: float
+    model_db: float = math.nan
+    float_seconds: float = math.nan
+    seconds: float = math.nan
+    kv_cache: CacheChoice | None = None
+    machine: dict[str, str] = field(default_factory=machine)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def specs(self) -> dict[str, LinearSpec]:
+        """The formats of the layers that do not stay float, by name."""
+        return {row.layer: row.spec for row in self.rows if row.spec is not None}
+
+    def apply(self, model: nn.Module) -> QuantizationReport:
+        """Quantize ``model`` in place as the plan says; each layer prefers its row from then on.
+
+        Every check comes before the first change. On another machine the plan is valid, though perhaps not the fastest:
+        a warning says so.
+
+        Raises:
+            ValueError: names all layers that the model does not have, or has in another size or already quantized; a
+                kernel row that this build does not have; a weight that is not finite.
+        """
+        model = getattr(model, "_orig_mod", model)
+        self._check_fits(model)
+        configs: dict[LinearSpec, set[str]] = defaultdict(set)
+        for name, spec in self.specs.items():
+            configs[spec].add(name)
+        for spec, names in configs.items():
+            select(model, _Fixed(spec), _named(names), None, True)
+        here = machine()
+        if other := [name for name, value in self.machine.items() if here.get(name) != value]:
+            told = ", ".join(f"{name} {self.machine[name]} (here {here.get(name)})" for name in other)
+            warnings.warn(f"Plan: times are those of {told}: another choice may be faster here", stacklevel=2)
+        reports = [quantize_(model, _Fixed(spec), _named(names)) for spec, names in configs.items()]
+        for row in self.rows:
+            if row.row:
+                model.get_submodule(row.layer).prefer(row.row)
+        return _merged(reports)
+
+    def _check_fits(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        wrong = []
+        for row in self.rows:
+            module = modules.get(row.layer)
+            if row.spec is None:
+                continue
+            if module is None or not is_linear(module):
+                wrong.append(f"{row.layer} ({'no linear layer' if module is not None else 'not there'})")
+            elif isinstance(module, QuantLinear):
+                wrong.append(f"{row.layer} (already quantized as {module.spec.name})")
+            elif features_of(module) != row.shape:
+                wrong.append(f"{row.layer} ({_size(features_of(module))}, wanted {_size(row.shape)})")
+        if wrong:
+            raise ValueError(f"Plan: model must have the layers of the plan, got {', '.join(wrong)}")
+        for name in {row.row for row in self.rows if row.row}:
+            _C.row_number("linear", name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; a file that is there is replaced as a whole."""
+        path = Path(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            json.dump(self.to_dict(), file, indent=1)
+        os.replace(name, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: it is no plan, or of another version, or names a format that is not here.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"Plan: {path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers, strings, lists and dictionaries; numbers that are not finite are strings, as JSON has
+        none."""
+        return _plain({"lowbit_plan": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Plan:
+        """Return the plan of `to_dict`. Raises ValueError as `load`."""
+        if not isinstance(values, dict) or "lowbit_plan" not in values:
+            raise ValueError("this is no plan of lowbit.autoquant")
+        values = dict(values)
+        version = values.pop("lowbit_plan")
+        if version != VERSION:
+            raise ValueError(f"the version must be {VERSION}, got {version!r}")
+        try:
+            rows = [_row_of(row) for row in values.pop("rows")]
+            numbers = {name: float(values.pop(name)) for name in ("min_sqnr", "model_db", "float_seconds", "seconds")}
+            kept = values.pop("kv_cache")
+            cache = kept and CacheChoice(**kept | {"error_db": {k: float(v) for k, v in kept["error_db"].items()}})
+            return cls(rows=rows, **numbers, kv_cache=cache, **values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a field is missing, unknown or of another kind: {error}") from None
+
+    def plot(self) -> Any:
+        """Draw with matplotlib the time of each layer before and after and its dB; return the two axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from lowbit.autotune.picture import picture
+
+        return picture(self)
+
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), text_table(COLUMNS, self._cells()), *self._below()])
+
+    def _repr_html_(self) -> str:
+        below = "".join(f"<p>{html.escape(line)}</p>" for line in self._below())
+        return f"<p>{html.escape(self._title())}</p>{html_table(COLUMNS, self._cells())}{below}"
+
+    def _title(self) -> str:
+        bound = "no bound" if math.isinf(self.min_sqnr) else f"bound {self.min_sqnr:.1f} dB"
+        return f"plan: {len(self.specs)} of {len(self.rows)} linear layers quantized, {bound}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.layer or "(the model)",
+                _size(row.shape),
+                ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
+                "float" if row.spec is None else row.spec.name,
+                row.row,
+                f"{row.float_seconds / row.seconds:.2f}x" if row.seconds else "",
+                "" if math.isnan(row.error_db) else "exact" if math.isinf(row.error_db) else f"{row.error_db:.1f}",
+                f"{row.bytes_before / 1e6:.2f} -> {row.bytes_after / 1e6:.2f}" if row.bytes_before else "",
+                row.note,
+            )
+            for row in self.rows
+        ]
+
+    def _below(self) -> list[str]:
+        before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
+        lines = [f"weights: {before / 1e6:.1f} -> {after / 1e6:.1f} MB"]
+        if not math.isnan(self.seconds):
+            ratio = self.float_seconds / self.seconds
+            lines.append(f"model: {1e3 * self.float_seconds:.3g} -> {1e3 * self.seconds:.3g} ms, {ratio:.2f}x float")
+        if not math.isnan(self.model_db):
+            lines.append(f"model output: {'exact' if math.isinf(self.model_db) else f'{self.model_db:.1f} dB'}")
+        if self.kv_cache is not None:
+            errors = ", ".join(f"{name} {value:.1f} dB" for name, value in self.kv_cache.error_db.items())
+            hand_over = f'; hand over QuantizedCache("{self.kv_cache.format}")'
+            lines.append(f"KV cache: {self.kv_cache.format} ({errors}){hand_over * (self.kv_cache.format != 'float')}")
+        return [*lines, *(f"note: {note}" for note in self.notes)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed(FormatConfig):
+    """The configuration of one spec."""
+
+    fixed: LinearSpec
+    function: ClassVar[str] = "Plan"
+
+    def spec(self, dtype: Any) -> LinearSpec:
+        return self.fixed
+
+    def __str__(self) -> str:
+        return self.fixed.name
+
+
+def _named(names: set[str]) -> Any:
+    return lambda module, name: name in names
+
+
+def _merged(reports: list[QuantizationReport]) -> QuantizationReport:
+    """One report of several calls, each of which changed other layers."""
+    if not reports:
+        return QuantizationReport("plan", notes=["the plan leaves every layer as it is"])
+    stays = "stays float in the plan"
+    rows = {row.layer: replace(row, note=stays) for report in reports for row in report.skipped}
+    rows |= {row.layer: row for report in reports for row in report.quantized}
+    return QuantizationReport(
+        "plan",
+        rows=[rows[row.layer] for row in reports[0].rows],
+        notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
+        model_bytes_before=reports[0].model_bytes_before,
+        model_bytes_after=reports[-1].model_bytes_after,
+        left=reports[-1].left,
+    )
+
+
+def _row_of(values: dict[str, Any]) -> PlanRow:
+    values = dict(values)
+    spec = values.pop("spec")
+    if spec is not None:
+        known = {item.name for item in fields(LinearSpec)}
+        if spec.keys() - known or spec["format"] not in _C.FORMATS or spec["x_format"] not in _C.X_FORMATS:
+            raise ValueError(f"{values['layer']} has a format that is not here: {spec}")
+        spec = LinearSpec(**spec)
+    calls = tuple((m, dtype, count) for m, dtype, count in values.pop("calls"))
+    shape, error = tuple(values.pop("shape")), float(values.pop("error_db"))
+    return PlanRow(shape=shape, calls=calls, spec=spec, error_db=error, **values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

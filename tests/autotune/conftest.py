@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A timer without a clock: seconds by the name of a call, so that every choice is determined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.autotune import timing
+from lowbit.autotune.autoquant import PlanMaker
+from lowbit.autotune.candidates import candidates_of
+from lowbit.autotune.kept_times import KeptTimes
+from lowbit.autotune.plan import Plan
+
+FLOAT_SECONDS = 10.0
+
+
+class FakeTimer:
+    """Calls "float" and the model before take 10 s; other names what ``seconds`` says of the first word in them, else 20.
+
+    ``model`` is what a run of the changed model takes.
+    """
+
+    def __init__(self, seconds: dict[str, float], model: float = 1.0) -> None:
+        self.seconds, self.model = seconds, model
+        self.sets: list[list[str]] = []
+
+    def best(self, calls):
+        for timed in calls.values():
+            with timed.around():
+                timed.call()  # as the real one does
+        self.sets.append(list(calls))
+        return {name: self._of(name) for name in calls}
+
+    def _of(self, name: str) -> float:
+        if name in ("float", "before"):
+            return FLOAT_SECONDS
+        if name == "after":
+            return self.model
+        return next((value for words, value in self.seconds.items() if words in name), 20.0)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the clock does run, shortly: no test asks for a time."""
+    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+
+
+@pytest.fixture
+def make_plan() -> Callable[..., Plan]:
+    """autoquant with a FakeTimer, and no times kept in a file."""
+
+    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None):
+        timer = FakeTimer(seconds, model_seconds)
+        maker = PlanMaker(candidates_of(candidates, None), min_sqnr, KeptTimes(cache), timer)
+        maker.raises = True
+        plan = maker.plan(model, maker.layers_of(model, filter_fn), example_input, recorded=False)
+        plan.timer = timer
+        return plan
+
+    return make
+
+
+class Block(nn.Module):
+    """Three layers: one called twice, one never, one whose bias is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once, self.never = nn.Linear(64, 64), nn.Linear(64, 48, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.once(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+@pytest.fixture
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return Block().eval()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(1))

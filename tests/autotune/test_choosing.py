@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices from times and errors that are given: nothing is measured here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lowbit.autotune.choosing import fastest_within, hold_model_bound, more_exact, never_slower, noise_of
+from lowbit.autotune.options import Option
+from lowbit.formats import LinearSpec
+
+FAST, MIDDLE, EXACT = LinearSpec("int4", 32), LinearSpec("int8"), LinearSpec("float32")
+
+
+class Layer:
+    """What choosing asks of a MeasuredLayer."""
+
+    def __init__(self, name: str, *options: tuple[LinearSpec | None, float, float]) -> None:
+        self.name = name
+        self.options = [Option(spec, "", seconds, 1) for spec, seconds, _ in options]
+        self._db = {option: error_db for option, (*_, error_db) in zip(self.options, options, strict=True)}
+        self.as_float = self.options[-1]
+
+    def error_db(self, option: Option) -> float:
+        return self._db[option]
+
+
+def layer(name: str, fast_db: float = 15.0, middle_seconds: float = 2.0) -> Layer:
+    return Layer(name, (FAST, 1.0, fast_db), (MIDDLE, middle_seconds, 35.0), (EXACT, 8.0, 140.0), (None, 10.0, math.inf))
+
+
+def model_db(choice):
+    """As if the noise of the layers came out added up."""
+    noise = sum(noise_of(layer.error_db(option)) for layer, option in choice.items())
+    return -10 * math.log10(noise) if noise else math.inf
+
+
+@pytest.mark.parametrize(("bound", "spec"), [(10, FAST), (15, FAST), (15.1, MIDDLE), (100, EXACT), (150, None)])
+def test_the_fastest_option_that_holds_the_bound_is_taken(bound, spec):
+    assert fastest_within(layer("a"), bound).spec == spec
+
+
+def test_a_layer_whose_output_is_not_finite_is_passed_over():
+    broken = layer("a", fast_db=math.nan)
+    assert fastest_within(broken, -math.inf).spec == MIDDLE
+    assert [option.spec for option in more_exact(broken, broken.options[0])] == [MIDDLE, EXACT, None]
+
+
+def test_more_exact_skips_options_that_are_slower_and_no_better():
+    odd = Layer("a", (FAST, 1.0, 30.0), (MIDDLE, 2.0, 25.0), (EXACT, 3.0, 31.0), (None, 10.0, math.inf))
+    assert [option.spec for option in more_exact(odd, odd.options[0])] == [EXACT, None]
+    assert more_exact(odd, odd.as_float) == []
+
+
+def test_the_layer_moves_first_that_gives_back_most_noise_for_its_time():
+    noisy, cheap, dear = layer("noisy", 10.0), layer("cheap", 12.0, 1.1), layer("dear", 12.0, 6.0)
+    start = {it: it.options[0] for it in (noisy, cheap, dear)}
+    # 0.1 + 0.063 + 0.063: the cheap move is not enough (0.163), the noisy layer's comes next (0.063).
+    choice, error_db = hold_model_bound(start, model_db, 11.0, 10)
+    assert [choice[it].spec for it in (noisy, cheap, dear)] == [MIDDLE, MIDDLE, FAST]
+    assert error_db == model_db(choice) >= 11.0
+    assert [option.spec for option in start.values()] == [FAST] * 3, "what was handed over stays"
+
+
+@pytest.mark.parametrize("bound", [5.0, 12.0, 25.0, 40.0, 130.0, 1000.0])
+@pytest.mark.parametrize("factor_db", [-6.0, 0.0, 9.0])
+@pytest.mark.parametrize("runs", [1, 4, 100])
+def test_the_bound_of_the_model_always_holds_in_the_end(bound, factor_db, runs):
+    layers = [layer(str(i), 8.0 + i, 1.5 + i) for i in range(6)]
+    asked = []
+
+    def measured(choice):
+        asked.append(choice)
+        return model_db(choice) + factor_db
+
+    choice, error_db = hold_model_bound({it: it.options[0] for it in layers}, measured, bound, runs)
+    assert error_db >= bound and error_db == model_db(choice) + factor_db
+    assert len(asked) <= 25
+
+
+def test_a_layer_that_the_output_depends_on_most_moves_first():
+    loud, quiet = layer("loud", 20.0), layer("quiet", 12.0)
+    factor = {loud: 20.0, quiet: 0.01}
+
+    def measured(choice):
+        noise = sum(factor[it] * noise_of(it.error_db(option)) for it, option in choice.items())
+        return -10 * math.log10(noise) if noise else math.inf
+
+    choice, error_db = hold_model_bound({it: it.options[0] for it in (loud, quiet)}, measured, 20.0, 10)
+    assert [choice[it].spec for it in (loud, quiet)] == [MIDDLE, FAST] and error_db >= 20.0
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_model_output_that_is_not_finite_gives_every_layer_back(value):
+    layers = [layer("a"), layer("b")]
+    measured = lambda choice: math.inf if all(it.spec is None for it in choice.values()) else value  # noqa: E731
+    choice, error_db = hold_model_bound({it: it.options[0] for it in layers}, measured, 20.0, 10)
+    assert all(it.spec is None for it in choice.values()) and error_db == math.inf
+
+
+def test_a_model_that_is_faster_keeps_its_choice():
+    one = layer("a")
+    choice, before, after = never_slower({one: one.options[0]}, lambda choice: (10.0, 9.0))
+    assert choice[one].spec == FAST and (before, after) == (10.0, 9.0)
+
+
+def test_layers_that_win_least_go_back_until_the_model_is_no_slower():
+    layers = [layer(str(i), middle_seconds=2.0 + i) for i in range(5)]
+    start, asked = {it: it.options[1] for it in layers}, []
+
+    def seconds(choice):
+        asked.append(choice)
+        return 10.0, 8.0 + sum(option.spec is not None for option in choice.values())
+
+    choice, before, after = never_slower(start, seconds)
+    assert [choice[it].spec for it in layers] == [MIDDLE, MIDDLE, None, None, None] and (before, after) == (10.0, 10.0)
+    assert len(asked) == 3, "asked once more before layers go back"
+    choice, before, after = never_slower(start, lambda choice: (10.0, 11.0 if any(it.spec for it in choice.values()) else 10.2))
+    assert all(it.spec is None for it in choice.values()) and before == after == 10.0
