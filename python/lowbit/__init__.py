@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
+    from lowbit.diagnostics.compare import Comparison, compare_checkpoints
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
         int8_dynamic_activation_int8_weight,
         int8_weight_only,
     )
+    from lowbit.integrations.lowbit_config import LowbitConfig
+    from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
     from lowbit.ops.linear import linear
     from lowbit.quant import QuantizationReport, QuantLinear, dequantize_, fuse_gated_mlps, load, quantize_
 
@@ -81,6 +84,8 @@ _HOME = {
     "int8_dynamic_activation_int8_weight": "lowbit.formats",
     "int8_dynamic_activation_int4_weight": "lowbit.formats",
     "float_weight": "lowbit.formats",
+    "LowbitConfig": "lowbit.integrations.lowbit_config",
+    "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
     "linear": "lowbit.ops.linear",
     "scaled_dot_product_attention": "lowbit.attention.sdpa",
     "flex_attention": "lowbit.attention.flex",
@@ -94,6 +99,8 @@ _HOME = {
     "noop_mask": "lowbit.attention.block_mask",
     "kernels": "lowbit.diagnostics.kernels",
     "force_kernel": "lowbit.diagnostics.kernels",
+    "Comparison": "lowbit.diagnostics.compare",
+    "compare_checkpoints": "lowbit.diagnostics.compare",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
@@ -102,11 +109,13 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "Comparison",
     "FloatWeightConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
+    "LowbitConfig",
     "MappingType",
     "PerAxis",
     "PerGroup",
@@ -118,6 +127,7 @@ __all__ = [
     "__version__",
     "and_masks",
     "attention",
+    "compare_checkpoints",
     "create_block_mask",
     "create_mask",
     "dequantize_",
@@ -139,6 +149,7 @@ __all__ = [
     "optim",
     "or_masks",
     "quantize_",
+    "quantize_checkpoint",
     "scaled_dot_product_attention",
 ]
 

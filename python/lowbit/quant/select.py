@@ -58,7 +58,7 @@ def select(
             if is_linear(module):
                 skipped.append(Skipped(name, module, "an adapter of peft, which is trained"))
             continue
-        reason = _reason_to_skip(module)
+        reason = reason_to_skip(module)
         if filter_fn is None:
             if not is_linear(module):
                 continue
@@ -71,7 +71,7 @@ def select(
             continue
         elif reason and not _may_be_forced(module):
             raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
-        _check_module(name, module, device)
+        check_module(name, module, device)
         taken.append((name, module))
     if strict and (not taken or (filter_fn is None and skipped)):
         left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
@@ -95,7 +95,7 @@ def _check_filter(filter_fn: Any, model: nn.Module) -> None:
         raise TypeError(f"{wanted}; got one of {signature}") from error
 
 
-def _reason_to_skip(module: nn.Module) -> str:
+def reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
     if not is_linear(module) or isinstance(module, QuantLinear):
         return ""
@@ -125,7 +125,7 @@ def _may_be_forced(module: nn.Module) -> bool:
     )
 
 
-def _check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
+def check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
     if isinstance(module, QuantLinear):
         raise ValueError(
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
