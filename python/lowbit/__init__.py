@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.autotune import Plan, autoquant
+    from lowbit.diagnostics.compare import Comparison, compare_checkpoints
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
     from lowbit.diagnostics.kernels import force_kernel, kernels
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
         int8_dynamic_activation_int8_weight,
         int8_weight_only,
     )
+    from lowbit.integrations.lowbit_config import LowbitConfig
+    from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
@@ -99,6 +102,8 @@ _HOME = {
     "int8_dynamic_activation_int8_weight": "lowbit.formats",
     "int8_dynamic_activation_int4_weight": "lowbit.formats",
     "float_weight": "lowbit.formats",
+    "LowbitConfig": "lowbit.integrations.lowbit_config",
+    "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
     "linear": "lowbit.ops.linear",
     "scaled_dot_product_attention": "lowbit.attention.sdpa",
     "flex_attention": "lowbit.attention.flex",
@@ -112,6 +117,8 @@ _HOME = {
     "noop_mask": "lowbit.attention.block_mask",
     "kernels": "lowbit.diagnostics.kernels",
     "force_kernel": "lowbit.diagnostics.kernels",
+    "Comparison": "lowbit.diagnostics.compare",
+    "compare_checkpoints": "lowbit.diagnostics.compare",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
 }
@@ -121,6 +128,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "Calibration",
+    "Comparison",
     "FloatWeightConfig",
     "GPTQ",
     "HQQ",
@@ -128,6 +136,7 @@ __all__ = [
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8WeightOnlyConfig",
+    "LowbitConfig",
     "MappingType",
     "PerAxis",
     "PerGroup",
@@ -142,6 +151,7 @@ __all__ = [
     "attention",
     "autoquant",
     "calibrate",
+    "compare_checkpoints",
     "create_block_mask",
     "create_mask",
     "dequantize_",
@@ -163,6 +173,7 @@ __all__ = [
     "optim",
     "or_masks",
     "quantize_",
+    "quantize_checkpoint",
     "scaled_dot_product_attention",
 ]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`, `lowbit --version`; also
-`python -m lowbit`."""
+"""Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`,
+`lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit --version`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,66 @@ import lowbit
 
 
 def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        print(options.run(options))
+    except (
+        ImportError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:  # no torch, an unknown op, a wrong LOWBIT_ISA, no file
+        print(f"lowbit: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("lowbit: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lowbit", description="What this build of lowbit runs on this machine.")
     parser.add_argument("--version", action="version", version=f"lowbit {lowbit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="version, ISA levels, threads, torch, registered ops, fallbacks and their reasons")
+    info = commands.add_parser(
+        "info", help="version, ISA levels, threads, torch, registered ops, fallbacks and their reasons"
+    )
+    info.set_defaults(run=lambda options: lowbit.info())
     kernels = commands.add_parser("kernels", help="the kernel rows of an op, best first")
     kernels.add_argument("op", nargs="?", default="linear")
-    options = parser.parse_args(arguments)
-    try:
-        print(lowbit.info() if options.command == "info" else lowbit.kernels(options.op))
-    except (ImportError, ValueError) as error:  # no torch, an unknown op, a wrong LOWBIT_ISA
-        print(f"lowbit: {error}", file=sys.stderr)
-        return 1
-    return 0
+    kernels.set_defaults(run=lambda options: lowbit.kernels(options.op))
+    quantize = commands.add_parser(
+        "quantize",
+        help="pack the linear layers of a checkpoint of transformers, one tensor in memory at a time",
+        description="Write a folder that from_pretrained and lowbit.load read; an interrupted run goes on.",
+    )
+    quantize.add_argument("model", help="folder with config.json and safetensors files")
+    quantize.add_argument("out", help="folder to make")
+    quantize.add_argument("--config", help='format of the layers, such as "int4_weight_only(group_size=32)"')
+    quantize.add_argument("--plan", help="JSON file with the formats of single layers, as autoquant saves it")
+    quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the output head")
+    quantize.set_defaults(run=_quantize)
+    compare = commands.add_parser("compare", help="the error of each weight of one checkpoint against another, in dB")
+    compare.add_argument("a", help="folder or safetensors file that counts as exact")
+    compare.add_argument("b", help="folder or safetensors file that is measured against it")
+    compare.add_argument("--picture", metavar="PNG", help="draw the errors into this file")
+    compare.set_defaults(run=_compare)
+    return parser
+
+
+def _quantize(options: argparse.Namespace) -> object:
+    if options.config is None and options.plan is None:
+        raise ValueError("quantize: needs --config or --plan")
+    return lowbit.quantize_checkpoint(
+        options.model, options.out, options.config, plan=options.plan, modules_to_not_convert=options.keep
+    )
+
+
+def _compare(options: argparse.Namespace) -> object:
+    comparison = lowbit.compare_checkpoints(options.a, options.b)
+    if options.picture:
+        comparison.plot().figure.savefig(options.picture, dpi=120)
+    return comparison
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point `torch.backends`: makes the ops `lowbit::*` known after a bare `import torch`, so a saved .pt2 that names
-them loads.
+"""Entry points. `torch.backends`: makes the ops `lowbit::*` known after a bare `import torch`, so a saved .pt2 that
+names them loads. `bitsandbytes.backends`: gives bitsandbytes our CPU kernels when it is imported.
 
 A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
 can
 never break `import torch`: whatever goes wrong is kept in `failure` (shown by `lowbit.info()`) and raised only when
 LOWBIT_STRICT=1. It claims no device. TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch) turns it off,
-and so does LOWBIT_SIM=1.
+and so does LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves bitsandbytes as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 
 ran = False
 failure: Exception | None = None
+bitsandbytes_failure: Exception | None = None
 
 
 def autoload() -> None:
@@ -29,5 +30,20 @@ def autoload() -> None:
         register()
     except Exception as error:
         failure = error
+        if os.environ.get("LOWBIT_STRICT") == "1":
+            raise
+
+
+def bitsandbytes() -> None:
+    """Give bitsandbytes' ops our CPU kernels; called at the end of `import bitsandbytes`."""
+    global bitsandbytes_failure
+    if os.environ.get("LOWBIT_BITSANDBYTES") == "0":
+        return
+    try:
+        from lowbit.integrations.bitsandbytes_ops import take_ops
+
+        take_ops()
+    except Exception as error:
+        bitsandbytes_failure = error
         if os.environ.get("LOWBIT_STRICT") == "1":
             raise

@@ -10,6 +10,7 @@ import torch
 from lowbit import _C, devices
 from lowbit.devices.autoload import autoload_state
 from lowbit.diagnostics.table import html_table, text_table
+from lowbit.integrations.supported import integration_states
 from lowbit.ops.registration import registered
 
 
@@ -40,6 +41,7 @@ def info() -> Info:
         facts[f"torch.ops.{row['op'].replace('::', '.')}"] = row["how"] + (
             f" ({row['reason']})" if row["reason"] else ""
         )
+    facts |= integration_states()
     facts["devices"] = ", ".join(devices.list())
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
         if not kernel["available"]:

@@ -92,6 +92,12 @@ INSTEAD = {
 """What to take here in place of a name of torchao or bitsandbytes."""
 
 
+def missing(module: str, name: str) -> AttributeError:
+    """Return the error of a name that a module of ours lacks; it says what to use in place of a name of torchao."""
+    instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
+
+
 def from_torchao(config: Any) -> Any:
     """Return our configuration for an object of torchao's, and anything else as it is. Scales are torchao's: those of
     the range of each group.

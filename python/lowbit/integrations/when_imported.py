@@ -16,17 +16,19 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_SERVED = {"transformers.modeling_utils": "lowbit.integrations.transformers"}
-failures: dict[
-    str, Exception
-] = {}  # integrations that do not fit the package that is there: they say why when they are imported by name
+_SERVED = {
+    "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
+    "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
+}
+failures: dict[str, Exception] = {}
+"""Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
 
 
 def join_when_imported() -> None:
-    """Import each integration as soon as its package has been imported, now if it is already. Imports nothing
+    """Import the integrations as soon as their package has been imported, now if it is already. Imports nothing
     itself."""
-    for package, integration in _SERVED.items():
-        finder = _Finder(package, integration)
+    for package, integrations in _SERVED.items():
+        finder = _Finder(package, integrations)
         if not finder.joined() and not any(
             isinstance(other, _Finder) and other.package == package for other in sys.meta_path
         ):
@@ -34,8 +36,8 @@ def join_when_imported() -> None:
 
 
 class _Finder:
-    def __init__(self, package: str, integration: str) -> None:
-        self.package, self.integration = package, integration
+    def __init__(self, package: str, integrations: tuple[str, ...]) -> None:
+        self.package, self.integrations = package, integrations
         self.family = package.partition(".")[0] + "."
 
     def joined(self) -> bool:
@@ -46,11 +48,12 @@ class _Finder:
             return False
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # what it imports need not ask again
-        try:
-            importlib.import_module(self.integration)
-            failures.pop(self.integration, None)
-        except Exception as error:
-            failures[self.integration] = error
+        for integration in self.integrations:
+            try:
+                importlib.import_module(integration)
+                failures.pop(integration, None)
+            except Exception as error:
+                failures[integration] = error
         return True
 
     def find_spec(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats.spec import LinearSpec
+from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
@@ -60,13 +60,13 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     shared = _shared_names(model)
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
-    packed = dict(_packed_layers(model, state))
+    packed = dict(packed_layers(model, state))
     turned = [name for name, (module, _) in packed.items() if not isinstance(module, QuantLinear)]
     for name in turned:
-        module, spec = packed[name]
+        module, stored = packed[name]
         if not isinstance(module, QuantLinear):  # one layer may have two names
-            weight = torch.empty(spec.shape(*features_of(module)), dtype=torch.uint8, device="meta")
-            quantize_in_place(module, nn.Parameter(weight, requires_grad=False), spec)
+            weight = torch.empty(stored.spec.shape(stored.n, stored.k), dtype=torch.uint8, device="meta")
+            quantize_in_place(module, nn.Parameter(weight, requires_grad=False), stored.spec)
     model.load_state_dict(state, assign=True)
     _share_again(model, shared)
     _fill_buffers(model)
@@ -97,8 +97,11 @@ def _read(path: Path) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[nn.Module, LinearSpec]]]:
-    """The layers whose packed weight the state dict holds; one that it cannot serve is refused here."""
+def packed_layers(
+    model: nn.Module, state: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[nn.Module, StoredWeight]]]:
+    """Yield the layers whose packed weight the state dict holds, with what is stored; one that it cannot serve is
+    refused. Only the layouts have to hold values."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
@@ -123,7 +126,7 @@ def _packed_layers(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
             raise ValueError(
                 f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
             )
-        yield name, (module, stored.spec)
+        yield name, (module, stored)
 
 
 def _shared_names(model: nn.Module) -> dict[str, str]:

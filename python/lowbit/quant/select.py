@@ -76,7 +76,7 @@ def select(
             continue
         elif reason and not _may_be_forced(module):
             raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
-        _check_module(name, module, device)
+        check_module(name, module, device)
         taken.append((name, module))
     if strict and (not taken or (filter_fn is None and skipped)):
         left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
@@ -130,7 +130,7 @@ def _may_be_forced(module: nn.Module) -> bool:
     )
 
 
-def _check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
+def check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
     if isinstance(module, QuantLinear):
         raise ValueError(
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compare_checkpoints: how far the weights of one checkpoint are from those of another, layer by layer, in dB."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.diagnostics.table import html_table, text_table
+from lowbit.formats.spec import StoredWeight
+from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
+
+_COLUMNS = ("layer", "a", "b", "shape", "error dB")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedLayer:
+    """One weight that both checkpoints hold.
+
+    Args:
+        layer: its name, without ``.weight``.
+        a, b: the format of each, such as ``bfloat16`` or ``int4 g32``.
+        shape: of the float weight.
+        signal, noise: sums of squares of the weight in a, and of its difference to that in b.
+    """
+
+    layer: str
+    a: str
+    b: str
+    shape: tuple[int, ...]
+    signal: float
+    noise: float
+
+    @property
+    def error_db(self) -> float:
+        """10 log10(signal / noise); larger is better, inf is the same weight."""
+        return _decibel(self.signal, self.noise)
+
+
+@dataclass
+class Comparison:
+    """What `compare_checkpoints` found. Print it, let a notebook show it, or ``plot()`` it.
+
+    Args:
+        a, b: the checkpoints.
+        rows: one per weight of two or more dimensions, in the order of a's names.
+        only_a, only_b: names of such weights that the other does not hold.
+    """
+
+    a: str
+    b: str
+    rows: list[ComparedLayer] = field(default_factory=list)
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+
+    @property
+    def error_db(self) -> float:
+        """Of all weights together."""
+        return _decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(_COLUMNS, self._cells()), *self._below()])
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._cells()) + "".join(f"<p>{html.escape(line)}</p>" for line in self._below())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the error of each layer that differs, in the order of the model, a colour per kind; return the axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ModuleNotFoundError as error:
+            raise ImportError("Comparison.plot needs matplotlib: pip install matplotlib") from error
+        if ax is None:
+            _, ax = plt.subplots(figsize=(9, 4), constrained_layout=True)
+        kinds: dict[str, list[tuple[int, float]]] = {}
+        for i, row in enumerate(self.rows):
+            if math.isfinite(row.error_db):
+                kinds.setdefault(row.layer.rpartition(".")[2], []).append((i, row.error_db))
+        for kind, points in kinds.items():
+            ax.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=0.8, label=kind)
+        ax.set(xlabel="weight, in the order of the file", ylabel="error, dB (up is better)")
+        ax.set_title(f"{Path(self.b).name} against {Path(self.a).name}: {self.error_db:.1f} dB of all weights")
+        ax.grid(alpha=0.3)
+        if kinds:
+            ax.legend(fontsize="small", ncols=2)
+        return ax
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [(row.layer, row.a, row.b, "x".join(map(str, row.shape)), _text(row.error_db)) for row in self.rows]
+
+    def _below(self) -> list[str]:
+        same = sum(not row.noise for row in self.rows)
+        lines = [f"all weights: {_text(self.error_db)} dB; {same} of {len(self.rows)} are the same"]
+        for place, names in ((self.a, self.only_a), (self.b, self.only_b)):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                lines.append(f"only in {place}: {', '.join(names[:3])}{more}")
+        return lines
+
+
+def compare_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+    """Compare the weights of two checkpoints by name, one at a time: float ones, packed ones, or one of each.
+
+    Args:
+        a: what counts as exact: a folder with safetensors files, or such a file.
+        b: what is measured against it.
+
+    Returns:
+        A Comparison: print it, or ``plot()`` it.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: a file is no safetensors file, no weight is in both, or a weight has another shape in b.
+
+    Example:
+        >>> lowbit.compare_checkpoints("model", "model-int4")
+    """
+    first, second = _Weights(Path(a)), _Weights(Path(b))
+    result = Comparison(str(a), str(b))
+    result.only_a = [name for name in first.homes if name not in second.homes]
+    result.only_b = [name for name in second.homes if name not in first.homes]
+    for name in first.homes:
+        if name in second.homes:
+            result.rows.append(_compared(name, first, second))
+    if not result.rows:
+        raise ValueError(f"compare_checkpoints: {a} and {b} must have weights of the same names, got none")
+    return result
+
+
+class _Weights:
+    """The weights of a checkpoint, decoded one at a time."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.homes: dict[str, SafetensorsFile] = {}
+        self.layouts: dict[str, SafetensorsFile] = {}
+        for file in map(SafetensorsFile, safetensors_files(place)):
+            for name, entry in file.entries.items():
+                head, _, last = name.rpartition(".")
+                if last == "layout":
+                    self.layouts[head] = file
+                elif last == "weight" and len(entry.shape) >= 2:
+                    self.homes[head] = file
+
+    def read(self, name: str) -> tuple[str, Tensor]:
+        """Return the format of a weight and the weight in float32."""
+        file, prefix = self.homes[name], f"{name}." if name else ""
+        weight = file.read(f"{prefix}weight")
+        if name not in self.layouts:
+            if not weight.is_floating_point():
+                raise ValueError(f"compare_checkpoints: {prefix}weight of {file.path} is {weight.dtype} without layout")
+            return str(weight.dtype).removeprefix("torch."), weight.float()
+        try:
+            stored = numbers_of(self.layouts[name].read(f"{prefix}layout"))
+        except ValueError as error:
+            raise ValueError(f"compare_checkpoints: {prefix}weight of {file.path} has {error}") from None
+        return stored.spec.name, _decoded(weight, stored)
+
+
+def _decoded(weight: Tensor, stored: StoredWeight) -> Tensor:
+    args = stored.spec.weight_args(stored.n, stored.k)
+    return torch.ops.lowbit.dequantize(repack_weight(weight, stored), *args).float()
+
+
+def _compared(name: str, first: _Weights, second: _Weights) -> ComparedLayer:
+    (a_format, a), (b_format, b) = first.read(name), second.read(name)
+    if a.shape != b.shape and a.shape == b.T.shape:
+        b = b.T  # a Conv1D of transformers, whose float weight lies the other way round
+    if a.shape != b.shape:
+        raise ValueError(
+            f"compare_checkpoints: {name} must have the shape {list(a.shape)} of {first.place}, "
+            f"got {list(b.shape)} in {second.place}"
+        )
+    signal = noise = 0.0
+    for a_rows, b_rows in _slices(a, b):
+        signal += float(a_rows.double().square().sum())
+        noise += float((a_rows.double() - b_rows.double()).square().sum())
+    return ComparedLayer(name, a_format, b_format, tuple(a.shape), signal, noise)
+
+
+def _slices(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of at most a MiB of float64 or one row, so that no copy of the whole is made."""
+    rows = max(1, (1 << 17) // max(1, a[0].numel())) if len(a) else 1
+    for i in range(0, len(a), rows):
+        yield a[i : i + rows], b[i : i + rows]
+
+
+def _decibel(signal: float, noise: float) -> float:
+    return math.inf if not noise else 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _text(decibel: float) -> str:
+    return "same" if decibel == math.inf else f"{decibel:.1f}"

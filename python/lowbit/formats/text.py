@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations from text: the way back from ``str(config)``, for command lines, JSON files and checkpoints.
+
+Nothing is evaluated: a call of a known name with literals, and the few names that a configuration's fields hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from lowbit.formats import FORMATS
+from lowbit.formats.base import GROUP_SIZES, FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
+from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.formats.spec import LinearSpec
+from lowbit.formats.torchao import from_torchao
+
+_GRANULARITIES = {cls.__name__: cls for cls in (PerAxis, PerGroup, PerRow, PerToken)}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "dtype": tuple(FLOAT_FORMATS),
+    "group_size": (None, *GROUP_SIZES),
+    "mapping_type": tuple(MappingType),
+    "act_mapping_type": tuple(MappingType),
+    "act_granularity": (None, PerRow()),
+}
+"""Values of the arguments that a spec depends on."""
+
+
+def config_of(config: Any) -> FormatConfig:
+    """Return the configuration that ``config`` stands for.
+
+    Args:
+        config: a configuration (also torchao's own); the text of the call that makes one, such as
+            ``"int4_weight_only(group_size=32)"`` or just ``"int4_weight_only"``; a dict with the name of the function
+            as ``"format"`` and its arguments, ``{"format": "int4_weight_only", "group_size": 32}``; or a LinearSpec, or
+            a dict of all of its fields.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the text is no such call, or an argument is refused by the configuration.
+
+    Example:
+        >>> config_of("int4_weight_only(group_size=32)") == lowbit.int4_weight_only(32)
+        True
+    """
+    config = from_torchao(config)
+    if isinstance(config, FormatConfig):
+        return config
+    if isinstance(config, str):
+        return _from_call(config)
+    if isinstance(config, Mapping) and config.keys() == {field.name for field in fields(LinearSpec)}:
+        config = LinearSpec(**config)
+    if isinstance(config, LinearSpec):
+        return _config_with(config)
+    if isinstance(config, Mapping):
+        arguments = dict(config)
+        name = arguments.pop("format", None)
+        if not isinstance(name, str):
+            raise ValueError(f'config: "format" must be one of {", ".join(_makers())}, got {name!r}')
+        return _make(name, [], {key: _parsed(value) for key, value in arguments.items()}, str(config))
+    got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
+    raise TypeError(
+        f'config must be a configuration, its text such as "int4_weight_only(group_size=32)" or a dict, got {got}'
+    )
+
+
+def _makers() -> dict[str, type[FormatConfig]]:
+    return {name: cls for cls in FORMATS for name in (cls.function, cls.__name__)}
+
+
+def _from_call(text: str) -> FormatConfig:
+    node, args, keywords = _expression(text), [], []
+    if isinstance(node, ast.Call):
+        node, args, keywords = node.func, node.args, node.keywords
+    name = ast.unparse(node).removeprefix("lowbit.")
+    if any(keyword.arg is None for keyword in keywords):
+        raise ValueError(f"config: {text!r} must name its arguments")
+    return _make(name, [_value(arg) for arg in args], {word.arg: _value(word.value) for word in keywords}, text)
+
+
+def _expression(text: str) -> ast.AST:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"config: {text!r} is no call such as int4_weight_only(group_size=32)") from None
+
+
+def _make(name: str, args: list[Any], keywords: dict[str, Any], text: str) -> FormatConfig:
+    """Call the class where its fields have the names that are given, else the function of the same name."""
+    cls = _makers().get(name)
+    if cls is None:
+        raise ValueError(f"config: {text!r} must begin with one of {', '.join(_makers())}")
+    maker: Callable[..., FormatConfig] = cls
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if name == cls.function and (args or not keywords.keys() <= known):
+        maker = getattr(sys.modules[cls.__module__], name)
+    try:
+        inspect.signature(maker).bind(*args, **keywords)
+    except TypeError as error:
+        raise ValueError(f"config: {text!r}: {name}: {error}") from None
+    return maker(*args, **keywords)
+
+
+def _config_with(spec: LinearSpec) -> FormatConfig:
+    """The configuration whose spec, for every dtype of a weight, is this one."""
+    for cls in FORMATS:
+        for maker in (getattr(sys.modules[cls.__module__], cls.function), cls):
+            names = [name for name in inspect.signature(maker).parameters if name in _CHOICES]
+            for values in itertools.product(*(_CHOICES[name] for name in names)):
+                try:
+                    config = maker(**dict(zip(names, values, strict=True)))
+                except ValueError:  # not all go together
+                    continue
+                if config.spec(torch.float32) == spec:
+                    return config
+    raise ValueError(f"config: no configuration has the spec {spec}")
+
+
+def _value(node: ast.AST) -> Any:
+    text = ast.unparse(node)
+    owner, _, name = text.rpartition(".")
+    if owner == "MappingType" and name in MappingType.__members__:
+        return MappingType[name]
+    if owner == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(item) for item in node.elts)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _GRANULARITIES:
+        words = {word.arg: _value(word.value) for word in node.keywords if word.arg is not None}
+        try:
+            return _GRANULARITIES[ast.unparse(node.func)](*[_value(arg) for arg in node.args], **words)
+        except TypeError as error:
+            raise ValueError(f"config: {text}: {error}") from None
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"config: {text} must be a literal, MappingType.NAME, torch.dtype or PerGroup(n)") from None
+
+
+def _parsed(value: Any) -> Any:
+    """A value of a dict, which may hold a name as text, as JSON does; a plain string stays one."""
+    names = ("MappingType", "torch", *_GRANULARITIES)
+    if isinstance(value, str) and value.partition("(")[0].partition(".")[0] in names:
+        return _value(_expression(value))
+    return value

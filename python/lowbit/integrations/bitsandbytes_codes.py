@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bitsandbytes' blockwise 8-bit codes by the encoder and decoder of our optimizer states, which have the same maps.
+
+Codes are the nearest ones and a zero stays zero, where bitsandbytes' CPU kernel looks them up in 65,536 bins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.ops.fakes import FLOATS
+
+_DYNAMIC8 = _C.STATE_FORMATS["dynamic8"]
+_BLOCK_SIZES = {2**i for i in range(5, 13)}  # 32 to 4096, of those that bitsandbytes has
+
+
+def quantize_blockwise(
+    theirs: Callable[[], tuple[Tensor, Tensor]], A: Tensor, code: Tensor, blocksize: int
+) -> tuple[Tensor, Tensor]:
+    """Return codes of A's shape, and the absmax of each block; any other map than the two dynamic ones is theirs."""
+    signed = is_signed_map(code)
+    if signed is None or blocksize not in _BLOCK_SIZES or A.dtype not in FLOATS or not A.numel():
+        return theirs()
+    values = A.detach().float().contiguous()
+    if not signed and values.min() < 0:  # the map begins with 0
+        return theirs()
+    codes = torch.empty(A.shape, dtype=torch.uint8)
+    absmax = torch.empty(-(-A.numel() // blocksize), dtype=torch.float32)
+    _C.encode_state(values, _DYNAMIC8, signed, blocksize, codes, absmax)
+    return codes, absmax
+
+
+def dequantize_blockwise(
+    theirs: Callable[[], Tensor], A: Tensor, absmax: Tensor, code: Tensor, blocksize: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the values of codes."""
+    signed = is_signed_map(code)
+    blocks = -(-A.numel() // blocksize)
+    fits = A.is_contiguous() and absmax.is_contiguous() and absmax.dtype == torch.float32 and absmax.numel() == blocks
+    if signed is None or blocksize not in _BLOCK_SIZES or A.dtype != torch.uint8 or not A.numel() or not fits:
+        return theirs()
+    values = torch.empty(A.shape, dtype=torch.float32)
+    _C.decode_state(A, absmax, _DYNAMIC8, signed, blocksize, values)
+    return values.to(dtype)
+
+
+def is_signed_map(code: Tensor) -> bool | None:
+    """Whether these 256 values are bitsandbytes' dynamic map with signs, or without; None: another map."""
+    for signed in (True, False):
+        if code.shape == (256,) and code.dtype == torch.float32 and torch.equal(code, _map(signed)):
+            return signed
+    return None
+
+
+@functools.cache
+def _map(signed: bool) -> Tensor:
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map(signed)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bitsandbytes on our kernels: an unchanged program with its optimizers and layers, on the CPU.
+
+bitsandbytes calls its entry points (group ``bitsandbytes.backends``) at the end of its import; ours, in
+`lowbit_autoload`, calls `take_ops`. Each op of the table below then has a CPU kernel of ours, which serves what it
+computes in the same way and hands everything else to bitsandbytes' own. LOWBIT_BITSANDBYTES=0 leaves all as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowbit.integrations.bitsandbytes_codes import dequantize_blockwise, quantize_blockwise
+from lowbit.integrations.bitsandbytes_optim import optimizer_update_8bit_blockwise, optimizer_update_32bit
+from lowbit.ops.registration import keep
+
+OPS: tuple[Callable[..., Any], ...] = (
+    optimizer_update_8bit_blockwise,
+    optimizer_update_32bit,
+    quantize_blockwise,
+    dequantize_blockwise,
+)
+"""Ours, each with the name and the arguments of bitsandbytes' op, before them its own kernel: called as ``theirs()``
+where the arguments are not for us."""
+
+states: dict[str, str] = {}
+"""What became of each op, for `lowbit.info()`."""
+
+
+def take_ops() -> None:
+    """Give bitsandbytes' ops our CPU kernels. An op that is not there, or has other arguments, stays as it is."""
+    library = keep(torch.library.Library("bitsandbytes", "IMPL"))
+    for ours in OPS:
+        states[ours.__name__] = _take(library, ours)
+
+
+def _take(library: torch.library.Library, ours: Callable[..., Any]) -> str:
+    name = ours.__name__
+    packet = getattr(torch.ops.bitsandbytes, name, None)
+    if packet is None:
+        return "bitsandbytes has no such op"
+    wanted = [*inspect.signature(ours).parameters][1:]
+    there = [argument.name for argument in packet.default._schema.arguments]
+    if there != wanted:
+        return f"left to bitsandbytes, whose op takes {', '.join(there)}"
+    kernel = torch.library.get_kernel(packet.default, "CPU")
+
+    def call(keys: torch.DispatchKeySet, *given: Any, **named: Any) -> Any:
+        return ours(lambda: kernel.call_boxed(keys, *given, **named), *given, **named)
+
+    with warnings.catch_warnings():  # torch tells of every kernel that replaces one
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl(name, call, "CPU", with_keyset=True, allow_override=True)
+    return "ours"

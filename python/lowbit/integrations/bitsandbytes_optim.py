@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The updates of bitsandbytes' optimizers, 8-bit in blocks of 256 and 32-bit, by our optimizer step.
+
+The rules are the same (csrc/rules): adam, and lamb and lars without a trust ratio, decay the parameter (AdamW);
+momentum adds the decay to the gradient and takes the first gradient as it is; lion. States are bitsandbytes' maps and
+blocks, so that a state dict goes either way. What differs: a code is the nearest one, where bitsandbytes' CPU looks it
+up in 65,536 bins and turns an exact 0 into 2e-5 of its block; and no float copy of p, g or a state is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowbit.integrations.bitsandbytes_codes import is_signed_map
+from lowbit.ops.fakes import FLOATS
+from lowbit.ops.optim import Step, StepLists, take
+
+BLOCK_SIZE = 256
+_RULES = {"adam": "adamw", "lamb": "adamw", "momentum": "sgd", "lars": "sgd", "lion": "lion"}
+_MOST_STEPS = 2**24  # our step counts are float32
+
+
+def optimizer_update_8bit_blockwise(
+    theirs: Callable[[], None],
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    step: int,
+    lr: float,
+    qmap1: Tensor,
+    qmap2: Tensor | None,
+    absmax1: Tensor,
+    absmax2: Tensor | None,
+    weight_decay: float,
+    gnorm_scale: float,
+    skip_zeros: bool = False,
+) -> None:
+    """Take a step whose moments are codes of the dynamic maps, the first signed and the second not."""
+    states = [state1] if state2 is None else [state1, state2]
+    scales = [absmax1] if absmax2 is None else [absmax1, absmax2]
+    maps = is_signed_map(qmap1) is True and (qmap2 is None or is_signed_map(qmap2) is False)
+    if not maps or not _serves(optimizer_name, [p, g, *states], states, torch.uint8, beta1, step):
+        return theirs()
+    hyper = _hyper(optimizer_name, beta1, beta2, eps, weight_decay)
+    _take(optimizer_name, "dynamic8", BLOCK_SIZE, p, g, states, scales, lr, step, gnorm_scale, hyper)
+
+
+def optimizer_update_32bit(
+    theirs: Callable[[], None],
+    optimizer_name: str,
+    g: Tensor,
+    p: Tensor,
+    state1: Tensor,
+    state2: Tensor | None,
+    unorm_vec: Tensor | None,
+    max_unorm: float,
+    param_norm: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    lr: float,
+    gnorm_scale: float,
+    skip_zeros: bool = False,
+) -> None:
+    """Take a step whose moments are float32; one with a trust ratio is bitsandbytes'."""
+    states = [state1] if state2 is None else [state1, state2]
+    if max_unorm > 0 or not _serves(optimizer_name, [p, g, *states], states, torch.float32, beta1, step):
+        return theirs()
+    hyper = _hyper(optimizer_name, beta1, beta2, eps, weight_decay)
+    _take(optimizer_name, "float32", 0, p, g, states, [], lr, step, gnorm_scale, hyper)
+
+
+def _serves(
+    name: str, tensors: list[Tensor], states: list[Tensor], dtype: torch.dtype, beta1: float, step: int
+) -> bool:
+    rule = _RULES.get(name)
+    return (
+        rule is not None
+        and len(states) == (2 if rule == "adamw" else 1)
+        and not (rule == "sgd" and beta1 == 0)  # without momentum our rule keeps no state, theirs the last gradient
+        and 1 <= step <= _MOST_STEPS
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and all(state.dtype == dtype and state.shape == tensors[0].shape for state in states)
+        and tensors[0].dtype in FLOATS
+        and tensors[1].dtype in FLOATS
+        and tensors[0].shape == tensors[1].shape
+    )
+
+
+def _hyper(name: str, beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, float | bool]:
+    if _RULES[name] == "sgd":
+        return {"momentum": beta1, "weight_decay": weight_decay}
+    hyper: dict[str, float | bool] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    return hyper | {"eps": eps, "decoupled": True} if _RULES[name] == "adamw" else hyper
+
+
+def _take(
+    name: str,
+    state_format: str,
+    block_size: int,
+    p: Tensor,
+    g: Tensor,
+    states: list[Tensor],
+    scales: list[Tensor],
+    lr: float,
+    step: int,
+    gnorm_scale: float,
+    hyper: dict[str, float | bool],
+) -> None:
+    gradient = g if gnorm_scale == 1 else g.float() * gnorm_scale
+    lists = StepLists(
+        [p.detach()], [gradient.detach()], [[state] for state in states], [[scale] for scale in scales],
+        [torch.tensor(float(step - 1))],
+    )  # fmt: skip
+    take([Step(_RULES[name], state_format, block_size or BLOCK_SIZE, lists, lr, hyper)])

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensor of a checkpoint is which parameter of a model of transformers, and what the files say of their weights.
+
+A checkpoint may name a parameter as an older version did, or without the prefix of its base model; transformers renames
+while it loads, and this does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+_DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts that they are no codes
+
+
+def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
+    """Return the model's name of each tensor of a checkpoint; None where the model makes a parameter out of it by more
+    than a new name (experts that are merged, projections that are split)."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+    converters = [item for item in conversions if isinstance(item, WeightConverter)]
+    known, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    names: dict[str, str | None] = {}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], prefix, known)
+        names[key] = name if pattern is None else None
+    return names
+
+
+def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
+    """Return the weights that the files hold, on the meta device, and the layouts beside packed ones, by the names of
+    the model.
+
+    Raises:
+        ValueError: a file is not safetensors, or there is none.
+    """
+    if not files or not all(file.endswith(".safetensors") for file in files):
+        raise ValueError(
+            "from_pretrained: a checkpoint of lowbit must be safetensors files, got "
+            f"{', '.join(files) or 'a state dict'}; lowbit.load(model, file) takes other files"
+        )
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():
+                head, _, last = key.rpartition(".")
+                if last == "weight":
+                    part = opened.get_slice(key)
+                    dtype = _DTYPES.get(part.get_dtype(), torch.float32)
+                    found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                elif last == "layout" and head:
+                    found[key] = opened.get_tensor(key).clone()
+    names = model_names(model, [key for key in found if key.endswith("weight")])
+    state = {}
+    for key, tensor in found.items():
+        head, _, last = key.rpartition(".")
+        name = names.get(f"{head}.weight" if head else "weight")
+        if name is not None:
+            state[name.removesuffix("weight") + last] = tensor
+    return state

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LowbitConfig: what ``from_pretrained`` of transformers takes, and what a checkpoint's config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError(
+        "lowbit.LowbitConfig needs transformers 5 or later, which is not installed: pip install transformers"
+    ) from error
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.text import config_of
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"lowbit.LowbitConfig needs transformers 5 or later, got {transformers.__version__}: older ones load "
+        "weights in another way"
+    )
+
+METHOD = "lowbit"
+VERSION = 1
+"""Of the entry ``quantization_config`` in a config.json; packed weights have a version of their own."""
+
+
+class LowbitConfig(QuantizationConfigMixin):
+    """Say to ``from_pretrained`` in which format each linear layer is stored.
+
+    Args:
+        config: of all layers that ``plan`` does not name: a configuration, its text such as
+            ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
+            None leaves them float.
+        modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the output head
+            and the last module. Layers whose weight is tied to another stay float always.
+        plan: configurations of single layers by their qualified names, None for one that stays float; it stands above
+            ``modules_to_not_convert``.
+        version: of this entry in a config.json; 1.
+
+    Raises:
+        TypeError, ValueError: no format is named, a configuration is none, or the version or a field is not known here.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        modules_to_not_convert: list[str] | None = None,
+        *,
+        plan: Mapping[str, Any] | None = None,
+        version: int = VERSION,
+        quant_method: str = METHOD,
+        **unknown: Any,
+    ) -> None:
+        if version != VERSION:
+            raise ValueError(
+                f"LowbitConfig: version must be {VERSION}, got version={version!r}: a later lowbit wrote it"
+            )
+        if unknown or quant_method != METHOD:
+            names = ", ".join(unknown) or f"quant_method={quant_method!r}"
+            raise ValueError(f"LowbitConfig: fields must be config, modules_to_not_convert, plan, version; got {names}")
+        if config is None and not plan:
+            raise ValueError("LowbitConfig: config must name a format where there is no plan, got None")
+        self.quant_method = METHOD
+        self.config: FormatConfig | None = None if config is None else config_of(config)
+        self.modules_to_not_convert = modules_to_not_convert
+        self.plan: dict[str, FormatConfig | None] = {
+            name: None if layer is None else config_of(layer) for name, layer in (plan or {}).items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of a config.json: plain text and lists."""
+        return {
+            "quant_method": METHOD,
+            "version": VERSION,
+            "config": None if self.config is None else str(self.config),
+            "modules_to_not_convert": self.modules_to_not_convert,
+            "plan": {name: None if layer is None else str(layer) for name, layer in self.plan.items()},
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LowbitConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]

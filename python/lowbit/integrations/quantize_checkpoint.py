@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantize_checkpoint: a folder of transformers in, the same folder with packed weights out, one tensor at a time.
+
+The work is done in ``<out>.partial``, which becomes ``out`` at the end by one rename. Each shard is written under a
+temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done, so
+that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.checkpoint_names import model_names
+from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
+from lowbit.ops.fakes import FLOATS
+from lowbit.quant.linear_layers import features_of, matrix_of
+from lowbit.quant.quant_linear import all_finite, pack_weight
+from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.safetensors_file import (
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    bytes_of,
+    safetensors_files,
+    write_safetensors,
+)
+from lowbit.quant.select import serving_kernel
+
+_PROGRESS, _CONFIG, _INDEX = "progress.json", "config.json", "model.safetensors.index.json"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
+
+
+def quantize_checkpoint(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    config: Any = None,
+    *,
+    plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    modules_to_not_convert: list[str] | None = None,
+) -> QuantizationReport:
+    """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
+
+    One tensor at a time is in memory. A run that was interrupted is taken up by the same call. Layers that transformers
+    splits or merges while it loads (experts, fused projections of a few models) stay float; the report names them.
+
+    Args:
+        model: the folder, with ``config.json`` and safetensors files.
+        out: the folder to make; there must be none.
+        config, modules_to_not_convert: as of `lowbit.LowbitConfig`.
+        plan: as of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of names and
+            configurations of layers.
+
+    Returns:
+        A QuantizationReport.
+
+    Raises:
+        FileNotFoundError: the folder holds no such checkpoint.
+        FileExistsError: ``out`` is there.
+        ValueError: the checkpoint is quantized already, its weights are not finite, the settings are not those of an
+            interrupted run, or what was written reads back otherwise.
+
+    Example:
+        >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
+    """
+    source, target = Path(model), Path(out)
+    if target.exists():
+        raise FileExistsError(f"quantize_checkpoint: out must be a new folder, got {target}")
+    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan))
+    run = _Run(source, target.with_name(f"{target.name}.partial"), settings)
+    with run.progress_bar() as tell:
+        for file in run.files:
+            run.shard(file, tell)
+    run.finish(target)
+    return run.report()
+
+
+def _read_plan(plan: Any) -> Mapping[str, Any] | None:
+    if plan is None or isinstance(plan, Mapping):
+        return plan
+    try:
+        told = json.loads(Path(plan).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"quantize_checkpoint: plan {plan} is no JSON: {error}") from None
+    if isinstance(told, dict) and "lowbit_plan" in told:  # of lowbit.autoquant
+        return {row["layer"]: row["spec"] for row in told["rows"]}
+    if not isinstance(told, dict):
+        raise ValueError(f"quantize_checkpoint: plan {plan} must be an object of layer names and configurations")
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A weight of the checkpoint that will be packed."""
+
+    name: str
+    module: nn.Module
+    spec: LinearSpec
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return features_of(self.module)
+
+
+class _Run:
+    """What one run knows: the structure of the model, which layers are packed, which shards are done."""
+
+    def __init__(self, source: Path, folder: Path, settings: LowbitConfig) -> None:
+        self.source, self.folder, self.settings = source, folder, settings
+        self.model = _skeleton(source)
+        self.files = [SafetensorsFile(path) for path in safetensors_files(source)]
+        quantizer = LowbitQuantizer(settings, pre_quantized=False)
+        self.left = quantizer.select(self.model)
+        self.configs = quantizer.layers
+        self.names = model_names(self.model, [key for file in self.files for key in file.entries])
+        stats = [(file.path.name, file.path.stat()) for file in self.files]
+        self.done: dict[str, list[dict[str, Any]]] = {}
+        self.identity = {
+            "settings": settings.to_dict() | {"lowbit": _C.version, "layout": _C.LAYOUT},
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / _PROGRESS).exists():
+            self._resume(json.loads((folder / _PROGRESS).read_text()))
+
+    def _resume(self, found: dict[str, Any]) -> None:
+        for what, wanted in self.identity.items():
+            if found[what] != wanted:
+                raise ValueError(
+                    f"quantize_checkpoint: {self.folder} holds an interrupted run with other {what}; give it the same, "
+                    f"or remove that folder: got {wanted}, there {found[what]}"
+                )
+        self.done = found["done"]
+
+    def progress_bar(self) -> Any:
+        """A bar over the bytes that are read, on a terminal; entering it gives the function that moves it on."""
+        return _Bar(sum(entry.nbytes for file in self.files for entry in file.entries.values()))
+
+    def shard(self, file: SafetensorsFile, tell: Callable[[int], None]) -> None:
+        """Write one shard and note that it is done, unless it is."""
+        name = file.path.name
+        if name in self.done:
+            tell(sum(entry.nbytes for entry in file.entries.values()))
+            return
+        rows: list[ReportRow] = []
+        entries, tensors, formats = self._parts(file, rows, tell)
+        temporary = self.folder / f"{name}.tmp"
+        crc = write_safetensors(temporary, entries, tensors, {"format": "pt"} | file.metadata | metadata_of(formats))
+        written = SafetensorsFile(temporary)
+        if written.checksum() != crc or written.entries != entries:
+            raise ValueError(
+                f"quantize_checkpoint: {temporary} reads back otherwise than it was written: a broken disk?"
+            )
+        os.replace(temporary, self.folder / name)
+        self.done[name] = [asdict(row) for row in rows]
+        _replace_text(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
+
+    def _parts(
+        self, file: SafetensorsFile, rows: list[ReportRow], tell: Callable[[int], None]
+    ) -> tuple[dict[str, Entry], list[Iterable[bytes]], list[str]]:
+        """The tensors of the new shard and where their bytes come from: packed weights first, which then begin on cache
+        lines; nothing is read before it is written."""
+        packed: dict[str, tuple[Entry, Iterable[bytes]]] = {}
+        others: dict[str, tuple[Entry, Iterable[bytes]]] = {}
+        formats = set()
+        for key, entry in file.entries.items():
+            layer = self._layer(key, entry)
+            if layer is None:
+                others[key] = entry, _told(file.chunks(key), tell)
+                continue
+            (n, k), spec = layer.features, layer.spec
+            layout = torch.tensor(spec.layout(n, k), dtype=torch.int64)
+            packed[key] = Entry("U8", spec.shape(n, k), spec.bytes(n, k)), _packed(file, key, layer, rows, tell)
+            others[f"{key.removesuffix('weight')}layout"] = (
+                Entry("I64", tuple(layout.shape), layout.nbytes),
+                [bytes(bytes_of(layout))],
+            )
+            formats.add(spec.name)
+        parts = packed | others
+        return {key: entry for key, (entry, _) in parts.items()}, [part for _, part in parts.values()], sorted(formats)
+
+    def _layer(self, key: str, entry: Entry) -> _Layer | None:
+        """The layer whose weight this tensor is, if it is packed."""
+        name = (self.names[key] or "").removesuffix(".weight")
+        config = self.configs.get(name) if self.names[key] == f"{name}.weight" else None
+        if config is None:
+            return None
+        module, dtype = self.model.get_submodule(name), DTYPES.get(entry.dtype)
+        if dtype not in FLOATS or entry.shape != tuple(module.weight.shape):
+            raise ValueError(
+                f"quantize_checkpoint: {key} must be float32, bfloat16 or float16 of shape "
+                f"{list(module.weight.shape)}, got {entry.dtype} {list(entry.shape)}"
+            )
+        return _Layer(name, module, config.spec(dtype))
+
+    def finish(self, target: Path) -> None:
+        """Write what is beside the weights, and give the folder its name."""
+        for path in self.source.iterdir():
+            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, _INDEX):
+                shutil.copy2(path, self.folder / path.name)
+        homes = {key: file.path.name for file in self.files for key in self._written(file).entries}
+        if (self.source / _INDEX).exists():
+            size = sum(entry.nbytes for file in self.files for entry in self._written(file).entries.values())
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
+            _replace_text(self.folder / _INDEX, json.dumps(index, indent=2))
+        config = json.loads((self.source / _CONFIG).read_text())
+        config["quantization_config"] = self.settings.to_dict()
+        _replace_text(self.folder / _CONFIG, json.dumps(config, indent=2))
+        (self.folder / _PROGRESS).unlink()
+        os.rename(self.folder, target)
+        self.folder = target
+
+    def report(self) -> QuantizationReport:
+        """What was done, also by the runs before this one."""
+        report = QuantizationReport(str(self.settings.config or "by plan"))
+        rows = {
+            row["layer"]: ReportRow(**row | {"shape": tuple(row["shape"])})
+            for part in self.done.values()
+            for row in part
+        }
+        rows |= {row.layer: row for row in self.left}
+        for name in self.configs.keys() - rows.keys():
+            module = self.model.get_submodule(name)
+            note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
+            rows[name] = ReportRow(name, "", features_of(module), module.weight.nbytes, module.weight.nbytes, note=note)
+        report.rows = [rows[name] for name, _ in self.model.named_modules() if name in rows]
+        for files, name in ((self.files, "model_bytes_before"), (map(self._written, self.files), "model_bytes_after")):
+            setattr(report, name, sum(entry.nbytes for file in files for entry in file.entries.values()))
+        return report
+
+    def _written(self, file: SafetensorsFile) -> SafetensorsFile:
+        return SafetensorsFile(self.folder / file.path.name)
+
+
+def _packed(
+    file: SafetensorsFile, key: str, layer: _Layer, rows: list[ReportRow], tell: Callable[[int], None]
+) -> Iterator[bytes]:
+    weight = file.read(key)
+    if not all_finite(weight):
+        raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
+    packed, signal, noise = pack_weight(matrix_of(layer.module, weight), layer.spec)
+    error_db = 10 * math.log10(signal / noise) if noise else math.inf
+    kernel = serving_kernel(layer.spec, *layer.features, weight)
+    rows.append(ReportRow(layer.name, layer.spec.name, layer.features, weight.nbytes, packed.nbytes, error_db, kernel))
+    tell(weight.nbytes)
+    del weight
+    yield bytes_of(packed)  # type: ignore[misc]
+
+
+def _told(chunks: Iterable[bytes], tell: Callable[[int], None]) -> Iterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+        tell(len(chunk))
+
+
+def _skeleton(source: Path) -> nn.Module:
+    """The model on the meta device, with the class that its config names."""
+    if not (source / _CONFIG).is_file():
+        raise FileNotFoundError(f"quantize_checkpoint: {source} must be a folder with {_CONFIG} and safetensors files")
+    told = json.loads((source / _CONFIG).read_text())
+    if told.get("quantization_config"):
+        method = told["quantization_config"].get("quant_method")
+        raise ValueError(f"quantize_checkpoint: {source} is quantized already, by {method!r}; give it the float model")
+    names = told.get("architectures") or ["no architecture"]
+    cls = getattr(transformers, names[0], None)
+    if cls is None:
+        raise ValueError(f"quantize_checkpoint: {_CONFIG} must name a model of transformers, got {names[0]}")
+    with torch.device("meta"):
+        return cls(AutoConfig.from_pretrained(source, local_files_only=True))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+class _Bar:
+    """tqdm's bar on a terminal, where tqdm is installed."""
+
+    def __init__(self, total: int) -> None:
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(total=total, desc="quantize", unit="B", unit_scale=True, disable=None)
+
+    def __enter__(self) -> Callable[[int], None]:
+        return (lambda count: None) if self.bar is None else self.bar.update
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers: ``from_pretrained(..., quantization_config=lowbit.LowbitConfig(...))``, and checkpoints that say so.
+
+Importing this module registers the quantization method "lowbit" with transformers; lowbit does so itself as soon as
+transformers is imported (when_imported.py), also in a program that never names lowbit. Weights are packed one by one as
+they are read, so that the float model is never in memory as a whole; what was packed is read from a checkpoint by the
+numbers beside each weight (``layout``), which need no configuration.
+
+Example:
+    >>> config = lowbit.LowbitConfig("int4_weight_only(group_size=32)")
+    >>> model = AutoModelForCausalLM.from_pretrained(name, quantization_config=config)
+    >>> model.save_pretrained(folder)
+    >>> AutoModelForCausalLM.from_pretrained(folder)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from lowbit import _C, devices
+from lowbit.formats.base import FormatConfig
+from lowbit.integrations.checkpoint_names import stored_tensors
+from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
+from lowbit.integrations.mapped_pages import release_pages
+from lowbit.quant.dequantize import dequantize_
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.linear_layers import features_of, is_linear, matrix_of
+from lowbit.quant.load import packed_layers
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
+from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.select import check_module, reason_to_skip, serving_kernel
+
+
+class LowbitQuantizer(HfQuantizer):
+    """What ``from_pretrained`` asks of a quantization method.
+
+    ``model.hf_quantizer.report`` is the `QuantizationReport` of a model that was quantized while it was loaded; it is
+    empty where the checkpoint was quantized before.
+    """
+
+    quantization_config: LowbitConfig
+
+    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.layers: dict[str, FormatConfig] = {}  # to be packed, by the names of their modules
+        self.files: list[str] = []
+        self.converted: set[tuple[str, ...]] = set()  # what converters of transformers made that is packed now
+        self.report = QuantizationReport(str(quantization_config.config or "by plan"))
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        for name, device in device_map.items() if isinstance(device_map, dict) else ():
+            if device == "disk" or not devices.has_kernels(torch.device(device)):
+                raise ValueError(
+                    f"from_pretrained: device_map must put every module on {devices.places.wanted()} for lowbit, "
+                    f"got {device!r} for {name or 'the model'!r}"
+                )
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Everything lives where the kernels are: "auto" and the like mean the CPU."""
+        return {"": "cpu"} if isinstance(device_map, str) else device_map
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        self.files = list(checkpoint_files or ())
+        if self.pre_quantized:
+            _hold_stored(model, stored_tensors(model, self.files))
+            return
+        self.report.rows += self.select(model)
+
+    def select(self, model: nn.Module) -> list[ReportRow]:
+        """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
+        rows, plan = [], dict(self.quantization_config.plan)
+        keep = self.get_modules_to_not_convert(
+            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+        )
+        tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+        for name, module in model.named_modules():
+            if not is_linear(module):
+                continue
+            planned = name in plan
+            config = plan.pop(name, self.quantization_config.config)
+            reason = "its weight is tied" if f"{name}.weight" in tied else reason_to_skip(module)
+            if config is not None and planned and reason:
+                raise ValueError(f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}")
+            if config is None:
+                reason = reason or "no format is named for it"
+            elif not planned and not should_convert_module(name, keep):
+                reason = reason or "named by modules_to_not_convert"
+            if not reason and config is not None:
+                check_module(name, module, None)
+                self.layers[name] = config
+            else:
+                rows.append(_float_row(name, module, reason))
+        if plan:
+            raise ValueError(f"LowbitConfig: plan must name linear layers of the model, got {', '.join(plan)}")
+        return rows
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        name, _, key = param_name.rpartition(".")
+        return key == "weight" and name in self.layers
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        name, _, key = param_name.rpartition(".")
+        if key != "weight" or name not in self.layers:
+            return param.element_size()
+        n, k = features_of(model.get_submodule(name))
+        return self.layers[name].spec(param.dtype).bytes(n, k) / (n * k)
+
+    def get_quantize_ops(self) -> Any:
+        return PackWeight(self)
+
+    def pack(self, model: nn.Module, param_name: str, value: Tensor) -> bool:
+        """Make the layer of this weight a QuantLinear; False where it is none of ours or of another shape."""
+        name = param_name.removesuffix(".weight")
+        config = self.layers.get(name)
+        if config is None:
+            return False
+        module = model.get_submodule(name)
+        if value.shape != module.weight.shape:  # transformers refuses it, or begins the layer anew
+            del self.layers[name]
+            self.report.rows.append(_float_row(name, module, "its weight in the checkpoint has another shape"))
+            return False
+        if not all_finite(value):
+            raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
+        (n, k), spec = features_of(module), config.spec(value.dtype)
+        packed, signal, noise = pack_weight(matrix_of(module, value), spec)
+        kernel = serving_kernel(spec, n, k, value)
+        quantize_in_place(module, packed, spec)
+        for tensor in (packed, module.layout):
+            tensor._is_hf_initialized = True
+        error_db = 10 * math.log10(signal / noise) if noise else math.inf
+        self.report.rows.append(ReportRow(name, spec.name, (n, k), value.nbytes, packed.nbytes, error_db, kernel))
+        release_pages(value, self.files)
+        return True
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        _into_kernel_layout(model)
+        disable_encoder_fast_path(model)
+        check_state_dicts_of(model)
+        # What a converter split or merged is packed now: it is saved under the names that the model has for it.
+        conversions = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [item for item in conversions if tuple(item.target_patterns) not in self.converted]
+        if not self.pre_quantized:
+            self._finish_report(model)
+        return model
+
+    def _finish_report(self, model: nn.Module) -> None:
+        report = self.report
+        for name in self.layers:
+            module = model.get_submodule(name)
+            if not isinstance(module, QuantLinear):
+                report.rows.append(_float_row(name, module, "its weight is not in the checkpoint"))
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        report.rows.sort(key=lambda row: order[row.layer])
+        numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, QuantLinear))
+        report.model_bytes_after = _bytes(model)
+        report.model_bytes_before = report.model_bytes_after - numbers + report.bytes_before - report.bytes_after
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        formats = {module.spec.name for module in model.modules() if isinstance(module, QuantLinear)}
+        return model.state_dict(), metadata_of(sorted(formats))
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        dequantize_(model, dtype)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """With adapters: packed weights are frozen, gradients go through them."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class PackWeight(ConversionOps):
+    """The conversion that transformers runs on a weight that it has read: a QuantLinear holds it from then on; what is
+    no weight of ours goes on as it is."""
+
+    def __init__(self, quantizer: LowbitQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        target_patterns: list[str],
+        model: nn.Module,
+        missing_keys: set[str],
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        left = {}
+        for name, value in input_dict.items():
+            value = value[0] if isinstance(value, list) else value
+            if self.quantizer.pack(model, name, value):
+                missing_keys.discard(name)
+                if name not in target_patterns:  # a converter split or merged what the file holds
+                    self.quantizer.converted.add(tuple(target_patterns))
+            else:
+                left[name] = value
+        return left
+
+
+def metadata_of(formats: list[str]) -> dict[str, str]:
+    """Return what a safetensors file says in words of its packed weights; the numbers beside each are what counts."""
+    return {
+        "lowbit.version": _C.version,
+        "lowbit.layout": _C.LAYOUT,
+        "lowbit.layout_version": str(_C.LAYOUT_VERSION),
+        "lowbit.formats": ", ".join(formats),
+    }
+
+
+def _float_row(name: str, module: nn.Module, reason: str) -> ReportRow:
+    count = module.weight.nbytes
+    return ReportRow(name, "", features_of(module), count, count, note=reason)
+
+
+def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Make every layer whose packed weight the files hold a QuantLinear on the meta device, in the layout of the
+    file."""
+    for name, (module, layer) in dict(packed_layers(model, stored)).items():
+        weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
+        quantize_in_place(module, nn.Parameter(weight, requires_grad=False), layer.spec)
+        module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
+
+
+def _into_kernel_layout(model: nn.Module) -> None:
+    """Repack each weight that the checkpoint held in another layout or version, one after the other."""
+    for module in model.modules():
+        if not isinstance(module, QuantLinear) or module.layout.is_meta:
+            continue
+        wanted = module.spec.layout(module.out_features, module.in_features)
+        if module.layout.tolist() == list(wanted):
+            continue
+        packed = repack_weight(module.weight, numbers_of(module.layout))
+        module.weight = nn.Parameter(packed, requires_grad=False)
+        module.layout = torch.tensor(wanted, dtype=torch.int64)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
+
+
+register_quantization_config(METHOD)(LowbitConfig)
+register_quantizer(METHOD)(LowbitQuantizer)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchao's names on lowbit: change ``torchao`` to ``lowbit.integrations.torchao`` in the imports of a program.
+
+Example:
+    >>> from lowbit.integrations.torchao import quantize_
+    >>> from lowbit.integrations.torchao.quantization import Int8WeightOnlyConfig, PerGroup
+    >>> from lowbit.integrations.torchao.optim import AdamW8bit
+    >>> quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(128)))
+
+What torchao has and lowbit has not raises an error that says what to use. torchao itself need not be installed.
+"""
+
+from __future__ import annotations
+
+from lowbit.integrations.torchao import optim, quantization
+from lowbit.integrations.torchao.quantization import quantize_
+
+__all__ = ["optim", "quantization", "quantize_"]

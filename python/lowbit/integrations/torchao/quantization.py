@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torchao.quantization`` on lowbit: `quantize_`, configurations, granularities, functions that torchao removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.formats import (
+    Int4WeightOnlyConfig,
+    Int8DynamicActivationInt4WeightConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    MappingType,
+    PerAxis,
+    PerGroup,
+    PerRow,
+    PerToken,
+    int4_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+)
+from lowbit.formats.torchao import missing
+from lowbit.quant import dequantize_, quantize_
+
+__all__ = [
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8WeightOnlyConfig",
+    "MappingType",
+    "PerAxis",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "dequantize_",
+    "int4_weight_only",
+    "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "quantize_",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PerTensor:
+    """One scale for a whole tensor: a name that programs import. A configuration refuses it and says why."""
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

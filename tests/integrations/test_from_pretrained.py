@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""from_pretrained(quantization_config=LowbitConfig(...)): what is packed while it is read, saved, and read again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import _C
+from lowbit.formats import FORMATS
+from lowbit.quant import repack
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+LLAMA = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
+    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "bf16": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, dtype="bfloat16")),
+    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4)),
+    "bert": (transformers.BertForMaskedLM, transformers.BertConfig(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)),
+}  # fmt: skip
+W4A8 = lowbit.int8_dynamic_activation_int4_weight()
+
+
+@pytest.fixture(params=MODELS)
+def saved(request, tmp_path: Path):
+    """(the class, the float model, the folder that holds it)"""
+    cls, _, folder = save(request.param, tmp_path)
+    return cls, cls.from_pretrained(folder), folder
+
+
+def save(name: str, folder: Path, **options: object):
+    cls, config = MODELS[name]
+    torch.manual_seed(0)
+    model = cls(copy.deepcopy(config)).to(torch.bfloat16 if name == "bf16" else torch.float32).eval()
+    model.save_pretrained(folder / "float", **options)
+    return cls, model, folder / "float"
+
+
+def layers(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(14).view(2, 7)).logits
+
+
+@pytest.mark.parametrize("config", [cls() for cls in FORMATS], ids=lambda config: config.function)
+def test_a_loaded_model_is_the_one_that_quantize_makes(saved, config):
+    cls, model, folder = saved
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(config))
+    kept = [row.layer for row in loaded.hf_quantizer.report.skipped]
+    report = lowbit.quantize_(model, config, lambda module, name: name in layers(loaded))
+    assert layers(loaded) == layers(model) == [row.layer for row in report.quantized] and kept
+    assert torch.equal(logits(loaded), logits(model))
+    assert not [name for name, tensor in (*loaded.named_buffers(), *loaded.named_parameters()) if tensor.is_meta]
+    ours = loaded.hf_quantizer.report
+    assert [row for row in ours.rows if row.format] == report.quantized
+    assert (ours.model_bytes_before, ours.model_bytes_after) == (report.model_bytes_before, report.model_bytes_after)
+
+
+def test_the_output_head_stays_float_and_tied(saved):
+    cls, model, folder = saved
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+    head, embedding = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+    assert type(head) is torch.nn.Linear
+    assert (head.weight is embedding.weight) == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    notes = {row.layer: row.note for row in loaded.hf_quantizer.report.skipped}
+    assert set(notes.values()) <= {"its weight is tied", "named by modules_to_not_convert"}
+    everything = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, modules_to_not_convert=[]))
+    assert (type(everything.get_output_embeddings()) is torch.nn.Linear) == (head.weight is embedding.weight)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_checkpoint_comes_back_bit_for_bit(saved, shard, tmp_path):
+    cls, _, folder = saved
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+    loaded.save_pretrained(tmp_path / "packed", max_shard_size=shard)
+    files = sorted((tmp_path / "packed").glob("*.safetensors"))
+    assert (len(files) > 1) == (shard == "20KB")
+    again = cls.from_pretrained(tmp_path / "packed")
+    assert layers(again) == layers(loaded)
+    wanted = loaded.state_dict()
+    assert again.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+    assert torch.equal(logits(again), logits(loaded))
+    again.save_pretrained(tmp_path / "again", max_shard_size=shard)
+    for file in files:
+        old, new = safetensors.load_file(file), safetensors.load_file(tmp_path / "again" / file.name)
+        assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    fresh = cls(loaded.config).eval()
+    lowbit.load(fresh, tmp_path / "packed")
+    assert torch.equal(logits(fresh), logits(loaded))
+
+
+def test_files_say_what_they_hold(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    config = lowbit.LowbitConfig("int4_weight_only(group_size=32)", plan={"model.layers.0.mlp.up_proj": "int8_weight_only()"})
+    cls.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path / "packed")
+    with safetensors.safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {
+            "format": "pt",
+            "lowbit.version": lowbit.__version__,
+            "lowbit.layout": _C.LAYOUT,
+            "lowbit.layout_version": str(_C.LAYOUT_VERSION),
+            "lowbit.formats": "int4 g32, int8 per-channel",
+        }
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert entry == {
+        "quant_method": "lowbit",
+        "version": 1,
+        "config": "int4_weight_only(group_size=32)",
+        "modules_to_not_convert": None,
+        "plan": {"model.layers.0.mlp.up_proj": "int8_weight_only(group_size=None)"},
+    }
+    assert lowbit.LowbitConfig.from_dict(entry) == config
+
+
+@pytest.mark.parametrize("layout", ["row-major", "version 1"])
+def test_another_layout_is_repacked(saved, layout, tmp_path):
+    cls, _, folder = saved
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+    wanted = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    loaded.save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    state = safetensors.load_file(file)
+    if layout == "row-major":
+        state = repack(state)
+    else:
+        for name in [name for name in state if name.endswith(".layout")]:
+            state[name] = torch.cat([torch.ones(1, dtype=torch.int64), state[name][1:7]])
+    safetensors.save_file(state, file, {"format": "pt"})
+    again = cls.from_pretrained(tmp_path / "packed")
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_checkpoint_of_the_whole_model_serves_its_base(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+    loaded.save_pretrained(tmp_path / "packed")
+    base = transformers.LlamaModel.from_pretrained(tmp_path / "packed")
+    assert [f"model.{name}" for name in layers(base)] == layers(loaded)
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        assert torch.equal(base(ids).last_hidden_state, loaded.model(ids).last_hidden_state)
+
+
+def test_a_plan_says_the_format_of_single_layers(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    plan = {"model.layers.0.mlp.up_proj": lowbit.int8_weight_only(), "model.layers.1.mlp.up_proj": None, "lm_head": "int8_weight_only"}
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, plan=plan))
+    formats = {row.layer: row.format for row in loaded.hf_quantizer.report.rows}
+    assert formats["model.layers.0.mlp.up_proj"] == formats["lm_head"] == "int8 per-channel"
+    assert formats["model.layers.1.mlp.up_proj"] == "" and formats["model.layers.1.mlp.down_proj"].startswith("int4")
+    alone = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(plan={"lm_head": W4A8}))
+    assert layers(alone) == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [({"model.layers.9": W4A8}, "plan must name linear layers of the model, got model.layers.9"), ({"lm_head": W4A8}, "lm_head, which cannot be quantized: its weight is tied")],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit_is_refused(plan, match, tmp_path):
+    cls, _, folder = save("tied", tmp_path)
+    with pytest.raises(ValueError, match=match):
+        cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(plan=plan))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"config": "int4_weight_only", "version": 2}, ValueError, "version must be 1, got version=2: a later lowbit wrote it"),
+        ({"config": "int4_weight_only", "bits": 4}, ValueError, "fields must be config, modules_to_not_convert, plan, version; got bits"),
+        ({"config": "int5_weight_only"}, ValueError, "must begin with one of float_weight"),
+        ({"config": 4}, TypeError, "must be a configuration"),
+        ({}, ValueError, "config must name a format where there is no plan"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(fields, error, match):
+    with pytest.raises(error, match=match):
+        lowbit.LowbitConfig.from_dict({"quant_method": "lowbit", **fields})
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8)).save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    state = safetensors.load_file(file)
+    state["model.layers.1.mlp.up_proj.layout"][0] = 99
+    safetensors.save_file(state, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight must be .* layout version 99, known are 1 to"):
+        cls.from_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    config["quantization_config"]["version"] = 7
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="LowbitConfig: version must be 1, got version=7"):
+        cls.from_pretrained(tmp_path / "packed")
+
+
+def test_devices_without_kernels_are_refused_and_auto_is_the_cpu(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    config = lowbit.LowbitConfig(W4A8)
+    wanted = logits(cls.from_pretrained(folder, quantization_config=config))
+    for device_map in ("auto", "cpu", {"": "cpu"}):
+        assert torch.equal(logits(cls.from_pretrained(folder, quantization_config=config, device_map=device_map)), wanted)
+    for device in ("disk", "cuda:0"):
+        with pytest.raises(ValueError, match=f"must put every module on the CPU for lowbit, got '{device}' for 'lm_head'"):
+            cls.from_pretrained(folder, quantization_config=config, device_map={"model": "cpu", "lm_head": device})
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, caplog):
+    cls, model, folder = save("llama", tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.inf
+    model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+
+
+def test_a_layer_of_another_size_stays_float_and_is_begun_anew(tmp_path):
+    _, _, folder = save("bert", tmp_path)
+    config = transformers.BertConfig.from_pretrained(folder, intermediate_size=80)
+    loaded = transformers.BertForMaskedLM.from_pretrained(
+        folder, config=config, ignore_mismatched_sizes=True, quantization_config=lowbit.LowbitConfig(W4A8)
+    )
+    odd = loaded.bert.encoder.layer[0].intermediate.dense
+    assert type(odd) is torch.nn.Linear and odd.weight.std() > 0
+    note = {row.layer: row.note for row in loaded.hf_quantizer.report.skipped}["bert.encoder.layer.0.intermediate.dense"]
+    assert note == "its weight in the checkpoint has another shape"
+    assert logits(loaded).isfinite().all()
+
+
+def test_dequantize_brings_linear_layers_back(tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(lowbit.int8_weight_only()))
+    wanted = logits(loaded)
+    loaded = loaded.dequantize()
+    assert layers(loaded) == [] and not hasattr(loaded, "hf_quantizer")
+    torch.testing.assert_close(logits(loaded), wanted, rtol=1e-4, atol=1e-4)
+    loaded.save_pretrained(tmp_path / "again")
+    torch.testing.assert_close(logits(cls.from_pretrained(tmp_path / "again")), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [cls() for cls in FORMATS], ids=lambda config: config.function)
+def test_adapters_train_and_merge(config, tmp_path):
+    peft = pytest.importorskip("peft")
+    cls, _, folder = save("llama", tmp_path)
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(config))
+    packed = [loaded.get_submodule(name).weight.clone() for name in layers(loaded)]
+    model = peft.get_peft_model(peft.prepare_model_for_kbit_training(loaded), peft.LoraConfig(r=4, target_modules="all-linear"))
+    ids, optimizer = torch.arange(28).view(4, 7), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.9 * losses[0]
+    wanted = logits(model.eval())
+    merged = model.merge_and_unload()
+    assert layers(merged) and not any(torch.equal(merged.get_submodule(name).weight, old) for name, old in zip(layers(merged), packed, strict=True))
+    bound = 0.05 if config.spec(torch.float32).format != "int4" else 0.4
+    assert (logits(merged) - wanted).norm() < bound * wanted.norm()
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(cls.from_pretrained(tmp_path / "merged")), logits(merged))
+
+
+def test_a_program_that_never_names_lowbit_loads_a_checkpoint(python: Callable[..., str], tmp_path):
+    cls, _, folder = save("llama", tmp_path)
+    loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
+    loaded.save_pretrained(tmp_path / "packed")
+    code = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model.model.layers[0].mlp.up_proj).__name__, "trainer" in str([name for name in sys.modules if name.startswith("transformers.trainer")]))
+"""
+    assert python(code, str(tmp_path / "packed")).split()[0] == "QuantLinear"
+
+
+@pytest.mark.parametrize(("version", "match"), [(None, "which is not installed"), ("4.57.1", "got 4.57.1")])
+def test_a_missing_or_old_transformers_is_told_and_breaks_nothing_else(
+    python: Callable[..., str], version: str | None, match: str, tmp_path
+):
+    blocked = "sys.modules['transformers'] = None"
+    if version is not None:
+        (tmp_path / "transformers" / "utils").mkdir(parents=True)
+        (tmp_path / "transformers" / "__init__.py").write_text(f"__version__ = {version!r}")
+        (tmp_path / "transformers" / "utils" / "quantization_config.py").write_text("QuantizationConfigMixin = object")
+        blocked = f"sys.path.insert(0, {str(tmp_path)!r})"
+    code = f"""
+import sys
+{blocked}
+import lowbit
+lowbit.int4_weight_only()
+try:
+    lowbit.LowbitConfig
+except ImportError as error:
+    print(error)
+"""
+    text = python(code)
+    assert "lowbit.LowbitConfig needs transformers 5 or later" in text and match in text
+
+
+def test_the_peak_of_memory_is_that_of_the_packed_model(python: Callable[..., str], tmp_path):
+    """At most 1.15 x the packed model + the largest tensor of the checkpoint, above what is there before."""
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)  # 270 MB
+    code = """
+import sys, torch, transformers, lowbit
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+small = transformers.LlamaConfig(vocab_size=9, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+transformers.LlamaForCausalLM(small).save_pretrained(sys.argv[2])
+config = lowbit.LowbitConfig(sys.argv[3])
+transformers.LlamaForCausalLM.from_pretrained(sys.argv[2], quantization_config=config)  # imports and first calls
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = status("VmRSS")
+model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1], quantization_config=config)
+peak = status("VmHWM") - before
+packed = sum(t.nbytes for group in (model.parameters(), model.buffers()) for t in group)
+print(peak, packed)
+"""
+    for format in ("int4_weight_only(group_size=32)", "int8_weight_only()"):
+        peak, packed = map(int, python(code, str(tmp_path), str(tmp_path / "small"), format).split()[-2:])
+        assert peak <= 1.15 * packed + 4096 * 1024 * 2, f"{format}: {peak / 1e6:.1f} MB for {packed / 1e6:.1f} MB"

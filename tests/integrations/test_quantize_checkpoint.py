@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lowbit quantize`: a folder of transformers becomes one with packed weights, the same as from_pretrained makes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowbit
+from lowbit.__main__ import main
+from lowbit.quant.safetensors_file import SafetensorsFile
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+LLAMA = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
+    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4)),
+    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**LLAMA, num_local_experts=4)),
+}  # fmt: skip
+CONFIG = "int4_weight_only(group_size=32)"
+
+
+def save(name: str, folder: Path, **options: object) -> Path:
+    cls, config = MODELS[name]
+    torch.manual_seed(0)
+    cls(copy.deepcopy(config)).save_pretrained(folder / "float", **options)
+    return folder / "float"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(14).view(2, 7)).logits
+
+
+@pytest.mark.parametrize("shard", ["5GB", "60KB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys):
+    folder, out = save(name, tmp_path, max_shard_size=shard), tmp_path / "packed"
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["quantize", str(folder), str(out), "--config", CONFIG]) == 0
+    cls = MODELS[name][0]
+    wanted = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(CONFIG))
+    report = wanted.hf_quantizer.report
+    loaded = cls.from_pretrained(out)
+    assert torch.equal(logits(loaded), logits(wanted))
+    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if isinstance(m, lowbit.QuantLinear)]
+    printed = capsys.readouterr().out
+    assert all(row.layer in printed for row in report.rows) and f"{len(report.quantized)} quantized" in printed
+    assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
+    assert not (tmp_path / "packed.partial").exists()
+    fresh = cls(MODELS[name][1]).eval()
+    if name != "mixtral":  # whose files have other names than the model
+        lowbit.load(fresh, out)
+        assert torch.equal(logits(fresh), logits(wanted))
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["names", "autoquant"])
+def test_a_plan_from_a_file(flat, tmp_path):
+    folder = save("llama", tmp_path)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.0.mlp.up_proj": "int8_weight_only()", "lm_head": None} if flat else {
+        "lowbit_plan": 1,
+        "rows": [
+            {"layer": "model.layers.0.mlp.up_proj", "spec": dataclasses.asdict(lowbit.int8_weight_only().spec(torch.float32))},
+            {"layer": "lm_head", "spec": None},
+        ],
+    }))
+    report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG, plan=plan)
+    formats = {row.layer: row.format for row in report.rows}
+    assert formats["model.layers.0.mlp.up_proj"] == "int8 per-channel" and formats["lm_head"] == ""
+    assert main(["quantize", str(folder), str(tmp_path / "alone"), "--plan", str(plan)]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+    assert [n for n, m in loaded.named_modules() if isinstance(m, lowbit.QuantLinear)] == ["model.layers.0.mlp.up_proj"]
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
+    folder = save("llama", tmp_path, max_shard_size="60KB")
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 3
+    lowbit.quantize_checkpoint(folder, tmp_path / "whole", CONFIG)
+    written, replace = [], os.replace
+
+    def stopping(source, target):
+        if Path(target).suffix == ".safetensors":
+            written.append(Path(target).name)
+            if len(written) == 3:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    assert not (tmp_path / "packed").exists()
+    with pytest.raises(ValueError, match="holds an interrupted run with other settings"):
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", "int8_weight_only()")
+    done, written[:] = written[:2], []
+    monkeypatch.setattr(os, "replace", lambda source, target: (written.append(Path(target).name), replace(source, target)))
+    report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    assert sorted(name for name in written if name.endswith(".safetensors")) == sorted(set(shards) - set(done))
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+    assert len(report.quantized) == 14
+
+
+def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
+    """At any moment: the folder is there as a whole or not at all."""
+    folder = save("llama", tmp_path, max_shard_size="60KB")
+    lowbit.quantize_checkpoint(folder, tmp_path / "whole", CONFIG)
+    command = [sys.executable, "-m", "lowbit", "quantize", str(folder), str(tmp_path / "packed"), "--config", CONFIG]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    progress = tmp_path / "packed.partial" / "progress.json"
+    while process.poll() is None and not progress.exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if not (tmp_path / "packed").exists():
+        assert main(command[3:]) == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+
+
+def test_a_shard_that_reads_back_otherwise_is_refused(tmp_path, monkeypatch):
+    folder = save("llama", tmp_path)
+    monkeypatch.setattr(SafetensorsFile, "checksum", lambda self: 0)
+    with pytest.raises(ValueError, match="reads back otherwise than it was written"):
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda folder: shutil.rmtree(folder), "must be a folder with config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "there is no .*model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 9), "is no safetensors file"),
+        (lambda folder: rewrite(folder, quantization_config={"quant_method": "gptq"}), "is quantized already, by 'gptq'"),
+        (lambda folder: rewrite(folder, architectures=["OwnModel"]), "must name a model of transformers, got OwnModel"),
+        (lambda folder: spoil_weight(folder, torch.inf), "up_proj.weight of .* must be finite"),
+        (lambda folder: (folder.parent / "packed").mkdir(), "out must be a new folder"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(spoil, match, tmp_path, capsys):
+    folder = save("llama", tmp_path)
+    spoil(folder)
+    capsys.readouterr()  # bars of transformers
+    assert main(["quantize", str(folder), str(tmp_path / "packed"), "--config", CONFIG]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lowbit: ") and re.search(match, error), error
+    assert not (tmp_path / "packed" / "config.json").exists()
+
+
+def rewrite(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def spoil_weight(folder: Path, value: float) -> None:
+    state = safetensors.load_file(folder / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+    safetensors.save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [([], "needs --config or --plan"), (["--config", "int5"], "must begin with one of"), (["--plan", "nowhere.json"], "nowhere.json")],
+)
+def test_wrong_arguments_are_told(arguments, match, tmp_path, capsys):
+    assert main(["quantize", str(tmp_path), str(tmp_path / "out"), *arguments]) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_one_layer_is_in_memory_at_a_time(python: Callable[..., str], tmp_path):
+    """The peak is that of one tensor and its packed form, whatever the file holds."""
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, dtype="bfloat16"
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "float")  # 200 MB
+    transformers.LlamaForCausalLM(MODELS["llama"][1]).save_pretrained(tmp_path / "small")
+    code = """
+import sys, lowbit
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+lowbit.quantize_checkpoint(sys.argv[1] + "/small", sys.argv[1] + "/small4", "int8_weight_only()")  # imports and first calls
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = status("VmRSS")
+lowbit.quantize_checkpoint(sys.argv[1] + "/float", sys.argv[1] + "/packed", "int8_weight_only()")
+print(status("VmHWM") - before)
+"""
+    largest = 4096 * 1024 * 2
+    assert int(python(code, str(tmp_path)).split()[-1]) < 4 * largest
