@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lowbit import _C
 from lowbit.reference.score_program import OPS
 from lowbit.score.program import ProgramBuilder, Value
@@ -11,6 +13,7 @@ from ..choices import Choices
 from ..tensors import booleans, header, integers, normal
 
 _EXTREME_INTS = (0, 1, -1, 2, 127, 1 << 16, (1 << 31) - 1, -(1 << 31), 1 << 31, (1 << 63) - 1, -(1 << 63))
+_MOST = 1 << 22  # elements of a captured tensor: [128, 128, 165, 165] takes a minute to make on a busy machine
 _LETTERS = {"f": "float", "i": "int", "b": "bool"}
 _JUMPS = ("floor", "ceil", "trunc", "round", "sign", "remainder", "fmod", "floor_divide", "lt", "le", "eq", "ne", "float_to_int", "float_to_bool",
           "to_bfloat16", "to_float16", "tan", "pow", "div", "rsqrt", "log", "log2", "log1p", "sqrt", "exp", "exp2", "expm1", "sin", "cos")  # fmt: skip
@@ -41,6 +44,8 @@ def random_program(c: Choices, sizes: tuple[int, ...]) -> tuple[list[int], list[
         if kind == "gather":
             names = [c.pick("q", "k", "h", "b") for _ in range(c.pick(1, 2, 3, 4, 0))]
             type = c.pick("float", "float", "int", "bool")
+            while math.prod(extents[name] for name in names) > _MOST:
+                names.pop()
             shape = [extents[name] for name in names]
             tensors.append(
                 {"float": normal, "int": lambda sizes: integers(sizes, -9, 9), "bool": booleans}[type](shape)
