@@ -22,12 +22,13 @@ or mask function (a mod) is explained in [flex_attention](ops/flex_attention.md)
 format](choose_a_format.md).
 """
 SECTIONS = {
-    "Quantizing models": "lowbit: quantize_ dequantize_ load fuse_gated_mlps QuantLinear QuantizationReport linear",
+    "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse_gated_mlps QuantLinear "
+    "QuantizationReport linear",
     "Choosing formats by measuring": "lowbit.autotune: autoquant Plan Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
     "int4_weight_only int8_weight_only float_weight "
     "Int8DynamicActivationInt4WeightConfig Int8DynamicActivationInt8WeightConfig Int4WeightOnlyConfig "
-    "Int8WeightOnlyConfig FloatWeightConfig MappingType PerRow PerGroup PerAxis PerToken",
+    "Int8WeightOnlyConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
     "or_masks noop_mask BlockMask QuantizedKVCache",

@@ -34,8 +34,8 @@ Distortion quantize(const TensorView& weight, const TensorView& packed, const We
   check(scale >= 0 && scale < static_cast<int64_t>(std::size(kScaleChoiceNames)), value, "quantize: scale must be 0..",
         std::size(kScaleChoiceNames) - 1, ", got scale=", scale);
   const ScaleChoice choice = static_cast<ScaleChoice>(scale);
-  check(choice == ScaleChoice::absmax || !is_float(spec.format), value, "quantize: a ", kFormatNames[static_cast<int>(spec.format)],
-        " weight has no scales to search for");
+  check(choice == ScaleChoice::absmax || !is_float(spec.format), value, "quantize: a ",
+        kFormatNames[static_cast<int>(spec.format)], " weight has no scales to search for");
   check(choice == ScaleChoice::absmax || static_cast<Mapping>(mapping) != Mapping::symmetric_no_clipping_err, value,
         "quantize: mapping symmetric_no_clipping_err needs scale absmax: a searched scale may clip");
   if (importance) {

@@ -34,13 +34,13 @@ class Int4WeightOnlyConfig(FormatConfig):
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         int4_packing_format: "plain"; the packed form is always lowbit's own.
-        int4_choose_qparams_algorithm: torchao's, or its enum. "tinygemm": as ``mapping_type``, ``scale`` and ``algorithm``
-            say; "hqq": ``algorithm=lowbit.HQQ()``.
+        int4_choose_qparams_algorithm: torchao's, or its enum. "tinygemm": as ``mapping_type``, ``scale`` and
+            ``algorithm`` say; "hqq": ``algorithm=lowbit.HQQ()``.
         int4_tile_packed_ntile: torchao's; 8.
         version: torchao's; 2.
         mapping_type: symmetric or asymmetric weights. Symmetric is the default here (torchao's tinygemm: asymmetric).
-        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range, as
-            torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
+            as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
         algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
     """
 
@@ -107,8 +107,8 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and
             weight group.
-        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range, as
-            torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
+        scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
+            as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
         algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.
     """
 

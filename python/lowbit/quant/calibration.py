@@ -152,7 +152,9 @@ def calibrate(
             module.training = flag
     called = {name: layer for name, layer in moments.items() if layer.rows}
     if not called:
-        raise ValueError(f"calibrate: a linear layer must be called, got {count} batches and none of {len(moments)} was")
+        raise ValueError(
+            f"calibrate: a linear layer must be called, got {count} batches and none of {len(moments)} was"
+        )
     for name, layer in called.items():
         if not layer.importance.isfinite().all():
             raise ValueError(f"calibrate: inputs of {name or 'the model itself'} must be finite, got inf or nan")

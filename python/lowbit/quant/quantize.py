@@ -55,8 +55,8 @@ def quantize_(
             whose weight no other module uses; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
-        calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations whose
-            scales are searched for (int4 by default), and for `GPTQ`.
+        calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations
+            whose scales are searched for (int4 by default), and for `GPTQ`.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.

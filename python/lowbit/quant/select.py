@@ -216,7 +216,8 @@ def check_calibration(calibration: Any, config: FormatConfig, selected: list[Sel
     for item in selected:
         inputs, k = calibration.layers[item.name], features_of(item.module)[1]
         if len(inputs.squares) != k:
-            raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {len(inputs.squares)}")
+            got = len(inputs.squares)
+            raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {got}")
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
 
