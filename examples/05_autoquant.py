@@ -31,12 +31,13 @@ def sentences(args: argparse.Namespace) -> None:
     plan = lowbit.autoquant(model, batch, min_sqnr=args.min_sqnr)
     print(plan)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        wanted = model(**batch).last_hidden_state
+        tokens = batch["attention_mask"].bool()  # padding means nothing
+        wanted = model(**batch).last_hidden_state[tokens]
         before = min(timeit.repeat(lambda: model(**batch), number=1, repeat=args.rounds))
         plan.save(Path(folder) / "plan.json")  # for the next process: nothing is measured again
         lowbit.Plan.load(Path(folder) / "plan.json").apply(model)
         after = min(timeit.repeat(lambda: model(**batch), number=1, repeat=args.rounds))
-        noise = (model(**batch).last_hidden_state - wanted).square().sum() / wanted.square().sum()
+        noise = (model(**batch).last_hidden_state[tokens] - wanted).square().sum() / wanted.square().sum()
     print(f"MiniLM: {1e3 * before:.1f} -> {1e3 * after:.1f} ms, {-10 * noise.log10():.1f} dB after the whole model\n")
 
 

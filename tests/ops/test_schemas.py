@@ -15,7 +15,7 @@ _SCORES = (
 _MASKS = "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink, "
 SCHEMAS = (
     "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
-    "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None) -> Tensor",
+    "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor",
     "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
     "-> (Tensor, Tensor, Tensor)",
