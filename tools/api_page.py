@@ -36,6 +36,7 @@ SECTIONS = {
     "Attention: ready-made masks": "lowbit.attention.masks: *",
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
     "Optimizers": "lowbit.optim: *",
+    "Checkpoints of transformers": "lowbit: LowbitConfig quantize_checkpoint compare_checkpoints Comparison",
     "transformers": "lowbit.integrations.transformers: QuantizedCache",
     "What runs here": "lowbit: info kernels explain force_kernel",
     "Devices": "lowbit.devices: list check has_kernels",

@@ -102,8 +102,6 @@ _HOME = {
     "int8_dynamic_activation_int8_weight": "lowbit.formats",
     "int8_dynamic_activation_int4_weight": "lowbit.formats",
     "float_weight": "lowbit.formats",
-    "LowbitConfig": "lowbit.integrations.lowbit_config",
-    "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
     "linear": "lowbit.ops.linear",
     "scaled_dot_product_attention": "lowbit.attention.sdpa",
     "flex_attention": "lowbit.attention.flex",
@@ -121,6 +119,8 @@ _HOME = {
     "compare_checkpoints": "lowbit.diagnostics.compare",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
+    "LowbitConfig": "lowbit.integrations.lowbit_config",
+    "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
 }
 _MODULES = {"attention": "lowbit.attention", "devices": "lowbit.devices", "optim": "lowbit.optim"}
 __all__ = [

@@ -30,6 +30,7 @@ def test_every_example_is_run_by_this_file() -> None:
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == [
         "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py", "04_flex_attention.py",
         "05_autoquant.py",
+        "06_qlora_on_a_cpu.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -92,6 +93,17 @@ def test_autoquant_plans_two_models_within_the_bound() -> None:
     assert error_db and float(error_db[1]) >= 18
     assert re.search(r"^model\.layers\.0\.mlp\.down_proj +256 x 1024 +15 of 1 x float32, 1 of 64 x float32 ", text, re.MULTILINE)
     assert "KV cache: int" in text and re.search(r"^Llama block: \d+ layers quantized", text, re.MULTILINE)
+
+
+def test_qlora_lowers_the_loss_in_every_format_and_merges() -> None:
+    for package in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(package)
+    text = run(EXAMPLES / "06_qlora_on_a_cpu.py", *"--pretrain 30 --steps 10 --layers 1 --formats bfloat16,int8,int4".split())
+    rows = {line.split()[0]: [float(cell) for cell in line.split()[1:]] for line in text.splitlines() if re.match(r"(bfloat16|int8|int4) ", line)}
+    assert list(rows) == ["bfloat16", "int8", "int4"], text
+    size, before, adapted, merged, packed, _ = zip(*rows.values(), strict=True)
+    assert size[0] > size[1] > size[2] and packed == (0, 7, 7)
+    assert all(after < 0.98 * first and abs(sum_ - after) < 0.1 for first, after, sum_ in zip(before, adapted, merged, strict=True))
 
 
 @pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bitsandbytes' blockwise 8-bit codes by the encoder and decoder of our optimizer states, which have the same maps.
+"""bitsandbytes' blockwise 8-bit codes by the encoder of our optimizer states, which has the same maps.
 
 Codes are the nearest ones and a zero stays zero, where bitsandbytes' CPU kernel looks them up in 65,536 bins.
 """
@@ -33,20 +33,6 @@ def quantize_blockwise(
     absmax = torch.empty(-(-A.numel() // blocksize), dtype=torch.float32)
     _C.encode_state(values, _DYNAMIC8, signed, blocksize, codes, absmax)
     return codes, absmax
-
-
-def dequantize_blockwise(
-    theirs: Callable[[], Tensor], A: Tensor, absmax: Tensor, code: Tensor, blocksize: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the values of codes."""
-    signed = is_signed_map(code)
-    blocks = -(-A.numel() // blocksize)
-    fits = A.is_contiguous() and absmax.is_contiguous() and absmax.dtype == torch.float32 and absmax.numel() == blocks
-    if signed is None or blocksize not in _BLOCK_SIZES or A.dtype != torch.uint8 or not A.numel() or not fits:
-        return theirs()
-    values = torch.empty(A.shape, dtype=torch.float32)
-    _C.decode_state(A, absmax, _DYNAMIC8, signed, blocksize, values)
-    return values.to(dtype)
 
 
 def is_signed_map(code: Tensor) -> bool | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowbit.integrations.bitsandbytes_codes import dequantize_blockwise, quantize_blockwise
+from lowbit.integrations.bitsandbytes_codes import quantize_blockwise
 from lowbit.integrations.bitsandbytes_optim import optimizer_update_8bit_blockwise, optimizer_update_32bit
 from lowbit.ops.registration import keep
 
@@ -23,10 +23,10 @@ OPS: tuple[Callable[..., Any], ...] = (
     optimizer_update_8bit_blockwise,
     optimizer_update_32bit,
     quantize_blockwise,
-    dequantize_blockwise,
 )
 """Ours, each with the name and the arguments of bitsandbytes' op, before them its own kernel: called as ``theirs()``
-where the arguments are not for us."""
+where the arguments are not for us. (dequantize_blockwise is a lookup in 256 values, at which bitsandbytes' kernel is
+as fast.)"""
 
 states: dict[str, str] = {}
 """What became of each op, for `lowbit.info()`."""

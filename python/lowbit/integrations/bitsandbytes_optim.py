@@ -105,7 +105,7 @@ def _hyper(name: str, beta1: float, beta2: float, eps: float, weight_decay: floa
     if _RULES[name] == "sgd":
         return {"momentum": beta1, "weight_decay": weight_decay}
     hyper: dict[str, float | bool] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    return hyper | {"eps": eps, "decoupled": True} if _RULES[name] == "adamw" else hyper
+    return hyper | {"decoupled": True} | ({"eps": eps} if _RULES[name] == "adamw" else {})
 
 
 def _take(

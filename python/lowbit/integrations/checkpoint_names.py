@@ -49,7 +49,8 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():
+            keys = opened.keys()
+            for key in keys:
                 head, _, last = key.rpartition(".")
                 if last == "weight":
                     part = opened.get_slice(key)

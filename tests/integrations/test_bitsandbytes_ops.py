@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An unchanged program of bitsandbytes on our kernels: what is taken, what stays, and that they agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
+def joined(python: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+    """Run code in a fresh interpreter where lowbit is installed with its entry points, as pip does it."""
+    entry = tmp_path / "lowbit_of_the_test-0.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbit-of-the-test\nVersion: 0\n")
+    (entry / "entry_points.txt").write_text("[bitsandbytes.backends]\nlowbit_of_the_test = lowbit_autoload:bitsandbytes\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    return lambda code, *arguments, **environment: python(code, *arguments, PYTHONPATH=path, **environment)
+
+
+STATES = "\nimport lowbit\nprint(lowbit.info()['bitsandbytes'])"
+
+
+def test_importing_bitsandbytes_takes_its_ops_and_warns_of_nothing(joined):
+    out = joined("import warnings\nwarnings.simplefilter('error')\nimport bitsandbytes" + STATES)
+    for op in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit", "quantize_blockwise"):
+        assert f"{op}: ours" in out
+    assert out.count("ours") == 3
+
+
+@pytest.mark.parametrize("order", ["import lowbit, bitsandbytes", "import bitsandbytes, lowbit", "import torch, bitsandbytes"])
+def test_the_order_of_imports_does_not_matter(joined, order):
+    assert "optimizer_update_8bit_blockwise: ours" in joined(order + STATES)
+
+
+def test_the_switch_leaves_bitsandbytes_as_it_is(joined):
+    assert "left as it is, LOWBIT_BITSANDBYTES=0" in joined("import bitsandbytes" + STATES, LOWBIT_BITSANDBYTES="0")
+
+
+def test_a_failure_breaks_no_import_and_is_told(joined):
+    code = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lowbit.integrations.bitsandbytes_optim":
+            raise ImportError("broken (test)")
+sys.meta_path.insert(0, Broken())
+import bitsandbytes
+"""
+    assert "left as it is: ImportError: broken (test)" in joined(code + STATES)
+
+
+def test_an_op_with_other_arguments_is_left(joined):
+    """As of another version of bitsandbytes."""
+    code = """
+import lowbit.integrations.bitsandbytes_optim as optim
+update = optim.optimizer_update_32bit
+def optimizer_update_32bit(theirs, name, g): ...
+optim.optimizer_update_32bit = optimizer_update_32bit
+import bitsandbytes
+"""
+    out = joined(code + STATES)
+    assert "optimizer_update_32bit: left to bitsandbytes, whose op takes optimizer_name, g, p" in out
+    assert "optimizer_update_8bit_blockwise: ours" in out
+
+
+TRAIN = """
+import sys, torch, bitsandbytes as bnb
+def run(name, dtype, bits):
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(96, 128, dtype=torch.float64).to(dtype))]
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(bnb.optim, name)(params, lr=1e-2, weight_decay=1e-2, optim_bits=bits, **options)
+    for step in range(10):
+        torch.manual_seed(step)
+        params[0].grad = torch.randn(96, 128).to(dtype)
+        optimizer.step()
+    return params[0].data, dict(optimizer.state[params[0]])
+results = {}
+for name in ("AdamW", "SGD", "Lion", "RMSprop", "LAMB", "AdEMAMix"):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for bits in (8, 32):
+            results[name, dtype, bits] = run(name, dtype, bits)
+torch.save(results, sys.argv[1])
+"""
+
+
+def test_steps_and_states_are_those_of_bitsandbytes(joined, tmp_path):
+    results = []
+    for switch in ("1", "0"):
+        joined(TRAIN, str(tmp_path / f"{switch}.pt"), LOWBIT_BITSANDBYTES=switch)
+        results.append(torch.load(tmp_path / f"{switch}.pt"))
+    for case, (theirs, their_state) in results[1].items():
+        name, dtype, bits = case
+        ours, our_state = results[0][case]
+        bound = 1e-6 if bits == 32 and dtype == torch.float32 else 5e-3
+        assert (ours.double() - theirs.double()).norm() <= bound * theirs.double().norm(), case
+        assert our_state.keys() == their_state.keys()
+        if bits == 32:
+            torch.testing.assert_close(our_state["state1"], their_state["state1"], rtol=1e-2, atol=1e-2)
+
+
+def test_a_parameter_without_gradients_stays_where_it_is(joined):
+    """bitsandbytes' own kernel reads an exact 0 back as 2e-5 of its block and lets such parameters drift."""
+    code = """
+import torch, bitsandbytes as bnb
+p = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = bnb.optim.AdamW8bit([p], lr=1e-2, weight_decay=0)
+for step in range(30):
+    p.grad = torch.randn(64, 64)
+    p.grad[:, ::2] = 0
+    optimizer.step()
+print((p[:, ::2] - 1).abs().max().item(), (p[:, 1::2] - 1).abs().max().item() > 0.01)
+"""
+    assert joined(code).split() == ["0.0", "True"]
+
+
+def test_codes_are_the_nearest_and_other_maps_are_theirs(joined):
+    code = """
+import torch, bitsandbytes.functional as F
+x = torch.randn(5, 1000)
+for signed, values in ((True, x), (False, x.abs())):
+    map = F.create_dynamic_map(signed)
+    for blocksize in (64, 256, 4096):
+        codes, state = F.quantize_blockwise(values, code=map, blocksize=blocksize)
+        assert torch.allclose(F.dequantize_blockwise(codes, state), map[codes.int()] * state.absmax.repeat_interleave(blocksize)[: 5000].view(5, 1000), rtol=1e-6)
+        relative = values.flatten() / state.absmax.repeat_interleave(blocksize)[: 5000]
+        best = (relative[:, None] - map).abs().argmin(1)
+        assert (codes.flatten() != best).sum() < 5, (signed, blocksize, (codes.flatten() != best).sum())
+linear = F.create_linear_map()
+codes, state = F.quantize_blockwise(x, code=linear)
+assert (F.dequantize_blockwise(codes, state) - x).abs().max() < 0.03
+negative, state = F.quantize_blockwise(x, code=F.create_dynamic_map(False))
+assert (F.dequantize_blockwise(negative, state) >= 0).all()
+print("agree")
+"""
+    assert joined(code).strip() == "agree"
