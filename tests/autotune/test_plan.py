@@ -51,6 +51,13 @@ def test_a_plan_is_the_same_after_a_file(block, tmp_path, bound):
     assert "Infinity" not in (tmp_path / "plan.json").read_text(), "other programs read it too"
 
 
+def test_a_format_that_no_file_could_give_back_is_not_saved(block, tmp_path):
+    plan = plan_of(block, once=LinearSpec("int8", mapping=("search", 3)))
+    with pytest.raises(ValueError, match=r"Plan: once cannot be kept in a file with mapping=\('search', 3\)"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
 def changed(plan: lowbit.Plan, **values) -> dict:
     made = plan.to_dict() | values
     return {name: value for name, value in made.items() if value != "gone"}

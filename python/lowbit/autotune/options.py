@@ -82,7 +82,7 @@ def sqnr_db(wanted: Tensor, got: Tensor) -> float:
 
 
 def packed_layer(seen: SeenLayer, spec: LinearSpec) -> QuantLinear:
-    weight, _, _ = pack_weight(matrix_of(seen.module, seen.module.weight), spec)
+    weight = pack_weight(matrix_of(seen.module, seen.module.weight), spec)[0]
     return preferring(seen.module, weight, spec)
 
 

@@ -142,11 +142,11 @@ class Plan:
             _C.row_number("linear", name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; a file that is there is replaced as a whole."""
-        path = Path(path)
+        """Write the plan as JSON; a file that is there is replaced as a whole. Raises ValueError as `to_dict`."""
+        path, values = Path(path), self.to_dict()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "w") as file:
-            json.dump(self.to_dict(), file, indent=1)
+            json.dump(values, file, indent=1)
         os.replace(name, path)
 
     @classmethod
@@ -162,8 +162,16 @@ class Plan:
             raise ValueError(f"Plan: {path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dictionaries; numbers that are not finite are strings, as JSON has
-        none."""
+        """Return numbers, strings, lists and dictionaries; numbers that are not finite are strings, as JSON has none.
+
+        Raises:
+            ValueError: a format has what is no number and no text, and could not be read again.
+        """
+        for name, spec in self.specs.items():
+            for part in fields(spec):
+                value = getattr(spec, part.name)
+                if not isinstance(value, (str, int, float, type(None))):
+                    raise ValueError(f"Plan: {name} cannot be kept in a file with {part.name}={value!r}")
         return _plain({"lowbit_plan": VERSION, **asdict(self)})
 
     @classmethod
