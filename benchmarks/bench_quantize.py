@@ -2,17 +2,20 @@
 """Time of packing a weight: plain rounding (absmax) and scales by search, on each instruction set of this machine.
 
     python benchmarks/bench_quantize.py
-    python benchmarks/bench_quantize.py --n 4096 --k 11008 --threads 1
+    python benchmarks/bench_quantize.py --n 1024 --threads 1
+
+With one thread the time is that thread's own, so that a busy machine spoils little.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import time
 from collections.abc import Callable
 
 import torch
-from harness import describe, duration, header, interleave, table
+from harness import describe, duration, header, table
 
 import lowbit
 from lowbit import _C, testing
@@ -30,6 +33,17 @@ CHOICES = {"absmax": (0, False), "search": (1, False), "search, importance": (1,
 def pack(weight: torch.Tensor, packed: torch.Tensor, row: str, args: tuple, importance: torch.Tensor | None) -> None:
     with lowbit.force_kernel(row):
         _C.quantize(weight, packed, *args, importance)
+
+
+def best_of(calls: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Seconds of the best of interleaved rounds."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds + 1):  # the first also warms up
+        for name, call in calls.items():
+            start = clock()
+            call()
+            best[name] = min(best[name], clock() - start)
+    return best
 
 
 def main() -> None:
@@ -55,11 +69,11 @@ def main() -> None:
                 row = f"quantize_panels_{isa}"
                 call = functools.partial(pack, weight, packed, row, numbers, importance if weighted else None)
                 calls[f"{isa}, {choice}"] = call
-        times = interleave(calls, rounds=args.rounds, sample_s=0.02)
+        times = best_of(calls, args.rounds, time.thread_time if args.threads == 1 else time.perf_counter)
         for isa in isas:
-            plain = times[f"{isa}, absmax"].best_s
+            plain = times[f"{isa}, absmax"]
             for choice in CHOICES:
-                best = times[f"{isa}, {choice}"].best_s
+                best = times[f"{isa}, {choice}"]
                 speed = f"{args.n * args.k * 4 / best / 1e9:.2f}"
                 lines.append([f"{name}, {isa}, {choice}", duration(best), speed, f"{best / plain:.2f}"])
     print(f"{args.n} x {args.k} {args.dtype}, {args.threads} threads, best of {args.rounds} interleaved rounds")
