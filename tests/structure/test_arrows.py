@@ -34,7 +34,7 @@ PYTHON_ARROWS = {
     "optim": {"optim", "devices", "ops", "_C"},
     "score": {"score", "devices", "_C"},
     "attention": {"attention", "score", "devices", "ops", "_C"},
-    "integrations": {"integrations", "attention", "score", "ops", "_C"},
+    "integrations": {"integrations", "quant", "formats", "attention", "score", "ops", "_C", "reference"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "devices", "attention", "ops", "_C"},
     "testing.py": {"reference", "_C"},
