@@ -84,6 +84,8 @@ def _ours(config: lowbit.formats.base.FormatConfig) -> Callable[[Tensor], tuple[
 OURS = {
     "int8 weight-only": lowbit.int8_weight_only(),
     "int4 weight-only g128": lowbit.int4_weight_only(group_size=128),
+    "nf4 weight-only g64": lowbit.nf4_weight_only(group_size=64),
+    "fp8 weight-only": lowbit.float8_weight_only(),
     "W4A8 g32": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
     "W8A8": lowbit.int8_dynamic_activation_int8_weight(),
     "dense bf16": lowbit.float_weight(torch.bfloat16),
@@ -158,6 +160,7 @@ PEERS = (
     Candidate("torch dynamic quantized", _torch_dynamic, torch.float32),
     Candidate("torchao int8 weight-only", _torchao("Int8WeightOnlyConfig")),
     Candidate("torchao int8 dynamic", _torchao("Int8DynamicActivationInt8WeightConfig")),
+    Candidate("torchao float8 weight-only", _torchao("Float8WeightOnlyConfig")),
     Candidate("bitsandbytes nf4", _bitsandbytes(4), copies=False),
     Candidate("bitsandbytes int8", _bitsandbytes(8), copies=False),
 )

@@ -86,6 +86,7 @@ struct Lanes {
   LOWBIT_INLINE static f32x16 float32(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   LOWBIT_INLINE static f32x16 float16(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
   LOWBIT_INLINE static u8x64 codes(const uint8_t* p) { return load_codes(p); }
+  LOWBIT_INLINE static i32x16 words(const uint8_t* p) { return load_i32(reinterpret_cast<const int32_t*>(p)); }
   LOWBIT_INLINE static constexpr int int4_shift(int at) { return cpu::LOWBIT_ISA_NAME::int4_shift(at); }
 };
 
@@ -99,8 +100,12 @@ struct Unit : codec_of<kFormat> {
 
 template <Format kFormat>
 LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) { return codec_of<kFormat>::k_of(unit, at); }
+// What takes the 2^shift of value() off again.
 template <Format kFormat>
-LOWBIT_INLINE constexpr int shift_of(int at) { return codec_of<kFormat>::template shift<Lanes>(at); }
+LOWBIT_INLINE constexpr float unshift_of(int at) {
+  const int shift = codec_of<kFormat>::template shift<Lanes>(at);
+  return __builtin_bit_cast(float, (127 - shift) << 23);
+}
 
 // What value() returns is code - this.
 template <Format kFormat>
@@ -142,7 +147,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         const int64_t k = k_in_tile<kFormat>(unit, at);
         f32x16 w = U::template value<at>(codes + unit * U::kBytes);
         if constexpr (!is_float(kFormat)) {
-          constexpr float kUnshift = 1.0f / static_cast<float>(1u << shift_of<kFormat>(at));
+          constexpr float kUnshift = unshift_of<kFormat>(at);
           if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[k >= kHalfK], set1(kUnshift)), offset[k >= kHalfK]);
         }
         store(out + k * 16, w);

@@ -7,8 +7,11 @@
 #include "formats/bfloat16.hpp"
 #include "formats/float16.hpp"
 #include "formats/float32.hpp"
+#include "formats/fp4.hpp"
+#include "formats/fp8_e4m3.hpp"
 #include "formats/int4.hpp"
 #include "formats/int8.hpp"
+#include "formats/nf4.hpp"
 
 namespace lowbit {
 
@@ -17,7 +20,11 @@ namespace lowbit {
   X(bfloat16, BFloat16)   \
   X(float16, Float16)     \
   X(int8, Int8)           \
-  X(int4, Int4)
+  X(int4, Int4)           \
+  X(nf4, Nf4)             \
+  X(fp4, Fp4)             \
+  X(fp4_e2m1, Fp4E2M1)    \
+  X(fp8_e4m3, Fp8E4M3)
 
 #define LOWBIT_FORMAT(name, Codec) name,
 enum class Format : int { LOWBIT_FORMATS(LOWBIT_FORMAT) };
@@ -49,7 +56,7 @@ template <class Body>
 
 // What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
 #define LOWBIT_FACT(Type, function, fact)                                                                   \
-  LOWBIT_INLINE constexpr Type function(Format format) {                                                    \
+  [[gnu::__always_inline__]] inline constexpr Type function(Format format) {                                \
     return with_format(format, []<Format kFormat>() __attribute__((__always_inline__)) -> Type {            \
       return codec_of<kFormat>::fact;                                                                       \
     });                                                                                                     \
@@ -61,6 +68,8 @@ LOWBIT_FACT(int, code_of_zero, code_of_zero)
 LOWBIT_FACT(int, code_max, code_max)
 #undef LOWBIT_FACT
 
-LOWBIT_INLINE constexpr bool is_float(Format format) { return kind_of(format) == CodecKind::floating; }
+[[gnu::__always_inline__]] inline constexpr bool is_float(Format format) {
+  return kind_of(format) == CodecKind::floating;
+}
 
 }  // namespace lowbit

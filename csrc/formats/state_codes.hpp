@@ -6,6 +6,7 @@
 #pragma once
 
 #include "formats/dynamic_map.hpp"
+#include "formats/e4m3.hpp"
 #include "formats/state_format.hpp"
 
 namespace lowbit {
@@ -65,33 +66,16 @@ struct StateCodes<StateFormat::dynamic4,
 };
 
 template <bool kSigned>
-struct StateCodes<StateFormat::float8,
-                  kSigned> {  // sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, all ones are nan
+struct StateCodes<StateFormat::float8, kSigned> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;
-  static constexpr float kAbsmaxOverScale = 448, kEncodedAbsmax = 448;
+  static constexpr float kAbsmaxOverScale = E4M3::largest, kEncodedAbsmax = E4M3::largest;
   static constexpr int kOffset = 0;
   static constexpr bool kIsDynamic = false;
   template <class Float>
-  LOWBIT_INLINE static Float decode(Float number) {
-    const auto code = bits_of(number), magnitude = bit_and(code, like(code, 0x7f));
-    const Float count = to_float(magnitude);
-    const auto subnormal = bits_of(mul(count, like(count, 0x1p-9f))),
-               normal = add(shift_left<20>(magnitude), like(code, 120 << 23));
-    const auto finite = select(at_least(count, like(count, 8.0f)), normal, subnormal);
-    const auto value = select(at_least(count, like(count, 127.0f)), like(code, 0x7fc00000), finite);
-    return float_of(bit_or(value, shift_left<24>(bit_and(code, like(code, 0x80)))));
-  }
+  LOWBIT_INLINE static Float decode(Float number) { return E4M3::decode(bits_of(number)); }
   template <class Float>
-  LOWBIT_INLINE static auto encode(Float y) {  // round to nearest even
-    const Float a = min(abs(y), like(y, kEncodedAbsmax));
-    const auto bits = bits_of(a);
-    const auto odd = bit_and(shift_right<20>(bits), like(bits, 1));
-    const auto normal = sub(shift_right<20>(add(add(bits, like(bits, 0x7ffff)), odd)), like(bits, 120 << 3));
-    const auto subnormal =
-        sub(bits_of(add(a, like(a, 0x1p14f))), like(bits, 0x46800000));  // the float adder rounds to multiples of 2^-9
-    return bit_or(select(at_least(a, like(a, 0x1p-6f)), normal, subnormal), shift_left<7>(shift_right<31>(bits_of(y))));
-  }
+  LOWBIT_INLINE static auto encode(Float y) { return E4M3::encode(y); }
 };
 
 }  // namespace lowbit

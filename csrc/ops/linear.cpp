@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/linear.hpp"
 
+#include <string>
+
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -24,9 +26,15 @@ WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format
 XFormat x_format(int64_t value_, const WeightSpec& spec) {
   check(value_ >= 0 && value_ < static_cast<int64_t>(std::size(kXFormatNames)), value, "linear: x_format must be 0..",
         std::size(kXFormatNames) - 1, ", got x_format=", value_);
-  check(value_ == 0 || kind_of(spec.format) == CodecKind::integer, value, "linear: x_format must be float for a ",
-        kFormatNames[static_cast<int>(spec.format)], " weight, got ", kXFormatNames[value_]);
-  return static_cast<XFormat>(value_);
+  const XFormat chosen = static_cast<XFormat>(value_);
+  if (!goes_with(chosen, spec.format)) {
+    std::string wanted;
+    for (std::size_t i = 0; i < std::size(kXFormatNames); i++)
+      if (goes_with(static_cast<XFormat>(i), spec.format)) (wanted += i ? " or " : "") += kXFormatNames[i];
+    check(false, value, "linear: x_format must be ", wanted, " for a ", kFormatNames[static_cast<int>(spec.format)],
+          " weight, got ", kXFormatNames[value_]);
+  }
+  return chosen;
 }
 
 void check_weight(std::string_view op, const TensorView& weight, const WeightSpec& spec) {

@@ -28,6 +28,7 @@ class _FormatFacts(TypedDict):
     kind: str  # "float", "integer" or "lookup" (csrc/formats/codec.hpp)
     zero: int
     code_max: int
+    x_formats: tuple[str, ...]  # how activations may be taken with it
 
 class _Rule(TypedDict):
     number: int

@@ -104,8 +104,9 @@ def format_cases() -> Iterator[tuple[str, int, str, str]]:
     for name in formats_of_kind("float"):
         yield name, 0, "symmetric", "float"
     group_sizes = (0, 32, 64, 128, 256)
-    yield from itertools.product(formats_of_kind("integer"), group_sizes, _C.MAPPINGS, _C.X_FORMATS)
-    yield from itertools.product(formats_of_kind("lookup"), group_sizes, ("symmetric",), ("float",))
+    for kind, mappings in (("integer", tuple(_C.MAPPINGS)), ("lookup", ("symmetric",))):
+        for name in formats_of_kind(kind):
+            yield from itertools.product((name,), group_sizes, mappings, _C.FORMAT_FACTS[name]["x_formats"])
 
 
 def formats_of_kind(kind: str) -> list[str]:

@@ -135,7 +135,11 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
     ao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 32))
     for config, kind, text in [
-        (ao.Float8WeightOnlyConfig(), TypeError, "got torchao's Float8WeightOnlyConfig; use int8_weight_only"),
+        (
+            ao.Float8DynamicActivationInt4WeightConfig(),
+            TypeError,
+            "got torchao's Float8DynamicActivationInt4WeightConfig; use int8_dynamic_activation_int4_weight",
+        ),
         (ao.FqnToConfig({"0": ao.Int8WeightOnlyConfig()}), TypeError, "FqnToConfig; use quantize_ once per format"),
         (
             ao.IntxWeightOnlyConfig(torch.int2),

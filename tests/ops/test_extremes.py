@@ -21,10 +21,8 @@ N, K = 19, 259
 CASES = [
     LinearCase(m, N, K, "float32", format, group_size, mapping, x_format)
     for m in (1, 9, 17)
-    for format in ("int8", "int4")
-    for group_size in (0, 32)
-    for mapping in ("symmetric", "asymmetric")
-    for x_format in _C.X_FORMATS
+    for format, group_size, mapping, x_format in testing.format_cases()
+    if _C.FORMAT_FACTS[format]["kind"] != "float" and group_size in (0, 32) and mapping != "symmetric_no_clipping_err"
 ]
 
 
@@ -66,7 +64,7 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, format: str,
     """All -128 (or -8, 127, 7) against activations of +-127: the largest products there are, over a long k."""
     k = 2048
     for group_size in (0, 32, 256):
-        for x_format in _C.X_FORMATS:
+        for x_format in _C.FORMAT_FACTS[format]["x_formats"]:
             for m in (1, 5, 33):
                 case = LinearCase(m, N, k, "float32", format, group_size, "symmetric", x_format)
                 if not testing.serves(kernel, case):
@@ -80,8 +78,11 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, format: str,
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize(
     "format, group_size, x_format",
-    [(name, 0, "float") for name in ("float32", "bfloat16", "float16")]
-    + [(name, size, x_format) for name, size in (("int8", 0), ("int4", 32)) for x_format in _C.X_FORMATS],
+    [
+        (format, size, x_format)
+        for format, size, mapping, x_format in testing.format_cases()
+        if mapping == "symmetric" and size == (32 if _C.FORMAT_FACTS[format]["bits"] == 4 else 0)
+    ],
 )
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 def test_inf_and_nan_in_activations_reach_every_result_of_their_row(
@@ -128,7 +129,7 @@ def test_zero_points_far_from_the_codes_are_exact(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("format", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("format", ["float32", "int8", "int4", "nf4", "fp8_e4m3"])
 def test_inf_and_nan_in_weights_are_refused_at_packing(format: str, bad: float) -> None:
     weight = torch.randn(5, 40)
     weight[3, 39] = bad
@@ -137,8 +138,8 @@ def test_inf_and_nan_in_weights_are_refused_at_packing(format: str, bad: float) 
 
 
 def test_zero_groups_decode_to_zero() -> None:
-    for format in ("int8", "int4"):
-        for mapping in _C.MAPPINGS:
+    for format, group_size, mapping, x_format in testing.format_cases():
+        if group_size == 32 and x_format == "float":
             weight = torch.randn(20, 128)
             weight[:, 32:64] = 0
             weight[7] = 0

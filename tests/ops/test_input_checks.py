@@ -35,7 +35,7 @@ BAD = {
     "weight of rank 1": (dict(weight=torch.zeros(7, dtype=torch.uint8)), ValueError, r"linear: weight must have the packed shape .*got \[7\]"),
     "unknown format": (dict(format=17), ValueError, rf"linear: format must be 0\.\.{len(_C.FORMATS) - 1}, got format=17"),
     "n of zero": (dict(n=0), ValueError, "linear: n and k must be at least 1, got n=0"),
-    "unknown x_format": (dict(x_format=9), ValueError, r"linear: x_format must be 0\.\.3, got x_format=9"),
+    "unknown x_format": (dict(x_format=9), ValueError, rf"linear: x_format must be 0\.\.{len(_C.X_FORMATS) - 1}, got x_format=9"),
     "unknown activation": (dict(activation=9), ValueError, r"linear: activation must be 0\.\.4, got activation=9"),
     "bias of another length": (dict(bias=torch.ones(N + 1)), ValueError, r"linear: bias must be a contiguous \[n=20\], got \[21\]"),
     "bias of integers": (dict(bias=torch.ones(N, dtype=torch.int64)), TypeError, "linear: bias must be float32, bfloat16 or float16, got int64"),
@@ -81,6 +81,21 @@ def test_quantized_activations_of_a_float_weight_are_refused() -> None:
     packed = testing.pack_weight(torch.randn(N, K), "float32")
     with pytest.raises(ValueError, match="linear: x_format must be float for a float32 weight, got int8_row"):
         torch.ops.lowbit.linear(torch.randn(3, K), packed, N, K, 0, 0, False, _C.X_FORMATS["int8_row"])
+
+
+def test_int8_activations_go_with_integers_and_float8_ones_with_float8() -> None:
+    x = torch.randn(3, K)
+    for format, x_format, wanted in (
+        ("nf4", "int8_row", "float"),
+        ("fp8_e4m3", "int8_group", "float or float8_row"),
+        ("int4", "float8_row", "float or int8_group or int8_row or int8_row_asymmetric"),
+    ):
+        arguments = (testing.pack_weight(torch.randn(N, K), format), N, K, _C.FORMATS[format], 0, False, _C.X_FORMATS[x_format])
+        text = f"linear: x_format must be {wanted} for a {format} weight, got {x_format}"
+        with pytest.raises(ValueError, match=text):
+            torch.ops.lowbit.linear(x, *arguments)
+        with FakeTensorMode() as mode, pytest.raises(ValueError, match=text):
+            torch.ops.lowbit.linear(mode.from_tensor(x), mode.from_tensor(arguments[0]), *arguments[1:])
 
 
 def test_dequantize_refuses_a_weight_of_another_shape() -> None:

@@ -14,7 +14,7 @@ from lowbit import _C, linear, testing
 from lowbit.testing import LinearCase, assert_within, cached_data, run_linear
 
 CASES = testing.linear_cases(rounds=3)
-INTEGER_CASES = [case for case in CASES if case.x_format != "float"]
+INTEGER_CASES = [case for case in CASES if case.x_format.startswith("int8")]
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def test_every_post_op_chain_is_within_budget(kernel: str, activation: str, bias
                     LinearCase(1, 37, 70, dtype, format, 0, "symmetric", x_format, bias, activation, mul, add),
                     LinearCase(1, 37, 70, dtype, format, 32, "symmetric", x_format, bias, activation, mul, add),
                 ]
-                if format in ("int8", "int4") or case.group_size == 0
+                if _C.FORMAT_FACTS[format]["kind"] != "float" or case.group_size == 0
                 if testing.serves(kernel, case)
             )
             data = cached_data(case)
@@ -59,6 +59,7 @@ def _formats_of(row: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("format, group_size, x_format", [("int8", 0, "int8_row"), ("int4", 32, "int8_group"), ("int4", 128, "float"),
+                                                           ("nf4", 64, "float"), ("fp8_e4m3", 0, "float"), ("fp8_e4m3", 32, "float8_row"),
                                                            ("int8", 0, "float"), ("bfloat16", 0, "float")])  # fmt: skip
 def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str) -> None:
     base = LinearCase(70, 33, 100, "float32", format, group_size, "symmetric", x_format, "float32")

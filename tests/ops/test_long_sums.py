@@ -18,7 +18,7 @@ EXACT_K = 1 << 17  # csrc/cpu/linear/activations.hpp: a longer row is summed in 
 @pytest.mark.parametrize("k", [EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65])
 def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, format: str, code: int, k: int) -> None:
     for m in (1, 17):
-        for x_format in _C.X_FORMATS:
+        for x_format in _C.FORMAT_FACTS[format]["x_formats"]:
             case = LinearCase(m, N, k, "float32", format, 0, "symmetric", x_format)
             if x_format == "float" or not testing.serves(kernel, case):
                 continue

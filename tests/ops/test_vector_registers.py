@@ -62,7 +62,7 @@ def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int]) -> Non
             testing.LinearCase(m, 37, 96, dtype, format, x_format=x_format, activation="gelu")
             for m in (1, 5, 40)
             for dtype in ("float32", "bfloat16")
-            for format, x_format in itertools.product(("int4", "int8"), ("float", "int8_row"))
+            for format, x_format in [*itertools.product(("int4", "int8"), ("float", "int8_row")), ("fp8_e4m3", "float8_row")]
         ):
             if testing.serves(str(row["name"]), case):
                 run = functools.partial(testing.run_linear, case, testing.make_data(case), str(row["name"]))

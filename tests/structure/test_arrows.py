@@ -35,7 +35,7 @@ PYTHON_ARROWS = {
     "score": {"score", "devices", "_C"},
     "attention": {"attention", "score", "devices", "ops", "_C"},
     "autotune": {"autotune", "quant", "formats", "attention", "diagnostics", "devices", "_C"},
-    "integrations": {"integrations", "attention", "optim", "score", "quant", "formats", "devices", "ops", "_C"},
+    "integrations": {"integrations", "attention", "optim", "score", "quant", "formats", "devices", "ops", "_C", "reference"},
     "devices": {"devices", "ops", "_C"},
     "diagnostics": {"diagnostics", "integrations", "devices", "attention", "quant", "formats", "ops", "_C"},
     "testing.py": {"reference", "_C"},

@@ -17,14 +17,45 @@ constexpr int64_t kSerialActivations = 1 << 15;
 
 LOWBIT_INLINE int threads_for(int64_t activations) { return activations < kSerialActivations ? 1 : num_threads(); }
 
-// Row `row` of x as float32, followed by zeros up to padded_k. Returns x itself where it can be used as it is.
+// q = round(x * inverse + zero_point)
+struct Range {
+  float scale, inverse, zero_point;
+};
+
+// scale = amax / most; a nan or inf in the range makes the scale nan, and so every result of the row.
+LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k, float most) {
+  f32x16 amax = set1(0.0f), poison = set1(0.0f);
+  for (int64_t i = 0; i < k; i += 16) {
+    const f32x16 v = load(x + i);
+    amax = max(amax, abs(v));
+    poison = fma(v, set1(0.0f), poison);
+  }
+  alignas(64) float lanes[16];
+  store(lanes, poison);
+  float scale = largest(amax) / most;
+  for (float lane : lanes) scale += lane;
+  return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
+}
+
+// x as float8_e4m3fn times one scale.
+LOWBIT_INLINE void round_to_float8(float* x, int64_t k) {
+  const Range range = symmetric_range(x, k, E4M3::largest);
+  const f32x16 inverse = set1(range.inverse), scale = set1(range.scale);
+  for (int64_t i = 0; i < k; i += 16)
+    store(x + i, mul(E4M3::decode(E4M3::encode(mul(load(x + i), inverse))), scale));
+}
+
+// Row `row` of x as the float32 that enter the product or are rounded to int8 for it, followed by zeros up to padded_k.
+// Returns x itself where it can be used as it is.
 LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float* buffer) {
   const int64_t k = args.weight_spec.k, padded = args.weight_spec.padded_k();
-  if (args.dtype == DType::float32 && k == padded) return static_cast<const float*>(args.x) + row * k;
+  const bool rounded = args.x_format == XFormat::float8_row;
+  if (args.dtype == DType::float32 && k == padded && !rounded) return static_cast<const float*>(args.x) + row * k;
   for (int64_t i = 0; i < padded; i += 16) {
     const int64_t count = k - i;
     store(buffer + i, count > 0 ? load_as_float(args.x, args.dtype, row * k + i, count) : set1(0.0f));
   }
+  if (rounded) round_to_float8(buffer, padded);
   return buffer;
 }
 
@@ -58,26 +89,6 @@ struct Int8Rows {
   float* offset;     // [rows], asymmetric activations only, else null
 };
 
-// q = round(x * inverse + zero_point)
-struct Range {
-  float scale, inverse, zero_point;
-};
-
-// scale = amax / 127; a nan or inf in the range makes the scale nan, and so every result of the row.
-LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k) {
-  f32x16 amax = set1(0.0f), poison = set1(0.0f);
-  for (int64_t i = 0; i < k; i += 16) {
-    const f32x16 v = load(x + i);
-    amax = max(amax, abs(v));
-    poison = fma(v, set1(0.0f), poison);
-  }
-  alignas(64) float lanes[16];
-  store(lanes, poison);
-  float scale = largest(amax) / 127.0f;
-  for (float lane : lanes) scale += lane;
-  return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
-}
-
 // x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and rare: plain
 // code.
 inline Range asymmetric_range(const float* x, int64_t k) {
@@ -99,12 +110,12 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
   const bool per_row = args.x_format != XFormat::int8_group || spec.group_size == 0;
   const bool asymmetric = args.x_format == XFormat::int8_row_asymmetric;
   Range range{};
-  if (per_row) range = asymmetric ? asymmetric_range(x, padded) : symmetric_range(x, padded);
+  if (per_row) range = asymmetric ? asymmetric_range(x, padded) : symmetric_range(x, padded, 127.0f);
   if (asymmetric) rows.offset[row] = -range.scale * range.zero_point;
   int8_t* q = reinterpret_cast<int8_t*>(rows.codes + row * rows.code_stride);
   for (int64_t s = 0; s < rows.sum_count; s++) {
     const int64_t begin = s * sum_k, end = smaller(padded, begin + sum_k);
-    if (!per_row) range = symmetric_range(x + begin, end - begin);
+    if (!per_row) range = symmetric_range(x + begin, end - begin, 127.0f);
     const f32x16 inverse = set1(range.inverse), shift = set1(range.zero_point), limit = set1(127.0f);
     i32x16 total = set1(int32_t{0});
     for (int64_t i = begin; i < end; i += 16) {

@@ -12,7 +12,7 @@ namespace {
 template <Format kFormat, bool kFloatX>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  const bool float_x = args.x_format == XFormat::floating;
+  const bool float_x = args.x_format == XFormat::floating || args.x_format == XFormat::float8_row;
   if (float_x != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
   if (args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
   const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;

@@ -16,13 +16,7 @@ constexpr int kMostParts = 3;
 
 // How many parts of 8 bits hold every value of a format before its scale.
 template <Format kFormat>
-constexpr int parts_of() {
-  using Codec = codec_of<kFormat>;
-  if constexpr (Codec::kind == CodecKind::integer) return 1;
-  else if constexpr (kFormat == Format::bfloat16) return 1;
-  else if constexpr (kFormat == Format::float16) return 2;
-  else return kMostParts;
-}
+constexpr int parts_of() { return (codec_of<kFormat>::significant_bits + 7) / 8; }
 
 constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 
@@ -80,10 +74,9 @@ LOWBIT_INLINE void cut_panel(const WeightSpec& spec, const PanelView& view, int6
       f32x16 values[kCount];
       unroll<kCount>([&](auto i) {
         constexpr int kAt = i % U::kValues;
-        constexpr float kUnshift = 1.0f / static_cast<float>(1u << shift_of<kFormat>(kAt));
         values[i] = U::template value<kAt>(codes + i / U::kValues * U::kBytes);
         const f32x16& zero = offset[k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK];
-        if constexpr (U::kind == CodecKind::integer) values[i] = fma(values[i], set1(kUnshift), zero);
+        if constexpr (!is_float(kFormat)) values[i] = fma(values[i], set1(unshift_of<kFormat>(kAt)), zero);
       });
       unroll<kCount>([&](auto i) {
         constexpr int64_t kAt = k_of_value<kFormat>(i);
@@ -246,6 +239,7 @@ void linear_amx_parts(const LinearArgs& args) {
 
 template <Format kFormat>
 void linear_amx_fma(const LinearArgs& args) {
+  if (args.x_format != XFormat::floating) return linear_amx_parts<kFormat, kMostParts>(args);  // float8 times a scale
   switch (args.dtype) {
     case DType::bfloat16: return linear_amx_parts<kFormat, parts_of<Format::bfloat16>()>(args);
     case DType::float16: return linear_amx_parts<kFormat, parts_of<Format::float16>()>(args);

@@ -11,7 +11,8 @@ namespace {
 template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  return args.x_format == XFormat::floating ? "" : "activations are int8";
+  const bool floats = args.x_format == XFormat::floating || args.x_format == XFormat::float8_row;
+  return floats ? "" : "activations are int8";
 }
 
 #define LOWBIT_FORMAT(name, Codec) \

@@ -12,8 +12,12 @@ namespace {
 
 // ---- few rows ------------------------------------------------------------------------------------------------------
 
-// Activations in the order in which the halves are read, each times 2^-shift, and their sums per group (what the zero
-// point is multiplied by).
+// What all values are to be multiplied by comes in at the end: activations may be too large for it.
+template <Format kFormat>
+constexpr float kLate = unshift_of<kFormat>(0) > 1.0f ? unshift_of<kFormat>(0) : 1.0f;
+
+// Activations in the order in which the halves are read, each times 2^-shift but for kLate, and their sums per group
+// (what the zero point is multiplied by).
 struct StreamRows {
   float* values;      // [rows][stride]
   float* group_sums;  // [rows][groups]
@@ -34,8 +38,8 @@ StreamRows order_rows(const LinearArgs& args) {
     for (int64_t k = 0; k < padded;
          k += 4)  // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more
       unroll<4>([&](auto i) {
-        constexpr float kLow = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i)),
-                        kHigh = 1.0f / static_cast<float>(1u << shift_of<kFormat>(2 * i + 1));
+        constexpr float kLow = unshift_of<kFormat>(2 * i) / kLate<kFormat>,
+                        kHigh = unshift_of<kFormat>(2 * i + 1) / kLate<kFormat>;
         out[k + i] = x[k + i] * (k % kTileK < kHalfK ? kLow : kHigh);
       });
     for (int64_t g = 0; g < groups; g++) {
@@ -118,7 +122,8 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
       fetch_group<bits(kFormat) == 4 && kStreamFour>(view, g, view.bytes);
-      const f32x16 w_scale = scale_of(view, g), w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
+      const f32x16 w_scale = mul(scale_of(view, g), set1(kLate<kFormat>)),
+                   w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++)
         result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }

@@ -6,6 +6,12 @@ from __future__ import annotations
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FloatWeightConfig, float_weight
+from lowbit.formats.float8 import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    float8_dynamic_activation_float8_weight,
+    float8_weight_only,
+)
 from lowbit.formats.int4 import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
@@ -18,6 +24,7 @@ from lowbit.formats.int8 import (
     int8_dynamic_activation_int8_weight,
     int8_weight_only,
 )
+from lowbit.formats.lookup import FP4WeightOnlyConfig, NF4WeightOnlyConfig, fp4_weight_only, nf4_weight_only
 from lowbit.formats.spec import LinearSpec
 
 FORMATS: tuple[type[FormatConfig], ...] = (
@@ -26,12 +33,19 @@ FORMATS: tuple[type[FormatConfig], ...] = (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationInt4WeightConfig,
+    NF4WeightOnlyConfig,
+    FP4WeightOnlyConfig,
+    Float8WeightOnlyConfig,
+    Float8DynamicActivationFloat8WeightConfig,
 )
 
 __all__ = [
     "FORMATS",
     "GPTQ",
     "HQQ",
+    "FP4WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
     "FloatWeightConfig",
     "FormatConfig",
     "Int4WeightOnlyConfig",
@@ -40,13 +54,18 @@ __all__ = [
     "Int8WeightOnlyConfig",
     "LinearSpec",
     "MappingType",
+    "NF4WeightOnlyConfig",
     "PerAxis",
     "PerGroup",
     "PerRow",
     "PerToken",
+    "float8_dynamic_activation_float8_weight",
+    "float8_weight_only",
     "float_weight",
+    "fp4_weight_only",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
     "int8_weight_only",
+    "nf4_weight_only",
 ]

@@ -23,6 +23,7 @@ _X_FORMAT_TEXT = {
     "int8_group": "int8-activations",
     "int8_row": "int8-activations per row",
     "int8_row_asymmetric": "int8-activations per row asymmetric",
+    "float8_row": "float8-activations per row",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowbit.formats.base import FormatConfig, granularity_of, mapping_of, require
+from lowbit.formats.float8 import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
 from lowbit.formats.int8 import (
     Int8DynamicActivationInt8WeightConfig,
@@ -22,9 +23,11 @@ _SAME_NAME = (
     Int8DynamicActivationInt4WeightConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
 )
 
-_EIGHT_BIT = "int8_weight_only() or int8_dynamic_activation_int8_weight(); float8 is not here"
+_FLOAT8 = "float8_weight_only() or float8_dynamic_activation_float8_weight()"
 _INTX = "int4_weight_only() or int8_weight_only()"
 _DYNAMIC_INTX = "int8_dynamic_activation_int4_weight() or int8_dynamic_activation_int8_weight()"
 _BY_NAME = "quantize_ once per format, each with a filter_fn(module, name)"
@@ -38,12 +41,10 @@ INSTEAD = {
     "fqn_matches_fqn_config": _BY_NAME,
     "AffineQuantizedMinMaxObserver": "MappingType and quantize_, which reads the range of each weight itself",
     "AffineQuantizedObserverBase": "MappingType and quantize_, which reads the range of each weight itself",
-    "Float8DynamicActivationFloat8WeightConfig": _EIGHT_BIT,
-    "Float8DynamicActivationInt4WeightConfig": "int8_dynamic_activation_int4_weight(); float8 is not here",
-    "Float8MMConfig": _EIGHT_BIT,
-    "Float8StaticActivationFloat8WeightConfig": _EIGHT_BIT,
+    "Float8DynamicActivationInt4WeightConfig": "int8_dynamic_activation_int4_weight(): int8 activations, not float8",
+    "Float8MMConfig": f"{_FLOAT8}, whose sums are float32",
+    "Float8StaticActivationFloat8WeightConfig": f"{_FLOAT8}: its activation scales need no data",
     "Float8Tensor": _TENSOR,
-    "Float8WeightOnlyConfig": _EIGHT_BIT,
     "Granularity": "PerRow() or PerGroup(n)",
     "Int4PlainInt32Tensor": _TENSOR,
     "Int4PreshuffledTensor": _TENSOR,
@@ -58,9 +59,9 @@ INSTEAD = {
     "IntxOpaqueTensor": _TENSOR,
     "IntxUnpackedToInt8Tensor": _TENSOR,
     "IntxWeightOnlyConfig": f"{_INTX}; quantize_ takes torchao's own object too",
-    "Linear4bit": "quantize_(model, int4_weight_only()), which makes QuantLinear",
+    "Linear4bit": "quantize_(model, nf4_weight_only()), which makes QuantLinear",
     "Linear8bitLt": "quantize_(model, int8_weight_only()), which makes QuantLinear",
-    "NF4Tensor": "int4_weight_only(); nf4 is not here",
+    "NF4Tensor": "nf4_weight_only()",
     "CPUOffloadOptimizer": "lowbit.optim.AdamW8bit, whose state is an eighth of Adam's; offloading is not here",
     "PerBlock": "PerGroup(n): one scale per n neighbours along k",
     "PerTensor": "PerRow(): one scale for a whole tensor is less precise and no faster",
@@ -72,8 +73,6 @@ INSTEAD = {
     "compute_error": "the error dB in the report of quantize_",
     "dequantize": "dequantize_(model), or QuantLinear.dequantize()",
     "dequantize_affine": _PRIMITIVE,
-    "float8_dynamic_activation_float8_weight": _EIGHT_BIT,
-    "float8_weight_only": _EIGHT_BIT,
     "int4_dynamic_activation_int4_weight": "int8_dynamic_activation_int4_weight()",
     "int8_dynamic_activation_int8_semi_sparse_weight": "int8_dynamic_activation_int8_weight(); sparsity is not here",
     "int_scaled_matmul": "linear(), whose int8 product is exact",
@@ -83,7 +82,7 @@ INSTEAD = {
     "register_quantize_module_handler": "docs/recipes/add_a_format.md",
     "safe_int_mm": "linear(), whose int8 product is exact",
     "swap_conv2d_1x1_to_linear": "torch.nn.Linear in the model's own code: convolutions stay float",
-    "to_nf4": "int4_weight_only(); nf4 is not here",
+    "to_nf4": "quantize_(model, nf4_weight_only())",
     "uintx_weight_only": _INTX,
 } | {
     name: f"lowbit.optim.{name}"

@@ -59,9 +59,11 @@ def linear(
         raise ValueError(f"linear: activation must be 0..{len(_C.ACTIVATIONS) - 1}, got activation={activation}")
     if x_format not in _X_FORMAT_NAMES:
         raise ValueError(f"linear: x_format must be 0..{len(_C.X_FORMATS) - 1}, got x_format={x_format}")
-    if x_format != 0 and _kind(format) != "integer":
+    wanted = _C.FORMAT_FACTS[_FORMAT_NAMES[format]]["x_formats"]
+    if _X_FORMAT_NAMES[x_format] not in wanted:
         raise ValueError(
-            f"linear: x_format must be float for a {_FORMAT_NAMES[format]} weight, got {_X_FORMAT_NAMES[x_format]}"
+            f"linear: x_format must be {' or '.join(wanted)} for a {_FORMAT_NAMES[format]} weight, "
+            f"got {_X_FORMAT_NAMES[x_format]}"
         )
     return x.new_empty(shape)
 

@@ -127,6 +127,7 @@ class QuantLinear(nn.Linear):
         """Return a layer made of plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32.
 
         ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
+        A lookup format (nf4, fp4, fp4_e2m1, fp8_e4m3) has none: ``w = scale * level[code]``.
 
         Raises:
             ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite in
@@ -137,7 +138,7 @@ class QuantLinear(nn.Linear):
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code -
-        zero)``."""
+        zero)``, of a lookup format ``scale * level[code]`` (its zero is 0)."""
         if self.spec.is_float:
             raise ValueError(f"unpack: a {self.spec.format} weight has no codes")
         return unpack_codes(self.weight.detach(), self.out_features, self.in_features, self.spec)
@@ -215,6 +216,8 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
     highest = _C.FORMAT_FACTS[spec.format]["code_max"]
     if codes.numel() and not codes.is_meta and codes.max() > highest:
         raise ValueError(f"pack: codes must be 0..{highest}, got {codes.max()}")
+    if spec.format == "fp8_e4m3" and not codes.is_meta and ((codes & 127) == 127).any():
+        raise ValueError("pack: codes must be finite, got nan (127 or 255)")
     stored = (scale, None if zero is None else zero.half())
     for (name, *_), tensor in zip(parts[1:], stored, strict=True):
         if tensor is not None and not tensor.is_meta and not tensor.isfinite().all():

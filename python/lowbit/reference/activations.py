@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize activations while they are used: x is about scale * (code - zero), codes within +-127.
+"""Quantize activations while they are used: x is about scale * (code - zero), integer codes within +-127.
 
     int8_group           symmetric, one scale per row and group of the weight (per row when the weight has no groups)
     int8_row             symmetric, one scale per row
     int8_row_asymmetric  one scale and one integer zero point per row; its range contains 0
+    float8_row           float8_e4m3fn, one scale per row; its codes are the float8 numbers within +-448
 
 The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole row, not
 finite.
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.reference.quantize import SMALLEST
+from lowbit.reference.quantize import SMALLEST, largest_level
+
+FLOAT8_MAX = largest_level("fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivations:
     """Codes with the scale and zero point of each element, all ``[m, k]``."""
 
-    codes: Tensor  # float64 integers within +-127
+    codes: Tensor  # float64: integers within +-127, or float8 numbers
     scale: Tensor  # float32
     zero: Tensor  # float64 integers; 0 when symmetric
 
@@ -43,11 +46,14 @@ def quantize_activations(x: Tensor, x_format: str, group_size: int) -> Quantized
         scale = (high - low) / 254
         zero = torch.where(scale >= SMALLEST, torch.round(-127 - low / scale), 0)
     else:
-        scale = groups.abs().amax(2, keepdim=True) / 127
+        scale = groups.abs().amax(2, keepdim=True) / (FLOAT8_MAX if x_format == "float8_row" else 127)
         zero = torch.zeros_like(scale)
     inverse = torch.where(scale >= SMALLEST, 1 / scale, scale * 0)
     scaled = (groups.double() * inverse.double() + zero).float()  # one fma
-    codes = torch.round(scaled).clamp(-127, 127)
+    if x_format == "float8_row":
+        codes = scaled.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.round(scaled).clamp(-127, 127)
 
     def flat(values: Tensor) -> Tensor:
         return values.expand_as(groups).reshape(m, -1)[:, :k]

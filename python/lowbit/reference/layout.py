@@ -9,8 +9,8 @@ padded to 64 bytes:
 column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the
 codes for
 float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
-    int8      16 rows  [16 columns, 4 k]
-    int4       8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
+    8 bits    16 rows  [16 columns, 4 k]
+    4 bits     8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
     float32   64 rows  [16 columns]
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
@@ -18,7 +18,7 @@ float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
 row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded
 otherwise:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
-The same sections are absent. Of two int4 codes in a byte the first is the low nibble.
+The same sections are absent. Of two codes of 4 bits in a byte the first is the low nibble.
 """
 
 from __future__ import annotations
@@ -165,12 +165,17 @@ def _is_nibble(format: str) -> bool:
     return float_dtype(format) is None and bits_of(format) == 4
 
 
+def _together(format: str) -> int:
+    """Consecutive k of one column."""
+    return 4 if float_dtype(format) is None else 2 if format == "bfloat16" else 1
+
+
 def _codes(codes: Tensor, format: str) -> Tensor:
     panels, tiles = codes.shape[0] // COLUMNS, codes.shape[1] // TILE
     if _is_nibble(format):
         low, high = codes.view(panels, COLUMNS, tiles, 2, TILE // 2).unbind(3)
         return (low | high << 4).view(panels, COLUMNS, tiles, 8, 4).permute(0, 2, 3, 1, 4).reshape(panels, -1)
-    together = {"int8": 4, "bfloat16": 2}.get(format, 1)  # consecutive k of one column
+    together = _together(format)
     tiled = codes.view(panels, COLUMNS, tiles * TILE // together, together)
     return tiled.transpose(1, 2).reshape(panels, -1).view(torch.uint8)
 
@@ -180,6 +185,6 @@ def _plain(packed: Tensor, format: str) -> Tensor:
     if _is_nibble(format):
         rows = packed.view(panels, -1, 8, COLUMNS, 4).permute(0, 3, 1, 2, 4).reshape(panels, COLUMNS, -1, 1, TILE // 2)
         return torch.cat([rows & 15, rows >> 4], dim=3).view(panels * COLUMNS, -1)
-    together = {"int8": 4, "bfloat16": 2}.get(format, 1)
-    values = packed if format == "int8" else packed.view(float_dtype(format))
+    together, dtype = _together(format), float_dtype(format)
+    values = packed if dtype is None else packed.view(dtype)
     return values.view(panels, -1, COLUMNS, together).transpose(1, 2).reshape(panels * COLUMNS, -1)

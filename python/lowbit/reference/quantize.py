@@ -4,7 +4,7 @@ zero[n, g]).
 
 g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has
 the
-fixed zero 128 (int8) or 8 (int4).
+fixed zero 128 (int8) or 8 (int4). A lookup format (``LEVELS``) has the level of a code in place of code - zero.
 """
 
 from __future__ import annotations
@@ -17,6 +17,32 @@ from torch import Tensor
 SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
 
 
+def _nf4_levels() -> Tensor:
+    """Quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' roundings on the way."""
+    last = 0.9677083  # (1 - 1 / 30 + 1 - 1 / 32) / 2
+    tails = [torch.special.ndtri(torch.linspace(last, 0.5, count)[:-1].double()).float() for count in (9, 8)]
+    levels = torch.cat([tails[0], torch.zeros(1), -tails[1]]).sort().values
+    return levels / levels[-1]
+
+
+def _both_signs(magnitudes: Tensor) -> Tensor:
+    return torch.cat([magnitudes, -magnitudes])
+
+
+LEVELS = {
+    "nf4": _nf4_levels(),
+    "fp4": _both_signs(torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12),
+    "fp4_e2m1": _both_signs(torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])),
+    "fp8_e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+}
+"""What the codes of a lookup format stand for, float32. Those of fp4 are bitsandbytes'; two codes of it are 0."""
+
+
+def largest_level(format: str) -> float:
+    """Return the level that the largest weight of a group becomes."""
+    return LEVELS[format].nan_to_num().max().item()
+
+
 def float_dtype(format: str) -> torch.dtype | None:
     """Return the dtype of a float format, whose name is torch's; None of a format with codes."""
     dtype = getattr(torch, format, None)
@@ -24,13 +50,13 @@ def float_dtype(format: str) -> torch.dtype | None:
 
 
 def bits_of(format: str) -> int:
-    """Return the bits of a code, which the name of a format with codes ends with."""
-    return int(format.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    """Return the bits of a code, the first number in the name of a format with codes."""
+    return int("".join(letter if letter.isdigit() else " " for letter in format).split()[0])
 
 
 def code_of_zero(format: str) -> int:
     """Return the code of 0 in a symmetric weight."""
-    return 2 ** (bits_of(format) - 1)
+    return LEVELS[format].tolist().index(0) if format in LEVELS else 2 ** (bits_of(format) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +87,12 @@ class QuantizedWeight:
         """Zero point of every group as float32 ``[n, groups]``, the fixed one of a symmetric format included."""
         if self.zero is not None:
             return self.zero.float()
-        return torch.full_like(self.scale, code_of_zero(self.format))
+        return torch.full_like(self.scale, 0 if self.format in LEVELS else code_of_zero(self.format))
 
     @property
     def levels(self) -> Tensor:
         """What each code stands for before zero point and scale, float64 ``[n, k]``."""
-        return self.codes.double()
+        return LEVELS[self.format].double()[self.codes.int()] if self.format in LEVELS else self.codes.double()
 
     def spread(self, per_group: Tensor) -> Tensor:
         """Repeat a value per group for every k: ``[n, groups]`` to ``[n, k]``."""
@@ -96,6 +122,8 @@ def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor
     clips.
     ``asymmetric``: the codes span min to max.
     """
+    if format in LEVELS:
+        return torch.maximum(-low, high) / largest_level(format)
     half = 2.0 ** (bits_of(format) - 1)
     if mapping == "symmetric":
         return torch.maximum(-low, high) / (half - 0.5)
@@ -126,7 +154,7 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
 
     Args:
         weight: finite, float32, bfloat16 or float16 (computed in float32).
-        format: ``int8`` or ``int4``.
+        format: ``int8``, ``int4``, or one of ``LEVELS``.
         group_size: along k; 0 for one scale per column.
         mapping: see :func:`choose_scale`.
     """
@@ -137,6 +165,9 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
     codes = torch.empty_like(weight, dtype=torch.uint8)
     stored = QuantizedWeight(format, group_size, codes, column_scale, group_scale, None)
     divisor = torch.where(stored.scale > 0, stored.scale, 1)
+    if format in LEVELS:
+        codes = nearest_codes(weight / stored.spread(divisor), format)
+        return QuantizedWeight(format, group_size, codes, column_scale, group_scale, None)
     largest = 2 ** bits_of(format) - 1
     zero = stored.zero_or_symmetric
     if mapping == "asymmetric":
@@ -145,3 +176,14 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
     return QuantizedWeight(
         format, group_size, codes, column_scale, group_scale, zero.half() if mapping == "asymmetric" else None
     )
+
+
+def nearest_codes(values: Tensor, format: str) -> Tensor:
+    """Codes of the nearest levels, uint8: of a table the lower one half-way, of float8 the even one; the largest past
+    it."""
+    if format == "fp8_e4m3":
+        most = largest_level(format)
+        return values.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
+    rising = LEVELS[format].sort().values
+    first = torch.tensor([LEVELS[format].tolist().index(level) for level in rising.tolist()], dtype=torch.uint8)
+    return first[torch.searchsorted((rising[1:] + rising[:-1]) / 2, values.contiguous())]

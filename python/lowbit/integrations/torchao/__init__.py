@@ -14,5 +14,6 @@ from __future__ import annotations
 
 from lowbit.integrations.torchao import optim, quantization
 from lowbit.integrations.torchao.quantization import quantize_
+from lowbit.integrations.torchao.weights import from_torchao
 
-__all__ = ["optim", "quantization", "quantize_"]
+__all__ = ["from_torchao", "optim", "quantization", "quantize_"]

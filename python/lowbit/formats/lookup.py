@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 4 bits whose codes are looked up, weight-only: w = scale * level[code]. nf4 has 16 quantiles of the normal
+distribution, fp4 a sign and three bits of float; both are bitsandbytes', whose weights `from_bitsandbytes` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lowbit.formats.base import FormatConfig, group_size_of
+from lowbit.formats.spec import LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NF4WeightOnlyConfig(FormatConfig):
+    """Store the weight as nf4 (QLoRA); activations stay as they are.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+    """
+
+    group_size: int | None = 64
+    function: ClassVar[str] = "nf4_weight_only"
+
+    def __post_init__(self) -> None:
+        group_size_of(self.function, self.group_size)
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        return LinearSpec("nf4", group_size_of(self.function, self.group_size))
+
+
+@dataclass(frozen=True, slots=True)
+class FP4WeightOnlyConfig(FormatConfig):
+    """Store the weight as bitsandbytes' fp4; activations stay as they are. nf4 is nearer to normal weights.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+    """
+
+    group_size: int | None = 64
+    function: ClassVar[str] = "fp4_weight_only"
+
+    def __post_init__(self) -> None:
+        group_size_of(self.function, self.group_size)
+
+    def spec(self, dtype: torch.dtype) -> LinearSpec:
+        return LinearSpec("fp4", group_size_of(self.function, self.group_size))
+
+
+def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
+    """Return the configuration of nf4 weights in groups along k, or per output channel.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
+    """
+    return NF4WeightOnlyConfig(group_size)
+
+
+def fp4_weight_only(group_size: int | None = 64) -> FP4WeightOnlyConfig:
+    """Return the configuration of fp4 weights in groups along k, or per output channel.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.fp4_weight_only(group_size=64))
+    """
+    return FP4WeightOnlyConfig(group_size)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bitsandbytes: its 4-bit and 8-bit weights as QuantLinear holds them, and back. It need not be installed.
+
+bitsandbytes stores a 4-bit weight ``[n, k]`` as one row of n * k codes, two in a byte, the first in the high nibble,
+with a scale (absmax) for each ``blocksize`` of them, and in a state dict beside ``weight``:
+    weight.absmax             float32 [blocks], or uint8 codes of it where it was quantized again ("nested")
+    weight.quant_map          float32 [16], the levels
+    weight.nested_absmax      float32, one for each nested_blocksize blocks; weight.nested_quant_map float32 [256]
+    weight.quant_state.bitsandbytes__nf4 or __fp4     JSON in uint8: blocksize, shape, dtype, nested_offset ...
+An 8-bit one (LLM.int8) is int8 ``[n, k]`` with SCB, float32 [n]: w = weight * SCB / 127.
+
+Codes stay what they are. Of a scale per group 11 bits stay (float16 times a power of two per row), of one per row all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.reference import optim as state_codes
+from lowbit.reference.layout import from_row_major
+from lowbit.reference.quantize import LEVELS
+
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_LARGEST_BLOCK, _NESTED_BLOCK = 4096, 256
+
+
+def from_bitsandbytes(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with bitsandbytes' weights (nf4, fp4, nested or not, and LLM.int8) as QuantLinear's.
+
+    All other entries are the tensors that they were. `lowbit.load` takes it into the float model.
+
+    Args:
+        state_dict: of a model with Linear4bit or Linear8bitLt layers, or read from its files.
+
+    Raises:
+        ValueError: a part of a weight is missing, or its blocks are no groups of ours: fewer than 32 weights of a row
+            share a scale. Names the weight.
+
+    Example:
+        >>> state = from_bitsandbytes(safetensors.torch.load_file("model.safetensors"))
+        >>> lowbit.load(model, state)
+    """
+    result = {key: value for key, value in state_dict.items() if not _is_part(key, state_dict)}
+    for key in state_dict:
+        name, state, format = key.partition(_STATE)
+        if state:
+            layer = _read_4bit(state_dict, name, format)
+        elif key.endswith("SCB"):
+            name = f"{key.removesuffix('SCB')}weight"
+            layer = _read_8bit(state_dict, name, key)
+        else:
+            continue
+        result[name], result[f"{name.removesuffix('weight')}layout"] = layer.weight.detach(), layer.layout
+    return result
+
+
+def to_bitsandbytes(
+    state_dict: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bfloat16, compress_statistics: bool = False
+) -> dict[str, Tensor]:
+    """Return a state dict with the nf4 and fp4 weights of QuantLinear layers as bitsandbytes stores them.
+
+    Args:
+        state_dict: of a model whose quantized layers are nf4 or fp4.
+        dtype: what bitsandbytes decodes to.
+        compress_statistics: quantize the scales again, to 8 bits.
+
+    Raises:
+        ValueError: a packed weight has another format, or rows that are not whole blocks. Names the weight.
+    """
+    result = dict(state_dict)
+    for key, layout in state_dict.items():
+        prefix = key.removesuffix("layout")
+        name = f"{prefix}weight"
+        if key == prefix or name not in state_dict or state_dict[name].dtype != torch.uint8:
+            continue
+        stored = numbers_of(layout)
+        spec, n, k = stored.spec, stored.n, stored.k
+        if spec.format not in ("nf4", "fp4"):
+            raise ValueError(f"to_bitsandbytes: {name} must be nf4 or fp4, got {spec.name}")
+        # A block is a group, or of a row with one scale the largest that bitsandbytes has and that divides k.
+        block = spec.group_size or min(k & -k, _LARGEST_BLOCK)
+        if k % block or block < 32:
+            raise ValueError(f"to_bitsandbytes: {name}: k must be a multiple of {max(block, 32)}, got k={k}")
+        rows = repack_weight(state_dict[name], stored, "row-major")
+        plain = from_row_major(rows, k, spec.format, spec.group_size, False)
+        absmax = plain.scale.repeat_interleave(k // block // plain.scale.shape[1], dim=1).flatten()
+        facts = {"quant_type": spec.format, "blocksize": block, "dtype": _text(dtype), "shape": [n, k]}
+        first, second = plain.codes.view(-1, 2).unbind(1)
+        del result[key]
+        result[name] = (first << 4 | second)[:, None]
+        result[f"{name}.quant_map"] = LEVELS[spec.format].clone()
+        result |= {f"{name}.{part}": value for part, value in _nested(absmax, facts, compress_statistics).items()}
+        result[f"{name}{_STATE}{spec.format}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+    return result
+
+
+def replace_linear4bit(model: nn.Module) -> list[str]:
+    """Turn every Linear4bit of a model into a QuantLinear with the same codes, in place; return their names.
+
+    Raises:
+        ValueError: one is the model itself, or not quantized yet, or as `from_bitsandbytes`: before any is replaced.
+    """
+    names: dict[int, list[str]] = {}
+    layers: dict[int, QuantLinear] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module).__name__ not in ("Linear4bit", "LinearNF4", "LinearFP4"):
+            continue
+        if not name or getattr(module.weight, "quant_state", None) is None:
+            what = "the model itself" if not name else f"{name} without codes: .to(device) makes them"
+            raise ValueError(f"replace_linear4bit: Linear4bit layers must be quantized parts of the model, got {what}")
+        names.setdefault(id(module), []).append(name)
+        if id(module) not in layers:
+            layers[id(module)] = _layer_of_module(module, name)
+    for key, layer in layers.items():
+        for name in names[key]:
+            model.set_submodule(name, layer)
+    return [name for found in names.values() for name in found]
+
+
+def _layer_of_module(module: nn.Module, name: str) -> QuantLinear:
+    state = from_bitsandbytes({f"{name}.{key}": value for key, value in module.state_dict().items()})
+    stored = numbers_of(state[f"{name}.layout"])
+    bias = module._parameters.get("bias")
+    layer = QuantLinear.from_packed(state[f"{name}.weight"], stored.n, stored.k, stored.spec, bias)
+    return layer.train(module.training)
+
+
+def _is_part(key: str, state_dict: Mapping[str, Tensor]) -> bool:
+    """Whether this is an entry beside a weight of bitsandbytes."""
+    if _STATE in key or key.endswith("SCB"):
+        return True
+    if key.endswith("weight_format") and f"{key.removesuffix('weight_format')}SCB" in state_dict:
+        return True
+    name, part = key[: key.rfind(".")], key[key.rfind(".") :]
+    return part in _PARTS and any(f"{name}{_STATE}{format}" in state_dict for format in ("nf4", "fp4"))
+
+
+def _read_4bit(state_dict: Mapping[str, Tensor], name: str, format: str) -> QuantLinear:
+    def part(of: str) -> Tensor:
+        if of not in state_dict:
+            raise ValueError(f"from_bitsandbytes: {of} must be beside {name}{_STATE}{format}, and is missing")
+        return state_dict[of]
+
+    facts = json.loads(bytes(part(f"{name}{_STATE}{format}").tolist()))
+    absmax = part(f"{name}.absmax")
+    if absmax.dim() == 2:  # bitsandbytes 0.50 leaves it as [k / blocksize, n] where a layer computed with AVX512-BF16
+        absmax = absmax.T.flatten()
+    if "nested_blocksize" in facts:
+        blocks = part(f"{name}.nested_absmax").repeat_interleave(facts["nested_blocksize"])[: absmax.numel()]
+        absmax = part(f"{name}.nested_quant_map")[absmax.int()] * blocks + facts["nested_offset"]
+    n, k = facts["shape"]
+    return layer_of_blocks(part(name), absmax, n, k, facts["blocksize"], format, name)
+
+
+def layer_of_blocks(
+    packed: Tensor, absmax: Tensor, n: int, k: int, blocksize: int, format: str, name: str = "weight"
+) -> QuantLinear:
+    """Return a layer without bias from bitsandbytes' bytes of a weight ``[n, k]``.
+
+    Args:
+        packed: codes, two in a byte, first high; of any dtype that they were stored as (``quant_storage``).
+        absmax: float32 ``[ceil(n * k / blocksize)]``.
+        format: "nf4" or "fp4".
+        name: of the weight, for errors.
+    """
+    per_row = blocksize % k == 0
+    group = k if per_row else min(math.gcd(k, blocksize), 256)
+    if not per_row and group < 32:
+        raise ValueError(
+            f"from_bitsandbytes: {name}: 32 weights of a row or more must share a scale, "
+            f"got k={k} in blocks of {blocksize}; dequantize it and quantize the result"
+        )
+    pairs = packed.contiguous().view(torch.uint8).flatten()
+    wanted = -(-n * k // 2), -(-n * k // blocksize)
+    if (pairs.numel(), absmax.numel()) != wanted:
+        raise ValueError(
+            f"from_bitsandbytes: {name}: n={n} k={k} in blocks of {blocksize} must be {wanted[0]} bytes and "
+            f"{wanted[1]} scales, got {pairs.numel()} and {absmax.numel()}"
+        )
+    codes = state_codes.unpack_nibbles(pairs, n * k).view(n, k)
+    begins = torch.arange(n)[:, None] * k + torch.arange(0, k, group)
+    spec = LinearSpec(format, 0 if per_row else group)
+    return QuantLinear.pack(codes, absmax.float()[begins // blocksize], None, spec)
+
+
+def _read_8bit(state_dict: Mapping[str, Tensor], name: str, key: str) -> QuantLinear:
+    weight, scale = state_dict.get(name), state_dict[key]
+    if weight is None or weight.dtype != torch.int8 or weight.dim() != 2:
+        got = "none" if weight is None else f"{_text(weight.dtype)} {list(weight.shape)}"
+        raise ValueError(f"from_bitsandbytes: {name} must be int8 [n, k] beside {key}, got {got}")
+    codes = weight.view(torch.uint8) ^ 128
+    return QuantLinear.pack(codes, scale.float().view(-1, 1) / 127, None, LinearSpec("int8"))
+
+
+def _nested(absmax: Tensor, facts: dict[str, Any], compress: bool) -> dict[str, Tensor]:
+    """The scales as they are, or as codes of bitsandbytes' dynamic map; what else is to be known goes to ``facts``."""
+    if not compress:
+        return {"absmax": absmax}
+    offset = absmax.mean()
+    scale = state_codes.scales(absmax - offset, "dynamic8", _NESTED_BLOCK).float()
+    spread = scale.repeat_interleave(_NESTED_BLOCK)[: absmax.numel()]
+    relative = torch.where(spread > 0, (absmax - offset) / spread, 0).double()
+    facts |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset.item()}
+    return {
+        "absmax": state_codes.nearest_code(relative, "dynamic8", True).to(torch.uint8),
+        "nested_absmax": scale,
+        "nested_quant_map": state_codes.code_map("dynamic8", True).float(),
+    }
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
