@@ -31,6 +31,7 @@ FORMATS = {
     "bfloat16": None,
     "int8": "int8_weight_only()",
     "int4": "int4_weight_only(group_size=32)",
+    "nf4": "nf4_weight_only(group_size=64)",
 }
 CONTEXT, BATCH, WIDTH = 64, 16, 128
 

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from lowbit.formats import (
         GPTQ,
         HQQ,
-        FP4WeightOnlyConfig,
         Float8DynamicActivationFloat8WeightConfig,
         Float8WeightOnlyConfig,
         FloatWeightConfig,
+        FP4WeightOnlyConfig,
         Int4WeightOnlyConfig,
         Int8DynamicActivationInt4WeightConfig,
         Int8DynamicActivationInt8WeightConfig,

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 

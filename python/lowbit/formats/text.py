@@ -17,18 +17,20 @@ from typing import Any
 import torch
 
 from lowbit.formats import FORMATS
+from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import GROUP_SIZES, FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.torchao import from_torchao
 
-_GRANULARITIES = {cls.__name__: cls for cls in (PerAxis, PerGroup, PerRow, PerToken)}
+_OBJECTS = {cls.__name__: cls for cls in (PerAxis, PerGroup, PerRow, PerToken, GPTQ, HQQ)}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(FLOAT_FORMATS),
     "group_size": (None, *GROUP_SIZES),
     "mapping_type": tuple(MappingType),
     "act_mapping_type": tuple(MappingType),
     "act_granularity": (None, PerRow()),
+    "scale": (None, "search", "absmax"),
 }
 """Values of the arguments that a spec depends on."""
 
@@ -110,10 +112,11 @@ def _make(name: str, args: list[Any], keywords: dict[str, Any], text: str) -> Fo
 
 def _config_with(spec: LinearSpec) -> FormatConfig:
     """The configuration whose spec, for every dtype of a weight, is this one."""
+    choices = {**_CHOICES, "algorithm": dict.fromkeys((None, spec.algorithm))}
     for cls in FORMATS:
         for maker in (getattr(sys.modules[cls.__module__], cls.function), cls):
-            names = [name for name in inspect.signature(maker).parameters if name in _CHOICES]
-            for values in itertools.product(*(_CHOICES[name] for name in names)):
+            names = [name for name in inspect.signature(maker).parameters if name in choices]
+            for values in itertools.product(*(choices[name] for name in names)):
                 try:
                     config = maker(**dict(zip(names, values, strict=True)))
                 except ValueError:  # not all go together
@@ -132,10 +135,10 @@ def _value(node: ast.AST) -> Any:
         return getattr(torch, name)
     if isinstance(node, ast.Tuple):
         return tuple(_value(item) for item in node.elts)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in _GRANULARITIES:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _OBJECTS:
         words = {word.arg: _value(word.value) for word in node.keywords if word.arg is not None}
         try:
-            return _GRANULARITIES[ast.unparse(node.func)](*[_value(arg) for arg in node.args], **words)
+            return _OBJECTS[ast.unparse(node.func)](*[_value(arg) for arg in node.args], **words)
         except TypeError as error:
             raise ValueError(f"config: {text}: {error}") from None
     try:
@@ -146,7 +149,7 @@ def _value(node: ast.AST) -> Any:
 
 def _parsed(value: Any) -> Any:
     """A value of a dict, which may hold a name as text, as JSON does; a plain string stays one."""
-    names = ("MappingType", "torch", *_GRANULARITIES)
+    names = ("MappingType", "torch", *_OBJECTS)
     if isinstance(value, str) and value.partition("(")[0].partition(".")[0] in names:
         return _value(_expression(value))
     return value

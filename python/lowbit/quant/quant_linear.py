@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C, devices
-from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec, OpArgs
 from lowbit.ops.linear import linear
 from lowbit.quant.layout import into_kernel_layout, numbers_of
 from lowbit.quant.linear_layers import features_of
