@@ -45,7 +45,7 @@ def test_it_is_a_linear_with_the_same_face(layer):
 
 def test_forward_is_the_product_with_the_dequantized_weight(layer, x):
     wanted = nn.functional.linear(x, layer.dequantize(), layer.bias)
-    tolerance = 0.02 if layer.spec.x_format != "float" else 1e-5
+    tolerance = {"float": 1e-5, "float8_row": 0.05}.get(layer.spec.x_format, 0.02)
     assert (layer(x) - wanted).norm() <= tolerance * wanted.norm()
 
 
