@@ -14,6 +14,7 @@ from torch import nn
 import lowbit
 from lowbit.formats import LinearSpec
 from lowbit.quant import QuantLinear
+from lowbit.reference.quantize import LEVELS
 
 
 @pytest.fixture
@@ -67,7 +68,8 @@ def test_codes_scale_and_zero_give_the_weight_and_pack_takes_them_back(layer):
     groups = layer.spec.groups(100)
     assert codes.shape == (33, 100) and scale.shape == zero.shape == (33, groups)
     spread = [t.repeat_interleave(layer.spec.group_size or 100, dim=1)[:, :100] for t in (scale, zero)]
-    torch.testing.assert_close(spread[0] * (codes.float() - spread[1]), layer.dequantize(), rtol=1e-6, atol=0)
+    levels = LEVELS[layer.spec.format][codes.int()] if layer.spec.format in LEVELS else codes.float()
+    torch.testing.assert_close(spread[0] * (levels - spread[1]), layer.dequantize(), rtol=1e-6, atol=0)
     again = QuantLinear.pack(codes, scale, zero if layer.spec.asymmetric else None, layer.spec, layer.bias)
     assert torch.equal(again.unpack()[0], codes)
     torch.testing.assert_close(again.dequantize(), layer.dequantize(), rtol=2e-3, atol=1e-6)
