@@ -149,11 +149,15 @@ def test_printed_random_programs_are_those_of_the_machine(language: str, tmp_pat
         scores, gradient = torch.randn(20, 40), torch.randn(20, 40)
         is_mask = _C.score_program_explain(code)["is_mask"]
         for pass_ in ("forward",) if is_mask else ("forward", "backward"):
-            if pass_ == "forward":
-                wanted, wanted_sums = run(code, list(captured), scores, q0=5, k0=3), []
-            else:
-                wanted, wanted_sums = run_backward(code, list(captured), scores, gradient, q0=5, k0=3)
             got, sums, fault = printed.run(number, scores, None if pass_ == "forward" else gradient, q0=5, k0=3)
+            try:
+                if pass_ == "forward":
+                    wanted, wanted_sums = run(code, list(captured), scores, q0=5, k0=3), []
+                else:
+                    wanted, wanted_sums = run_backward(code, list(captured), scores, gradient, q0=5, k0=3)
+            except RuntimeError as error:  # what a seed makes of a list of ops that has grown may divide by zero
+                assert "divides an integer by zero" in str(error) and fault[0] != 0
+                break
             assert fault[0] == 0
             if exact(code, pass_):
                 same(got, wanted, f"program {number} {pass_}")
