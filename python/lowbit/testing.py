@@ -136,7 +136,8 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
                 add=add,
             )
         )
-    return cases
+    # Rows of tiles want many rows, float32 by float32 most.
+    return cases + [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
 
 
 device = "cpu"

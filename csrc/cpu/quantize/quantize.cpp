@@ -195,7 +195,7 @@ LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& pl
   alignas(64) float factor[16], limit[16], scale[16], zero[16], error[16];
   for (int64_t column = 0; column < 16; column++) {
     factor[column] = kHalf ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
-    bool fine = true;  // no scale lost a bit if the column's power of two were the next one
+    bool fine = factor[column] < 0x1p126f;  // no scale lost a bit if the column's power of two were the next one
     for (int64_t g = 0; g < groups; g++) {
       const float part = plain.scale[column * groups + g];
       fine &= part == 0.0f || part >= 0x1p-13f * factor[column];

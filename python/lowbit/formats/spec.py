@@ -63,6 +63,11 @@ class LinearSpec:
         return _C.FORMAT_FACTS[self.format]["kind"] == "float"
 
     @property
+    def takes_absmax(self) -> bool:
+        """Whether scales are those of the groups' ranges, and codes the nearest ones."""
+        return self.scale == "absmax" and self.algorithm is None
+
+    @property
     def name(self) -> str:
         """Short name, such as ``int4 g32 int8-activations``."""
         if self.is_float:

@@ -252,10 +252,11 @@ def _packed(
     weight = file.read(key)
     if not all_finite(weight):
         raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
-    packed, signal, noise = pack_weight(matrix_of(layer.module, weight), layer.spec)
-    error_db = 10 * math.log10(signal / noise) if noise else math.inf
-    kernel = serving_kernel(layer.spec, *layer.features, weight)
-    rows.append(ReportRow(layer.name, layer.spec.name, layer.features, weight.nbytes, packed.nbytes, error_db, kernel))
+    packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec)
+    kernel, bytes_ = serving_kernel(layer.spec, *layer.features, weight), (weight.nbytes, packed.nbytes)
+    absmax_db = math.nan if layer.spec.takes_absmax else distortion.absmax_db
+    row = ReportRow(layer.name, layer.spec.name, layer.features, *bytes_, distortion.db, kernel, absmax_db=absmax_db)
+    rows.append(row)
     tell(weight.nbytes)
     del weight
     yield bytes_of(packed)  # type: ignore[misc]

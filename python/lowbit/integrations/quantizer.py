@@ -16,6 +16,7 @@ Example:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,13 +134,15 @@ class LowbitQuantizer(HfQuantizer):
         if not all_finite(value):
             raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
         (n, k), spec = features_of(module), config.spec(value.dtype)
-        packed, signal, noise = pack_weight(matrix_of(module, value), spec)
+        packed, distortion = pack_weight(matrix_of(module, value), spec)
         kernel = serving_kernel(spec, n, k, value)
-        quantize_in_place(module, packed, spec)
+        quantize_in_place(module, packed, replace(spec, algorithm=None))
         for tensor in (packed, module.layout):
             tensor._is_hf_initialized = True
-        error_db = 10 * math.log10(signal / noise) if noise else math.inf
-        self.report.rows.append(ReportRow(name, spec.name, (n, k), value.nbytes, packed.nbytes, error_db, kernel))
+        absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
+        bytes_ = value.nbytes, packed.nbytes
+        row = ReportRow(name, spec.name, (n, k), *bytes_, distortion.db, kernel, absmax_db=absmax_db)
+        self.report.rows.append(row)
         release_pages(value, self.files)
         return True
 

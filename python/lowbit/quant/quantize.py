@@ -145,7 +145,6 @@ def _quantize_group(
         for item in group:
             _move_bias(item.module, device)
     packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration))
-    plain = first.spec.scale == "absmax" and first.spec.algorithm is None
     for item in group:
         quantize_in_place(item.module, packed, replace(item.spec, algorithm=None))
         owner = item is first
@@ -163,7 +162,7 @@ def _quantize_group(
                 distortion.db,
                 item.kernel,
                 note,
-                math.nan if plain else distortion.absmax_db,
+                math.nan if first.spec.takes_absmax else distortion.absmax_db,
             ),
         )
 

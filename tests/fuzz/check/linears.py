@@ -117,6 +117,9 @@ def quantized(weight: Tensor, format: str, group_size: int, mapping: str, under:
         dense = layer.dequantize()
         plain = layer.unpack() if format.startswith("int") else None
     exact = weight.detach().double()
+    if _C.FORMAT_FACTS[format]["kind"] == "lookup":  # half of the widest gap of levels is 0.167 of the largest
+        within(dense, exact, 0.18 * exact.abs().amax(1, keepdim=True) + 2.0**-24, "dequantized weight")
+        return
     if plain is None:
         within(dense, exact, UNIT[getattr(torch, format)] * exact.abs() + 2.0**-24, "dequantized weight")
         return

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowbit.formats import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -16,6 +18,8 @@ from lowbit.formats import (
     PerGroup,
     PerRow,
     PerToken,
+    float8_dynamic_activation_float8_weight,
+    float8_weight_only,
     int4_weight_only,
     int8_dynamic_activation_int4_weight,
     int8_dynamic_activation_int8_weight,
@@ -25,6 +29,8 @@ from lowbit.formats.torchao import missing
 from lowbit.quant import dequantize_, quantize_
 
 __all__ = [
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -36,6 +42,8 @@ __all__ = [
     "PerTensor",
     "PerToken",
     "dequantize_",
+    "float8_dynamic_activation_float8_weight",
+    "float8_weight_only",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
