@@ -292,7 +292,7 @@ def test_torchaos_own_classes_and_configurations_are_understood():
     AQ = type("AQInt4G64WeightOnlyQuantizedLinearWeight", (), {})  # of 0.16, which is not here
     default = type("AQDefaultLinearWeight", (), {})
     found = candidates.candidates_of(None, [default, AQ, torchao.Int8WeightOnlyConfig()])
-    assert [str(config) for config in found] == ["int4_weight_only(group_size=64)", "int8_weight_only(group_size=None, granularity=PerRow(dim=-1))"]
+    assert [str(config) for config in found] == ["int4_weight_only(group_size=64)", "int8_weight_only(group_size=None, granularity=PerRow(dim=-1), scale='absmax')"]
 
 
 def test_a_compiled_model_is_measured_as_the_model_in_it(block, x, make_plan):

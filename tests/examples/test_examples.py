@@ -116,7 +116,8 @@ def test_the_notebook_runs_and_renders_tables_and_pictures(name: str, tables: in
     notebook = nbformat.read(file, as_version=4)
     assert sum(bool(cell.get("outputs")) for cell in notebook.cells) >= 5, "the notebook is kept with its outputs"
     assert file.stat().st_size < 300_000, "and they are small"
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    if name != "autoquant":  # it measures for three minutes; the test of example 05 makes its calls
+        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
     kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
     assert kinds.count("text/html") >= tables and kinds.count("image/png") >= pictures, kinds
     assert not [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]

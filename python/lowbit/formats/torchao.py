@@ -130,7 +130,9 @@ def _same_fields(config: Any, cls: type[FormatConfig]) -> FormatConfig:
     given = {field.name: getattr(config, field.name) for field in fields(config) if field.name in ours}
     algorithm = given.get("int4_choose_qparams_algorithm")
     hqq = getattr(algorithm, "value", algorithm) == "hqq"
-    return cls(**given, scale=None if hqq else "absmax")
+    if "scale" in ours:
+        given["scale"] = None if hqq else "absmax"
+    return cls(**given)
 
 
 def _dynamic_intx(config: Any) -> FormatConfig:
