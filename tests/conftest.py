@@ -24,13 +24,16 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
         simulated.enable()
     on_device.use(DEVICE)
 
-    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-        """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the rest a share."""
-        every = int(os.environ.get("LOWBIT_TEST_EVERY", "1"))
-        items[:] = [item for item in items if item.path.stem not in on_device.OF_THE_CPU][::every]
-
     def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"rows that ran on {DEVICE}: {' '.join(sorted(on_device.ran))}")
+
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the rest a share,
+    every LOWBIT_TEST_EVERY-th."""
+    for_device = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
+    items[:] = for_device[:: int(os.environ.get("LOWBIT_TEST_EVERY", "1"))]
 
 
 _ROWS = testing.rows("linear")
