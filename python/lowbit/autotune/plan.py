@@ -222,7 +222,7 @@ class Plan:
                 "float" if row.spec is None else row.spec.name,
                 row.row,
                 f"{row.float_seconds / row.seconds:.2f}x" if row.seconds else "",
-                "" if math.isnan(row.error_db) else "exact" if math.isinf(row.error_db) else f"{row.error_db:.1f}",
+                "" if math.isnan(row.error_db) else "exact" if row.error_db == math.inf else f"{row.error_db:.1f}",
                 f"{row.bytes_before / 1e6:.2f} -> {row.bytes_after / 1e6:.2f}" if row.bytes_before else "",
                 row.note,
             )
@@ -236,7 +236,7 @@ class Plan:
             ratio = self.float_seconds / self.seconds
             lines.append(f"model: {1e3 * self.float_seconds:.3g} -> {1e3 * self.seconds:.3g} ms, {ratio:.2f}x float")
         if not math.isnan(self.model_db):
-            lines.append(f"model output: {'exact' if math.isinf(self.model_db) else f'{self.model_db:.1f} dB'}")
+            lines.append(f"model output: {'exact' if self.model_db == math.inf else f'{self.model_db:.1f} dB'}")
         if self.kv_cache is not None:
             errors = ", ".join(f"{name} {value:.1f} dB" for name, value in self.kv_cache.error_db.items())
             hand_over = f'; hand over QuantizedCache("{self.kv_cache.format}")'

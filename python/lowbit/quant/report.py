@@ -174,7 +174,7 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
 
 
 def _decibels(value: float) -> str:
-    return "" if math.isnan(value) else "exact" if math.isinf(value) else f"{value:.1f}"
+    return "" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _change(before: int, after: int) -> str:
