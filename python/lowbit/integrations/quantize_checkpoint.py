@@ -9,7 +9,6 @@ that an interrupted run goes on where it was.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -234,9 +233,8 @@ class _Run:
         }
         rows |= {row.layer: row for row in self.left}
         for name in self.configs.keys() - rows.keys():
-            module = self.model.get_submodule(name)
             note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
-            rows[name] = ReportRow(name, "", features_of(module), module.weight.nbytes, module.weight.nbytes, note=note)
+            rows[name] = ReportRow.skipped(name, self.model.get_submodule(name), note)
         report.rows = [rows[name] for name, _ in self.model.named_modules() if name in rows]
         for files, name in ((self.files, "model_bytes_before"), (map(self._written, self.files), "model_bytes_after")):
             setattr(report, name, sum(entry.nbytes for file in files for entry in file.entries.values()))
@@ -253,10 +251,8 @@ def _packed(
     if not all_finite(weight):
         raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
     packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec)
-    kernel, bytes_ = serving_kernel(layer.spec, *layer.features, weight), (weight.nbytes, packed.nbytes)
-    absmax_db = math.nan if layer.spec.takes_absmax else distortion.absmax_db
-    row = ReportRow(layer.name, layer.spec.name, layer.features, *bytes_, distortion.db, kernel, absmax_db=absmax_db)
-    rows.append(row)
+    kernel = serving_kernel(layer.spec, *layer.features, weight)
+    rows.append(ReportRow.packed(layer.name, layer.spec, layer.features, weight.nbytes, distortion, kernel))
     tell(weight.nbytes)
     del weight
     yield bytes_of(packed)  # type: ignore[misc]

@@ -15,7 +15,6 @@ Example:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from lowbit.quant.linear_layers import features_of, is_linear, matrix_of
 from lowbit.quant.load import packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
-from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import check_module, reason_to_skip, serving_kernel
 
 
@@ -101,7 +100,7 @@ class LowbitQuantizer(HfQuantizer):
                 check_module(name, module, None)
                 self.layers[name] = config
             else:
-                rows.append(_float_row(name, module, reason))
+                rows.append(ReportRow.skipped(name, module, reason))
         if plan:
             raise ValueError(f"LowbitConfig: plan must name linear layers of the model, got {', '.join(plan)}")
         return rows
@@ -129,7 +128,7 @@ class LowbitQuantizer(HfQuantizer):
         module = model.get_submodule(name)
         if value.shape != module.weight.shape:  # transformers refuses it, or begins the layer anew
             del self.layers[name]
-            self.report.rows.append(_float_row(name, module, "its weight in the checkpoint has another shape"))
+            self.report.rows.append(ReportRow.skipped(name, module, "its weight in the checkpoint has another shape"))
             return False
         if not all_finite(value):
             raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
@@ -139,10 +138,7 @@ class LowbitQuantizer(HfQuantizer):
         quantize_in_place(module, packed, replace(spec, algorithm=None))
         for tensor in (packed, module.layout):
             tensor._is_hf_initialized = True
-        absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
-        bytes_ = value.nbytes, packed.nbytes
-        row = ReportRow(name, spec.name, (n, k), *bytes_, distortion.db, kernel, absmax_db=absmax_db)
-        self.report.rows.append(row)
+        self.report.rows.append(ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel))
         release_pages(value, self.files)
         return True
 
@@ -162,11 +158,11 @@ class LowbitQuantizer(HfQuantizer):
         for name in self.layers:
             module = model.get_submodule(name)
             if not isinstance(module, QuantLinear):
-                report.rows.append(_float_row(name, module, "its weight is not in the checkpoint"))
+                report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         report.rows.sort(key=lambda row: order[row.layer])
         numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, QuantLinear))
-        report.model_bytes_after = _bytes(model)
+        report.model_bytes_after = model_bytes(model)
         report.model_bytes_before = report.model_bytes_after - numbers + report.bytes_before - report.bytes_after
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -228,11 +224,6 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
     }
 
 
-def _float_row(name: str, module: nn.Module, reason: str) -> ReportRow:
-    count = module.weight.nbytes
-    return ReportRow(name, "", features_of(module), count, count, note=reason)
-
-
 def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """Make every layer whose packed weight the files hold a QuantLinear on the meta device, in the layout of the
     file."""
@@ -253,10 +244,6 @@ def _into_kernel_layout(model: nn.Module) -> None:
         packed = repack_weight(module.weight, numbers_of(module.layout))
         module.weight = nn.Parameter(packed, requires_grad=False)
         module.layout = torch.tensor(wanted, dtype=torch.int64)
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
 
 
 register_quantization_config(METHOD)(LowbitConfig)
