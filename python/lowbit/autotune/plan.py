@@ -8,7 +8,6 @@ import html
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,6 +27,7 @@ from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
+from lowbit.quant.whole_file import write_whole
 
 VERSION = 1
 COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
@@ -143,11 +143,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there is replaced as a whole. Raises ValueError as `to_dict`."""
-        path, values = Path(path), self.to_dict()
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(values, file, indent=1)
-        os.replace(name, path)
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -32,6 +32,7 @@ from lowbit.quant.quant_linear import all_finite, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow
 from lowbit.quant.safetensors_file import (
     DTYPES,
+    INDEX,
     Entry,
     SafetensorsFile,
     bytes_of,
@@ -39,8 +40,9 @@ from lowbit.quant.safetensors_file import (
     write_safetensors,
 )
 from lowbit.quant.select import serving_kernel
+from lowbit.quant.whole_file import write_whole
 
-_PROGRESS, _CONFIG, _INDEX = "progress.json", "config.json", "model.safetensors.index.json"
+_PROGRESS, _CONFIG = "progress.json", "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
 
 
@@ -166,7 +168,7 @@ class _Run:
             )
         os.replace(temporary, self.folder / name)
         self.done[name] = [asdict(row) for row in rows]
-        _replace_text(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
+        write_whole(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
 
     def _parts(
         self, file: SafetensorsFile, rows: list[ReportRow], tell: Callable[[int], None]
@@ -208,17 +210,19 @@ class _Run:
 
     def finish(self, target: Path) -> None:
         """Write what is beside the weights, and give the folder its name."""
+        for path in self.folder.glob("*.tmp"):  # of runs that were killed
+            path.unlink()
         for path in self.source.iterdir():
-            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, _INDEX):
+            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, INDEX):
                 shutil.copy2(path, self.folder / path.name)
         homes = {key: file.path.name for file in self.files for key in self._written(file).entries}
-        if (self.source / _INDEX).exists():
+        if (self.source / INDEX).exists():
             size = sum(entry.nbytes for file in self.files for entry in self._written(file).entries.values())
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
-            _replace_text(self.folder / _INDEX, json.dumps(index, indent=2))
+            write_whole(self.folder / INDEX, json.dumps(index, indent=2))
         config = json.loads((self.source / _CONFIG).read_text())
         config["quantization_config"] = self.settings.to_dict()
-        _replace_text(self.folder / _CONFIG, json.dumps(config, indent=2))
+        write_whole(self.folder / _CONFIG, json.dumps(config, indent=2))
         (self.folder / _PROGRESS).unlink()
         os.rename(self.folder, target)
         self.folder = target
@@ -278,12 +282,6 @@ def _skeleton(source: Path) -> nn.Module:
         raise ValueError(f"quantize_checkpoint: {_CONFIG} must name a model of transformers, got {names[0]}")
     with torch.device("meta"):
         return cls(AutoConfig.from_pretrained(source, local_files_only=True))
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 class _Bar:
