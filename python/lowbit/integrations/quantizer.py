@@ -31,7 +31,7 @@ from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.layout import into_kernel_layout
 from lowbit.quant.linear_layers import features_of, is_linear, matrix_of
 from lowbit.quant.load import packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
@@ -143,7 +143,7 @@ class LowbitQuantizer(HfQuantizer):
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        _into_kernel_layout(model)
+        _repack(model)
         disable_encoder_fast_path(model)
         check_state_dicts_of(model)
         # What a converter split or merged is packed now: it is saved under the names that the model has for it.
@@ -233,17 +233,13 @@ def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
 
 
-def _into_kernel_layout(model: nn.Module) -> None:
+def _repack(model: nn.Module) -> None:
     """Repack each weight that the checkpoint held in another layout or version, one after the other."""
     for module in model.modules():
-        if not isinstance(module, QuantLinear) or module.layout.is_meta:
-            continue
-        wanted = module.spec.layout(module.out_features, module.in_features)
-        if module.layout.tolist() == list(wanted):
-            continue
-        packed = repack_weight(module.weight, numbers_of(module.layout))
-        module.weight = nn.Parameter(packed, requires_grad=False)
-        module.layout = torch.tensor(wanted, dtype=torch.int64)
+        if isinstance(module, QuantLinear):
+            held = {"weight": module.weight, "layout": module.layout}
+            if (wanted := into_kernel_layout(held, "")) is not held:
+                module.weight, module.layout = nn.Parameter(wanted["weight"], requires_grad=False), wanted["layout"]
 
 
 register_quantization_config(METHOD)(LowbitConfig)
