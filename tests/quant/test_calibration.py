@@ -51,6 +51,20 @@ def test_moments_are_those_of_all_rows_whatever_a_batch_is(batch):
     assert repr(calibration) == "Calibration(2 layers, 60 to 60 rows, with hessians, 1 never called)"
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_layers_inside_of_torchs_encoder_are_seen(masked):
+    """Whose fused inference passes them by, with padding even through nested tensors."""
+    layer = nn.TransformerEncoderLayer(32, 4, 96, batch_first=True, dropout=0.0)
+    encoder, x = nn.TransformerEncoder(layer, 2), torch.randn(3, 7, 32)
+    batch = {"src": x, "src_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [5], [3]])} if masked else x
+    encoder.layers[1].eval()
+    calibration = lowbit.calibrate(encoder, [batch])
+    assert set(calibration.layers) == {f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)}
+    assert all(layer.rows == 21 for layer in calibration.layers.values())
+    assert encoder.use_nested_tensor and encoder.layers[0].activation_relu_or_gelu == 1
+    assert encoder.training and encoder.layers[0].training and not encoder.layers[1].training
+
+
 def test_a_tensor_is_the_one_argument_and_any_iterable_of_them_is_taken():
     x = torch.randn(2, 40)
     for batches in ([x, x], (x for _ in range(2)), torch.utils.data.DataLoader([x[0], x[1]], batch_size=1)):

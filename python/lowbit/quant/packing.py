@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.calibration import InputMoments
 from lowbit.quant.distortion import Distortion
 from lowbit.quant.gptq import gptq
 from lowbit.quant.hqq import hqq
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack_weight
 from lowbit.reference import layout as row_layout
 from lowbit.reference.quantize import QuantizedWeight

@@ -22,7 +22,8 @@ from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
-from lowbit.quant.calibration import Calibration, InputMoments
+from lowbit.quant.calibration import Calibration
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear, matrix_of
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_linear import QuantLinear
