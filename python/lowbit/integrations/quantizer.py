@@ -91,7 +91,9 @@ class LowbitQuantizer(HfQuantizer):
             config = plan.pop(name, self.quantization_config.config)
             reason = "its weight is tied" if f"{name}.weight" in tied else reason_to_skip(module)
             if config is not None and planned and reason:
-                raise ValueError(f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}")
+                raise ValueError(
+                    f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}; give it None in the plan"
+                )
             if config is None:
                 reason = reason or "no format is named for it"
             elif not planned and not should_convert_module(name, keep):
