@@ -219,6 +219,11 @@ def check_calibration(calibration: Any, config: FormatConfig, selected: list[Sel
         if len(inputs.squares) != k:
             got = len(inputs.squares)
             raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {got}")
+        if not (inputs.squares.isfinite() & (inputs.squares >= 0)).all():
+            raise ValueError(
+                f"quantize_: calibration of {_label(item.name)} must be of squares that are finite and not negative, "
+                f"got {float(inputs.squares.min())} to {float(inputs.squares.max())}"
+            )
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
 
