@@ -39,19 +39,17 @@ def quantize_(
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
-    Layers
-    that share a weight share the packed one. On the meta device only the structure changes; load a quantized state dict
-    with
-    ``assign=True`` then. Every check comes before the first change.
+    Layers that share a weight share the packed one; an embedding that shares it keeps the float one. On the meta device
+    only the structure changes; load a quantized state dict with ``assign=True`` then. Every check comes before the
+    first change.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
-            own; one
-            that lowbit does not have is refused, and the error says what to use.
+            own; one that lowbit does not have is refused, and the error says what to use.
         filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of
-            transformers,
-            whose weight no other module uses; the report says what was left out and why. Adapters of peft stay float.
+            transformers, but those whose weight something else reads or computes; the report says what was left out and
+            why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations
