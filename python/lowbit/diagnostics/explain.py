@@ -62,8 +62,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 
     Returns:
         ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")``
-        or
-        ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
+        or ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
 
     Raises:
         TypeError: ``module`` is none of these.

@@ -48,6 +48,12 @@ class FP4WeightOnlyConfig(LookupConfig):
 def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
     """Return the configuration of nf4 weights in groups along k, or per output channel.
 
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
     Example:
         >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
     """
@@ -56,6 +62,12 @@ def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
 
 def fp4_weight_only(group_size: int | None = 64) -> FP4WeightOnlyConfig:
     """Return the configuration of fp4 weights in groups along k, or per output channel.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.fp4_weight_only(group_size=64))

@@ -78,6 +78,9 @@ def calibrate(
         hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
         filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
 
+    Returns:
+        A Calibration, which `quantize_` takes.
+
     Raises:
         TypeError: model is no module, or batches is one input and no iterable of inputs.
         ValueError: there was no batch, or no linear layer was called; a layer was given inf or nan (says which).
