@@ -1,83 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of bitsandbytes that lowbit takes over, ours against bitsandbytes' own CPU kernels in the same rounds.
+"""An unchanged program of bitsandbytes, with lowbit installed and without.
 
     python benchmarks/bench_bitsandbytes.py
-    python benchmarks/bench_bitsandbytes.py --numel 16777216 --rounds 20
+    python benchmarks/bench_bitsandbytes.py --only Linear4bit --rounds 20 --n 11008 --k 4096
 
-Prints the best time of each in milliseconds and their ratio; both are called through torch's dispatcher.
+Each of three processes builds the same layers and optimizers of bitsandbytes, and they time a case in turns, one at a
+time:
+    lowbit      its entry point took bitsandbytes' ops
+    bf16        bitsandbytes alone, on a CPU with AVX512-BF16 the kernel that it has for that (else as plain)
+    plain       bitsandbytes alone as on a CPU without AVX512-BF16
+Prints the best time of each in milliseconds, and how often lowbit's fits into the others'.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-os.environ["LOWBIT_BITSANDBYTES"] = "0"  # its own kernels are fetched before ours take their place
-
-import bitsandbytes  # noqa: E402
-import torch  # noqa: E402
-from bitsandbytes.functional import create_dynamic_map  # noqa: E402
-
-from lowbit.integrations.bitsandbytes_ops import OPS, states, take_ops  # noqa: E402
-
-KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+MODES = ("lowbit", "bf16", "plain")
+LAYERS = 4  # in turns, so that a weight comes from memory or the last cache
+ROWS = (1, 4, 16, 128, 512)
 
 
-def update_8bit(name: str, numel: int, dtype: torch.dtype) -> tuple[object, ...]:
-    """Arguments of one step; a second state only where the rule has one."""
-    two = name in ("adam", "lamb", "ademamix")
-    p, g = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
-    state1 = torch.full((numel,), 127, dtype=torch.uint8)
-    state2 = torch.zeros(numel, dtype=torch.uint8) if two else None
-    absmax = torch.zeros(-(-numel // 256))
-    maps = create_dynamic_map(True), create_dynamic_map(False) if two else None
-    return (
-        name, g, p, state1, state2, 0.9, 0.999, 0.0, 0.0, 1e-8, 3, 1e-3, maps[0], maps[1], absmax,
-        absmax.clone() if two else None, 0.01, 1.0, False,
-    )  # fmt: skip
+def linear_cases(n: int, k: int) -> dict[str, Callable[[], Callable[[], Any]]]:
+    import torch
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
+    def timed(make: Callable[[], torch.nn.Module], rows: int, dtype: torch.dtype) -> Callable[[], Any]:
+        torch.manual_seed(0)
+        layers = [make().to("cpu").eval() for _ in range(LAYERS)]
+        x = torch.randn(rows, k).to(dtype)
 
-def cases(numel: int) -> dict[str, tuple[str, tuple[object, ...]]]:
-    """Each case: the op and its arguments."""
-    result = {
-        f"{name} 8-bit step, {str(dtype).removeprefix('torch.')}": (
-            "optimizer_update_8bit_blockwise",
-            update_8bit(name, numel, dtype),
-        )
-        for name in ("adam", "lion", "momentum")
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    x, signed = torch.randn(numel), create_dynamic_map(True)
-    result["quantize_blockwise"] = "quantize_blockwise", (x, signed, 256)
+        def run() -> None:
+            with torch.inference_mode():
+                for layer in layers:
+                    layer(x)
+
+        return run
+
+    result = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for rows in ROWS:
+            for nested in (False, True) if rows == 1 else (False,):
+                make = lambda nested=nested, dtype=dtype: Linear4bit(  # noqa: E731
+                    k, n, bias=False, compute_dtype=dtype, compress_statistics=nested, quant_type="nf4"
+                )
+                title = f"Linear4bit nf4{', nested' * nested}, {name}, {rows} rows"
+                result[title] = lambda make=make, rows=rows, dtype=dtype: timed(make, rows, dtype)
+            make = lambda: Linear8bitLt(k, n, bias=False, has_fp16_weights=False)  # noqa: E731
+            title = f"Linear8bitLt, {name}, {rows} rows"
+            result[title] = lambda make=make, rows=rows, dtype=dtype: timed(make, rows, dtype)
     return result
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def optimizer_cases(numel: int) -> dict[str, Callable[[], Callable[[], Any]]]:
+    import torch
+    from bitsandbytes import functional, optim
+
+    def step(name: str, dtype: torch.dtype) -> Callable[[], Any]:
+        p = torch.nn.Parameter(torch.randn(numel).to(dtype))
+        p.grad = torch.randn(numel).to(dtype)
+        return getattr(optim, name)([p], **({"momentum": 0.9, "lr": 1e-3} if name == "SGD8bit" else {})).step
+
+    def quantize() -> Callable[[], Any]:
+        x = torch.randn(numel)
+        return lambda: functional.quantize_blockwise(x, blocksize=256)
+
+    result: dict[str, Callable[[], Callable[[], Any]]] = {"quantize_blockwise": quantize}
+    for name in ("AdamW8bit", "Lion8bit", "SGD8bit", "AdamW32bit"):
+        for dtype in (torch.float32, torch.bfloat16):
+            title = f"{name}, {str(dtype).removeprefix('torch.')}"
+            result[title] = lambda name=name, dtype=dtype: step(name, dtype)
+    return result
+
+
+def work(mode: str, options: argparse.Namespace) -> None:
+    """Answer each line, the title of a case, with the seconds of one call."""
+    import bitsandbytes
+    import torch
+
+    from lowbit.integrations import bitsandbytes_ops
+
+    torch.set_num_threads(options.threads)
+    if mode == "lowbit":
+        if not bitsandbytes_ops.states:  # lowbit is not installed, only imported from here
+            bitsandbytes_ops.take_ops()
+        left = {op: state for op, state in bitsandbytes_ops.states.items() if state != "ours"}
+        if left:
+            raise SystemExit(f"not ours: {left}")
+    if mode == "plain":
+        bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
+    cases = linear_cases(options.n, options.k) | optimizer_cases(options.numel)
+    print(json.dumps([title for title in cases if options.only in title]), flush=True)
+    title, run = "", None
+    for line in sys.stdin:
+        if line.strip() != title:
+            title = line.strip()
+            run = cases[title]()
+            run()
+        assert run is not None
+        start = time.perf_counter()
+        run()
+        print(json.dumps(time.perf_counter() - start), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=1 << 22)
+    parser.add_argument("--numel", type=int, default=1 << 24, help="of the parameter of an optimizer")
+    parser.add_argument("--n", type=int, default=4096)
+    parser.add_argument("--k", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", default="", help="cases with this in their title")
+    parser.add_argument("--work", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    theirs = {op.__name__: torch.library.get_kernel(f"bitsandbytes::{op.__name__}", "CPU") for op in OPS}
-    take_ops()
-    versions = f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}"
-    print(f"{versions}, {torch.get_num_threads()} threads; {options.numel} elements")
-    print(f"{'':34}{'theirs ms':>12}{'ours ms':>12}{'ratio':>8}")
-    for title, (op, arguments) in cases(options.numel).items():
-        assert states[op] == "ours", states[op]
-        ours = getattr(torch.ops.bitsandbytes, op).default
-        best = [float("inf")] * 2
+    if options.work:
+        return work(options.work, options)
+    workers = {}
+    for mode in MODES:
+        environment = os.environ | {"LOWBIT_BITSANDBYTES": str(int(mode == "lowbit"))}
+        command = [sys.executable, *sys.argv, "--work", mode]
+        workers[mode] = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def answer(mode: str, line: str = "") -> Any:
+        process = workers[mode]
+        assert process.stdin is not None and process.stdout is not None
+        if line:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    titles = [answer(mode) for mode in MODES][0]
+    sizes = f"weights [{options.n}, {options.k}], {LAYERS} of them a call; {options.numel} elements"
+    print(f"{options.threads} threads; {sizes}")
+    print(f"{'':42}" + "".join(f"{mode + ' ms':>12}" for mode in MODES) + f"{'bf16 /':>9}{'plain /':>9}")
+    for title in titles:
+        best = dict.fromkeys(MODES, float("inf"))
         for _ in range(options.rounds):
-            best[0] = min(best[0], seconds(lambda: theirs[op].call_boxed(KEYS, *arguments)))  # noqa: B023
-            best[1] = min(best[1], seconds(lambda: ours(*arguments)))  # noqa: B023
-        print(f"{title:34}{1e3 * best[0]:12.2f}{1e3 * best[1]:12.2f}{best[0] / best[1]:7.1f}x")
+            for mode in MODES:
+                best[mode] = min(best[mode], 1e3 * answer(mode, title))
+        ratios = "".join(f"{best[mode] / best['lowbit']:8.1f}x" for mode in MODES[1:])
+        print(f"{title:42}" + "".join(f"{best[mode]:12.2f}" for mode in MODES) + ratios, flush=True)
+    for process in workers.values():
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from lowbit import _C, testing
 
 _FUNCTIONS = (
     "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode", "kv_quantize", "kv_dequantize",
+    "blocks_linear", "blocks_dequantize", "int8_linear",
     "score_program_eval", "score_program_backward", "block_classes",
 )  # fmt: skip
 OF_THE_CPU = {"test_odd_objects", "test_registration"}

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_errors();
   lowbit::register_linear(m);
   lowbit::register_quantize(m);
+  lowbit::register_blocks(m);
   lowbit::register_optim(m);
   lowbit::register_score_program(m);
   lowbit::register_decode(m);

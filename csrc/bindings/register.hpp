@@ -17,6 +17,7 @@ pybind11::dict numbered(const std::string_view (&names)[count]) {
 
 void register_linear(pybind11::module_& m);
 void register_quantize(pybind11::module_& m);
+void register_blocks(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
 void register_score_program(pybind11::module_& m);
 void register_decode(pybind11::module_& m);

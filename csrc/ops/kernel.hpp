@@ -23,6 +23,9 @@ namespace lowbit {
   X(repack, RepackArgs) \
   X(dequantize, DequantizeArgs) \
   X(all_finite, AllFiniteArgs) \
+  X(blocks_linear, BlocksLinearArgs) \
+  X(blocks_dequantize, BlocksDequantizeArgs) \
+  X(int8_linear, Int8LinearArgs) \
   X(optim_step, OptimStepArgs) \
   X(encode_state, EncodeStateArgs) \
   X(decode_state, DecodeStateArgs) \

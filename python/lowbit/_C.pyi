@@ -184,6 +184,33 @@ def decode(
 ) -> None: ...
 def kv_quantize(x: _Tensor, codes: _Tensor, scale: _Tensor, rotate: bool = False) -> None: ...
 def kv_dequantize(codes: _Tensor, scale: _Tensor, x: _Tensor, rotated: bool = False) -> None: ...
+def blocks_linear(
+    x: _Tensor,
+    codes: _Tensor,
+    absmax: _Tensor,
+    format: int,
+    block_size: int,
+    y: _Tensor,
+    bias: _Tensor | None = None,
+    scale_codes: _Tensor | None = None,
+    code_map: _Tensor | None = None,
+    offset: _Tensor | None = None,
+) -> None: ...
+def blocks_dequantize(
+    codes: _Tensor,
+    absmax: _Tensor,
+    format: int,
+    block_size: int,
+    numel: int,
+    begin: int,
+    out: _Tensor,
+    scale_codes: _Tensor | None = None,
+    code_map: _Tensor | None = None,
+    offset: _Tensor | None = None,
+) -> None: ...
+def int8_linear(
+    x: _Tensor, weight: _Tensor, row_scale: _Tensor, column_scale: _Tensor, y: _Tensor, bias: _Tensor | None = None
+) -> None: ...
 def register_torch_key(key: str) -> list[str]: ...
 
 class _Open:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowbit.integrations.bitsandbytes_codes import quantize_blockwise
+from lowbit.integrations.bitsandbytes_linear import dequantize_4bit, gemm_4bit, gemv_4bit, int8_scaled_mm
 from lowbit.integrations.bitsandbytes_optim import optimizer_update_8bit_blockwise, optimizer_update_32bit
 from lowbit.ops.registration import keep
 
@@ -23,6 +24,10 @@ OPS: tuple[Callable[..., Any], ...] = (
     optimizer_update_8bit_blockwise,
     optimizer_update_32bit,
     quantize_blockwise,
+    gemm_4bit,
+    gemv_4bit,
+    dequantize_4bit,
+    int8_scaled_mm,
 )
 """Ours, each with the name and the arguments of bitsandbytes' op, before them its own kernel: called as ``theirs()``
 where the arguments are not for us. (dequantize_blockwise is a lookup in 256 values, at which bitsandbytes' kernel is
@@ -37,6 +42,16 @@ def take_ops() -> None:
     library = keep(torch.library.Library("bitsandbytes", "IMPL"))
     for ours in OPS:
         states[ours.__name__] = _take(library, ours)
+    if states["gemm_4bit"] == "ours":
+        _keep_weights_in_order()
+
+
+def _keep_weights_in_order() -> None:
+    """Have Linear4bit call gemm_4bit. Where bitsandbytes has a kernel for AVX512-BF16, a layer would bring its weight
+    into the order of that kernel when it is called first, and round its scales to bfloat16."""
+    from bitsandbytes.nn import modules
+
+    modules.has_avx512bf16 = lambda: False
 
 
 def _take(library: torch.library.Library, ours: Callable[..., Any]) -> str:
