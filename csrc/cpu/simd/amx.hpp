@@ -42,6 +42,9 @@ class TileUnit {
   template <int tile, class Sum> LOWBIT_INLINE static void store(Sum (&sums)[kRows * 16]) {
     __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
   }
+  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // bytes
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride), "i"(tile) : "memory");
+  }
   // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is; or bfloat16 * bfloat16, each
   // product exact, added in float32. Subnormal factors and sums count as zero.
   template <class Sum, int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
@@ -58,6 +61,14 @@ class TileUnit {
     uint8_t rows[16] = {};
   } before_;
 };
+
+// 32 floats rounded to bfloat16, as store_bf16 does it, in two operations where that has nine for 16. Every CPU with
+// AMX has AVX512_BF16.
+LOWBIT_INLINE void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) {
+  __m512i rounded;
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
+  _mm512_storeu_si512(p, rounded);
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
