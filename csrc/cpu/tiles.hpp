@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of tiles, whatever op they are for, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2 of
-// 8 bits each, float32 exactly in 3, float16 in 2.
+// Products of tiles, whatever op they are for, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2
+// of 8 bits each, float32 exactly in 3, float16 in 2.
 #pragma once
 
 #include "cpu/loops.hpp"

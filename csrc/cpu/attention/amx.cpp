@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops attention_forward and attention_backward by the tile unit.
+// Rows of the op attention_forward by the tile unit.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/amx_forward.hpp"
@@ -11,7 +11,7 @@ namespace {
 
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16) return "inputs are not bfloat16";
-  return args.q_length() < kBlockQueries ? "fewer than 32 queries: vectors are as fast" : "";
+  return args.q_length() <= kTileRows ? "no more queries than a tile has rows: vectors are as fast" : "";
 }
 
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward_amx<1>); }

@@ -10,7 +10,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kTileKeys = 128, kBlockQueries = 2 * kTileRows;
+constexpr int64_t kTileKeys = 256, kBlockQueries = 2 * kTileRows;
 constexpr int64_t kPackedBytes = 64 << 20;  // of the keys and values that are packed at a time, if a head is not more
 
 // K and V of some kv heads, tile by tile of the keys: [kv head][tile] keys, then values.
@@ -57,8 +57,11 @@ struct AmxForwardTile {
     for (ScoreBlock& block : blocks) block.scores = arena.matrix<float>(kBlockQueries, kTileKeys);
     out = arena.matrix<float>(rows, ev);
     const bool scaled_first = args.scale <= 0 || args.score_mod || args.mask;
-    softmax = {.base = arena.array<float>(q_tile), .largest = arena.array<float>(q_tile),
-               .sums = arena.array<float>(16 * q_tile), .out = out, .columns = round_up(ev, 16),
+    softmax = {.base = arena.array<float>(q_tile),
+               .largest = arena.array<float>(q_tile),
+               .sums = arena.array<float>(16 * q_tile),
+               .out = out,
+               .columns = round_up(ev, 16),
                .keeps_largest = static_cast<bool>(args.max_scores),
                .scale = scaled_first ? 1.0f : static_cast<float>(args.scale)};
     visible = visible_memory<float>(args, kBlockQueries, kTileKeys, arena);
@@ -81,9 +84,8 @@ LOWBIT_INLINE void multiply_scores(PartRows q, const uint8_t* keys, int64_t step
           [&](int p) { return panel + p * panel_bytes + s * kParts * kTileBytes; });
       meanwhile();
     }
-    unroll<2 * kRowTiles>([&](auto t) {
-      TileUnit::store<t>(scores.row(t / 2 * kTileRows) + c + t % 2 * 16, scores.stride * 4);
-    });
+    unroll<2 * kRowTiles>(
+        [&](auto t) { TileUnit::store<t>(scores.row(t / 2 * kTileRows) + c + t % 2 * 16, scores.stride * 4); });
   }
 }
 
@@ -108,25 +110,27 @@ void multiply_values(PartRows p, const uint8_t* values, int64_t steps, Span colu
 
 // The probabilities of a row, of all columns that a product takes, in parts.
 template <int kParts>
-LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& block, int64_t r, const RunningSoftmax<float>& softmax, const AmxForwardTile<kParts>& tile) {
+LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& block, int64_t r,
+                            const RunningSoftmax<float>& softmax, const AmxForwardTile<kParts>& tile) {
   const Span span = block.spans[r], all = block.columns;
   float* row = block.scores.row(r);
   fill(row + all.begin, span.begin - all.begin, kMinusInfinity<float>);
   fill(row + span.end, all.end - span.end, kMinusInfinity<float>);
-  const auto to = [&](int64_t c) { return tile.p.row(r) + c / kStep * kParts * kStepBytes; };
+  uint8_t* to = tile.p.row(r) + all.begin / kStep * kParts * kStepBytes;
   if (args.dropout_p > 0) {
     softmax_row(softmax, r, row, all);
     drop_probabilities(args, RowBlock(block.at, static_cast<int>(r), 1).at, block.scores.from(r), tile.factor);
-    for (int64_t c = all.begin; c < all.end; c += kStep) cut_rounded<kParts>(load(row + c), load(row + c + 16), to(c));
+    for (int64_t c = all.begin; c < all.end; c += kStep, to += kParts * kStepBytes)
+      cut_rounded<kParts>(load(row + c), load(row + c + 16), to);
     return;
   }
   const f32x16 origin = follow_largest(softmax, r, row, all), scale = set1(softmax.scale);
   f32x16 total = load(softmax.sums + 16 * r);
-  for (int64_t c = all.begin; c < all.end; c += kStep) {
+  for (int64_t c = all.begin; c < all.end; c += kStep, to += kParts * kStepBytes) {
     const f32x16 first = e_to_the(fma(load(row + c), scale, origin)),
                  second = e_to_the(fma(load(row + c + 16), scale, origin));
     total = add(add(total, first), second);
-    cut_rounded<kParts>(first, second, to(c));
+    cut_rounded<kParts>(first, second, to);
   }
   store(softmax.sums + 16 * r, total);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention gives the tile unit: rows of activations, and matrices packed as the tiles that they are multiplied by.
-// Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
+// What attention gives the tile unit: rows of activations, and matrices packed as the tiles that they are multiplied
+// by. Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
 #pragma once
 
 #include "cpu/attention/tile.hpp"
@@ -82,9 +82,8 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
         i32x16 pairs[kParts];
         cut(load(buffer.row(i) + c), load(buffer.row(i + 1) + c), pairs);
         uint8_t* tiles = to + (c / 16 * steps_of(most_rows) + r / kStep) * kParts * kTileBytes + i / 2 * kStepBytes;
-        unroll<kParts>([&](auto part) {
-          store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), pairs[part]);
-        });
+        unroll<kParts>(
+            [&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), pairs[part]); });
       }
   }
 }

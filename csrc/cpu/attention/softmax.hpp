@@ -19,9 +19,9 @@ struct RunningSoftmax {
   T *base, *largest;  // per row; largest: of all scores, kept only where max_scores are wanted
   T* sums;            // 16 partial sums per row
   Matrix<T> out;
-  int64_t columns;    // of out
+  int64_t columns;  // of out
   bool keeps_largest;
-  T scale = 1;        // > 0, of scores that were not multiplied by it yet
+  T scale = 1;  // > 0, of scores that were not multiplied by it yet
 
   LOWBIT_INLINE RunningSoftmax from(int64_t r) const {
     return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest, scale};
@@ -52,9 +52,10 @@ template <class T>
 // `scale` before they are powers of e.
 template <class T>
 LOWBIT_INLINE auto follow_largest(const RunningSoftmax<T>& softmax, int64_t r, const T* row, Span span) {
-  auto top = load(row + span.begin);
-  for (int64_t c = span.begin + 16; c < span.end; c += 16) top = max(load(row + c), top);
-  top = mul(top, set1(softmax.scale));
+  auto top = load(row + span.begin), second = load(row + span.end - 16);
+  for (int64_t c = span.begin + 16; c < span.end - 16; c += 32)
+    top = max(load(row + c), top), second = max(load(row + c + 16), second);
+  top = mul(max(second, top), set1(softmax.scale));
   if (softmax.keeps_largest) {
     const T highest = largest(top), before = softmax.largest[r];
     softmax.largest[r] = highest > before || highest != highest ? highest : before;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 VNNI with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16 cycles a
-// product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32 products of
-// bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
+// AVX-512 VNNI and BF16 with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16
+// cycles a product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32
+// products of bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
 #pragma once
 
 #include <type_traits>
@@ -62,8 +62,8 @@ class TileUnit {
   } before_;
 };
 
-// 32 floats rounded to bfloat16, as store_bf16 does it, in two operations where that has nine for 16. Every CPU with
-// AMX has AVX512_BF16.
+// 32 floats rounded to bfloat16 as store_bf16 does it, but subnormal ones to zero: two operations, where that has nine
+// for 16.
 LOWBIT_INLINE void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) {
   __m512i rounded;
   __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
