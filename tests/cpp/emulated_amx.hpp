@@ -63,6 +63,13 @@ class TileUnit {
 };
 
 inline void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) { store_bf16(p, a), store_bf16(p + 16, b); }
+inline i32x16 bf16_pairs(f32x16 a, f32x16 b) {
+  uint16_t halves[2][16];
+  store_bf16(halves[0], a), store_bf16(halves[1], b);
+  int32_t pairs[16];
+  for (int i = 0; i < 16; i++) pairs[i] = static_cast<int32_t>(halves[0][i] | uint32_t{halves[1][i]} << 16);
+  return load_i32(pairs);
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -69,45 +69,6 @@ struct AmxForwardTile {
   }
 };
 
-// scores[r][c] of kRowTiles tiles of rows and the columns of a span, with `meanwhile` after every step.
-template <int kParts, int kRowTiles, class F>
-LOWBIT_INLINE void multiply_scores(PartRows q, const uint8_t* keys, int64_t steps, Span columns, Matrix<float> scores,
-                                   F&& meanwhile) {
-  TileUnit::before_loads();
-  const int64_t panel_bytes = steps * kParts * kTileBytes;
-  for (int64_t c = columns.begin; c < columns.end; c += 32) {
-    const uint8_t* panel = keys + c / 16 * panel_bytes;
-    unroll<2 * kRowTiles>([](auto t) { TileUnit::zero<t>(); });
-    for (int64_t s = 0; s < steps; s++) {
-      multiply_step<kParts, kRowTiles, 2>(
-          [&](int r) { return TileRows{q.row(r * kTileRows) + s * kParts * kStepBytes, q.stride}; },
-          [&](int p) { return panel + p * panel_bytes + s * kParts * kTileBytes; });
-      meanwhile();
-    }
-    unroll<2 * kRowTiles>(
-        [&](auto t) { TileUnit::store<t>(scores.row(t / 2 * kTileRows) + c + t % 2 * 16, scores.stride * 4); });
-  }
-}
-
-// out += p * values, over the columns of a span.
-template <int kParts, int kRowTiles>
-void multiply_values(PartRows p, const uint8_t* values, int64_t steps, Span columns, int64_t panels,
-                     Matrix<float> out) {
-  TileUnit::before_loads();
-  const int64_t panel_bytes = steps * kParts * kTileBytes;
-  for (int64_t c = 0; c < panels; c += 2) {
-    with_count<2>(static_cast<int>(smaller(2, panels - c)), [&](auto kPanels) __attribute__((always_inline)) {
-      const auto place = [&](int t) { return out.row(t / kPanels * kTileRows) + (c + t % kPanels) * 16; };
-      unroll<kPanels * kRowTiles>([&](auto t) { TileUnit::load<t>(place(t), out.stride * 4); });
-      for (int64_t s = columns.begin / kStep; s < columns.end / kStep; s++)
-        multiply_step<kParts, kRowTiles, kPanels>(
-            [&](int r) { return TileRows{p.row(r * kTileRows) + s * kParts * kStepBytes, p.stride}; },
-            [&](int i) { return values + (c + i) * panel_bytes + s * kParts * kTileBytes; });
-      unroll<kPanels * kRowTiles>([&](auto t) { TileUnit::store<t>(place(t), out.stride * 4); });
-    });
-  }
-}
-
 // The probabilities of a row, of all columns that a product takes, in parts.
 template <int kParts>
 LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& block, int64_t r,
@@ -144,36 +105,28 @@ template <int kParts>
     take_row<kParts>(args, block, block.taken, softmax, tile);
 }
 
-void scale_scores(const ScoreBlock& block, float scale) {
-  for (int64_t r = 0; r < block.at.rows; r++)
-    for (int64_t c = block.columns.begin; c < block.columns.end; c += 16)
-      store(block.scores.row(r) + c, mul(load(block.scores.row(r) + c), set1(scale)));
-}
-
 // What is left to do of a block.
 template <int kParts>
 void finish_block(const AttentionForwardArgs& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
                   const AmxForwardTile<kParts>& tile) {
   if (block.at.rows == 0) return;
   take_rows<kParts>(args, block, block.at.rows, tile);
-  with_count<2>(static_cast<int>(ceil_div(block.at.rows, kTileRows)), [&](auto kRowTiles) {
-    multiply_values<kParts, kRowTiles>(tile.p, block.values, steps_of(packed.most_keys), block.columns,
-                                       ceil_div(packed.ev, 16), tile.out.from(block.at.skipped));
-  });
+  multiply<kParts>({.a = tile.p,
+                    .b = block.values,
+                    .b_steps = steps_of(packed.most_keys),
+                    .c = tile.out.from(block.at.skipped),
+                    .row_tiles = ceil_div(block.at.rows, kTileRows),
+                    .panels = {0, static_cast<int>(ceil_div(packed.ev, 16))},
+                    .steps = over(block.columns, kStep),
+                    .sum = Sum::onto});
   block.at.rows = 0;
 }
 
 LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePlace& at, const Visible<float>& visible,
                                const uint8_t* values) {
-  block.at = at, block.values = values, block.taken = 0, block.columns = {static_cast<int>(kTileKeys), 0};
-  for (int64_t r = 0; r < kBlockQueries; r++) block.spans[r] = {};
-  visible.for_each_row(at.rows, [&](int64_t r, Span span) {
-    block.spans[r] = span;
-    block.columns.begin = static_cast<int>(smaller(block.columns.begin, span.begin / kStep * kStep));
-    block.columns.end = static_cast<int>(larger(block.columns.end, round_up(span.end, kStep)));
-  });
-  for (int64_t r = 0; r < at.rows; r++)
-    if (block.spans[r].begin >= block.spans[r].end) block.spans[r] = {block.columns.begin, block.columns.begin};
+  block.at = at, block.values = values, block.taken = 0, block.columns = steps_seen(visible, at.rows);
+  for (int64_t r = 0; r < at.rows; r++) block.spans[r] = {block.columns.begin, block.columns.begin};
+  visible.for_each_row(at.rows, [&](int64_t r, Span span) { block.spans[r] = span; });
 }
 
 // One tile of queries. head: among those that are packed.
@@ -197,14 +150,20 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
       if (!find_visible(args, block, tile.programs, tile.visible)) continue;
       start_block(*next, block.at, tile.visible, packed.values(head, j));
       const int64_t share = ceil_div(last->at.rows, larger(1, (next->columns.end - next->columns.begin) / 32 * steps));
-      with_count<2>(static_cast<int>(ceil_div(block.at.rows, kTileRows)), [&](auto kRowTiles) {
-        multiply_scores<kParts, kRowTiles>(tile.q.from(block.at.skipped), packed.keys(head, j), steps, next->columns,
-                                           next->scores, [&] {
-                                             modifying.fetch();
-                                             take_rows<kParts>(args, *last, share, tile);
-                                           });
-      });
-      if (tile.softmax.scale == 1 && args.scale != 1) scale_scores(*next, static_cast<float>(args.scale));
+      multiply<kParts>({.a = tile.q.from(block.at.skipped),
+                        .b = packed.keys(head, j),
+                        .b_steps = steps,
+                        .c = next->scores,
+                        .row_tiles = ceil_div(block.at.rows, kTileRows),
+                        .panels = over(next->columns, 16),
+                        .steps = {0, static_cast<int>(steps)},
+                        .sum = Sum::fresh},
+                       [&] {
+                         modifying.fetch();
+                         take_rows<kParts>(args, *last, share, tile);
+                       });
+      if (tile.softmax.scale == 1 && args.scale != 1)
+        scale_rows(next->scores, block.at.rows, next->columns, static_cast<float>(args.scale));
       modify_visible(args, block, tile.programs, tile.visible, next->scores);
       finish_block(args, packed, *last, tile);
       ScoreBlock* const done = last;

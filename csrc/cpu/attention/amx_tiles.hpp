@@ -3,7 +3,7 @@
 // by. Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
 #pragma once
 
-#include "cpu/attention/tile.hpp"
+#include "cpu/attention/visible.hpp"
 #include "cpu/tiles.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -101,6 +101,76 @@ LOWBIT_INLINE void multiply_step(Activations&& activations, Weights&& weights) {
           [&](int p) { return weights(p) + j * kTileBytes; });
     });
   });
+}
+
+// A product of tiles: c = a b or c += a b, of `row_tiles` tiles of rows of a, over the steps of a span; b: packed, of
+// `b_steps` steps, of which the panels (16 columns) of a span are wanted. `meanwhile` is called after every step.
+struct TileProduct {
+  PartRows a;
+  const uint8_t* b;
+  int64_t b_steps;
+  Matrix<float> c;
+  int64_t row_tiles;
+  Span panels, steps;
+  Sum sum;
+};
+
+template <int kParts, class F>
+LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
+  TileUnit::before_loads();
+  const int64_t panel_bytes = product.b_steps * kParts * kTileBytes, stride = product.c.stride * 4;
+  for (int64_t p = product.panels.begin; p < product.panels.end; p += 2)
+    for (int64_t r = 0; r < product.row_tiles; r += 2) {
+      const auto block = [&](auto kRowTiles, auto kPanels) __attribute__((always_inline)) {
+        const PartRows a = product.a.from(r * kTileRows);
+        const uint8_t* b = product.b + p * panel_bytes;
+        const auto place = [&](int t) {
+          return product.c.row((r + t / kPanels) * kTileRows) + (p + t % kPanels) * kTileRows;
+        };
+        if (product.sum == Sum::fresh)
+          unroll<kRowTiles * kPanels>([](auto t) { TileUnit::zero<t>(); });
+        else
+          unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::load<t>(place(t), stride); });
+        for (int64_t s = product.steps.begin; s < product.steps.end; s++) {
+          multiply_step<kParts, kRowTiles, kPanels>(
+              [&](int i) { return TileRows{a.row(i * kTileRows) + s * kParts * kStepBytes, a.stride}; },
+              [&](int i) { return b + i * panel_bytes + s * kParts * kTileBytes; });
+          meanwhile();
+        }
+        unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::store<t>(place(t), stride); });
+      };
+      with_count<2>(static_cast<int>(smaller(2, product.row_tiles - r)), [&](auto kRowTiles) {
+        with_count<2>(static_cast<int>(smaller(2, product.panels.end - p)),
+                      [&](auto kPanels) { block(kRowTiles, kPanels); });
+      });
+    }
+}
+
+template <int kParts>
+[[gnu::noinline]] void multiply(const TileProduct& product) {
+  multiply<kParts>(product, [] {});
+}
+
+// What some row sees, in whole steps of the products.
+LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
+  if (!visible.spans) return {0, static_cast<int>(round_up(visible.all.end, kStep))};
+  Span seen{visible.all.end, 0};
+  for (int64_t t = 0; t < RowTiles(rows, kFloatRows).count; t++) {
+    if (visible.spans[t].begin >= visible.spans[t].end) continue;
+    seen.begin = static_cast<int>(smaller(seen.begin, visible.spans[t].begin));
+    seen.end = static_cast<int>(larger(seen.end, visible.spans[t].end));
+  }
+  return {static_cast<int>(seen.begin / kStep * kStep), static_cast<int>(round_up(seen.end, kStep))};
+}
+LOWBIT_INLINE Span over(Span columns, int64_t size) {
+  return {static_cast<int>(columns.begin / size), static_cast<int>(columns.end / size)};
+}
+
+// What was multiplied before its scale: rows, and the columns of a span.
+LOWBIT_INLINE void scale_rows(Matrix<float> scores, int64_t rows, Span columns, float scale) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = columns.begin; c < columns.end; c += 16)
+      store(scores.row(r) + c, mul(load(scores.row(r) + c), set1(scale)));
 }
 
 }  // namespace

@@ -4,10 +4,10 @@
 // base of the softmax is raised with every tile.
 #pragma once
 
+#include "cpu/scratch.hpp"
 #include "cpu/attention/softmax.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
-#include "cpu/scratch.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

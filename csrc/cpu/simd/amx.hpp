@@ -69,6 +69,14 @@ LOWBIT_INLINE void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) {
   __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
   _mm512_storeu_si512(p, rounded);
 }
+// Likewise, a and b side by side: of each lane the bfloat16 of a, then of b.
+LOWBIT_INLINE i32x16 bf16_pairs(f32x16 a, f32x16 b) {
+  __m512i rounded;
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(rounded)),
+                high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(rounded, 1));
+  return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
