@@ -40,8 +40,9 @@ constexpr Features kAvx2Vnni = kAvx2 | Features{.eax71 = 1u << 4};
 constexpr Features kAvx512 =
     kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
+// bf16, tile, int8 of AMX, and AVX512_BF16
 constexpr Features kAmx =
-    kAvx512Vnni | Features{.edx7 = 1u << 22 | 1u << 24 | 1u << 25, .xcr0 = 0x600e6};  // bf16, tile, int8
+    kAvx512Vnni | Features{.edx7 = 1u << 22 | 1u << 24 | 1u << 25, .eax71 = 1u << 5, .xcr0 = 0x600e6};
 
 struct Isa {
   std::string_view name;

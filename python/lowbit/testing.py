@@ -149,6 +149,17 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
     return [dict(row) for row in _C.kernels(op) if row["device"] == device]
 
 
+def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
+    """What a row of attention takes: one that multiplies float32 widens 16 bits to it."""
+    names = DTYPES if "_float32_" in row else ("bfloat16", "float64")
+    return tuple(getattr(torch, name) for name in names if name in row or "_float32_" in row)
+
+
+def fewest_queries(row: str) -> int:
+    """From how many queries on a row of attention takes a call."""
+    return 17 if row.endswith("_amx") else 1
+
+
 def serves(row: str, case: LinearCase) -> bool:
     """Whether the row of this name takes this call."""
     n, k, format, group_size, asymmetric, x_format = case.op_args

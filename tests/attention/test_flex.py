@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lowbit
-from lowbit import AuxRequest, create_block_mask, flex_attention
+from lowbit import AuxRequest, create_block_mask, flex_attention, testing
 from lowbit.attention.packed import with_documents
 from lowbit.reference.attention import attention as reference
 from lowbit.score import program_cache
@@ -98,20 +98,20 @@ def compare(
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_score_mods(name: str, forward_row: str) -> None:
+def test_score_mods(name: str, any_forward_row: str) -> None:
     mod, captured = mods()[name]
-    compare(torch.float32, mod, captured, None)
+    compare(testing.attention_dtypes(any_forward_row)[0], mod, captured, None)
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, forward_row: str) -> None:
-    compare(torch.float32, None, (), mask_mods()[name])
+def test_masks(name: str, any_forward_row: str) -> None:
+    compare(testing.attention_dtypes(any_forward_row)[0], None, (), mask_mods()[name])
 
 
 @pytest.mark.parametrize(("name", "mask"), [(name, MASKS[i % len(MASKS)]) for i, name in enumerate(MODS * 2)])
-def test_mods_with_masks_backward(name: str, mask: str, backward_row: str) -> None:
+def test_mods_with_masks_backward(name: str, mask: str, any_backward_row: str) -> None:
     mod, captured = mods()[name]
-    compare(torch.float32, mod, captured, mask_mods()[mask])
+    compare(testing.attention_dtypes(any_backward_row)[0], mod, captured, mask_mods()[mask])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -310,9 +310,10 @@ def test_keys_of_another_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> N
     torch.testing.assert_close(compiled(q, k, v), out)
 
 
-def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(forward_row: str) -> None:
-    q, k, v = (torch.randn(1, 1, 16, 8) for _ in range(3))
-    mask = lowbit.create_block_mask(lambda b, h, i, j: j <= 0, 1, 1, 16, 16, BLOCK_SIZE=16)
+def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(any_forward_row: str) -> None:
+    length, dtype = max(16, testing.fewest_queries(any_forward_row)), testing.attention_dtypes(any_forward_row)[0]
+    q, k, v = (torch.randn(1, 1, length, 8).to(dtype) for _ in range(3))
+    mask = lowbit.create_block_mask(lambda b, h, i, j: j <= 0, 1, 1, length, length, BLOCK_SIZE=16)
     for block_mask in (None, mask):
         out, aux = lowbit.flex_attention(
             q, k, v, lambda s, b, h, i, j: s * float("nan"), block_mask, return_aux=lowbit.AuxRequest(lse=True)

@@ -28,6 +28,10 @@ class TileUnit {
   template <int tile, class Sum> static void store(Sum (&sums)[kRows * 16]) {
     std::memcpy(sums, tiles_[tile], sizeof sums);
   }
+  template <int tile> static void store(float* rows, int64_t stride) {
+    for (int64_t row = 0; row < kRows; row++)
+      std::memcpy(reinterpret_cast<char*>(rows) + row * stride, tiles_[tile] + row * 64, 64);
+  }
   template <class Sum, int sums, int activations, int weights> static void add_products() {
     for (int64_t row = 0; row < kRows; row++)
       for (int64_t column = 0; column < 16; column++) {
@@ -57,6 +61,15 @@ class TileUnit {
   static inline thread_local char tiles_[8][1024];
   static inline thread_local int64_t bytes_ = 0;
 };
+
+inline void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) { store_bf16(p, a), store_bf16(p + 16, b); }
+inline i32x16 bf16_pairs(f32x16 a, f32x16 b) {
+  uint16_t halves[2][16];
+  store_bf16(halves[0], a), store_bf16(halves[1], b);
+  int32_t pairs[16];
+  for (int i = 0; i < 16; i++) pairs[i] = static_cast<int32_t>(halves[0][i] | uint32_t{halves[1][i]} << 16);
+  return load_i32(pairs);
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -3,7 +3,6 @@
 // compares with the row `scalar`: every bit where activations are int8, else to the error of sums in float32. Started
 // by tests/cpp/test_emulated_tiles.py, which says the unit (LOWBIT_UNIT), the function with its rows (LOWBIT_UNIT_ROWS)
 // and the emulation (LOWBIT_ISA_HEADER); links liblowbit for everything but the kernels under test.
-#define LOWBIT_ISA_NAME emulated
 #include LOWBIT_UNIT
 
 #include <algorithm>

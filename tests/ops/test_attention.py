@@ -60,11 +60,13 @@ def row(request: pytest.FixtureRequest) -> str:
 
 
 def test_programs_sink_and_lse_with_all_gradients(row: str) -> None:
-    dtype = torch.float64 if "float64" in row else torch.float32
-    budget = 1e-12 if dtype == torch.float64 else 1e-5
+    dtype = testing.attention_dtypes(row)[0]
+    budget = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}[dtype]
+    real = torch.float64 if dtype == torch.float64 else torch.float32
     b, h, length, kv_length = 2, 4, 150, 300
     shapes = ((b, h, length, 20), (b, 2, kv_length, 20), (b, 2, kv_length, 12), (h, length, kv_length), (1000,), (h,))
-    q, k, v, bias, table, sink = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    q, k, v = (torch.randn(shape, dtype=real).to(dtype).requires_grad_() for shape in shapes[:3])
+    bias, table, sink = (torch.randn(shape, dtype=real, requires_grad=True) for shape in shapes[3:])
     with lowbit.force_kernel(row):
         out, lse, largest = attention(
             q, k, v, scale=0.3, score_mod=bias_program(), score_captured=[bias, table], mask_mod=window_program(), sink=sink, want_max_scores=True

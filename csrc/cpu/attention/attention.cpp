@@ -15,7 +15,7 @@ std::string_view refuses(const AttentionForwardArgs& args) { return args.q.dtype
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward<float>); }
-void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<float>); }
+void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<BackwardTile<float>>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float32"), refuses, run_forward}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {

@@ -18,21 +18,21 @@ namespace {
 
 // grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the
 // group][L], or without memory.
-template <class T>
+template <class Tile, class T>
 void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
-                   BackwardTile<T>& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
+                   Tile& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t first = kv_head * forward.group();
   const TilePlace all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
   load_keys(forward, all, tile);
-  clear_rows(tile.grad_k, all.cols), clear_rows(tile.grad_v, all.cols);
+  clear_grad_keys(all, tile);
   TilePlace at;
   for (int64_t h = first; h < first + forward.group(); h++)
     for (int64_t i = 0; i < tilings.q.count; i++) {
       if (!tilings.visit(forward, b, h, i, j, at) ||
           !find_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible))
         continue;
-      load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, statistics, tile);
+      load_queries(args, {b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false}, i, statistics, tile);
       score_gradients(args, at, tile);
       add_grad_keys(forward, at, tile);
       if (grad_q.data) add_grad_queries(forward, at, tile, grad_q.from((h - first) * tilings.q.length + at.q0));
@@ -42,7 +42,7 @@ void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_q = sum over chunks of what f(chunk, to) adds to `to`.
 template <class T, class F>
-void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardTile<T>& tile, F&& f) {
+void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardScores<T>& tile, F&& f) {
   clear_rows(tile.grad_q, rows);
   for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
     if (chunk > 0) clear_rows(tile.grad_q_part, rows);
@@ -51,18 +51,18 @@ void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardTile<T>& ti
   }
 }
 
-template <class T>
+template <class Tile, class T>
 void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
-                    BackwardTile<T>& tile, int64_t b, int64_t kv_head, int64_t chunk, Matrix<T> grad_q) {
+                    Tile& tile, int64_t b, int64_t kv_head, int64_t chunk, Matrix<T> grad_q) {
   const KeyChunks chunks(args.forward, tilings.kv.count);
   for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++)
     backward_keys(args, tilings, statistics, tile, b, kv_head, j, grad_q);
 }
 
 // All of one kv head.
-template <class T>
+template <class Tile, class T>
 void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
-                   BackwardTile<T>& tile, int64_t b, int64_t kv_head) {
+                   Tile& tile, int64_t b, int64_t kv_head) {
   const int64_t group = args.forward.group(), length = tilings.q.length;
   sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile, [&](int64_t chunk, Matrix<T> grad_q) {
     backward_chunk(args, tilings, statistics, tile, b, kv_head, chunk, grad_q);
@@ -75,12 +75,12 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
 }
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
-template <class T>
+template <class Tile, class T>
 void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
-                      BackwardTile<T>& tile, int64_t b, int64_t h, int64_t i) {
+                      Tile& tile, int64_t b, int64_t h, int64_t i) {
   const AttentionForwardArgs& forward = args.forward;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-  load_queries(args, all, statistics, tile);
+  load_queries(args, all, i, statistics, tile);
   const KeyChunks chunks(forward, tilings.kv.count);
   sum_chunks(chunks, all.rows, tile, [&](int64_t chunk, Matrix<T> grad_q) {
     TilePlace at;
@@ -135,25 +135,25 @@ void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& st
   }
 }
 
-template <class T, class F>
-void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, int64_t q_tile, int64_t grad_q_rows,
+template <class Tile, class F>
+void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, const Tiling& queries, int64_t grad_q_rows,
                         const ScorePlan ScoreProgram::* reverse, F&& f) {
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     TileArena arena;
-    BackwardTile<T>(args, q_tile, grad_q_rows, reverse, arena);
+    Tile(args, queries, grad_q_rows, reverse, arena);
     arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
-    BackwardTile<T> tile(args, q_tile, grad_q_rows, reverse, arena);
+    Tile tile(args, queries, grad_q_rows, reverse, arena);
     f(task, tile);
   });
 }
 
 // The rest of the log-sum-exp of the rows that have one: what their probabilities add up to without it.
-template <class T>
+template <class Tile, class T>
 void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t tasks = forward.batch() * forward.heads() * tilings.q.count;
   const auto reverse = &ScoreProgram::backward_only;
-  run_backward_tasks<T>(forward, tasks, tilings.q.tile, 0, reverse, [&](int64_t task, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(forward, tasks, tilings.q, 0, reverse, [&](int64_t task, Tile& tile) {
     const int64_t head = task / tilings.q.count, i = task % tilings.q.count;
     const int64_t b = head / forward.heads(), h = head % forward.heads();
     const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
@@ -161,7 +161,7 @@ void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const
     bool wanted = false;
     for (int64_t r = 0; r < all.rows; r++) wanted |= has_rest(lse[r]);
     if (!wanted) return;
-    load_queries(args, all, statistics, tile);
+    load_queries(args, all, i, statistics, tile);
     T totals[kBackwardQTile];
     const T* sink = forward.sink ? forward.sink.template as<const T>() + h : nullptr;
     for (int64_t r = 0; r < all.rows; r++) totals[r] = sink ? e_to_the_one(*sink - tile.lse[r]) : T{0};
@@ -185,11 +185,11 @@ void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const
 }
 
 // A pass over tiles of queries for the gradients of captured tensors, in the slices of their plan.
-template <class T>
+template <class Tile, class T>
 void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ScoreGradientPlan& plan = *args.captured;
-  run_backward_tasks<T>(args.forward, plan.slices(), tilings.q.tile, tilings.q.tile, &ScoreProgram::backward,
-                        [&](int64_t slice, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(args.forward, plan.slices(), tilings.q, tilings.q.tile, &ScoreProgram::backward,
+                        [&](int64_t slice, Tile& tile) {
                           tile.captured = plan.targets(slice);
                           for (int64_t n = 0, items = plan.items(slice); n < items; n++) {
                             const ScoreGradientItem item = plan.item(slice, n);
@@ -199,15 +199,15 @@ void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings
 }
 
 // Kv heads cut into chunks of keys.
-template <class T>
+template <class Tile, class T>
 void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                      Matrix<T> parts) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count,
                 part = forward.group() * tilings.q.length;  // rows of a part
   const int64_t kv_heads = forward.batch() * forward.kv_heads();
-  run_backward_tasks<T>(forward, kv_heads * chunks, tilings.q.tile, 0, &ScoreProgram::backward_only,
-                        [&](int64_t task, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(forward, kv_heads * chunks, tilings.q, 0, &ScoreProgram::backward_only,
+                        [&](int64_t task, Tile& tile) {
                           const int64_t head = task / chunks, place = task % chunks;
                           const int64_t chunk =
                               place % 2 ? chunks - 1 - place / 2
@@ -229,22 +229,22 @@ void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, 
 }
 
 // One pass for grad_k and grad_v, one for grad_q and the gradients of masks and captured tensors.
-template <class T>
+template <class Tile, class T>
 void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t key_tasks = forward.batch() * forward.kv_heads() * tilings.kv.count;
-  run_backward_tasks<T>(forward, key_tasks, tilings.q.tile, 0, &ScoreProgram::backward_only,
-                        [&](int64_t task, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(forward, key_tasks, tilings.q, 0, &ScoreProgram::backward_only,
+                        [&](int64_t task, Tile& tile) {
                           const int64_t head = task / tilings.kv.count, j = task % tilings.kv.count;
                           backward_keys(args, tilings, statistics, tile, head / forward.kv_heads(),
                                         head % forward.kv_heads(), j, Matrix<T>());
                         });
-  if (args.captured) backward_captured(args, tilings, statistics);
+  if (args.captured) backward_captured<Tile>(args, tilings, statistics);
   if (args.captured && !args.grad_mask) return;
   const QueryTasks tasks(args, tilings.q.count);
   const int64_t count = tasks.b_tasks * tasks.h_tasks * tasks.i_tasks;
-  run_backward_tasks<T>(forward, count, tilings.q.tile, tilings.q.tile, &ScoreProgram::backward_only,
-                        [&](int64_t task, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(forward, count, tilings.q, tilings.q.tile, &ScoreProgram::backward_only,
+                        [&](int64_t task, Tile& tile) {
                           tile.adds_grad_mask = static_cast<bool>(args.grad_mask);
                           tasks.run(task, [&](int64_t b, int64_t h, int64_t i) {
                             backward_queries(args, tilings, statistics, tile, b, h, i);
@@ -252,8 +252,9 @@ void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, 
                         });
 }
 
-template <class T>
+template <class Tile>
 void attention_backward(const AttentionBackwardArgs& args) {
+  using T = typename Tile::Real;
   const AttentionForwardArgs& forward = args.forward;
   const int threads = threads_for_attention(forward);
   const Tilings tilings(forward, kBackwardQTile, kBackwardKvTile);
@@ -275,14 +276,14 @@ void attention_backward(const AttentionBackwardArgs& args) {
   parallel_for(heads, threads, [&](int64_t head) {
     if (row_deltas(args, head, statistics.from(head * length))) __atomic_store_n(&some_rest, true, __ATOMIC_RELAXED);
   });
-  if (some_rest) find_rests(args, tilings, statistics);
+  if (some_rest) find_rests<Tile>(args, tilings, statistics);
   if (args.grad_sink) add_grad_sink(args, statistics);
   const Matrix<T> parts{arena.array<T>(part_scores), stride};
-  if (by_chunk) return backward_chunks(args, tilings, statistics, parts);
-  if (!by_head) return backward_passes(args, tilings, statistics);
+  if (by_chunk) return backward_chunks<Tile>(args, tilings, statistics, parts);
+  if (!by_head) return backward_passes<Tile>(args, tilings, statistics);
   const int64_t rows = forward.group() * length;
-  run_backward_tasks<T>(
-      forward, kv_heads, tilings.q.tile, rows, &ScoreProgram::backward_only, [&](int64_t task, BackwardTile<T>& tile) {
+  run_backward_tasks<Tile>(
+      forward, kv_heads, tilings.q, rows, &ScoreProgram::backward_only, [&](int64_t task, Tile& tile) {
         backward_head(args, tilings, statistics, tile, task / forward.kv_heads(), task % forward.kv_heads());
       });
 }

@@ -26,40 +26,52 @@ struct KeyChunks {
   LOWBIT_INLINE int64_t end(int64_t chunk) const { return smaller(tiles, (chunk + 1) * each); }
 };
 
+// What a tile has however its products are made; score_rows: memory for scores, at least those of a tile of queries.
 template <class T>
-struct BackwardTile {
-  Matrix<T> q, grad_out;                          // q times scale
-  Matrix<T> keys, keys_t, values_t, buffer;
+struct BackwardScores {
+  using Real = T;
   Matrix<T> p, ds;                                // probabilities after dropout; gradient of the raw scores
   Matrix<T> grad_q, grad_q_part;  // of one tile of queries, or of all that share a kv head; of a chunk of keys
-  Matrix<T> grad_k, grad_v;                       // of one tile of keys
   T *lse, *delta, *rest, *factor, *scales;
   Matrix<T> raw;                                  // scores before score_mod
   Visible<T> visible;
-  Span* seeing;                                   // per tile of rows of grad_k
   Programs<T> programs;
   ScoreMachine<T> reverse;                        // of score_mod
   const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
   bool adds_grad_mask = false;
 
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, int64_t q_tile, int64_t grad_q_rows,
-                             const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
+  LOWBIT_INLINE BackwardScores(const AttentionForwardArgs& args, int64_t q_tile, int64_t score_rows,
+                               int64_t grad_q_rows, const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
       : programs(args, q_tile, kBackwardKvTile, arena),
         reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
+    const int64_t e = args.q.size(3), chunks = KeyChunks(args, ceil_div(args.kv_length(), kBackwardKvTile)).count;
     if (reverse.call) raw = arena.matrix<T>(q_tile, kBackwardKvTile);
-    const int64_t e = args.q.size(3), ev = args.v.size(3);
-    q = arena.matrix<T>(q_tile, e), grad_out = arena.matrix<T>(q_tile, ev), grad_q = arena.matrix<T>(grad_q_rows, e);
-    grad_q_part =
-        arena.matrix<T>(KeyChunks(args, ceil_div(args.kv_length(), kBackwardKvTile)).count > 1 ? grad_q_rows : 0, e);
-    keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
-    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile),
-    values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
-    p = arena.matrix<T>(q_tile, kBackwardKvTile), ds = arena.matrix<T>(q_tile, kBackwardKvTile);
-    grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
+    grad_q = arena.matrix<T>(grad_q_rows, e), grad_q_part = arena.matrix<T>(chunks > 1 ? grad_q_rows : 0, e);
+    p = arena.matrix<T>(score_rows, kBackwardKvTile), ds = arena.matrix<T>(score_rows, kBackwardKvTile);
     lse = arena.array<T>(q_tile), delta = arena.array<T>(q_tile), rest = arena.array<T>(q_tile),
     factor = arena.array<T>(kBackwardKvTile);
     scales = arena.array<T>(kBackwardKvTile);
-    visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena),
+    visible = visible_memory<T>(args, q_tile, kBackwardKvTile, arena);
+  }
+};
+
+// A tile whose products are those of tile.hpp.
+template <class T>
+struct BackwardTile : BackwardScores<T> {
+  Matrix<T> q, grad_out;                          // q times scale
+  Matrix<T> keys, keys_t, values_t, buffer;
+  Matrix<T> grad_k, grad_v;                       // of one tile of keys
+  Span* seeing;                                   // per tile of rows of grad_k
+
+  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, const Tiling& queries, int64_t grad_q_rows,
+                             const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
+      : BackwardScores<T>(args, queries.tile, queries.tile, grad_q_rows, reverse_plan, arena) {
+    const int64_t e = args.q.size(3), ev = args.v.size(3);
+    q = arena.matrix<T>(queries.tile, e), grad_out = arena.matrix<T>(queries.tile, ev);
+    keys = arena.matrix<T>(kBackwardKvTile, e), buffer = arena.matrix<T>(16, larger(e, ev));
+    keys_t = arena.matrix<T>(round_up(e, 16), kBackwardKvTile),
+    values_t = arena.matrix<T>(round_up(ev, 16), kBackwardKvTile);
+    grad_k = arena.matrix<T>(kBackwardKvTile, e), grad_v = arena.matrix<T>(kBackwardKvTile, ev);
     seeing = arena.array<Span>(RowTiles(kBackwardKvTile, kFloatRows).count);
   }
 };
@@ -123,13 +135,10 @@ bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatis
   return some_rest;
 }
 
-// A tile of queries: q and grad_out widened, lse, D, rest.
+// lse, D and rest of a tile of queries.
 template <class T>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const RowStatistics<T>& statistics,
-                  BackwardTile<T>& tile) {
-  const AttentionForwardArgs& forward = args.forward;
-  widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
-  widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
+void load_statistics(const AttentionForwardArgs& forward, const TilePlace& at, const RowStatistics<T>& statistics,
+                     BackwardScores<T>& tile) {
   const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
     const T lse = forward.lse.template as<const T>()[first + r];
@@ -138,12 +147,42 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, const 
   }
 }
 
+// Tile i of the queries of a head: q and grad_out widened, lse, D, rest.
+template <class T>
+void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t, const RowStatistics<T>& statistics,
+                  BackwardTile<T>& tile) {
+  const AttentionForwardArgs& forward = args.forward;
+  widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
+  widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
+  load_statistics(forward, at, statistics, tile);
+}
+
+// A tile of keys, of which there is no gradient yet.
 template <class T>
 void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
   transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
   widen_rows(keys, at.k0, at.cols, args.q.size(3), T{1}, tile.keys);
+}
+
+template <class T>
+void clear_grad_keys(const TilePlace& at, BackwardTile<T>& tile) {
+  clear_rows(tile.grad_k, at.cols), clear_rows(tile.grad_v, at.cols);
+}
+
+// tile.p = scale * q k^T
+template <class T>
+void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, const Span* spans, BackwardTile<T>& tile) {
+  multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3),
+           {.columns = spans});
+}
+
+// tile.ds = grad_out v^T
+template <class T>
+void multiply_values(const AttentionForwardArgs& forward, const TilePlace& at, BackwardTile<T>& tile) {
+  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3),
+           {.columns = tile.visible.spans});
 }
 
 // grad_mask += ds for the mask's own elements; where the mask is broadcast along k a row adds its sum.
@@ -156,26 +195,23 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 }
 
 // The scores where they are visible, as the softmax took them, in tile.p.
-template <class T>
-void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, BackwardTile<T>& tile) {
-  const Visible<T>& visible = tile.visible;
+template <class Tile>
+void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, Tile& tile) {
   // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was
   // multiplied.
-  const Span* spans = tile.reverse.call ? nullptr : visible.spans;
-  const Broadcast<T> q = rows_of(tile.q.from(at.skipped));
-  multiply(q, tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3), {.columns = spans});
-  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, visible.all.end);
-  modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, visible, tile.p);
+  multiply_keys(forward, at, tile.reverse.call ? nullptr : tile.visible.spans, tile);
+  if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, tile.visible.all.end);
+  modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible, tile.p);
 }
 
 // tile.p and tile.ds, 0 outside of tile.visible, from the queries and keys that are loaded.
-template <class T>
-void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+template <class Tile>
+void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Tile& tile) {
+  using T = typename Tile::Real;
   const AttentionForwardArgs& forward = args.forward;
   const Visible<T>& visible = tile.visible;
   load_scores(forward, at, tile);
-  multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3),
-           {.columns = visible.spans});
+  multiply_values(forward, at, tile);
   visible.for_each_row(at.rows, [&](int64_t r, Span span) {
     T *p = tile.p.row(r), *ds = tile.ds.row(r);
     const int64_t row = at.skipped + r;

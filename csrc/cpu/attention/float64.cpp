@@ -17,7 +17,7 @@ std::string_view refuses(const AttentionForwardArgs& args) {
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward<double>); }
-void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<double>); }
+void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<BackwardTile<double>>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float64"), refuses, run_forward}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {

@@ -50,13 +50,13 @@ struct ForwardTile {
   }
 };
 
-// Divides by the sums, and writes out, lse, max_scores.
+// Divides by the sums, and writes out, lse, max_scores; factor: memory for one number per row.
 template <class T>
-void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const ForwardTile<T>& tile) {
+void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const RunningSoftmax<T>& softmax, T* factor) {
   const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
-    T top = tile.softmax.base[r], total = sum(load(tile.softmax.sums + 16 * r)), scale = 1;
-    if (args.max_scores) args.max_scores.template as<T>()[first + r] = tile.softmax.largest[r];
+    T top = softmax.base[r], total = sum(load(softmax.sums + 16 * r)), scale = 1;
+    if (args.max_scores) args.max_scores.template as<T>()[first + r] = softmax.largest[r];
     if (args.sink) {
       const T sink = args.sink.template as<T>()[at.h], now = sink > top ? sink : top;
       if (now != kMinusInfinity<T>) {
@@ -66,9 +66,9 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Fo
       }
     }
     if (args.lse) args.lse.template as<T>()[first + r] = log_sum(top, total);  // -inf beside a sum of 0, nan beside nan
-    tile.factor[r] = total == T{0} ? T{0} : scale / total;
+    factor[r] = total == T{0} ? T{0} : scale / total;
   }
-  narrow_rows(tile.out, tile.factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+  narrow_rows(softmax.out, factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
 }
 
 template <class T>
@@ -121,7 +121,7 @@ void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, Forw
   for (int64_t j = tilings.kv.count - 1; j >= 0; j--)
     if (tilings.visit(args, b, h, i, j, at))
       forward_tile(args, at, next_rows(keys, j, args.k.size(3)), next_rows(values, j, args.v.size(3)), tile);
-  finish_rows(args, all, tile);
+  finish_rows(args, all, tile.softmax, tile.factor);
 }
 
 template <class T>

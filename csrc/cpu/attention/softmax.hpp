@@ -19,11 +19,12 @@ struct RunningSoftmax {
   T *base, *largest;  // per row; largest: of all scores, kept only where max_scores are wanted
   T* sums;            // 16 partial sums per row
   Matrix<T> out;
-  int64_t columns;    // of out
+  int64_t columns;  // of out
   bool keeps_largest;
+  T scale = 1;  // > 0, of scores that were not multiplied by it yet
 
   LOWBIT_INLINE RunningSoftmax from(int64_t r) const {
-    return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest};
+    return {base + r, largest + r, sums + 16 * r, out.from(r), columns, keeps_largest, scale};
   }
 };
 
@@ -47,21 +48,29 @@ template <class T>
   for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
 }
 
-// scores -> exp(scores - base), columns `span` of one row.
+// Takes the largest score of row r, columns `span`, into its base. Returns what is to be added to its scores times
+// `scale` before they are powers of e.
 template <class T>
-LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* row, Span span) {
-  auto top = load(row + span.begin);
-  for (int64_t c = span.begin + 16; c < span.end; c += 16) top = max(load(row + c), top);
+LOWBIT_INLINE auto follow_largest(const RunningSoftmax<T>& softmax, int64_t r, const T* row, Span span) {
+  auto top = load(row + span.begin), second = load(row + span.end - 16);
+  for (int64_t c = span.begin + 16; c < span.end - 16; c += 32)
+    top = max(load(row + c), top), second = max(load(row + c + 16), second);
+  top = mul(max(second, top), set1(softmax.scale));
   if (softmax.keeps_largest) {
     const T highest = largest(top), before = softmax.largest[r];
     softmax.largest[r] = highest > before || highest != highest ? highest : before;
   }
   if (!all_at_most(top, set1(softmax.base[r] + static_cast<T>(kSlack)))) raise_base(softmax, r, largest(top));
-  const T base = softmax.base[r] == kMinusInfinity<T> ? T{0} : softmax.base[r];
-  const auto origin = set1(base);
+  return set1(softmax.base[r] == kMinusInfinity<T> ? T{0} : -softmax.base[r]);
+}
+
+// scores -> exp(scale * scores - base), columns `span` of one row.
+template <class T>
+LOWBIT_INLINE void softmax_row(const RunningSoftmax<T>& softmax, int64_t r, T* row, Span span) {
+  const auto origin = follow_largest(softmax, r, row, span), scale = set1(softmax.scale);
   auto total = load(softmax.sums + 16 * r);
   for (int64_t c = span.begin; c < span.end; c += 16) {
-    const auto p = e_to_the(sub(load(row + c), origin));
+    const auto p = e_to_the(fma(load(row + c), scale, origin));
     store(row + c, p);
     total = add(total, p);
   }

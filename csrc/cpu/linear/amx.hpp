@@ -7,6 +7,7 @@
 
 #include "cpu/linear/activations.hpp"
 #include "cpu/linear/schedule.hpp"
+#include "cpu/tiles.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -29,26 +30,6 @@ constexpr int64_t kFewestRows = 16;
 //   multiply<first tile, row tiles, panels>(row tile, k, weights, k in block): adds products of one step to the sums
 //   scale(sums, row tile, panel, s, result): adds sum number s of a tile to its results
 //   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
-
-struct TileRows {
-  const void* rows;
-  int64_t stride;  // bytes
-};
-
-// Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
-// the order in which a product can start while the next tile loads.
-template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights>
-LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
-  unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
-    constexpr int kA = TileUnit::kActivations + (kFirst + r) % 2;
-    TileUnit::load<kA>(activations(r).rows, activations(r).stride);
-    unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
-      constexpr int kW = TileUnit::kWeights + (kFirst + p) % 2;
-      if (r == 0) TileUnit::load<kW>(weights(p), 64);
-      TileUnit::add_products<Sum, kFirst + r * kPanels + p, kA, kW>();
-    });
-  });
-}
 
 // The tiles of one task: results of [row tile][panel], and sums that go on in the next block of k.
 template <class Product>

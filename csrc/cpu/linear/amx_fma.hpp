@@ -17,22 +17,6 @@ constexpr int kMostParts = 3;
 // How many parts of 8 bits hold every value of a format before its scale.
 LOWBIT_INLINE constexpr int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 
-constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
-
-// The part of 8 bits of each of 16 floats; what it leaves is exact. Cut off, not rounded: one operation where rounding
-// has nine, and no sum of parts is larger than their whole.
-LOWBIT_INLINE f32x16 upper_part(f32x16 x) { return float_of(bit_and(bits_of(x), set1(kUpperHalf))); }
-
-// The parts of weights of an even k and the next, in pairs as a tile has them: pairs[part].
-template <int kParts>
-LOWBIT_INLINE void cut(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
-  unroll<kParts>([&](auto part) {
-    const f32x16 low = upper_part(even), high = upper_part(odd);
-    pairs[part] = bit_or(shift_right<16>(bits_of(low)), bits_of(high));
-    even = sub(even, low), odd = sub(odd, high);
-  });
-}
-
 // Where value i of the units from one on stands, counted from the k of the first; and which value stands there.
 template <Format kFormat>
 constexpr int64_t k_of_value(int i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// AVX-512 VNNI with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16 cycles a
-// product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32 products of
-// bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
+// AVX-512 VNNI and BF16 with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16
+// cycles a product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32
+// products of bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
 #pragma once
 
 #include <type_traits>
@@ -42,6 +42,9 @@ class TileUnit {
   template <int tile, class Sum> LOWBIT_INLINE static void store(Sum (&sums)[kRows * 16]) {
     __asm__ volatile("tilestored %%tmm%c2, (%1,%3,1)" : "=m"(sums) : "r"(sums), "i"(tile), "r"(int64_t{64}));
   }
+  template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // bytes
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(stride), "i"(tile) : "memory");
+  }
   // sums += int8 activations * uint8 weights, exact in int32 as long as the sum is; or bfloat16 * bfloat16, each
   // product exact, added in float32. Subnormal factors and sums count as zero.
   template <class Sum, int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
@@ -58,6 +61,22 @@ class TileUnit {
     uint8_t rows[16] = {};
   } before_;
 };
+
+// 32 floats rounded to bfloat16 as store_bf16 does it, but subnormal ones to zero: two operations, where that has nine
+// for 16.
+LOWBIT_INLINE void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) {
+  __m512i rounded;
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
+  _mm512_storeu_si512(p, rounded);
+}
+// Likewise, a and b side by side: of each lane the bfloat16 of a, then of b.
+LOWBIT_INLINE i32x16 bf16_pairs(f32x16 a, f32x16 b) {
+  __m512i rounded;
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(a.v), "v"(b.v));
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(rounded)),
+                high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(rounded, 1));
+  return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
+}
 
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

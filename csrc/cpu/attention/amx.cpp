@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op attention_forward by the tile unit.
+#include LOWBIT_ISA_HEADER
+
+#include "cpu/attention/amx_backward.hpp"
+#include "cpu/attention/amx_forward.hpp"
+#include "cpu/attention/in_memory.hpp"
+#include "cpu/rows.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+std::string_view refuses(const AttentionForwardArgs& args) {
+  if (args.q.dtype != DType::bfloat16) return "inputs are not bfloat16";
+  return args.q_length() <= kTileRows ? "no more queries than a tile has rows: vectors are as fast" : "";
+}
+
+std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
+
+void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward_amx<1>); }
+void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<AmxBackwardTile>); }
+
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_bfloat16"), refuses, run_forward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
+    {LOWBIT_ROW("attention_backward_bfloat16"), refuses_backward, run_backward}};
+
+}  // namespace
+
+void attention_amx_rows(Backend& backend) { add(backend, kForward), add(backend, kBackward); }
+
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward by the tile unit. K and V are packed once per call, as tiles; a task is a tile of queries of one head, as
+// in forward.hpp, and takes 32 of its queries by 128 keys at a time. The unit leaves the vector units idle, so while it
+// multiplies the scores of one such block, the softmax is taken of the last one; then that one's values are added.
+#pragma once
+
+#include "cpu/attention/amx_tiles.hpp"
+#include "cpu/attention/forward.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kTileKeys = 256, kBlockQueries = 2 * kTileRows;
+constexpr int64_t kPackedBytes = 64 << 20;  // of the keys and values that are packed at a time, if a head is not more
+
+// K and V of some kv heads, tile by tile of the keys: [kv head][tile] keys, then values.
+template <int kParts>
+struct PackedKeys {
+  uint8_t* data = nullptr;
+  int64_t tiles, most_keys, e, ev;
+
+  LOWBIT_INLINE PackedKeys(const AttentionForwardArgs& args, const Tiling& kv)
+      : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.v.size(3)) {}
+  LOWBIT_INLINE int64_t key_bytes() const { return most_keys / 16 * steps_of(e) * kParts * kTileBytes; }
+  LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(most_keys) * kParts * kTileBytes; }
+  LOWBIT_INLINE int64_t head_bytes() const { return tiles * (key_bytes() + value_bytes()); }
+  LOWBIT_INLINE uint8_t* keys(int64_t head, int64_t j) const {
+    return data + head * head_bytes() + j * (key_bytes() + value_bytes());
+  }
+  LOWBIT_INLINE uint8_t* values(int64_t head, int64_t j) const { return keys(head, j) + key_bytes(); }
+};
+
+// 32 queries by a tile of keys, on the way from scores to probabilities.
+struct ScoreBlock {
+  TilePlace at{};
+  const uint8_t* values = nullptr;
+  Matrix<float> scores;
+  Span spans[kBlockQueries];  // of each row; empty where it sees nothing
+  Span columns{};             // what some row sees, in steps of the products
+  int64_t taken = 0;          // rows that are probabilities
+};
+
+template <int kParts>
+struct AmxForwardTile {
+  PartRows q, p;
+  ScoreBlock blocks[2];
+  Matrix<float> out;
+  RunningSoftmax<float> softmax;
+  Visible<float> visible;
+  float* factor;
+  Programs<float> programs;
+
+  LOWBIT_INLINE AmxForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena)
+      : programs(args, q_tile, kTileKeys, arena) {
+    const int64_t e = args.q.size(3), ev = args.v.size(3), rows = q_tile + kBlockQueries;  // tiles go past the end
+    q = part_rows<kParts>(rows, e, arena), p = part_rows<kParts>(kBlockQueries, kTileKeys, arena);
+    for (ScoreBlock& block : blocks) block.scores = arena.matrix<float>(kBlockQueries, kTileKeys);
+    out = arena.matrix<float>(rows, ev);
+    const bool scaled_first = args.scale <= 0 || args.score_mod || args.mask;
+    softmax = {.base = arena.array<float>(q_tile),
+               .largest = arena.array<float>(q_tile),
+               .sums = arena.array<float>(16 * q_tile),
+               .out = out,
+               .columns = round_up(ev, 16),
+               .keeps_largest = static_cast<bool>(args.max_scores),
+               .scale = scaled_first ? 1.0f : static_cast<float>(args.scale)};
+    visible = visible_memory<float>(args, kBlockQueries, kTileKeys, arena);
+    factor = arena.array<float>(larger(q_tile, kTileKeys));
+  }
+};
+
+// The probabilities of a row, of all columns that a product takes, in parts.
+template <int kParts>
+LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& block, int64_t r,
+                            const RunningSoftmax<float>& softmax, const AmxForwardTile<kParts>& tile) {
+  const Span span = block.spans[r], all = block.columns;
+  float* row = block.scores.row(r);
+  fill(row + all.begin, span.begin - all.begin, kMinusInfinity<float>);
+  fill(row + span.end, all.end - span.end, kMinusInfinity<float>);
+  uint8_t* to = tile.p.row(r) + all.begin / kStep * kParts * kStepBytes;
+  if (args.dropout_p > 0) {
+    softmax_row(softmax, r, row, all);
+    drop_probabilities(args, RowBlock(block.at, static_cast<int>(r), 1).at, block.scores.from(r), tile.factor);
+    for (int64_t c = all.begin; c < all.end; c += kStep, to += kParts * kStepBytes)
+      cut_rounded<kParts>(load(row + c), load(row + c + 16), to);
+    return;
+  }
+  const f32x16 origin = follow_largest(softmax, r, row, all), scale = set1(softmax.scale);
+  f32x16 total = load(softmax.sums + 16 * r);
+  for (int64_t c = all.begin; c < all.end; c += kStep, to += kParts * kStepBytes) {
+    const f32x16 first = e_to_the(fma(load(row + c), scale, origin)),
+                 second = e_to_the(fma(load(row + c + 16), scale, origin));
+    total = add(add(total, first), second);
+    cut_rounded<kParts>(first, second, to);
+  }
+  store(softmax.sums + 16 * r, total);
+}
+
+// The next `count` rows of a block.
+template <int kParts>
+[[gnu::noinline]] void take_rows(const AttentionForwardArgs& args, ScoreBlock& block, int64_t count,
+                                 const AmxForwardTile<kParts>& tile) {
+  const RunningSoftmax<float> softmax = tile.softmax.from(block.at.skipped);
+  for (const int64_t end = smaller(block.at.rows, block.taken + count); block.taken < end; block.taken++)
+    take_row<kParts>(args, block, block.taken, softmax, tile);
+}
+
+// What is left to do of a block.
+template <int kParts>
+void finish_block(const AttentionForwardArgs& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
+                  const AmxForwardTile<kParts>& tile) {
+  if (block.at.rows == 0) return;
+  take_rows<kParts>(args, block, block.at.rows, tile);
+  multiply<kParts>({.a = tile.p,
+                    .b = block.values,
+                    .b_steps = steps_of(packed.most_keys),
+                    .c = tile.out.from(block.at.skipped),
+                    .row_tiles = ceil_div(block.at.rows, kTileRows),
+                    .panels = {0, static_cast<int>(ceil_div(packed.ev, 16))},
+                    .steps = over(block.columns, kStep),
+                    .sum = Sum::onto});
+  block.at.rows = 0;
+}
+
+LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePlace& at, const Visible<float>& visible,
+                               const uint8_t* values) {
+  block.at = at, block.values = values, block.taken = 0, block.columns = steps_seen(visible, at.rows);
+  for (int64_t r = 0; r < at.rows; r++) block.spans[r] = {block.columns.begin, block.columns.begin};
+  visible.for_each_row(at.rows, [&](int64_t r, Span span) { block.spans[r] = span; });
+}
+
+// One tile of queries. head: among those that are packed.
+template <int kParts>
+void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, const PackedKeys<kParts>& packed,
+                      AmxForwardTile<kParts>& tile, int64_t b, int64_t h, int64_t head, int64_t i) {
+  using E = bfloat16_bits;
+  const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
+  cut_rows<kParts, E>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
+  start_softmax(tile.softmax, all.rows);
+  const int64_t steps = steps_of(packed.e);
+  ScoreBlock *next = &tile.blocks[0], *last = &tile.blocks[1];
+  last->at.rows = 0;
+  TilePlace at;
+  for (int64_t j = tilings.kv.count - 1; j >= 0; j--) {
+    if (!tilings.visit(args, b, h, i, j, at)) continue;
+    Upcoming modifying{modifying_rows(args, at, tile.programs, next->scores),
+                       ceil_div(kBlockQueries, larger(1, kTileKeys / 32 * steps))};
+    for (int first = 0; first < at.rows; first += kBlockQueries) {
+      const RowBlock block(at, first, kBlockQueries);
+      if (!find_visible(args, block, tile.programs, tile.visible)) continue;
+      start_block(*next, block.at, tile.visible, packed.values(head, j));
+      const int64_t share = ceil_div(last->at.rows, larger(1, (next->columns.end - next->columns.begin) / 32 * steps));
+      multiply<kParts>({.a = tile.q.from(block.at.skipped),
+                        .b = packed.keys(head, j),
+                        .b_steps = steps,
+                        .c = next->scores,
+                        .row_tiles = ceil_div(block.at.rows, kTileRows),
+                        .panels = over(next->columns, 16),
+                        .steps = {0, static_cast<int>(steps)},
+                        .sum = Sum::fresh},
+                       [&] {
+                         modifying.fetch();
+                         take_rows<kParts>(args, *last, share, tile);
+                       });
+      if (tile.softmax.scale == 1 && args.scale != 1)
+        scale_rows(next->scores, block.at.rows, next->columns, static_cast<float>(args.scale));
+      modify_visible(args, block, tile.programs, tile.visible, next->scores);
+      finish_block(args, packed, *last, tile);
+      ScoreBlock* const done = last;
+      last = next, next = done;
+    }
+  }
+  finish_block(args, packed, *last, tile);
+  finish_rows(args, all, tile.softmax, tile.factor);
+}
+
+template <int kParts>
+void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedKeys<kParts>& packed, int64_t first,
+               int64_t heads, int threads) {
+  using E = bfloat16_bits;
+  parallel_for(heads * kv.count, threads, [&](int64_t task) {
+    const int64_t head = task / kv.count, j = task % kv.count;
+    const int64_t b = (first + head) / args.kv_heads(), h = (first + head) % args.kv_heads();
+    TileArena arena;
+    part_rows<kParts>(kTileRows, packed.e, arena), arena.matrix<float>(kStep, packed.ev);
+    arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+    const PartRows rows = part_rows<kParts>(kTileRows, packed.e, arena);
+    const Matrix<float> buffer = arena.matrix<float>(kStep, packed.ev);
+    pack_transposed<kParts, E>(HeadView(args.k, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j));
+    pack_rows<kParts>(HeadView(args.v, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
+                      packed.values(head, j));
+  });
+}
+
+// Rows of a tile of queries: a multiple of a block, with tasks to share out.
+LOWBIT_INLINE int64_t choose_amx_q_tile(const AttentionForwardArgs& args, int threads) {
+  int64_t tile = 4 * kBlockQueries;
+  while (tile > kBlockQueries && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
+  return tile;
+}
+
+template <int kParts>
+void attention_forward_amx(const AttentionForwardArgs& args) {
+  const int threads = threads_for_attention(args);
+  const Tilings tilings(args, choose_amx_q_tile(args, threads), kTileKeys);
+  PackedKeys<kParts> packed(args, tilings.kv);
+  const int64_t kv_heads = args.batch() * args.kv_heads(), group = args.group();
+  const int64_t at_once = smaller(kv_heads, larger(1, kPackedBytes / larger(1, packed.head_bytes())));
+  packed.data = static_cast<uint8_t*>(scratch(Scratch::call, at_once * packed.head_bytes()));
+  for (int64_t first = 0; first < kv_heads; first += at_once) {
+    const int64_t heads = smaller(at_once, kv_heads - first);
+    pack_keys(args, tilings.kv, packed, first, heads, threads);
+    parallel_for(heads * group * tilings.q.count, threads, [&](int64_t task) {
+      TileArena arena;
+      AmxForwardTile<kParts>(args, tilings.q.tile, arena);
+      arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
+      AmxForwardTile<kParts> tile(args, tilings.q.tile, arena);
+      const TileUnit unit(kStepBytes);
+      const int64_t head = task / tilings.q.count, at = first * group + head,
+                    i = tilings.q.count - 1 - task % tilings.q.count;  // under causality the last are the longest
+      amx_forward_task(args, tilings, packed, tile, at / args.heads(), at % args.heads(), head / group, i);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// What attention gives the tile unit: rows of activations, and matrices packed as the tiles that they are multiplied
+// by. Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
+#pragma once
+
+#include "cpu/attention/visible.hpp"
+#include "cpu/tiles.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int64_t kTileRows = TileUnit::kRows, kTileBytes = 1024;
+constexpr int64_t kStep = 32, kStepBytes = 64;  // what one product sums over: bfloat16 of a row of a tile
+
+LOWBIT_INLINE int64_t steps_of(int64_t columns) { return ceil_div(columns, kStep); }
+
+// [row][columns / 32][part] of 32 bfloat16: tiles of activations, from any row on. Rows are 64 * odd bytes apart, so
+// that those of a tile fall into different sets of L1.
+struct PartRows {
+  uint8_t* data = nullptr;
+  int64_t stride = 0;  // bytes
+  LOWBIT_INLINE uint8_t* row(int64_t r) const { return data + r * stride; }
+  LOWBIT_INLINE PartRows from(int64_t r) const { return {row(r), stride}; }
+};
+
+template <int kParts>
+LOWBIT_INLINE PartRows part_rows(int64_t rows, int64_t columns, Arena& arena) {
+  const int64_t stride = (steps_of(columns) * kParts | 1) * kStepBytes;
+  return {arena.array<uint8_t>(rows * stride), stride};
+}
+
+// One row of elements in parts; zeros up to the end of the last step.
+template <int kParts, class E>
+void cut_row(const E* from, int64_t columns, uint8_t* to) {
+  static_assert(kParts == 1 && sizeof(E) == 2, "bfloat16 is its own part");
+  std::memcpy(to, from, columns * sizeof(E));
+  std::memset(to + columns * sizeof(E), 0, steps_of(columns) * kStepBytes - columns * sizeof(E));
+}
+
+// A step of probabilities; the last part of each is rounded.
+template <int kParts>
+LOWBIT_INLINE void cut_rounded(f32x16 first, f32x16 second, uint8_t* to) {
+  unroll<kParts - 1>([&](auto part) {
+    const f32x16 a = upper_part(first), b = upper_part(second);
+    store_32_bf16(reinterpret_cast<uint16_t*>(to + part * kStepBytes), a, b);
+    first = sub(first, a), second = sub(second, b);
+  });
+  store_32_bf16(reinterpret_cast<uint16_t*>(to + (kParts - 1) * kStepBytes), first, second);
+}
+
+template <int kParts, class E>
+void cut_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows to) {
+  const E* from = reinterpret_cast<const E*>(head.data) + first * head.stride;
+  for (int64_t r = 0; r < rows; r++) cut_row<kParts>(from + r * head.stride, columns, to.row(r));
+}
+
+// Rows of a head as columns of tiles, to be summed over `columns`: [rows / 16][columns / 32][part], with 16 rows as the
+// columns of a tile. Zeros where there is no row, up to a multiple of 32. buffer: 16 rows.
+template <int kParts, class E>
+void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows buffer, uint8_t* to) {
+  const int64_t width = steps_of(columns) * kParts;
+  for (int64_t r = 0; r < round_up(rows, kStep); r += kTileRows, to += width * kTileBytes) {
+    const int64_t count = larger(0, smaller(kTileRows, rows - r));
+    cut_rows<kParts, E>(head, first + r, count, columns, buffer);
+    for (int64_t i = count; i < kTileRows; i++) std::memset(buffer.row(i), 0, width * kStepBytes);
+    for (int64_t i = 0; i < width; i++)
+      transpose_16x16(reinterpret_cast<const float*>(buffer.data + i * kStepBytes), buffer.stride / 4,
+                      reinterpret_cast<float*>(to + i * kTileBytes), 16);
+  }
+}
+
+// Rows of a head, to be summed over: [columns / 16][rows / 32][part], zeros where there is no row. buffer: 32 rows.
+template <int kParts>
+void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, int64_t most_rows,
+               Matrix<float> buffer, uint8_t* to) {
+  for (int64_t r = 0; r < rows; r += kStep) {
+    const int64_t count = smaller(kStep, rows - r);
+    widen_rows(head, first + r, count, columns, 1.0f, buffer);
+    clear_rows(buffer.from(count), kStep - count);
+    for (int64_t c = 0; c < columns; c += 16)
+      for (int64_t i = 0; i < kStep; i += 2) {
+        i32x16 pairs[kParts];
+        cut(load(buffer.row(i) + c), load(buffer.row(i + 1) + c), pairs);
+        uint8_t* tiles = to + (c / 16 * steps_of(most_rows) + r / kStep) * kParts * kTileBytes + i / 2 * kStepBytes;
+        unroll<kParts>(
+            [&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), pairs[part]); });
+      }
+  }
+}
+
+// Sums of kRowTiles x kPanels tiles += those of one step; activations(r) and weights(p): the tiles of part 0.
+template <int kParts, int kRowTiles, int kPanels, class Activations, class Weights>
+LOWBIT_INLINE void multiply_step(Activations&& activations, Weights&& weights) {
+  unroll<kParts>([&](auto j) __attribute__((always_inline)) {
+    unroll<kParts - j>([&](auto i) __attribute__((always_inline)) {
+      multiply_tiles<float, 0, kRowTiles, kPanels>(
+          [&](int r) {
+            const TileRows at = activations(r);
+            return TileRows{static_cast<const char*>(at.rows) + i * kStepBytes, at.stride};
+          },
+          [&](int p) { return weights(p) + j * kTileBytes; });
+    });
+  });
+}
+
+// A product of tiles: c = a b or c += a b, of `row_tiles` tiles of rows of a, over the steps of a span; b: packed, of
+// `b_steps` steps, of which the panels (16 columns) of a span are wanted. `meanwhile` is called after every step.
+struct TileProduct {
+  PartRows a;
+  const uint8_t* b;
+  int64_t b_steps;
+  Matrix<float> c;
+  int64_t row_tiles;
+  Span panels, steps;
+  Sum sum;
+};
+
+template <int kParts, class F>
+LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
+  TileUnit::before_loads();
+  const int64_t panel_bytes = product.b_steps * kParts * kTileBytes, stride = product.c.stride * 4;
+  for (int64_t p = product.panels.begin; p < product.panels.end; p += 2)
+    for (int64_t r = 0; r < product.row_tiles; r += 2) {
+      const auto block = [&](auto kRowTiles, auto kPanels) __attribute__((always_inline)) {
+        const PartRows a = product.a.from(r * kTileRows);
+        const uint8_t* b = product.b + p * panel_bytes;
+        const auto place = [&](int t) {
+          return product.c.row((r + t / kPanels) * kTileRows) + (p + t % kPanels) * kTileRows;
+        };
+        if (product.sum == Sum::fresh)
+          unroll<kRowTiles * kPanels>([](auto t) { TileUnit::zero<t>(); });
+        else
+          unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::load<t>(place(t), stride); });
+        for (int64_t s = product.steps.begin; s < product.steps.end; s++) {
+          multiply_step<kParts, kRowTiles, kPanels>(
+              [&](int i) { return TileRows{a.row(i * kTileRows) + s * kParts * kStepBytes, a.stride}; },
+              [&](int i) { return b + i * panel_bytes + s * kParts * kTileBytes; });
+          meanwhile();
+        }
+        unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::store<t>(place(t), stride); });
+      };
+      with_count<2>(static_cast<int>(smaller(2, product.row_tiles - r)), [&](auto kRowTiles) {
+        with_count<2>(static_cast<int>(smaller(2, product.panels.end - p)),
+                      [&](auto kPanels) { block(kRowTiles, kPanels); });
+      });
+    }
+}
+
+template <int kParts>
+[[gnu::noinline]] void multiply(const TileProduct& product) {
+  multiply<kParts>(product, [] {});
+}
+
+// What some row sees, in whole steps of the products.
+LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
+  if (!visible.spans) return {0, static_cast<int>(round_up(visible.all.end, kStep))};
+  Span seen{visible.all.end, 0};
+  for (int64_t t = 0; t < RowTiles(rows, kFloatRows).count; t++) {
+    if (visible.spans[t].begin >= visible.spans[t].end) continue;
+    seen.begin = static_cast<int>(smaller(seen.begin, visible.spans[t].begin));
+    seen.end = static_cast<int>(larger(seen.end, visible.spans[t].end));
+  }
+  return {static_cast<int>(seen.begin / kStep * kStep), static_cast<int>(round_up(seen.end, kStep))};
+}
+LOWBIT_INLINE Span over(Span columns, int64_t size) {
+  return {static_cast<int>(columns.begin / size), static_cast<int>(columns.end / size)};
+}
+
+// What was multiplied before its scale: rows, and the columns of a span.
+LOWBIT_INLINE void scale_rows(Matrix<float> scores, int64_t rows, Span columns, float scale) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = columns.begin; c < columns.end; c += 16)
+      store(scores.row(r) + c, mul(load(scores.row(r) + c), set1(scale)));
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

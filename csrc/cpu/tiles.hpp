@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of tiles, whatever op they are for, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2
+// of 8 bits each, float32 exactly in 3, float16 in 2.
+#pragma once
+
+#include "cpu/loops.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct TileRows {
+  const void* rows;
+  int64_t stride;  // bytes
+};
+
+// Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
+// the order in which a product can start while the next tile loads.
+template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights>
+LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
+  unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
+    constexpr int kA = TileUnit::kActivations + (kFirst + r) % 2;
+    TileUnit::load<kA>(activations(r).rows, activations(r).stride);
+    unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
+      constexpr int kW = TileUnit::kWeights + (kFirst + p) % 2;
+      if (r == 0) TileUnit::load<kW>(weights(p), 64);
+      TileUnit::add_products<Sum, kFirst + r * kPanels + p, kA, kW>();
+    });
+  });
+}
+
+constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
+
+// The part of 8 bits of each of 16 floats; what it leaves is exact. Cut off, not rounded: one operation where rounding
+// has nine, and no sum of parts is larger than their whole.
+LOWBIT_INLINE f32x16 upper_part(f32x16 x) { return float_of(bit_and(bits_of(x), set1(kUpperHalf))); }
+
+// The parts of what stands at an even k and at the next, in pairs as a tile has them: pairs[part].
+template <int kParts>
+LOWBIT_INLINE void cut(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
+  unroll<kParts>([&](auto part) {
+    const f32x16 low = upper_part(even), high = upper_part(odd);
+    pairs[part] = bit_or(shift_right<16>(bits_of(low)), bits_of(high));
+    even = sub(even, low), odd = sub(odd, high);
+  });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
