@@ -63,8 +63,9 @@ LOWBIT_INLINE void cut_panel(const WeightSpec& spec, const PanelView& view, int6
                              uint8_t* out) {
   using U = Unit<kFormat>;
   constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
-  const uint8_t* codes = view.codes + begin / kTileK * spec.tile_bytes();
+  alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
+    const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
     f32x16 offset[2];  // of either half: value = what is read + offset
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
@@ -216,8 +217,10 @@ struct PartProduct {
 
   static void multiply_alone(const LinearArgs& one) {
     const StreamRows ordered = order_rows<kFormat>(one);
-    parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec),
-                 [&](int64_t panel) { stream_panel<kFormat, 1>(one, ordered, 0, panel); });
+    parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
+      const PanelView view = readable_panel<kFormat>(one.weight_spec, one.weight, panel);
+      stream_panel<kFormat, 1>(one, view, ordered, 0, panel);
+    });
   }
 
   LinearArgs one_row(int64_t row) const {
