@@ -23,7 +23,7 @@ format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse_gated_mlps QuantLinear "
-    "QuantizationReport linear",
+    "QuantEmbedding QuantizationReport linear",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "

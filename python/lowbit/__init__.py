@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
+        QuantEmbedding,
         QuantizationReport,
         QuantLinear,
         calibrate,
@@ -95,6 +96,7 @@ _HOME = {
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
+    "QuantEmbedding": "lowbit.quant",
     "QuantizationReport": "lowbit.quant",
     "QuantizedKVCache": "lowbit.attention.kv_cache",
     "GPTQ": "lowbit.formats",
@@ -173,6 +175,7 @@ __all__ = [
     "PerRow",
     "PerToken",
     "Plan",
+    "QuantEmbedding",
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",

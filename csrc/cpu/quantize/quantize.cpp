@@ -379,10 +379,12 @@ void run_dequantize(const DequantizeArgs& args) {
                  [&]<Format kFormat>(int64_t panel) { dequantize_panel<read_as(kFormat)>(args, panel); });
 }
 
+std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+
 constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {
     {LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
 constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {
-    {LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
+    {LOWBIT_ROW("dequantize_panels"), takes_all, run_dequantize}};
 
 }  // namespace
 

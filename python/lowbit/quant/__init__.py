@@ -10,6 +10,7 @@ from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
 from lowbit.quant.layout import repack
 from lowbit.quant.load import load
+from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
@@ -18,6 +19,7 @@ __all__ = [
     "Calibration",
     "FloatWeight",
     "InputMoments",
+    "QuantEmbedding",
     "QuantLinear",
     "QuantizationReport",
     "ReportRow",
