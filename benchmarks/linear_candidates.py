@@ -84,6 +84,8 @@ def _ours(config: lowbit.formats.base.FormatConfig) -> Callable[[Tensor], tuple[
 OURS = {
     "int8 weight-only": lowbit.int8_weight_only(),
     "int4 weight-only g128": lowbit.int4_weight_only(group_size=128),
+    "int3 weight-only g64": lowbit.intx_weight_only(torch.int3, 64),
+    "int6 weight-only": lowbit.intx_weight_only(torch.int6),
     "nf4 weight-only g64": lowbit.nf4_weight_only(group_size=64),
     "fp8 weight-only": lowbit.float8_weight_only(),
     "W4A8 g32": lowbit.int8_dynamic_activation_int4_weight(group_size=32),

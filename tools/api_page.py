@@ -23,14 +23,16 @@ format](choose_a_format.md).
 """
 SECTIONS = {
     "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse_gated_mlps QuantLinear "
-    "QuantizationReport linear",
+    "QuantEmbedding QuantizationReport linear",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
-    "int4_weight_only nf4_weight_only fp4_weight_only int8_weight_only float8_weight_only "
+    "int4_weight_only nf4_weight_only fp4_weight_only int8_weight_only intx_weight_only "
+    "int8_dynamic_activation_intx_weight float8_weight_only "
     "float8_dynamic_activation_float8_weight float_weight "
     "Int8DynamicActivationInt4WeightConfig Int8DynamicActivationInt8WeightConfig Int4WeightOnlyConfig "
-    "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8WeightOnlyConfig Float8WeightOnlyConfig "
+    "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig "
+    "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
@@ -46,7 +48,7 @@ SECTIONS = {
     "Weights of bitsandbytes": "lowbit.integrations.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "
     "layer_of_blocks",
     "Weights of torchao": "lowbit.integrations.torchao: from_torchao",
-    "MXFP4": "lowbit.integrations.microscaling: from_mxfp4",
+    "MXFP4 and NVFP4": "lowbit.integrations.microscaling: from_mxfp4 from_nvfp4",
     "What runs here": "lowbit: info kernels explain force_kernel",
     "Devices": "lowbit.devices: list check has_kernels",
 }

@@ -52,6 +52,7 @@ py::dict facts_of_formats() {
     py::dict fact;
     fact["bits"] = bits(format), fact["kind"] = kCodecKindNames[static_cast<int>(kind_of(format))];
     fact["zero"] = symmetric_zero(format), fact["code_max"] = code_max(format);
+    fact["smallest_group"] = smallest_group(format);
     py::list x_formats;
     for (std::size_t x = 0; x < std::size(kXFormatNames); x++)
       if (goes_with(static_cast<XFormat>(x), format)) x_formats.append(kXFormatNames[x]);

@@ -3,8 +3,7 @@
 // cpu/simd/.
 #pragma once
 
-#include "cpu/loops.hpp"
-#include "formats/format.hpp"
+#include "cpu/planes.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -16,13 +15,25 @@ struct PanelView {
   const uint8_t* codes;
   const uint8_t* end;
   int64_t bytes;
+  float zero_shift;  // what is added to `zero`: unpacked codes are around 128
 };
 
 LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
   const uint8_t* base = weight + panel * spec.panel_bytes();
   return {spec.group_size ? reinterpret_cast<const uint16_t*>(base + spec.group_scale_at()) : nullptr,
           spec.asymmetric ? reinterpret_cast<const uint16_t*>(base + spec.zero_at()) : nullptr, base + spec.codes_at(),
-          base + spec.panel_bytes(), spec.panel_bytes()};
+          base + spec.panel_bytes(), spec.panel_bytes(),
+          is_unpacked(spec.format) ? 128.0f - static_cast<float>(symmetric_zero(spec.format)) : 0.0f};
+}
+
+// The codes of `tiles` tiles from one on: where they lie, or unpacked to `room` (kByteTile for each).
+template <Format kFormat>
+LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelView& panel, int64_t first_tile,
+                                            int64_t tiles, uint8_t* room) {
+  const uint8_t* codes = panel.codes + first_tile * spec.tile_bytes();
+  if (kFormat != Format::int8 || !is_unpacked(spec.format)) return codes;
+  unpack_tiles(spec.format, codes, tiles, room);
+  return room;
 }
 
 // What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. kFour: the next stretch of codes,
@@ -79,7 +90,11 @@ LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g, int64_t step) 
   if (panel.zero) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.zero + g * 16) + step);
 }
 
-constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take, and the smallest group
+constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take
+
+// So many k have one scale in every weight of a format.
+template <Format kFormat>
+constexpr int64_t kStepK = is_float(kFormat) ? kHalfK : smallest_group(kFormat);
 
 // How codecs read 16 columns (formats/codec.hpp).
 struct Lanes {
@@ -111,13 +126,16 @@ LOWBIT_INLINE constexpr float unshift_of(int at) {
 template <Format kFormat>
 constexpr float kValueZero = codec_of<kFormat>::value_zero;
 
-// Scale of group g without the column's part, and its zero point.
+// Scale of group g without the column's part, and its zero point, of codes as they are read.
 LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) {
   return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f);
 }
 template <Format kFormat>
 LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
-  return panel.zero ? load_f16(panel.zero + g * 16) : set1(static_cast<float>(symmetric_zero(kFormat)));
+  if (!panel.zero) return set1(static_cast<float>(symmetric_zero(kFormat)));
+  const f32x16 zero = load_f16(panel.zero + g * 16);
+  if constexpr (kFormat == Format::int8) return add(zero, set1(panel.zero_shift));
+  else return zero;
 }
 
 // `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is
@@ -128,19 +146,20 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
                  float* out, int64_t ahead = 0) {
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
-  f32x16 scale[2] = {set1(1.0f), set1(1.0f)},
-         offset[2] = {set1(0.0f), set1(0.0f)};  // value = raw * scale + offset, per half of a tile
+  constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStepK<kFormat>;
+  f32x16 scale[kParts], offset[kParts];  // value = raw * scale + offset, per part of a tile that has one scale
+  alignas(64) uint8_t room[kByteTile];
   const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale ||
                       view.zero;  // int8 per channel: the values are final
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
-      for (int half = 0; half < 2; half++) {
-        const int64_t g =
-            smaller(spec.group_size ? (tile * 2 + half) * kHalfK / spec.group_size : 0, spec.groups() - 1);
-        scale[half] = scale_of(view, g);
-        offset[half] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[half]);
+      for (int64_t part = 0; part < kParts; part++) {
+        const int64_t k = tile * kTileK + part * kStepK<kFormat>,
+                      g = smaller(spec.group_size ? k / spec.group_size : 0, spec.groups() - 1);
+        scale[part] = scale_of(view, g);
+        offset[part] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[part]);
       }
-    const uint8_t* codes = view.codes + tile * U::kPerTile * U::kBytes;
+    const uint8_t* codes = readable_tiles<kFormat>(spec, view, tile, 1, room);
     for (int64_t unit = 0; unit < U::kPerTile; unit++) {
       __builtin_prefetch(codes + unit * U::kBytes + ahead);
       unroll<U::kValues>([&](auto at) {
@@ -148,7 +167,8 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         f32x16 w = U::template value<at>(codes + unit * U::kBytes);
         if constexpr (!is_float(kFormat)) {
           constexpr float kUnshift = unshift_of<kFormat>(at);
-          if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[k >= kHalfK], set1(kUnshift)), offset[k >= kHalfK]);
+          const int64_t part = k / kStepK<kFormat>;
+          if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), offset[part]);
         }
         store(out + k * 16, w);
       });

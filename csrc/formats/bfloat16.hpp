@@ -11,9 +11,7 @@ struct BFloat16 : FloatCodec<16> {
   using Code = uint16_t;
   LOWBIT_INLINE static Code encode(float w) { return bfloat16_from_float(w); }
   LOWBIT_INLINE static float decode(Code code) { return float_from_bfloat16(code); }
-  static constexpr CodePosition position(int64_t column, int64_t k) {
-    return {k / 2 * 64 + column * 4 + k % 2 * 2, false};
-  }
+  static constexpr int64_t position(int64_t column, int64_t k) { return k / 2 * 64 + column * 4 + k % 2 * 2; }
 
   static constexpr int unit_values = 2, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 2 + at; }

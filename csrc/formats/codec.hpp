@@ -7,11 +7,13 @@
 //   zero, code_max     the zero point of a symmetric weight (0 of a lookup format), and the largest code
 //   code_of_zero       the code of weight 0 in a symmetric weight: padding
 //   significant_bits   what a value before its scale takes, exactly
-//   range              symmetric weights: scale = largest |w| / range
+//   range              of a lookup format: scale = largest |w| / range
 //   level(code)        what a code stands for before zero point and scale, and level_of(codes) of a vector;
-//                      nearest(v): the codes of the nearest levels
-//   position           where the code of (column, k) lies in a tile of 16 columns x 64 k
+//                      nearest(v): of a lookup format, the codes of the nearest levels
+//   smallest_group     of scales along k
 //   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
+//   position           float formats: the byte where that of (column, k) lies in a tile of 16 columns x 64 k; the codes
+//                      of the others lie in planes (piece_of_code)
 // and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights of each
 // column;
 //   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
@@ -30,15 +32,27 @@ inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 enum class CodecKind : int { floating, integer, lookup };
 inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup"};
 
-// Position of a weight inside a panel's codes: byte offset, and for codes of half a byte whether it is the high nibble.
+// Where some bits of a code lie: from bit `shift` of a byte on, and in the next byte where they do not fit.
 struct CodePosition {
   int64_t byte;
-  bool high;
+  int shift;
 };
+
+// Codes of 1 to 8 bits in a tile of 16 columns x 64 k, 128 bytes for each bit. A code is cut into pieces of 8, 4, 2 and
+// 1 bits, those whose sum its bits are (7 = 4 + 2 + 1), and each piece has a plane of its own: 2 * count rows of 64
+// bytes, 16 columns x 4 k. A byte holds the pieces of k, k + 8 count, k + 16 count ..., from its lowest bits on: int4 is
+// 8 rows, of k 0..31 in the low nibbles and k 32..63 in the high ones. Smaller pieces come first, in the tile as in the
+// code.
+LOWBIT_INLINE constexpr int bits_before_piece(int bits, int count) { return bits & (count - 1); }
+LOWBIT_INLINE constexpr CodePosition piece_of_code(int bits, int count, int64_t column, int64_t k) {
+  const int64_t step = k / 4, rows = 2 * count;
+  return {bits_before_piece(bits, count) * 128 + step % rows * 64 + column * 4 + k % 4,
+          count * static_cast<int>(step / rows)};
+}
 
 template <int kBits>
 struct FloatCodec {
-  static constexpr int bits = kBits, zero = 0, code_of_zero = 0, code_max = 0;
+  static constexpr int bits = kBits, zero = 0, code_of_zero = 0, code_max = 0, smallest_group = 0;
   static constexpr CodecKind kind = CodecKind::floating;
   static constexpr float value_zero = 0;
   template <class Lanes>
@@ -50,29 +64,20 @@ struct IntegerCodec {
   static constexpr int bits = kBits, significant_bits = kBits;
   static constexpr int zero = 1 << (kBits - 1), code_of_zero = zero, code_max = (1 << kBits) - 1;
   static constexpr CodecKind kind = CodecKind::integer;
-  static constexpr float range = code_max / 2.0f;
+  static constexpr int smallest_group = 32;
   LOWBIT_INLINE static int level(int code) { return code; }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
-  template <class Float>
-  LOWBIT_INLINE static auto nearest(Float v) {
-    return to_int(max(like(v, 0.0f), min(like(v, static_cast<float>(code_max)), v)));
-  }
 };
 
-// Codes of half a byte, in rows of 64 bytes: 16 columns x 4 k; the low nibbles are k 0..31 of the tile, the high ones
-// k 32..63. Value `at` of a unit is nibble `at` of each column's four bytes, counted from the lowest.
+// Units of codes of half a byte. Value `at` of a unit is nibble `at` of each column's four bytes, counted from the
+// lowest.
 struct NibbleTile {
-  static constexpr CodePosition position(int64_t column, int64_t k) {
-    return {k % 32 / 4 * 64 + column * 4 + k % 4, k >= 32};
-  }
   static constexpr int unit_values = 8, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at / 2 + at % 2 * 32; }
 };
 
-// Codes of a byte, in rows of 64: 16 columns x 4 k.
 struct ByteTile {
-  static constexpr CodePosition position(int64_t column, int64_t k) { return {k / 4 * 64 + column * 4 + k % 4, false}; }
   static constexpr int unit_values = 4, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at; }
 };
@@ -99,7 +104,7 @@ struct Levels {
 template <class Codec, int kCodeOfZero>
 struct LookupCodec : NibbleTile {
   static constexpr int bits = 4, significant_bits = 24;  // levels are any float32
-  static constexpr int zero = 0, code_of_zero = kCodeOfZero, code_max = 15;
+  static constexpr int zero = 0, code_of_zero = kCodeOfZero, code_max = 15, smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
   static constexpr float value_zero = 0;
   LOWBIT_INLINE static float level(int code) { return Codec::levels().of_code[code]; }

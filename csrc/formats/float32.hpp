@@ -11,7 +11,7 @@ struct Float32 : FloatCodec<32> {
   using Code = uint32_t;
   static Code encode(float w) { return bits_of_float(w); }
   static float decode(Code code) { return float_from_bits(code); }
-  static constexpr CodePosition position(int64_t column, int64_t k) { return {k * 64 + column * 4, false}; }
+  static constexpr int64_t position(int64_t column, int64_t k) { return k * 64 + column * 4; }
 
   static constexpr int unit_values = 1, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int) { return unit; }

@@ -7,7 +7,7 @@
 //   column_scale f32[16] | column_sum f32[16] | group_scale f16[groups][16] | zero f16[groups][16] | codes
 // (float formats: codes only; no group_scale per channel; no zero when symmetric). w[n,k] = column_scale * group_scale
 // * (code - zero). column_sum is the sum over k of the dequantized column: what an asymmetric activation offset is
-// multiplied by. Codes are tiles of 16 columns x 64 k; where each one lies in its tile is said by its codec. A row of a
+// multiplied by. Codes are tiles of 16 columns x 64 k; where each one lies in its tile is said in codec.hpp. A row of a
 // tile is one zmm, two ymm, or a row of an AMX tile.
 #pragma once
 
@@ -47,12 +47,14 @@ struct WeightSpec {
   [[gnu::__always_inline__]] constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };
 
-// Position of weight (column, k) inside a panel's codes.
+// Where the tile of k begins in a panel's codes, in bytes, and the weight (column, k) of a float format.
 template <Format kFormat>
-LOWBIT_INLINE constexpr CodePosition code_position(int64_t column, int64_t k) {
-  using Codec = codec_of<kFormat>;
-  const CodePosition in_tile = Codec::position(column, k % kTileK);
-  return {k / kTileK * (kPanelColumns * kTileK * Codec::bits / 8) + in_tile.byte, in_tile.high};
+LOWBIT_INLINE constexpr int64_t tile_at(int64_t k) {
+  return k / kTileK * (kPanelColumns * kTileK * codec_of<kFormat>::bits / 8);
+}
+template <Format kFormat>
+LOWBIT_INLINE constexpr int64_t float_at(int64_t column, int64_t k) {
+  return tile_at<kFormat>(k) + codec_of<kFormat>::position(column, k % kTileK);
 }
 
 }  // namespace lowbit

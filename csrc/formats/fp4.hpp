@@ -23,7 +23,7 @@ struct Fp4 : LookupCodec<Fp4, 0> {
 };
 
 struct Fp4E2M1 : LookupCodec<Fp4E2M1, 0> {
-  static constexpr int significant_bits = 2;
+  static constexpr int significant_bits = 2, smallest_group = 16;  // of NVFP4
   static constexpr float range = 6;
   LOWBIT_INLINE static const Levels& levels() { return kFp4E2M1Levels; }
 };

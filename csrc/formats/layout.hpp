@@ -2,8 +2,9 @@
 // The list of layouts: where codes, scales and zero points of a weight [n, k] lie in one uint8 matrix, whose first
 // dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
 //
-// A layout says where the sections are (`sections`), and where in the codes of a row of the matrix the code of
-// (column, k) is (`code<format>`).
+// A layout says where the sections are (`sections`), and where in the codes of a row of the matrix (column, k) is: the
+// byte of a float (`float_at<format>`), or each piece of a code (`pieces<format>`: calls body(position, first, count)
+// for bits first .. first + count of it).
 #pragma once
 
 #include <type_traits>
@@ -39,12 +40,22 @@ struct PanelLayout {
             .group_scale = spec.group_scale_at(), .zero = spec.zero_at(), .codes = spec.codes_at()};
   }
   template <Format kFormat>
-  LOWBIT_INLINE static CodePosition code(int64_t column, int64_t k) { return code_position<kFormat>(column, k); }
+  LOWBIT_INLINE static int64_t float_at(int64_t column, int64_t k) { return lowbit::float_at<kFormat>(column, k); }
+  template <Format kFormat, class Body>
+  LOWBIT_INLINE static void pieces(int64_t column, int64_t k, Body&& body) {
+    constexpr int kBits = codec_of<kFormat>::bits;
+    for (int count = 1; count <= kBits; count *= 2) {
+      if (!(kBits & count)) continue;
+      const CodePosition at = piece_of_code(kBits, count, column, k % kTileK);
+      body(CodePosition{tile_at<kFormat>(k) + at.byte, at.shift}, bits_before_piece(kBits, count), count);
+    }
+  }
 };
 
 // "row-major": a row of the matrix is a row of the weight by itself, for exchange and for devices that want it so:
 //   column_scale f32 | group_scale f16 [groups] | zero f16 [groups] | codes [k]
-// each padded to 16 bytes; of two codes in a byte the first is the low nibble. No sums, no padding of n and k.
+// each padded to 16 bytes; codes follow one another bit by bit, from the lowest bit of a byte on: of two codes in a
+// byte the first is the low nibble. No sums, no padding of n and k.
 struct RowMajorLayout {
   static Sections sections(const WeightSpec& spec) {
     const bool coded = !is_float(spec.format);
@@ -56,9 +67,11 @@ struct RowMajorLayout {
             .column_scale = 0, .column_sum = Sections::none, .group_scale = group_scale, .zero = zero, .codes = codes};
   }
   template <Format kFormat>
-  LOWBIT_INLINE static CodePosition code(int64_t, int64_t k) {
+  LOWBIT_INLINE static int64_t float_at(int64_t, int64_t k) { return k * codec_of<kFormat>::bits / 8; }
+  template <Format kFormat, class Body>
+  LOWBIT_INLINE static void pieces(int64_t, int64_t k, Body&& body) {
     constexpr int kBits = codec_of<kFormat>::bits;
-    return {k * kBits / 8, kBits == 4 && k % 2 == 1};
+    body(CodePosition{k * kBits / 8, static_cast<int>(k * kBits % 8)}, 0, kBits);
   }
 };
 

@@ -11,6 +11,7 @@
 #include "formats/fp8_e4m3.hpp"
 #include "formats/int4.hpp"
 #include "formats/int8.hpp"
+#include "formats/intx.hpp"
 #include "formats/nf4.hpp"
 
 namespace lowbit {
@@ -24,7 +25,14 @@ namespace lowbit {
   X(nf4, Nf4)             \
   X(fp4, Fp4)             \
   X(fp4_e2m1, Fp4E2M1)    \
-  X(fp8_e4m3, Fp8E4M3)
+  X(fp8_e4m3, Fp8E4M3)    \
+  X(int2, IntX<2>)        \
+  X(int3, IntX<3>)        \
+  X(int5, IntX<5>)        \
+  X(int6, IntX<6>)        \
+  X(int7, IntX<7>)
+
+#define LOWBIT_INTEGER_FORMATS(X) X(int4) X(int8) X(int2) X(int3) X(int5) X(int6) X(int7)
 
 #define LOWBIT_FORMAT(name, Codec) name,
 enum class Format : int { LOWBIT_FORMATS(LOWBIT_FORMAT) };
@@ -67,10 +75,17 @@ LOWBIT_FACT(CodecKind, kind_of, kind)
 LOWBIT_FACT(int, symmetric_zero, zero)  // the zero point of a symmetric weight
 LOWBIT_FACT(int, code_of_zero, code_of_zero)
 LOWBIT_FACT(int, code_max, code_max)
+LOWBIT_FACT(int, smallest_group, smallest_group)
 #undef LOWBIT_FACT
 
 [[gnu::__always_inline__]] inline constexpr bool is_float(Format format) {
   return kind_of(format) == CodecKind::floating;
+}
+
+// The format as which kernels read the codes of this one, which they unpack where it is another.
+[[gnu::__always_inline__]] inline constexpr Format read_as(Format format) {
+  const bool bytes_or_nibbles = bits(format) == 8 || bits(format) == 4;
+  return kind_of(format) == CodecKind::integer && !bytes_or_nibbles ? Format::int8 : format;
 }
 
 }  // namespace lowbit

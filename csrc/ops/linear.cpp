@@ -13,8 +13,11 @@ WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format
   check(format >= 0 && format < static_cast<int64_t>(std::size(kFormatNames)), value, op, ": format must be 0..",
         std::size(kFormatNames) - 1, ", got format=", format);
   check(n >= 1 && k >= 1, value, op, ": n and k must be at least 1, got n=", n, " k=", k);
-  check(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256, value, op,
-        ": group_size must be 32, 64, 128, 256 or 0 (per channel), got group_size=", group_size);
+  const bool sixteen = smallest_group(static_cast<Format>(format)) == 16;
+  check(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256 ||
+            (sixteen && group_size == 16),
+        value, op, ": group_size must be ", sixteen ? "16, " : "",
+        "32, 64, 128, 256 or 0 (per channel), got group_size=", group_size);
   const WeightSpec spec{static_cast<Format>(format), n, k, group_size, asymmetric};
   check(!is_float(spec.format) || (group_size == 0 && !asymmetric), value, op, ": a ", kFormatNames[format],
         " weight has no groups and no zero point, got group_size=", group_size, " asymmetric=", asymmetric);

@@ -85,6 +85,35 @@ void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorVi
   run(DequantizeArgs{.place = place, .spec = spec, .packed = packed, .out = out});
 }
 
+DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
+                              int64_t layout_, DType dtype) {
+  const Place place = place_of("embedding", {{"weight", weight}, {"indices", indices}});
+  const Layout of = layout("embedding", layout_);
+  const Sections shape = sections(of, spec);
+  check(weight.dtype == DType::uint8, type, "embedding: weight must be packed uint8, got ", name_of(weight.dtype));
+  check(weight.rank == 2 && weight.size(0) == shape.rows && weight.size(1) == shape.row_bytes, value,
+        "embedding: weight must have the packed shape [", shape.rows, ", ", shape.row_bytes, "] of ",
+        kFormatNames[static_cast<int>(spec.format)], " in ", kLayoutNames[static_cast<int>(of)], ", got ",
+        shape_text(weight));
+  check(weight.is_contiguous(), value, "embedding: weight must be contiguous");
+  check(indices.dtype == DType::int32 || indices.dtype == DType::int64, type,
+        "embedding: indices must be int32 or int64, got ", name_of(indices.dtype));
+  check(indices.rank < TensorView::kMaxRank, value, "embedding: indices must have fewer than ", TensorView::kMaxRank,
+        " dimensions, got ", shape_text(indices));
+  check(is_activation(dtype), type, "embedding: the result must be float32, bfloat16 or float16, got ", name_of(dtype));
+  return {.place = place, .spec = spec, .packed = weight, .out = {}, .indices = indices, .layout = of,
+          .sections = shape};
+}
+
+void embedding(DequantizeArgs args) {
+  if (args.indices.numel() == 0) return;
+  int64_t outside = -1;
+  args.outside = &outside;
+  run(args);
+  check(outside < 0, index, "embedding: indices must be 0..", args.spec.n - 1, ", got another one at place ", outside,
+        " of ", shape_text(args.indices));
+}
+
 bool all_finite(const TensorView& tensor) {
   check(is_activation(tensor.dtype), type, "all_finite: tensor must be float32, bfloat16 or float16, got ",
         name_of(tensor.dtype));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantize, dequantize: between float weights [n, k] and the packed panels of formats/format.hpp; repack: between
-// layouts.
+// layouts; embedding: dequantize of some rows, from any layout.
 #pragma once
 
 #include <string_view>
@@ -50,11 +50,17 @@ struct RepackArgs {
   Sections from{}, to{};  // of the layouts, set by repack()
 };
 
+// All of a weight as float32 [n, k], or the rows of it that `indices` name: out[i, :] = w[indices[i], :], from any
+// layout, rounded to the dtype of out.
 struct DequantizeArgs {
   Place place{};
   WeightSpec spec;
   TensorView packed;  // as above
-  TensorView out;     // float32 [n, k], contiguous: written
+  TensorView out;     // float32 [n, k], or [*indices, k] float32, bfloat16 or float16; contiguous: written
+  TensorView indices{};  // int32 or int64, contiguous; or none
+  Layout layout = kKernelLayout;
+  Sections sections{};         // of the layout, set by embedding()
+  int64_t* outside = nullptr;  // written: the place of an index that is not one of 0..n-1
 };
 
 // Whether a float32, bfloat16 or float16 tensor, contiguous, holds no inf and no nan.
@@ -71,6 +77,10 @@ LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
 LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
+// The arguments of a look-up but `out`, checked; and the look-up: an index that is not one of 0..n-1 is an error.
+LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
+                                         int64_t layout, DType dtype);
+LOWBIT_API void embedding(DequantizeArgs args);
 LOWBIT_API bool all_finite(const TensorView& tensor);
 
 }  // namespace lowbit

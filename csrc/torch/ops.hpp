@@ -18,6 +18,7 @@ struct RegisteredOp {
 #define LOWBIT_TORCH_OPS(X) \
   X(linear) \
   X(dequantize) \
+  X(embedding) \
   X(attention_forward) \
   X(attention_backward) \
   X(decode) \

@@ -106,7 +106,12 @@ def format_cases() -> Iterator[tuple[str, int, str, str]]:
     group_sizes = (0, 32, 64, 128, 256)
     for kind, mappings in (("integer", tuple(_C.MAPPINGS)), ("lookup", ("symmetric",))):
         for name in formats_of_kind(kind):
-            yield from itertools.product((name,), group_sizes, mappings, _C.FORMAT_FACTS[name]["x_formats"])
+            facts = _C.FORMAT_FACTS[name]
+            sizes = group_sizes + (16,) * (facts["smallest_group"] == 16)
+            if facts["bits"] not in (4, 8):  # unpacked, and then int8 to every row
+                yield from itertools.product((name,), (0, 32, 128), ("symmetric", "asymmetric"), facts["x_formats"])
+            else:
+                yield from itertools.product((name,), sizes, mappings, facts["x_formats"])
 
 
 def formats_of_kind(kind: str) -> list[str]:

@@ -103,6 +103,11 @@ def test_torchaos_own_objects_are_read():
         ),
         (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32, scale="absmax")),
         (ao.IntxWeightOnlyConfig(torch.int8), LinearSpec("int8")),
+        (ao.IntxWeightOnlyConfig(torch.int3, ao.PerGroup(64)), LinearSpec("int3", 64, scale="absmax")),
+        (
+            ao.Int8DynamicActivationIntxWeightConfig(torch.int6, act_mapping_type=ao.MappingType.SYMMETRIC),
+            LinearSpec("int6", 32, x_format="int8_group", scale="absmax"),
+        ),
         (
             ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(64), ao.MappingType.ASYMMETRIC),
             LinearSpec("int4", 64, True, mapping="asymmetric", scale="absmax"),
@@ -142,9 +147,9 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
         ),
         (ao.FqnToConfig({"0": ao.Int8WeightOnlyConfig()}), TypeError, "FqnToConfig; use quantize_ once per format"),
         (
-            ao.IntxWeightOnlyConfig(torch.int2),
+            ao.IntxWeightOnlyConfig(torch.int1),
             ValueError,
-            "weight_dtype of IntxWeightOnlyConfig must be torch.int4 or torch.int8, got torch.int2",
+            "IntxWeightOnlyConfig: weight_dtype must be torch.int2 to torch.int8, got weight_dtype=torch.int1",
         ),
         (ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), ValueError, "int4_packing_format must be 'plain'"),
         (

@@ -17,6 +17,8 @@ SCHEMAS = (
     "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
     "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor",
     "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor",
+    "embedding(Tensor weight, Tensor indices, Tensor like, int n, int k, int format, int group_size, bool asymmetric, "
+    "int layout) -> Tensor",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
     "-> (Tensor, Tensor, Tensor)",
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "

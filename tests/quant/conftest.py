@@ -16,6 +16,7 @@ CONFIGS = [cls() for cls in FORMATS] + [
     lowbit.float_weight(torch.bfloat16),
     lowbit.int8_weight_only(64, mapping_type=lowbit.MappingType.ASYMMETRIC),
     lowbit.int4_weight_only(None, mapping_type=lowbit.MappingType.SYMMETRIC_NO_CLIPPING_ERR),
+    lowbit.intx_weight_only(torch.int3, 32),
     lowbit.int8_dynamic_activation_int4_weight(
         64, mapping_type=lowbit.MappingType.ASYMMETRIC, act_mapping_type=lowbit.MappingType.ASYMMETRIC
     ),

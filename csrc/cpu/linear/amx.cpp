@@ -14,17 +14,18 @@ std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (stays_float(args.x_format) != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
   if (args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
+  if (args.weight_spec.group_size && args.weight_spec.group_size < kHalfK) return "groups of less than 32";
   const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;
   return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
 
+#define LOWBIT_INTEGER(name) \
+  {LOWBIT_ROW("linear_" #name "_int8"), refuses<Format::name, false>, linear_amx_dot<read_as(Format::name)>},
 #define LOWBIT_FORMAT(name, Codec) \
   {LOWBIT_ROW("linear_" #name), refuses<Format::name, true>, linear_amx_fma},
-constexpr Kernel<LinearArgs> kRows[] = {
-    {LOWBIT_ROW("linear_int4_int8"), refuses<Format::int4, false>, linear_amx_dot<Format::int4>},
-    {LOWBIT_ROW("linear_int8_int8"), refuses<Format::int8, false>, linear_amx_dot<Format::int8>},
-    LOWBIT_FORMATS(LOWBIT_FORMAT)};
+constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_INTEGER_FORMATS(LOWBIT_INTEGER) LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
+#undef LOWBIT_INTEGER
 
 }  // namespace
 

@@ -27,9 +27,9 @@ struct Int8Product {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = args.weight_spec;
     PanelView view = view_panel(spec, args.weight, panel);
+    if (kFormat == Format::int8) return readable_tiles<kFormat>(spec, view, k / kTileK, ceil_div(length, kTileK), room);
     view.codes += k / kTileK * spec.tile_bytes();
-    if (kFormat == Format::int8) return view.codes;
-    expand_panel<kFormat>(view, length / kHalfK, reinterpret_cast<typename DotOf<kFormat>::Codes*>(room));
+    expand_panel<kFormat>(spec, view, length / kHalfK, reinterpret_cast<typename DotOf<kFormat>::Codes*>(room));
     return room;
   }
 

@@ -44,8 +44,9 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   using U = Unit<kFormat>;
   constexpr int kParts = parts_of(kFormat);
   constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
-  const uint8_t* codes = view.codes + begin / kTileK * spec.tile_bytes();
+  alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
+    const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
     f32x16 offset[2];  // of either half: value = what is read + offset
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
@@ -118,14 +119,16 @@ struct PartProduct {
   using Sum = float;
   static constexpr int64_t step = kPartK, tile_bytes = 64;
   const LinearArgs& args;
-  int x_parts, parts, code_max;
+  int x_parts;
+  Format format;
+  int parts, code_max;
   int64_t block_k, weight_bytes;  // of two panels 16 to 24 KiB, of an L1 of 48
   int64_t first, sum_k, k;
   PartRows rows;
 
   PartProduct(const LinearArgs& args, int64_t first, int64_t count)
-      : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
-        code_max(lowbit::code_max(args.weight_spec.format)), block_k(parts == 1 ? 256 : 128),
+      : args(args), x_parts(parts_of(args)), format(read_as(args.weight_spec.format)), parts(parts_of(format)),
+        code_max(lowbit::code_max(format)), block_k(parts == 1 ? 256 : 128),
         weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
         k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
     Arena counted;
@@ -151,8 +154,8 @@ struct PartProduct {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
-    if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
-    with_format(spec.format, [&]<Format kFormat>() { cut_panel<kFormat>(spec, view, k, length, room); });
+    if (format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
+    with_format(format, [&]<Format kFormat>() { cut_panel<kFormat>(spec, view, k, length, room); });
     return room;
   }
 
@@ -171,7 +174,7 @@ struct PartProduct {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
     const f32x16 w_scale = scale_of(view, g);
-    const f32x16 zero = view.zero ? load_f16(view.zero + g * 16) : set1(0.0f);
+    const f32x16 zero = view.zero ? add(load_f16(view.zero + g * 16), set1(view.zero_shift)) : set1(0.0f);
     const f32x16 w_zero = sub(whole_zero(zero, code_max), zero);
     const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
     unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
@@ -194,10 +197,12 @@ struct PartProduct {
   }
 
   static void multiply_alone(const LinearArgs& one) {
-    with_format(one.weight_spec.format, [&]<Format kFormat>() {
+    with_format(read_as(one.weight_spec.format), [&]<Format kFormat>() {
       const StreamRows ordered = order_rows<kFormat>(one);
-      parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec),
-                   [&](int64_t panel) { stream_panel<kFormat, 1>(one, ordered, 0, panel); });
+      parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
+        const PanelView view = readable_panel<kFormat>(one.weight_spec, one.weight, panel);
+        stream_panel<kFormat, 1>(one, view, ordered, 0, panel);
+      });
     });
   }
 

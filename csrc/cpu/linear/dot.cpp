@@ -14,10 +14,10 @@ std::string_view refuses(const LinearArgs& args) {
   return stays_float(args.x_format) ? "activations stay float" : "";
 }
 
-constexpr Kernel<LinearArgs> kRows[] = {
-    {LOWBIT_ROW("linear_int4_int8"), refuses<Format::int4>, linear_dot<Format::int4>},
-    {LOWBIT_ROW("linear_int8_int8"), refuses<Format::int8>, linear_dot<Format::int8>},
-};
+#define LOWBIT_FORMAT(name) \
+  {LOWBIT_ROW("linear_" #name "_int8"), refuses<Format::name>, linear_dot<read_as(Format::name)>},
+constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_INTEGER_FORMATS(LOWBIT_FORMAT)};
+#undef LOWBIT_FORMAT
 
 }  // namespace
 

@@ -32,13 +32,18 @@ LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
 }
 
 // All codes of a panel as the dot wants them. Worth it from kExpandRows rows on: unpacking is an eighth (int4) to a
-// fifth (int8) of a tile of 4 rows.
+// fifth (int8) of a tile of 4 rows; codes in planes have no other way.
 template <Format kFormat>
-LOWBIT_INLINE void expand_panel(const PanelView& panel, int64_t halves, typename DotOf<kFormat>::Codes* out) {
-  for (int64_t half = 0; half < halves; half++)
+LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, int64_t halves,
+                                typename DotOf<kFormat>::Codes* out) {
+  alignas(64) uint8_t room[kByteTile];
+  const uint8_t* tile = nullptr;
+  for (int64_t half = 0; half < halves; half++) {
+    if (half % 2 == 0) tile = readable_tiles<kFormat>(spec, panel, half / 2, 1, room);
+    const uint8_t* codes = half_at<kFormat>(tile, half % 2);
     for (int64_t step = 0; step < kStepsPerHalf; step++)
-      *out++ = half % 2 ? dot_codes<kFormat, true>(half_at<kFormat>(panel.codes, half) + step * 64)
-                        : dot_codes<kFormat, false>(half_at<kFormat>(panel.codes, half) + step * 64);
+      *out++ = half % 2 ? dot_codes<kFormat, true>(codes + step * 64) : dot_codes<kFormat, false>(codes + step * 64);
+  }
 }
 
 // result plus one sum of a row: the float steps, in this order everywhere. w_zero: of asymmetric weights, else null.
@@ -177,13 +182,13 @@ void linear_dot(const LinearArgs& args) {
       const int64_t row_begin = task / chunks * block_rows, row_end = smaller(count, row_begin + block_rows);
       const int64_t panel_end = smaller(panels, (task % chunks + 1) * chunk);
       const RowTiles tiles(row_end - row_begin, kDotRows);
-      const bool expand = row_end - row_begin >= kExpandRows;
+      const bool expand = row_end - row_begin >= kExpandRows || is_unpacked(spec.format);
       Codes* expanded =
           expand ? static_cast<Codes*>(scratch(Scratch::task, kDotPanels * panel_steps * sizeof(Codes))) : nullptr;
       for (int64_t panel = task % chunks * chunk; panel < panel_end; panel += pair) {
         const int count_p = static_cast<int>(smaller(pair, panel_end - panel));
         for (int p = 0; expand && p < count_p; p++)
-          expand_panel<kFormat>(view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
+          expand_panel<kFormat>(spec, view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
                                 expanded + p * panel_steps);
         for (int64_t tile = 0; tile < tiles.count; tile++)
           with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {

@@ -15,7 +15,7 @@ std::string_view refuses(const LinearArgs& args) {
 }
 
 #define LOWBIT_FORMAT(name, Codec) \
-  {LOWBIT_ROW("linear_" #name), refuses<Format::name>, linear_float<Format::name>},
+  {LOWBIT_ROW("linear_" #name), refuses<Format::name>, linear_float<read_as(Format::name)>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 

@@ -63,15 +63,17 @@ struct StreamSums {
   }
 };
 
-// Adds one half (32 k) of a tile. Values of int4 alternate between the halves, those of the other formats follow one
-// another.
+// Adds the `step`-th kStepK of a panel. Values of int4 alternate between the halves of a tile, those of the other
+// formats follow one another.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, int64_t half,
+LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, int64_t step,
                                Ahead<bits(kFormat) == 4 && kStreamFour>& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = bits(kFormat) == 4;
-  constexpr int kUnits = kInt4 ? U::kPerTile : U::kPerTile / 2, kValues = kInt4 ? U::kValues / 2 : U::kValues;
-  const uint8_t* codes = panel.codes + (kInt4 ? half / 2 : half) * kUnits * U::kBytes;
+  constexpr int kValues = kInt4 ? U::kValues / 2 : U::kValues, kUnits = kStepK<kFormat> / kValues;
+  const int64_t k = step * kStepK<kFormat>, half = k / kHalfK;
+  const uint8_t* codes =
+      panel.codes + ((kInt4 ? half / 2 : half) * kHalfK + k % kHalfK) / kValues * U::kBytes;
   constexpr int kStep =
       kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
   auto run = [&](auto high) {
@@ -80,7 +82,7 @@ LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, in
       unroll<kStep * kValues>([&](auto i) {
         constexpr int kValue = i % kValues, kUnit = i / kValues;
         const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue>(codes + (unit + kUnit) * U::kBytes);
-        const int64_t at = half * kHalfK + unit * kValues + i;
+        const int64_t at = k + unit * kValues + i;
         f32x16* chain = sums.chain[i % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) chain[r] = fma(w, set1(x[r][at]), chain[r]);
@@ -93,9 +95,8 @@ LOWBIT_INLINE void stream_half(const PanelView& panel, const float* const* x, in
 }
 
 template <Format kFormat, int kRows>
-void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, int64_t panel) {
+void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
-  const PanelView view = view_panel(spec, args.weight, panel);
   Ahead<bits(kFormat) == 4 && kStreamFour> next(spec, view, view.bytes);
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
@@ -104,12 +105,12 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
   }
   f32x16 result[kRows];
   for (int r = 0; r < kRows; r++) result[r] = set1(0.0f);
-  const int64_t halves = ceil_div(spec.k, kHalfK),
-                halves_per_group = spec.group_size ? spec.group_size / kHalfK : halves;
-  for (int64_t g = 0, half = 0; half < halves; g++) {
+  const int64_t steps = ceil_div(spec.k, kStepK<kFormat>),
+                steps_per_group = spec.group_size ? spec.group_size / kStepK<kFormat> : steps;
+  for (int64_t g = 0, step = 0; step < steps; g++) {
     StreamSums<kRows> sums;
-    for (const int64_t end = smaller(halves, half + halves_per_group); half < end; half++)
-      stream_half<kFormat, kRows>(view, x, half, next, sums);
+    for (const int64_t end = smaller(steps, step + steps_per_group); step < end; step++)
+      stream_step<kFormat, kRows>(view, x, step, next, sums);
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
@@ -123,6 +124,16 @@ void stream_panel(const LinearArgs& args, const StreamRows& rows, int64_t row, i
   for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], nullptr);
 }
 
+// A panel as it is read: codes in planes are unpacked first, to scratch memory, for all rows at once.
+template <Format kFormat>
+LOWBIT_INLINE PanelView readable_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
+  PanelView view = view_panel(spec, weight, panel);
+  if (kFormat != Format::int8 || !is_unpacked(spec.format)) return view;
+  uint8_t* room = static_cast<uint8_t*>(scratch(Scratch::task, spec.tiles() * kByteTile));
+  view.codes = readable_tiles<kFormat>(spec, view, 0, spec.tiles(), room), view.end = room + spec.tiles() * kByteTile;
+  return view;
+}
+
 template <Format kFormat>
 void linear_stream(const LinearArgs& args) {
   const int64_t panels = args.weight_spec.panels();
@@ -131,11 +142,13 @@ void linear_stream(const LinearArgs& args) {
   const StreamRows rows = order_rows<kFormat>(args);
   const RowTiles tiles(args.m, kStreamRows);
   parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
-    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
+    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++) {
+      const PanelView view = readable_panel<kFormat>(args.weight_spec, args.weight, panel);
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) {
-          stream_panel<kFormat, kRows>(args, rows, tiles.begin(tile), panel);
+          stream_panel<kFormat, kRows>(args, view, rows, tiles.begin(tile), panel);
         });
+    }
   });
 }
 

@@ -83,40 +83,51 @@ LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, 
   reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(sum.total);
 }
 
-// Inlined: gcc leaves vzeroupper out around calls of functions without vectors too (cpu/vector_io.hpp).
+// Tiles of codes, plane by plane (piece_of_code), in order. Inlined: gcc leaves vzeroupper out around calls of
+// functions without vectors too (cpu/vector_io.hpp).
 LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
-  const WeightSpec& spec = plain.spec;
-  const int64_t padded = spec.padded_k();
-  auto four = [&](int64_t column, int64_t k) {
-    uint32_t codes;
-    std::memcpy(&codes, plain.codes + column * padded + k, 4);
-    return codes;
-  };
-  for (int64_t k = 0; k < padded; k += bits(spec.format) == 4 && k % 64 == 28 ? 36 : 4)
-    for (int64_t column = 0; column < 16; column++, out += 4) {
-      uint32_t codes = four(column, k);
-      if (bits(spec.format) == 4) codes |= four(column, k + 32) << 4;
-      std::memcpy(out, &codes, 4);
+  const int64_t padded = plain.spec.padded_k(), bits = lowbit::bits(plain.spec.format);
+  for (int64_t tile = 0; tile < padded; tile += kTileK)
+    for (int64_t count = 1; count <= bits; count *= 2) {
+      if (!(bits & count)) continue;
+      const uint32_t mask = 0x01010101u * ((1u << count) - 1);
+      for (int64_t row = 0; row < 2 * count; row++)
+        for (int64_t column = 0; column < 16; column++, out += 4) {
+          uint32_t pieces = 0;
+          for (int64_t shift = 0, k = tile + 4 * row; shift < 8; shift += count, k += 8 * count) {
+            uint32_t codes;
+            std::memcpy(&codes, plain.codes + column * padded + k, 4);
+            pieces |= (codes >> (bits & (count - 1)) & mask) << shift;
+          }
+          std::memcpy(out, &pieces, 4);
+        }
     }
+}
+
+template <class Codec>
+LOWBIT_INLINE i32x16 nearest_code(f32x16 v, float code_max) {
+  if constexpr (Codec::kind == CodecKind::lookup) return Codec::nearest(v);
+  else return to_int(max(set1(0.0f), min(set1(code_max), v)));
 }
 
 // Scale and zero point of x[0..count), before rounding to what is stored.
 template <class Codec>
-LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping) {
+LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float code_max) {
   f32x16 low16 = set1(0.0f), high16 = set1(0.0f);  // a range contains 0, and padding is 0
   for (int64_t i = 0; i < count; i += 16) low16 = min(low16, load(x + i)), high16 = max(high16, load(x + i));
   const float low = -largest(sub(set1(0.0f), low16)), high = largest(high16), absmax = -low > high ? -low : high;
-  if constexpr (Codec::kind == CodecKind::integer) {
-    constexpr float kLevels = Codec::code_max, kHalf = (kLevels + 1) / 2;
+  if constexpr (Codec::kind == CodecKind::lookup) return absmax / Codec::range;
+  else {
+    const float half = (code_max + 1) / 2;
     switch (mapping) {
       case Mapping::symmetric: break;
       case Mapping::symmetric_no_clipping_err:
-        return -low / kHalf > high / (kHalf - 1) ? -low / kHalf : high / (kHalf - 1);
+        return -low / half > high / (half - 1) ? -low / half : high / (half - 1);
       case Mapping::asymmetric:  // a range may be wider than float32 goes
-        return high - low <= __FLT_MAX__ ? (high - low) / kLevels : high / kLevels - low / kLevels;
+        return high - low <= __FLT_MAX__ ? (high - low) / code_max : high / code_max - low / code_max;
     }
+    return absmax / (code_max / 2);
   }
-  return absmax / Codec::range;
 }
 
 LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float levels) {
@@ -134,15 +145,17 @@ LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plai
   using Codec = codec_of<kFormat>;
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
+  const float levels = static_cast<float>(code_max(spec.format));
   float *scale = plain.scale + column * groups, *zero = plain.zero + column * groups;
   auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
   for (int64_t g = 0; g < groups; g++) {
-    scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping);
+    scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping, levels);
     if (!(scale[g] >= 0x1p-126f)) scale[g] = 0.0f;
   }
   store_scales(plain, column, panel);
   for (int64_t g = 0; g < groups; g++)
-    zero[g] = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], Codec::code_max) : Codec::zero;
+    zero[g] = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels)
+                              : static_cast<float>(symmetric_zero(spec.format));
 }
 
 // Rounds it. Errors count as much as the importance [padded_k] of their k says, all the same where there is none.
@@ -152,6 +165,7 @@ LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel
   using Codec = codec_of<kFormat>;
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
+  const float most = static_cast<float>(code_max(spec.format));
   f32x16 signal = set1(0.0f), noise = set1(0.0f);
   for (int64_t g = 0; g < groups; g++) {
     const float scale = plain.scale[column * groups + g];
@@ -159,7 +173,7 @@ LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel
     const int64_t end = smaller(padded, (g + 1) * group_k);
     for (int64_t i = g * group_k; i < end; i += 16) {
       const f32x16 w = load(x + i), h = importance ? load(importance + i) : set1(1.0f);
-      const i32x16 code = Codec::nearest(add(div(w, divisor), z));
+      const i32x16 code = nearest_code<Codec>(add(div(w, divisor), z), most);
       const f32x16 error = sub(w, mul(sub(Codec::level_of(code), z), set1(scale)));
       store_u8(plain.codes + column * padded + i, code);
       signal = fma(mul(h, w), w, signal);
@@ -213,7 +227,8 @@ double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const flo
                  part = max(load(factor), set1(0x1p-126f));
     for (int64_t i = 0; i < count; i += 16) transpose_16x16(rows + begin + i, padded, y + i * 16, 16);
     for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
-    const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count};
+    const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count,
+                      .code_max = static_cast<float>(code_max(spec.format))};
     const Choice choice = search<codec_of<kFormat>, kWeighted>(
         group, spec.asymmetric, half_scales, div(absmax, part), load(zero), load(limit));
     store(error, choice.absmax_error);
@@ -239,7 +254,7 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
       for (int64_t i = 0; i < count; i++) {
         const auto code = codec_of<kFormat>::encode(w[i]);
         const float back = codec_of<kFormat>::decode(code);
-        std::memcpy(panel + code_position<kFormat>(column, k + i).byte, &code, sizeof(code));
+        std::memcpy(panel + float_at<kFormat>(column, k + i), &code, sizeof(code));
         sums.signal += static_cast<double>(w[i]) * w[i];
         sums.noise += static_cast<double>(w[i] - back) * (w[i] - back);
       }
@@ -332,11 +347,18 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   });
 }
 
+// Of integer formats the largest code alone differs, which is a number here: one of them serves all.
+LOWBIT_INLINE constexpr Format quantized_as(Format format) {
+  return kind_of(format) == CodecKind::integer ? Format::int8 : format;
+}
+
 // Distortions are summed in the order of the panels: the same for any number of threads.
 void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
   Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
-  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { sums[panel] = quantize_panel<kFormat>(args, panel); });
+  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) {
+    sums[panel] = quantize_panel<quantized_as(kFormat)>(args, panel);
+  });
   *args.distortion = {};
   for (int64_t panel = 0; panel < panels; panel++)
     args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise,
@@ -344,13 +366,16 @@ void run_quantize(const QuantizeArgs& args) {
 }
 
 void run_dequantize(const DequantizeArgs& args) {
-  for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) { dequantize_panel<kFormat>(args, panel); });
+  for_each_panel(args.spec,
+                 [&]<Format kFormat>(int64_t panel) { dequantize_panel<read_as(kFormat)>(args, panel); });
 }
+
+std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
 
 constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {
     {LOWBIT_ROW("quantize_panels"), never_refuses<QuantizeArgs>, run_quantize}};
 constexpr Kernel<DequantizeArgs> kDequantizeRows[] = {
-    {LOWBIT_ROW("dequantize_panels"), never_refuses<DequantizeArgs>, run_dequantize}};
+    {LOWBIT_ROW("dequantize_panels"), takes_all, run_dequantize}};
 
 }  // namespace
 

@@ -4,33 +4,14 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
+#include "cpu/layout_codes.hpp"
 #include "cpu/rows.hpp"
-#include "formats/layout.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTaskColumns = 16;  // a multiple of the columns of every layout
-
-// Code (n, k). The sections are copies, here and below: a byte that is written may not be one of them.
-template <Format kFormat, class From>
-LOWBIT_INLINE uint32_t read_code(Sections from, const uint8_t* in, int64_t n, int64_t k) {
-  const CodePosition at = From::template code<kFormat>(n % from.columns, k);
-  const uint8_t* byte = in + from.row(n) + from.codes + at.byte;
-  if constexpr (bits(kFormat) == 4) return at.high ? *byte >> 4 : *byte & 15;
-  uint32_t code = 0;
-  std::memcpy(&code, byte, bits(kFormat) / 8);
-  return code;
-}
-
-template <Format kFormat, class To>
-LOWBIT_INLINE void write_code(Sections to, uint8_t* out, int64_t n, int64_t k, uint32_t code) {  // over zeros
-  const CodePosition at = To::template code<kFormat>(n % to.columns, k);
-  uint8_t* byte = out + to.row(n) + to.codes + at.byte;
-  if constexpr (bits(kFormat) == 4) *byte |= static_cast<uint8_t>(at.high ? code << 4 : code);
-  else std::memcpy(byte, &code, bits(kFormat) / 8);
-}
 
 // An entry of a scale or zero section; 0 where n is padding.
 template <class T>

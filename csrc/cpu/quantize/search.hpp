@@ -53,6 +53,7 @@ struct Group {
   const float* y;           // [count][16]
   const float* importance;  // [count], or null where every weight counts the same
   int64_t count;
+  float code_max;
 };
 
 struct Sums {
@@ -102,9 +103,8 @@ template <class Codec, bool kWeighted, bool kWithin, int kCount>
   }
 }
 
-template <class Codec>
-LOWBIT_INLINE LevelRange around(f32x16 zero) {
-  return {sub(set1(0.0f), zero), sub(set1(static_cast<float>(Codec::code_max)), zero)};
+LOWBIT_INLINE LevelRange around(f32x16 zero, float code_max) {
+  return {sub(set1(0.0f), zero), sub(set1(code_max), zero)};
 }
 
 // All candidates of a group whose weights reach `down` below zero and `high` above it, in absmax scales.
@@ -113,7 +113,7 @@ LOWBIT_INLINE void consider_all(const Group& group, const float (&steps)[kSteps]
                                 f32x16 down, f32x16 high, Best& best) {
   static_assert(kSteps % 2 == 0);
   const f32x16 tiny = set1(0x1p-100f), width = max(tiny, asymmetric ? add(down, high) : max(down, high)),
-               zero = set1(0.0f), most = set1(static_cast<float>(Codec::code_max));
+               zero = set1(0.0f), most = set1(group.code_max);
   const LevelRange own = best.range;
   for (std::size_t at = 0; at < kSteps; at += 2) {
     f32x16 inverse[2];
@@ -124,9 +124,9 @@ LOWBIT_INLINE void consider_all(const Group& group, const float (&steps)[kSteps]
       inverse[j] = div(set1(count), width);
       if (!asymmetric) continue;
       const f32x16 at_zero = sub(nearest_integer(down, inverse[j]), set1(static_cast<float>(beyond)));
-      range[j] = around<Codec>(max(zero, min(most, at_zero)));
+      range[j] = around(max(zero, min(most, at_zero)), group.code_max);
     }
-    if (Codec::bits >= 4 && at < kFirstWithin) consider<Codec, kWeighted, true>(group, inverse, range, best);
+    if (group.code_max >= 15 && at < kFirstWithin) consider<Codec, kWeighted, true>(group, inverse, range, best);
     else consider<Codec, kWeighted, false>(group, inverse, range, best);
   }
 }
@@ -156,15 +156,15 @@ LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, bool half_scale
 
   // Below zero there is one level more than above: the larger side gets it, by a negative scale if need be.
   const i32x16 flip = kIntegers && !asymmetric ? less(down, high) : set1(0);
-  const LevelRange straight = around<Codec>(zero);
+  const LevelRange straight = around(zero, group.code_max);
   Best best{.range = {select(flip, sub(none, straight.high), straight.low),
                       select(flip, sub(none, straight.low), straight.high)}};
   auto all = [&](const auto& steps, float levels) {
     consider_all<Codec, kWeighted>(group, steps, levels, asymmetric, down, high, best);
   };
   if constexpr (!kIntegers) all(kLookupSteps, Codec::range);
-  else if (asymmetric) all(kAsymmetricSteps, static_cast<float>(Codec::code_max));
-  else all(kSymmetricSteps, static_cast<float>(Codec::zero));
+  else if (asymmetric) all(kAsymmetricSteps, group.code_max);
+  else all(kSymmetricSteps, (group.code_max + 1) / 2);
 
   Sums sums = weigh<Codec, kWeighted>(group, set1(1.0f), straight);
   Choice choice{.scale = stored, .zero = zero, .absmax_error = sums.error};

@@ -24,6 +24,12 @@ from lowbit.formats.int8 import (
     int8_dynamic_activation_int8_weight,
     int8_weight_only,
 )
+from lowbit.formats.intx import (
+    Int8DynamicActivationIntxWeightConfig,
+    IntxWeightOnlyConfig,
+    int8_dynamic_activation_intx_weight,
+    intx_weight_only,
+)
 from lowbit.formats.lookup import FP4WeightOnlyConfig, NF4WeightOnlyConfig, fp4_weight_only, nf4_weight_only
 from lowbit.formats.spec import LinearSpec
 
@@ -37,6 +43,8 @@ FORMATS: tuple[type[FormatConfig], ...] = (
     FP4WeightOnlyConfig,
     Float8WeightOnlyConfig,
     Float8DynamicActivationFloat8WeightConfig,
+    IntxWeightOnlyConfig,
+    Int8DynamicActivationIntxWeightConfig,
 )
 
 __all__ = [
@@ -51,7 +59,9 @@ __all__ = [
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
     "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
     "LinearSpec",
     "MappingType",
     "NF4WeightOnlyConfig",
@@ -66,6 +76,8 @@ __all__ = [
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
+    "int8_dynamic_activation_intx_weight",
     "int8_weight_only",
+    "intx_weight_only",
     "nf4_weight_only",
 ]

@@ -20,12 +20,14 @@ from lowbit.formats import FORMATS
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.base import GROUP_SIZES, FormatConfig, MappingType, PerAxis, PerGroup, PerRow, PerToken
 from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.formats.intx import INT_DTYPES
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.torchao import from_torchao
 
 _OBJECTS = {cls.__name__: cls for cls in (PerAxis, PerGroup, PerRow, PerToken, GPTQ, HQQ)}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(FLOAT_FORMATS),
+    "weight_dtype": tuple(INT_DTYPES),
     "group_size": (None, *GROUP_SIZES),
     "mapping_type": tuple(MappingType),
     "act_mapping_type": tuple(MappingType),

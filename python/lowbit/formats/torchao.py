@@ -7,9 +7,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-
-from lowbit.formats.base import FormatConfig, granularity_of, mapping_of, require
+from lowbit.formats.base import FormatConfig, PerAxis, PerGroup, granularity_of, mapping_of, require
 from lowbit.formats.float8 import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
 from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
 from lowbit.formats.int8 import (
@@ -17,6 +15,7 @@ from lowbit.formats.int8 import (
     Int8WeightOnlyConfig,
     int8_dynamic_activation_int8_weight,
 )
+from lowbit.formats.intx import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, int_format_of
 
 _SAME_NAME = (
     Int4WeightOnlyConfig,
@@ -28,8 +27,7 @@ _SAME_NAME = (
 )
 
 _FLOAT8 = "float8_weight_only() or float8_dynamic_activation_float8_weight()"
-_INTX = "int4_weight_only() or int8_weight_only()"
-_DYNAMIC_INTX = "int8_dynamic_activation_int4_weight() or int8_dynamic_activation_int8_weight()"
+_INTX = "intx_weight_only(torch.int3, group_size)"
 _BY_NAME = "quantize_ once per format, each with a filter_fn(module, name)"
 _PRIMITIVE = "QuantLinear.pack() and .unpack(), which take and give plain codes, scales and zero points"
 _TENSOR = "QuantLinear, a module: the packed weight is a plain uint8 tensor"
@@ -53,12 +51,10 @@ INSTEAD = {
     "Int4WeightOnlyQuantizer": "quantize_(model, int4_weight_only())",
     "Int8DynActInt4WeightLinear": "QuantLinear",
     "Int8DynActInt4WeightQuantizer": "quantize_(model, int8_dynamic_activation_int4_weight())",
-    "Int8DynamicActivationIntxWeightConfig": f"{_DYNAMIC_INTX}; quantize_ takes torchao's own object too",
     "Int8StaticActivationInt8WeightConfig": "int8_dynamic_activation_int8_weight(): its activation scales need no data",
     "Int8Tensor": _TENSOR,
     "IntxOpaqueTensor": _TENSOR,
     "IntxUnpackedToInt8Tensor": _TENSOR,
-    "IntxWeightOnlyConfig": f"{_INTX}; quantize_ takes torchao's own object too",
     "Linear4bit": "quantize_(model, nf4_weight_only()), which makes QuantLinear",
     "Linear8bitLt": "quantize_(model, int8_weight_only()), which makes QuantLinear",
     "NF4Tensor": "nf4_weight_only()",
@@ -66,7 +62,11 @@ INSTEAD = {
     "PerBlock": "PerGroup(n): one scale per n neighbours along k",
     "PerTensor": "PerRow(): one scale for a whole tensor is less precise and no faster",
     "QATConfig": "quantize_ after training: fake quantization is not here",
-    "TorchAODType": _INTX,
+    "TorchAODType": f"{_INTX}: torch's own dtypes",
+    "UIntXWeightOnlyConfig": f"{_INTX}, asymmetric by mapping_type",
+    "EmbeddingQuantizer": "quantize_ with a filter_fn that selects nn.Embedding, which makes QuantEmbedding",
+    "Embedding4bit": "quantize_ with a filter_fn that selects nn.Embedding, which makes QuantEmbedding",
+    "Embedding8bit": "quantize_ with a filter_fn that selects nn.Embedding, which makes QuantEmbedding",
     "ZeroPointDomain": "MappingType: zero points are integers, present when it is ASYMMETRIC",
     "choose_qparams_affine": _PRIMITIVE,
     "choose_qparams_affine_with_min_max": _PRIMITIVE,
@@ -83,7 +83,7 @@ INSTEAD = {
     "safe_int_mm": "linear(), whose int8 product is exact",
     "swap_conv2d_1x1_to_linear": "torch.nn.Linear in the model's own code: convolutions stay float",
     "to_nf4": "quantize_(model, nf4_weight_only())",
-    "uintx_weight_only": _INTX,
+    "uintx_weight_only": f"{_INTX}, asymmetric by mapping_type",
 } | {
     name: f"lowbit.optim.{name}"
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit")
@@ -138,6 +138,11 @@ def _same_fields(config: Any, cls: type[FormatConfig]) -> FormatConfig:
 def _dynamic_intx(config: Any) -> FormatConfig:
     bits, group_size = _bits_and_group("Int8DynamicActivationIntxWeightConfig", config, "weight_granularity")
     mapping = mapping_of("quantize_", "weight_mapping_type", config.weight_mapping_type)
+    if bits not in (4, 8):
+        return Int8DynamicActivationIntxWeightConfig(
+            config.weight_dtype, PerGroup(group_size) if group_size else PerAxis(0), mapping,
+            _ours(config.act_mapping_type), scale="absmax",
+        )  # fmt: skip
     if bits == 4:
         return Int8DynamicActivationInt4WeightConfig(
             group_size, mapping_type=mapping, act_mapping_type=_ours(config.act_mapping_type), scale="absmax"
@@ -149,17 +154,16 @@ def _dynamic_intx(config: Any) -> FormatConfig:
 
 def _intx(config: Any) -> FormatConfig:
     bits, group_size = _bits_and_group("IntxWeightOnlyConfig", config, "granularity")
-    cls = Int4WeightOnlyConfig if bits == 4 else Int8WeightOnlyConfig
     mapping = mapping_of("quantize_", "mapping_type", config.mapping_type)
+    if bits not in (4, 8):
+        granularity = PerGroup(group_size) if group_size else PerAxis(0)
+        return IntxWeightOnlyConfig(config.weight_dtype, granularity, mapping, scale="absmax")
+    cls = Int4WeightOnlyConfig if bits == 4 else Int8WeightOnlyConfig
     return cls(group_size, mapping_type=mapping, scale="absmax")
 
 
 def _bits_and_group(name: str, config: Any, granularity: str) -> tuple[int, int | None]:
-    bits = {torch.int4: 4, torch.int8: 8}.get(config.weight_dtype)
-    if bits is None:
-        raise ValueError(
-            f"quantize_: weight_dtype of {name} must be torch.int4 or torch.int8, got {config.weight_dtype}"
-        )
+    bits = int(int_format_of(f"quantize_: {name}", config.weight_dtype).removeprefix("int"))
     algorithm = getattr(config, "intx_choose_qparams_algorithm", "affine")
     require(
         "quantize_",

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OCP Microscaling (MX) 1.0: MXFP4 weights as QuantLinear holds them, exactly."""
+"""Weights of e2m1 codes with a scale per block, as QuantLinear holds them, exactly: MXFP4 of OCP Microscaling (MX) 1.0,
+and NVIDIA's NVFP4."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.spec import LinearSpec
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.layout import repack_weight
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.reference.layout import row_major
+from lowbit.reference.quantize import QuantizedWeight
 
-_GROUP = 32
+_GROUP, _NV_GROUP = 32, 16
 _SMALLEST = 2.0**-24  # of float16: what a group scale may be of the largest of its row
 
 
@@ -41,5 +45,46 @@ def from_mxfp4(blocks: Tensor, scales: Tensor, bias: Tensor | None = None) -> Qu
         raise ValueError(
             "from_mxfp4: scales of a row must be within 2 ** 24 of its largest, 2 ** -126 or more, and no nan (255)"
         )
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-    return QuantLinear.pack(codes, scale, None, LinearSpec("fp4_e2m1", _GROUP), bias)
+    return QuantLinear.pack(_codes(pairs), scale, None, LinearSpec("fp4_e2m1", _GROUP), bias)
+
+
+def from_nvfp4(
+    weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor | float = 1.0, bias: Tensor | None = None
+) -> QuantLinear:
+    """Return the layer of an NVFP4 weight ``[n, k]``: ``w = e2m1 * weight_scale * weight_scale_2``, a float8 scale for
+    each 16 codes and one float32 for all. The names are those of ModelOpt's files. compressed-tensors has
+    ``weight_packed``, ``weight_scale`` and ``weight_global_scale``, which is ``1 / weight_scale_2``; torchao's
+    NVFP4Tensor ``qdata``, ``scale`` and ``per_tensor_scale``.
+
+    Args:
+        weight: uint8 ``[n, k / 2]``: two codes in a byte, the first in the low nibble.
+        weight_scale: torch.float8_e4m3fn ``[n, k / 16]``, in that order (not swizzled for tensor cores).
+        weight_scale_2: one float32.
+        bias: ``[n]`` or None.
+
+    Raises:
+        ValueError: another dtype or shape, or a scale of inf or nan.
+
+    Example:
+        >>> layer = from_nvfp4(state["up_proj.weight"], state["up_proj.weight_scale"], state["up_proj.weight_scale_2"])
+    """
+    whole = torch.as_tensor(weight_scale_2, dtype=torch.float32)
+    fits = weight.dim() == 2 and list(weight_scale.shape) == [weight.shape[0], 2 * weight.shape[1] // _NV_GROUP]
+    fits = fits and weight.shape[1] % (_NV_GROUP // 2) == 0 and whole.numel() == 1
+    if not fits or weight.dtype != torch.uint8 or weight_scale.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"from_nvfp4: weight, weight_scale and weight_scale_2 must be uint8 [n, k / 2], float8_e4m3fn [n, k / 16] "
+            f"and one float32, got {weight.dtype} {list(weight.shape)}, {weight_scale.dtype} "
+            f"{list(weight_scale.shape)} and {list(whole.shape)}"
+        )
+    scale = weight_scale.half()  # exact
+    if not (scale.isfinite().all() and whole.isfinite().all()):
+        raise ValueError("from_nvfp4: weight_scale and weight_scale_2 must be finite, got inf or nan")
+    codes, spec = _codes(weight), LinearSpec("fp4_e2m1", _NV_GROUP)
+    n, k = codes.shape
+    rows = row_major(QuantizedWeight(spec.format, _NV_GROUP, codes, whole.reshape(1).repeat(n), scale, None))
+    return QuantLinear.from_packed(repack_weight(rows, StoredWeight(spec, n, k, "row-major")), n, k, spec, bias)
+
+
+def _codes(pairs: Tensor) -> Tensor:
+    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)

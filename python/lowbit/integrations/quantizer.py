@@ -32,9 +32,10 @@ from lowbit.integrations.mapped_pages import release_pages
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import into_kernel_layout
-from lowbit.quant.linear_layers import features_of, is_linear, matrix_of
+from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, matrix_of
 from lowbit.quant.load import packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.quant_embedding import quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import check_module, reason_to_skip, serving_kernel
@@ -227,11 +228,15 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
 
 
 def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
-    """Make every layer whose packed weight the files hold a QuantLinear on the meta device, in the layout of the
-    file."""
+    """Make every layer whose packed weight the files hold a QuantLinear or QuantEmbedding on the meta device, in the
+    layout of the file."""
     for name, (module, layer) in dict(packed_layers(model, stored)).items():
         weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
-        quantize_in_place(module, nn.Parameter(weight, requires_grad=False), layer.spec)
+        parameter = nn.Parameter(weight, requires_grad=False)
+        if is_embedding(module):
+            quantize_embedding_in_place(module, parameter, layer.spec, layer.layout)
+        else:
+            quantize_in_place(module, parameter, layer.spec)
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
 
 

@@ -40,7 +40,7 @@ def linear(
     add: Tensor | None = None,
     row: int = 0,
 ) -> Tensor:
-    _check_spec("linear", n, k, format, group_size, asymmetric)
+    check_spec("linear", n, k, format, group_size, asymmetric)
     if x.dtype not in FLOATS:
         raise TypeError(f"linear: x must be float32, bfloat16 or float16, got {name_of(x.dtype)}")
     if x.dim() < 1 or x.shape[-1] != k:
@@ -69,24 +69,28 @@ def linear(
 
 
 def dequantize(weight: Tensor, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> Tensor:
-    _check_spec("dequantize", n, k, format, group_size, asymmetric)
+    check_spec("dequantize", n, k, format, group_size, asymmetric)
     _check_weight("dequantize", weight, n, k, format, group_size, asymmetric)
     return weight.new_empty((n, k), dtype=torch.float32)
 
 
-def _check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
+def check_spec(op: str, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> None:
+    """Refuse what `weight_spec` of csrc/ops/linear.cpp refuses."""
     if format not in _FORMAT_NAMES:
         raise ValueError(f"{op}: format must be 0..{len(_FORMAT_NAMES) - 1}, got format={format}")
     if n < 1 or k < 1:
         raise ValueError(f"{op}: n and k must be at least 1, got n={n} k={k}")
-    if group_size not in _GROUP_SIZES:
-        raise ValueError(f"{op}: group_size must be 32, 64, 128, 256 or 0 (per channel), got group_size={group_size}")
-    if _kind(format) == "float" and (group_size or asymmetric):
+    sixteen = _facts(format)["smallest_group"] == 16
+    if group_size not in _GROUP_SIZES and not (sixteen and group_size == 16):
+        sizes = f"{'16, ' if sixteen else ''}32, 64, 128, 256 or 0 (per channel)"
+        raise ValueError(f"{op}: group_size must be {sizes}, got group_size={group_size}")
+    kind = _facts(format)["kind"]
+    if kind == "float" and (group_size or asymmetric):
         raise ValueError(
             f"{op}: a {_FORMAT_NAMES[format]} weight has no groups and no zero point, "
             f"got group_size={group_size} asymmetric={int(asymmetric)}"
         )
-    if _kind(format) == "lookup" and asymmetric:
+    if kind == "lookup" and asymmetric:
         raise ValueError(f"{op}: a {_FORMAT_NAMES[format]} weight has no zero point, got asymmetric={int(asymmetric)}")
 
 
@@ -112,8 +116,8 @@ def _check_like_y(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: S
         )
 
 
-def _kind(format: int) -> str:
-    return _C.FORMAT_FACTS[_FORMAT_NAMES[format]]["kind"]
+def _facts(format: int) -> dict[str, Any]:
+    return _C.FORMAT_FACTS[_FORMAT_NAMES[format]]
 
 
 def shape_text(shape: Sequence[int]) -> str:

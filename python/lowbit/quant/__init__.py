@@ -11,6 +11,7 @@ from lowbit.quant.gated_mlp import fuse_gated_mlps
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack
 from lowbit.quant.load import load
+from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
@@ -19,6 +20,7 @@ __all__ = [
     "Calibration",
     "FloatWeight",
     "InputMoments",
+    "QuantEmbedding",
     "QuantLinear",
     "QuantizationReport",
     "ReportRow",

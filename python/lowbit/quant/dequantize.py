@@ -8,12 +8,14 @@ from torch import nn
 
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.gated_mlp import unfuse_gated_mlps
+from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear
 
 
 @torch.no_grad()
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
-    """Turn every `QuantLinear` of ``model`` into an nn.Linear with the decoded weight, in place.
+    """Turn every `QuantLinear` and `QuantEmbedding` of ``model`` into an nn.Linear or nn.Embedding with the decoded
+    weight, in place.
 
     The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their
     identity,
@@ -24,8 +26,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
     Args:
         model: any module, also a QuantLinear by itself.
         dtype: of the weights, and of the biases of their layers. None: that of the bias, without one that of the first
-            float
-            parameter of the model, or float32.
+            float parameter of the model, or float32; of an embedding that of its results.
 
     Returns:
         Names of the layers, in the order of ``named_modules``; empty where there is none.
@@ -43,13 +44,18 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
     names = []
     for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear):
+        if not isinstance(module, (QuantLinear, QuantEmbedding)):
             continue
-        packed, bias = module.weight, module.bias
+        packed, bias = module.weight, getattr(module, "bias", None)
         wanted = dtype or (others if bias is None else bias.dtype)
+        if isinstance(module, QuantEmbedding):
+            wanted = dtype or module.like.dtype
         if id(packed) not in decoded:
             decoded[id(packed)] = packed, nn.Parameter(module.dequantize(wanted))
-        _become_linear(module, decoded[id(packed)][1])
+        if isinstance(module, QuantEmbedding):
+            to_embedding_in_place(module, decoded[id(packed)][1])
+        else:
+            _become_linear(module, decoded[id(packed)][1])
         if bias is not None and bias.dtype != module.weight.dtype:
             bias.data = bias.data.to(module.weight.dtype)
         names.append(name)

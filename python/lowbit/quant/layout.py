@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C, devices
-from lowbit.formats.spec import LAYOUT_FIELDS, StoredWeight
+from lowbit.formats.spec import LAYOUT_FIELDS, LinearSpec, StoredWeight
 
 
 def numbers_of(layout: Tensor) -> StoredWeight:
@@ -74,16 +74,45 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
     return result
 
 
-def into_kernel_layout(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the state dict with the layer under ``prefix`` as its module holds it, if it is in another layout or
-    version."""
+def stored_problem(
+    state_dict: Mapping[str, Any], prefix: str, spec: LinearSpec, n: int, k: int, layout: str = _C.LAYOUT
+) -> str | None:
+    """Say why the entries under ``prefix`` cannot be a packed weight of ``spec``, n and k, in any layout, or return
+    None. ``layout``: what is assumed where the numbers have no values."""
+    weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
+    wanted = f"{prefix}weight must be packed as {spec.name} of n={n} k={k}"
+    if isinstance(weight, Tensor) and weight.dtype != torch.uint8:
+        return f"{wanted}, got {text_of(weight)}"
+    if isinstance(weight, Tensor) and numbers is None:
+        return f"{wanted}, got {text_of(weight)} without {prefix}layout"
+    if isinstance(numbers, Tensor) and numbers.device.type != "meta":
+        try:
+            stored = numbers_of(numbers)
+        except ValueError as error:
+            return f"{wanted}, got {error}"
+        if stored.spec.layout(stored.n, stored.k) != spec.layout(n, k):
+            return f"{wanted}, got {stored}"
+        if isinstance(weight, Tensor) and tuple(weight.shape) != stored.shape:
+            return f"{wanted}: shape {list(stored.shape)}, got {text_of(weight)}"
+    elif isinstance(weight, Tensor) and tuple(weight.shape) != spec.shape(n, k, layout):
+        return f"{wanted}: shape {list(spec.shape(n, k, layout))}, got {text_of(weight)}"
+    return None
+
+
+def text_of(tensor: Tensor) -> str:
+    """Dtype and shape, as errors show them."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def in_layout(state_dict: dict[str, Any], prefix: str, layout: str = _C.LAYOUT) -> dict[str, Any]:
+    """Return the state dict with the layer under ``prefix`` in this layout and version, if it is in others."""
     weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
     if not isinstance(numbers, Tensor) or numbers.is_meta:
         return state_dict
     stored = numbers_of(numbers)
-    if stored.layout == _C.LAYOUT and numbers.numel() == len(LAYOUT_FIELDS):
+    if stored.layout == layout and numbers.numel() == len(LAYOUT_FIELDS):
         return state_dict
-    changed = {prefix + "layout": numbers.new_tensor(stored.spec.layout(stored.n, stored.k))}
+    changed = {prefix + "layout": numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))}
     if isinstance(weight, Tensor):
-        changed[prefix + "weight"] = repack_weight(weight, stored)
+        changed[prefix + "weight"] = repack_weight(weight, stored, layout)
     return {**state_dict, **changed}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that quantize_ takes: nn.Linear, and the Conv1D of transformers (GPT-2 and its relatives), whose weight lies
-as [k, n].
+as [k, n]; nn.Embedding where it is asked for.
 
 Conv1D is known by the name and home of its class, so that transformers need not be there.
 """
@@ -22,8 +22,15 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether the layer looks rows of its weight up."""
+    return isinstance(module, nn.Embedding)
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """Return (n, k): the features that come out and go in."""
+    """Return (n, k): the features that come out and go in, of an embedding its rows and their length."""
+    if is_embedding(module):
+        return module.num_embeddings, module.embedding_dim
     return (module.nf, module.nx) if is_conv1d(module) else (module.out_features, module.in_features)
 
 

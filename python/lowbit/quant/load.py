@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.linear_layers import features_of, is_linear
+from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
 from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
 
 _INDEX_OR_FILE = (
@@ -28,6 +30,8 @@ _INDEX_OR_FILE = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+
+_PACKED = (QuantLinear, QuantEmbedding)
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
@@ -44,7 +48,7 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
             a state dict.
 
     Returns:
-        Names of the layers that were turned into QuantLinear.
+        Names of the layers that were turned into QuantLinear and QuantEmbedding.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
@@ -61,12 +65,17 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
     packed = dict(packed_layers(model, state))
-    turned = [name for name, (module, _) in packed.items() if not isinstance(module, QuantLinear)]
+    turned = [name for name, (module, _) in packed.items() if not isinstance(module, _PACKED)]
     for name in turned:
         module, stored = packed[name]
-        if not isinstance(module, QuantLinear):  # one layer may have two names
-            weight = torch.empty(stored.spec.shape(stored.n, stored.k), dtype=torch.uint8, device="meta")
-            quantize_in_place(module, nn.Parameter(weight, requires_grad=False), stored.spec)
+        if not isinstance(module, _PACKED):  # one layer may have two names
+            layout = stored.layout if is_embedding(module) else _C.LAYOUT
+            shape = stored.spec.shape(stored.n, stored.k, layout)
+            weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
+            if is_embedding(module):
+                quantize_embedding_in_place(module, weight, stored.spec, layout)
+            else:
+                quantize_in_place(module, weight, stored.spec)
     model.load_state_dict(state, assign=True)
     _share_again(model, shared)
     _fill_buffers(model)
@@ -107,8 +116,8 @@ def packed_layers(
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
         if (
             weight is None
-            or not is_linear(module)
-            or (layout is None and weight.is_floating_point() and not isinstance(module, QuantLinear))
+            or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding))
+            or (layout is None and weight.is_floating_point() and not isinstance(module, _PACKED))
         ):
             continue
         n, k = features_of(module)
@@ -122,7 +131,7 @@ def packed_layers(
             raise ValueError(f"{wanted}, got {got} as {error}") from None
         if (stored.n, stored.k) != (n, k) or tuple(weight.shape) != stored.shape:
             raise ValueError(f"{wanted}, got {got} as {stored}")
-        if isinstance(module, QuantLinear) and module.spec.layout(n, k) != stored.spec.layout(n, k):
+        if isinstance(module, _PACKED) and module.spec.layout(n, k) != stored.spec.layout(n, k):
             raise ValueError(
                 f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
             )
@@ -145,7 +154,7 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     layouts = {
         f"{name}.layout" if name else "layout"
         for name, module in model.named_modules(remove_duplicate=False)
-        if is_linear(module)
+        if is_linear(module) or is_embedding(module)
     }
     missing, unexpected = known - state.keys(), state.keys() - known - layouts
     if missing or unexpected:

@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import nn
 
+from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 
 
 def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse entries that are not the packed weights of the QuantLinear layers under ``module``.
+    """Refuse entries that are not the packed weights of the QuantLinear and QuantEmbedding layers under ``module``.
 
     Raises:
         ValueError: names every such layer with what it wants and what the state dict holds.
     """
     problems = []
     for name, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, QuantLinear):
+        if isinstance(child, (QuantLinear, QuantEmbedding)):
             problem = child.state_dict_problem(state_dict, f"{prefix}{name}." if name else prefix)
             problems += [problem] if problem else []
     if problems:
@@ -28,11 +29,11 @@ def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 
 def check_state_dicts_of(model: nn.Module) -> None:
-    """Register the check on ``model`` and on every module in it that holds a QuantLinear, once."""
+    """Register the check on ``model`` and on every module in it that holds such a layer, once."""
     holders = {
         prefix
         for name, child in model.named_modules(remove_duplicate=False)
-        if isinstance(child, QuantLinear)
+        if isinstance(child, (QuantLinear, QuantEmbedding))
         for prefix in _ancestors(name)
     }
     for name in holders:

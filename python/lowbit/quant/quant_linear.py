@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec, OpArgs
 from lowbit.ops.linear import linear
-from lowbit.quant.layout import into_kernel_layout, numbers_of
+from lowbit.quant.layout import in_layout, stored_problem, text_of
 from lowbit.quant.linear_layers import features_of
 from lowbit.quant.packing import all_finite, pack_codes, pack_weight, unpack_codes
 
@@ -107,7 +107,7 @@ class QuantLinear(nn.Linear):
         if weight.dtype != torch.uint8 or tuple(weight.shape) != spec.shape(n, k):
             raise ValueError(
                 f"from_packed: weight must be uint8 of shape {list(spec.shape(n, k))} for {spec.name} n={n} k={k}, "
-                f"got {_text(weight)}"
+                f"got {text_of(weight)}"
             )
         module = cls(k, n, bias=False, device="meta", spec=spec)
         if bias is not None:
@@ -126,7 +126,8 @@ class QuantLinear(nn.Linear):
     ) -> QuantLinear:
         """Return a layer made of plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32.
 
-        ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4).
+        ``w = scale * (code - zero)``; zero is None when the weight is symmetric (then it is 128 for int8, 8 for int4,
+        and so on).
         A lookup format (nf4, fp4, fp4_e2m1, fp8_e4m3) has none: ``w = scale * level[code]``.
 
         Raises:
@@ -171,31 +172,13 @@ class QuantLinear(nn.Linear):
 
     def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
-        weight, layout = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
-        n, k = self.out_features, self.in_features
-        wanted = f"{prefix}weight must be packed as {self.spec.name} of n={n} k={k}"
-        if isinstance(weight, Tensor) and weight.dtype != torch.uint8:
-            return f"{wanted}, got {_text(weight)}"
-        if isinstance(weight, Tensor) and layout is None:
-            return f"{wanted}, got {_text(weight)} without {prefix}layout"
-        if isinstance(layout, Tensor) and layout.device.type != "meta":
-            try:
-                stored = numbers_of(layout)
-            except ValueError as error:
-                return f"{wanted}, got {error}"
-            if stored.spec.layout(stored.n, stored.k) != self.spec.layout(n, k):
-                return f"{wanted}, got {stored}"
-            if isinstance(weight, Tensor) and tuple(weight.shape) != stored.shape:
-                return f"{wanted}: shape {list(stored.shape)}, got {_text(weight)}"
-        elif isinstance(weight, Tensor) and tuple(weight.shape) != self.spec.shape(n, k):
-            return f"{wanted}: shape {list(self.spec.shape(n, k))}, got {_text(weight)}"
-        return None
+        return stored_problem(state_dict, prefix, self.spec, self.out_features, self.in_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         problem = self.state_dict_problem(state_dict, prefix)
         if problem:
             raise ValueError(f"load_state_dict: {problem}")
-        super()._load_from_state_dict(into_kernel_layout(state_dict, prefix), prefix, *args)
+        super()._load_from_state_dict(in_layout(state_dict, prefix), prefix, *args)
 
 
 def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> None:
@@ -212,7 +195,7 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
     )
     for name, tensor, dtype, shape in parts:
         if tensor is not None and (tensor.dtype != dtype or list(tensor.shape) != shape):
-            raise ValueError(f"pack: {name} must be {str(dtype).removeprefix('torch.')} {shape}, got {_text(tensor)}")
+            raise ValueError(f"pack: {name} must be {str(dtype).removeprefix('torch.')} {shape}, got {text_of(tensor)}")
     highest = _C.FORMAT_FACTS[spec.format]["code_max"]
     if codes.numel() and not codes.is_meta and codes.max() > highest:
         raise ValueError(f"pack: codes must be 0..{highest}, got {codes.max()}")
@@ -233,7 +216,3 @@ def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec)
     module.out_features, module.in_features = features_of(module)
     module.__class__ = QuantLinear
     module._hold(weight, spec)
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import devices
+from lowbit import _C, devices
 from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import StoredWeight
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_conv1d, matrix_of
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
+from lowbit.quant.layout import repack_weight
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.packing import pack_weight
+from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
 from lowbit.quant.quant_linear import quantize_in_place
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import FilterFn, Selected, check_calibration, inputs_of, select
@@ -47,9 +50,9 @@ def quantize_(
         model: any module; its layers keep their identity, hooks and bias.
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
             own; one that lowbit does not have is refused, and the error says what to use.
-        filter_fn: called with (module, qualified name), True selects. Default: every nn.Linear, and Conv1D of
-            transformers, but those whose weight something else reads or computes; the report says what was left out and
-            why. Adapters of peft stay float.
+        filter_fn: called with (module, qualified name), True selects nn.Linear, or nn.Embedding, which becomes a
+            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight something
+            else reads or computes; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations
@@ -60,8 +63,9 @@ def quantize_(
 
     Raises:
         TypeError: config is no configuration, filter_fn is no function of two arguments or selects something else than
-            nn.Linear, or a weight is not float32, bfloat16 or float16.
-        ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu; strict;
+            nn.Linear and nn.Embedding, or a weight is not float32, bfloat16 or float16.
+        ValueError: a selected layer is already quantized, its weight is not finite or not on the cpu, an embedding has
+            max_norm or is of a subclass; strict;
             calibration has not seen a layer, is not used by the configuration, or GPTQ lacks it.
 
     Example:
@@ -141,8 +145,16 @@ def _quantize_group(
         for item in group:
             _move_bias(item.module, device)
     packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration))
+    layout = ROW_MAJOR if all(is_embedding(item.module) for item in group) else _C.LAYOUT  # tied: that of the linear
+    if layout != _C.LAYOUT:
+        rows = repack_weight(packed, StoredWeight(first.spec, *shape, _C.LAYOUT), layout)
+        packed = nn.Parameter(rows, requires_grad=False)
     for item in group:
-        quantize_in_place(item.module, packed, replace(item.spec, algorithm=None))
+        spec = replace(item.spec, algorithm=None)
+        if is_embedding(item.module):
+            quantize_embedding_in_place(item.module, packed, spec, layout)
+        else:
+            quantize_in_place(item.module, packed, spec)
         note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
         row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, note)
         if item is not first:
@@ -151,7 +163,7 @@ def _quantize_group(
 
 
 def _move_bias(module: nn.Module, device: torch.device) -> None:
-    if module.bias is not None:
+    if getattr(module, "bias", None) is not None:
         module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
 
 

@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.calibration import Calibration
 from lowbit.quant.input_moments import InputMoments
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear, matrix_of
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear, matrix_of
 from lowbit.quant.packing import all_finite
+from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -36,7 +37,7 @@ class Selected:
     """A layer to quantize."""
 
     name: str
-    module: nn.Module  # nn.Linear or Conv1D
+    module: nn.Module  # nn.Linear, Conv1D or nn.Embedding
     spec: LinearSpec
     kernel: str
     tied_to: tuple[str, ...]  # parameters that share its weight and stay float
@@ -77,7 +78,9 @@ def select(
             continue
         elif reason and not _may_be_forced(module):
             raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
-        check_module(name, module, device)
+        if is_embedding(module):
+            _check_embedding(name, module)
+        check_module(name, module, device, embeddings=True)
         taken.append((name, module))
     if strict and (not taken or (filter_fn is None and skipped)):
         left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
@@ -131,13 +134,26 @@ def _may_be_forced(module: nn.Module) -> bool:
     )
 
 
-def check_module(name: str, module: nn.Module, device: torch.device | None) -> None:
-    if isinstance(module, QuantLinear):
+def _check_embedding(name: str, module: nn.Module) -> None:
+    if type(module) not in (nn.Embedding, QuantEmbedding):
+        kind = type(module).__name__
+        raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {kind} is a subclass of nn.Embedding")
+    if module.max_norm is not None:
+        raise ValueError(
+            f"quantize_: {_label(name)} cannot be quantized: max_norm={module.max_norm} changes its weight in every "
+            "call"
+        )
+    if not module.weight.numel():
+        raise ValueError(f"quantize_: {_label(name)} cannot be quantized: its weight is empty")
+
+
+def check_module(name: str, module: nn.Module, device: torch.device | None, *, embeddings: bool = False) -> None:
+    if isinstance(module, (QuantLinear, QuantEmbedding)):
         raise ValueError(
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
             "select others with filter_fn, or go back with lowbit.dequantize_(model)"
         )
-    if not is_linear(module):
+    if not is_linear(module) and not (embeddings and is_embedding(module)):
         raise TypeError(
             f"quantize_: filter_fn must select nn.Linear layers only, got {_label(name)}: {type(module).__name__}; "
             "it is asked about every module: begin it with `isinstance(module, torch.nn.Linear) and`"
@@ -153,10 +169,9 @@ def check_module(name: str, module: nn.Module, device: torch.device | None) -> N
     if tuple(matrix_of(module, weight).shape) != wanted:
         wanted = list(reversed(wanted) if is_conv1d(module) else wanted)
         raise ValueError(f"quantize_: weight of {_label(name)} must have shape {wanted}, got {list(weight.shape)}")
-    if module.bias is not None and module.bias.dtype not in FLOATS:
-        raise TypeError(
-            f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {module.bias.dtype}"
-        )
+    bias = getattr(module, "bias", None)
+    if bias is not None and bias.dtype not in FLOATS:
+        raise TypeError(f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {bias.dtype}")
     if not devices.has_kernels(weight.device) and weight.device.type != "meta" and device is None:
         raise ValueError(
             f'quantize_: weight of {_label(name)} must be on the cpu, got device={weight.device}; device="cpu" moves it'
@@ -174,10 +189,14 @@ def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, n
     for name, module in taken:
         weight = module.weight
         spec = config.spec(weight.dtype)
+        if is_embedding(module):
+            if isinstance(spec.algorithm, GPTQ):
+                raise ValueError(f"quantize_: GPTQ needs inputs, which the embedding {_label(name)} has not")
+            spec = replace(spec, x_format="float")
         if id(weight) not in finite:
             _check_values(name, weight, spec)
             finite.add(id(weight))
-        kernel = serving_kernel(spec, *features_of(module), weight)
+        kernel = serving_kernel(spec, *features_of(module), weight, embedding=is_embedding(module))
         selected.append(Selected(name, module, spec, kernel, tuple(owners[id(weight)])))
     return selected
 
@@ -200,6 +219,7 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
 
 def check_calibration(calibration: Any, config: FormatConfig, selected: list[Selected]) -> None:
     """Raise unless ``calibration`` is what the configuration needs, and has seen every layer."""
+    selected = [item for item in selected if is_linear(item.module)]  # what an embedding is given does not weigh errors
     real = [item for item in selected if item.module.weight.device.type != "meta"]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     if calibration is None:
@@ -232,14 +252,17 @@ def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMo
     """What the layers that share a weight were given, together."""
     if calibration is None:
         return None
-    first, *others = (calibration.layers[item.name] for item in group)
-    return functools.reduce(operator.add, others, first)
+    inputs = [calibration.layers[item.name] for item in group if is_linear(item.module)]
+    return functools.reduce(operator.add, inputs) if inputs else None
 
 
-def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor) -> str:
+def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor, *, embedding: bool = False) -> str:
     """Name the row that will serve activations of the weight's dtype; both where one token takes another row."""
     names = []
     dtype, device = str(weight.dtype).removeprefix("torch."), devices.places.type_of_rows(weight.device)
+    if embedding:
+        rows = [row for row in _C.kernels("dequantize") if row["available"] and row["device"] == device]
+        return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))
     for m in (1, 64):
         rows = _C.explain_linear(m, *spec.op_args(n, k), dtype, device)
         names.append(next(row["name"] for row in rows if row["chosen"]))

@@ -8,9 +8,13 @@ padded to 64 bytes:
     codes
 column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the
 codes for
-float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
+float formats. Codes are tiles of 64 k. A code of 1 to 8 bits is cut into pieces of 1, 2, 4 and 8 bits, those whose sum
+its bits are, from its lowest bits on; each piece has a plane in the tile, in this order, of rows of 64 bytes:
     8 bits    16 rows  [16 columns, 4 k]
     4 bits     8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
+    2 bits     4 rows  [16 columns, 4 k], of k 0..15 in the lowest two bits, of k 48..63 in the highest
+    1 bit      2 rows  [16 columns, 4 k], of k 0..7 in the lowest bit, of k 56..63 in the highest
+and those of floats:
     float32   64 rows  [16 columns]
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
@@ -18,10 +22,13 @@ float formats. Codes are tiles of 64 k; inside a tile, rows of 64 bytes:
 row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded
 otherwise:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
-The same sections are absent. Of two codes of 4 bits in a byte the first is the low nibble.
+The same sections are absent. Codes follow one another bit by bit, from the lowest bit of a byte on.
 """
 
 from __future__ import annotations
+
+import functools
+import operator
 
 import torch
 from torch import Tensor
@@ -79,7 +86,7 @@ def unpack_float(packed: Tensor, n: int, k: int, format: str) -> Tensor:
 
 def row_major(weight: QuantizedWeight) -> Tensor:
     """Lay out a quantized weight row by row."""
-    sections = (weight.column_scale[:, None], weight.group_scale, weight.zero, _nibbles(weight.codes, weight.format))
+    sections = (weight.column_scale[:, None], weight.group_scale, weight.zero, _stream(weight.codes, weight.format))
     return torch.cat([_row_section(section) for section in sections if section is not None], dim=1)
 
 
@@ -102,11 +109,7 @@ def from_row_major(packed: Tensor, k: int, format: str, group_size: int, asymmet
     column_scale = take(torch.float32, 1)[:, 0]
     group_scale = take(torch.float16, groups) if group_size else None
     zero = take(torch.float16, groups) if asymmetric else None
-    if bits_of(format) == 8:
-        codes = take(torch.uint8, k)
-    else:
-        pairs = take(torch.uint8, -(-k // 2))
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :k].contiguous()
+    codes = _from_stream(take(torch.uint8, -(-k * bits_of(format) // 8)), k, format)
     return QuantizedWeight(format, group_size, codes, column_scale, group_scale, zero)
 
 
@@ -115,11 +118,24 @@ def _row_section(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % ROW_ALIGN))
 
 
-def _nibbles(codes: Tensor, format: str) -> Tensor:
-    if bits_of(format) == 8:
+def _stream(codes: Tensor, format: str) -> Tensor:
+    bits, (n, k) = bits_of(format), codes.shape
+    if bits == 8:
         return codes
-    low, high = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).view(codes.shape[0], -1, 2).unbind(2)
-    return low | high << 4
+    eights = torch.nn.functional.pad(codes, (0, -k % 8)).view(n, -1, 8)
+    words = functools.reduce(operator.or_, (eights[:, :, i].long() << bits * i for i in range(8)))
+    stream = torch.stack([(words >> 8 * i & 255).byte() for i in range(bits)], dim=2)
+    return stream.flatten(1)[:, : -(-k * bits // 8)]
+
+
+def _from_stream(stream: Tensor, k: int, format: str) -> Tensor:
+    bits, n = bits_of(format), stream.shape[0]
+    if bits == 8:
+        return stream
+    parts = torch.nn.functional.pad(stream, (0, -stream.shape[1] % bits)).view(n, -1, bits)
+    words = functools.reduce(operator.or_, (parts[:, :, i].long() << 8 * i for i in range(bits)))
+    codes = torch.stack([(words >> bits * i & 2**bits - 1).byte() for i in range(8)], dim=2)
+    return codes.flatten(1)[:, :k].contiguous()
 
 
 def _pad(matrix: Tensor) -> Tensor:
@@ -161,30 +177,36 @@ def _pad_rows(values: Tensor) -> Tensor:
     return torch.cat([values, padding])
 
 
-def _is_nibble(format: str) -> bool:
-    return float_dtype(format) is None and bits_of(format) == 4
-
-
-def _together(format: str) -> int:
-    """Consecutive k of one column."""
-    return 4 if float_dtype(format) is None else 2 if format == "bfloat16" else 1
+def _pieces(format: str) -> list[tuple[int, int]]:
+    """The pieces of a code: how many bits, after how many."""
+    bits = bits_of(format)
+    return [(count, bits & count - 1) for count in (1, 2, 4, 8) if bits & count]
 
 
 def _codes(codes: Tensor, format: str) -> Tensor:
     panels, tiles = codes.shape[0] // COLUMNS, codes.shape[1] // TILE
-    if _is_nibble(format):
-        low, high = codes.view(panels, COLUMNS, tiles, 2, TILE // 2).unbind(3)
-        return (low | high << 4).view(panels, COLUMNS, tiles, 8, 4).permute(0, 2, 3, 1, 4).reshape(panels, -1)
-    together = _together(format)
-    tiled = codes.view(panels, COLUMNS, tiles * TILE // together, together)
-    return tiled.transpose(1, 2).reshape(panels, -1).view(torch.uint8)
+    if float_dtype(format) is not None:
+        together = 2 if format == "bfloat16" else 1  # consecutive k of one column
+        tiled = codes.view(panels, COLUMNS, tiles * TILE // together, together)
+        return tiled.transpose(1, 2).reshape(panels, -1).view(torch.uint8)
+    planes = []
+    for count, before in _pieces(format):
+        parts = (codes >> before & 2**count - 1).view(panels, COLUMNS, tiles, 8 // count, 2 * count, 4)
+        plane = functools.reduce(operator.or_, (part << count * i for i, part in enumerate(parts.unbind(3))))
+        planes.append(plane.permute(0, 2, 3, 1, 4).reshape(panels, tiles, -1))
+    return torch.cat(planes, dim=2).flatten(1)
 
 
 def _plain(packed: Tensor, format: str) -> Tensor:
-    panels = packed.shape[0]
-    if _is_nibble(format):
-        rows = packed.view(panels, -1, 8, COLUMNS, 4).permute(0, 3, 1, 2, 4).reshape(panels, COLUMNS, -1, 1, TILE // 2)
-        return torch.cat([rows & 15, rows >> 4], dim=3).view(panels * COLUMNS, -1)
-    together, dtype = _together(format), float_dtype(format)
-    values = packed if dtype is None else packed.view(dtype)
-    return values.view(panels, -1, COLUMNS, together).transpose(1, 2).reshape(panels * COLUMNS, -1)
+    panels, dtype = packed.shape[0], float_dtype(format)
+    if dtype is not None:
+        values = packed.view(dtype).view(panels, -1, COLUMNS, 2 if format == "bfloat16" else 1)
+        return values.transpose(1, 2).reshape(panels * COLUMNS, -1)
+    tiles = packed.view(panels, -1, COLUMNS * TILE // 8 * bits_of(format))
+    codes = torch.zeros(panels * COLUMNS, tiles.shape[1] * TILE, dtype=torch.uint8)
+    for count, before in _pieces(format):
+        plane = tiles[:, :, 128 * before : 128 * (before + count)].reshape(panels, -1, 2 * count, COLUMNS, 4)
+        rows = plane.permute(0, 3, 1, 2, 4)  # [panel, column, tile, row, 4]
+        parts = torch.stack([rows >> count * i & 2**count - 1 for i in range(8 // count)], dim=3)
+        codes |= parts.reshape(panels * COLUMNS, -1) << before
+    return codes

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.reference.activations import quantize_activations
-from lowbit.reference.quantize import QuantizedWeight
+from lowbit.reference.quantize import LEVELS, QuantizedWeight, code_of_zero
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
@@ -48,12 +48,12 @@ def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float"
 def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
     """Return sum_k |x| * |w|, what rounding errors are proportional to.
 
-    Kernels may multiply codes counted from an offset of their own (128 for int8, else 0) and take zero point times sum
-    of x off
+    Kernels may multiply codes counted from an offset of their own (0 for int4, else the zero point of a symmetric
+    weight) and take zero point times sum of x off
     the total, so a weight counts as far as it and the zero point are from that offset; exact where both forms agree.
     """
     if isinstance(weight, QuantizedWeight):
-        offset = 128 if weight.format == "int8" else 0
+        offset = 0 if weight.format == "int4" or weight.format in LEVELS else code_of_zero(weight.format)
         zero = weight.spread(weight.zero_or_symmetric).double()
         steps = (weight.levels - offset).abs() + (zero - offset).abs()
         dense = weight.spread(weight.scale).double() * steps

@@ -4,7 +4,8 @@ zero[n, g]).
 
 g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has
 the
-fixed zero 128 (int8) or 8 (int4). A lookup format (``LEVELS``) has the level of a code in place of code - zero.
+fixed zero 128 (int8), 8 (int4), or the like. A lookup format (``LEVELS``) has the level of a code in place of
+code - zero.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
 
     Args:
         weight: finite, float32, bfloat16 or float16 (computed in float32).
-        format: ``int8``, ``int4``, or one of ``LEVELS``.
+        format: ``int2`` to ``int8``, or one of ``LEVELS``.
         group_size: along k; 0 for one scale per column.
         mapping: see :func:`choose_scale`.
     """

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.bitsandbytes import layer_of_blocks
+from lowbit.integrations.microscaling import from_nvfp4
 from lowbit.quant.quant_linear import QuantLinear
 
 
 def from_torchao(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with torchao's NF4Tensor and Float8Tensor weights ``[n, k]`` as QuantLinear's.
+    """Return a state dict with torchao's NF4Tensor, Float8Tensor and NVFP4Tensor weights ``[n, k]`` as QuantLinear's.
 
     All other entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes stay what they
     are; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one.
 
     Raises:
-        ValueError: a weight is not ``[n, k]`` with a scale per row, or per 32 of its neighbours or more. Names it.
+        ValueError: a weight is not ``[n, k]`` with a scale per row, or per 32 of its neighbours or more (NVFP4: 16), or
+            its scales are swizzled. Names it.
 
     Example:
         >>> lowbit.load(model, from_torchao(torch.load("torchao.pt")))
@@ -57,4 +59,15 @@ def _float8(weight: Any, key: str) -> QuantLinear:
     return QuantLinear.pack(codes, weight.scale.float().view(n, 1), None, LinearSpec("fp8_e4m3"))
 
 
-_READERS: dict[str, Callable[[Any, str], QuantLinear]] = {"NF4Tensor": _nf4, "Float8Tensor": _float8}
+def _nvfp4(weight: Any, key: str) -> QuantLinear:
+    if weight.is_swizzled_scales:
+        raise ValueError(f"from_torchao: {key} must have its scales in order, got swizzled ones")
+    whole = 1.0 if weight.per_tensor_scale is None else weight.per_tensor_scale
+    return from_nvfp4(weight.qdata.view(torch.uint8), weight.scale.view(torch.float8_e4m3fn), whole)
+
+
+_READERS: dict[str, Callable[[Any, str], QuantLinear]] = {
+    "NF4Tensor": _nf4,
+    "Float8Tensor": _float8,
+    "NVFP4Tensor": _nvfp4,
+}

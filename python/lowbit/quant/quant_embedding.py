@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QuantEmbedding: an nn.Embedding whose weight is stored packed.
+
+weight uint8, frozen; layout int64[8] says what the bytes mean (formats/spec.py). By itself a weight is "row-major", a
+row of the matrix for each row of the table; one that a QuantLinear shares (tied weights) is in the layout of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.layout import in_layout, stored_problem
+
+ROW_MAJOR = "row-major"
+
+
+class QuantEmbedding(nn.Embedding):
+    """Look rows of the packed weight up, as nn.Embedding does: ``y = dequantize(weight)[x]``.
+
+    Make one with ``quantize_`` and a ``filter_fn`` that selects nn.Embedding. The constructor makes an unset layer, to
+    load a state dict into. The weight is frozen: ``padding_idx``, ``scale_grad_by_freq`` and ``sparse``, which are
+    about its gradient, say nothing here.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding.
+        device: of the unset weight; "meta" allocates nothing (then ``load_state_dict(..., assign=True)``).
+        dtype: of the result; ``model.to(dtype)`` changes it.
+        spec: how the weight is stored.
+        layout: where its parts lie, "row-major" or that of the kernels.
+    """
+
+    spec: LinearSpec
+    layout: Tensor
+    like: Tensor
+    """Empty; its dtype is that of the result."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: LinearSpec,
+        layout: str = ROW_MAJOR,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Embedding's would allocate the float weight
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        shape = spec.shape(num_embeddings, embedding_dim, layout)
+        weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=device), requires_grad=False)
+        self._hold(weight, spec, layout, dtype or torch.get_default_dtype())
+
+    def _hold(self, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype) -> None:
+        n, k = self.num_embeddings, self.embedding_dim
+        self._parameters["weight"] = weight
+        self.spec = spec
+        self.op_args = *spec.weight_args(n, k), _C.LAYOUTS[layout]
+        numbers = torch.tensor(spec.layout(n, k, layout), dtype=torch.int64, device=weight.device)
+        self.register_buffer("layout", numbers)
+        like = torch.empty(0, dtype=dtype, device="cpu" if weight.is_meta else weight.device)
+        self.register_buffer("like", like, persistent=False)
+
+    @property
+    def layout_name(self) -> str:
+        """The layout that the weight is in."""
+        return [*_C.LAYOUTS][self.op_args[-1]]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
+        weight = self._parameters["weight"]
+        rows = torch.arange(self.num_embeddings, device=weight.device)
+        return torch.ops.lowbit.embedding(weight, rows, rows.new_empty(0, dtype=dtype), *self.op_args)
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("QuantEmbedding: a packed weight has no initial value; load a state dict or use quantize_")
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self.spec.name}"
+
+    def state_dict_problem(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Say why the entries of ``state_dict`` under ``prefix`` cannot be this layer's, or return None."""
+        return stored_problem(state_dict, prefix, self.spec, self.num_embeddings, self.embedding_dim, self.layout_name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        problem = self.state_dict_problem(state_dict, prefix)
+        if problem:
+            raise ValueError(f"load_state_dict: {problem}")
+        super()._load_from_state_dict(in_layout(state_dict, prefix, self.layout_name), prefix, *args)
+
+
+def quantize_embedding_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str) -> None:
+    """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same."""
+    dtype = module.weight.dtype
+    module.__class__ = QuantEmbedding
+    module._hold(weight, spec, layout, dtype)
+
+
+def to_embedding_in_place(module: QuantEmbedding, weight: nn.Parameter) -> None:
+    """Turn it back into the nn.Embedding with this weight."""
+    module.__class__ = nn.Embedding
+    module._parameters["weight"] = weight
+    del module._buffers["layout"], module._buffers["like"], module.spec, module.op_args
+    module._non_persistent_buffers_set.discard("like")
