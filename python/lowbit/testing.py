@@ -160,9 +160,9 @@ def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, name) for name in names if name in row or "_float32_" in row)
 
 
-def fewest_queries(row: str) -> int:
-    """From how many queries on a row of attention takes a call."""
-    return 17 if row.endswith("_amx") else 1
+def fewest_scores(row: str) -> tuple[int, int]:
+    """From how many queries and keys on a row of attention takes a call."""
+    return (17, 32) if "_amx" in row else (1, 1)
 
 
 def serves(row: str, case: LinearCase) -> bool:

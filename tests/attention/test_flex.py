@@ -311,7 +311,7 @@ def test_keys_of_another_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> N
 
 
 def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(any_forward_row: str) -> None:
-    length, dtype = max(16, testing.fewest_queries(any_forward_row)), testing.attention_dtypes(any_forward_row)[0]
+    length, dtype = max(16, *testing.fewest_scores(any_forward_row)), testing.attention_dtypes(any_forward_row)[0]
     q, k, v = (torch.randn(1, 1, length, 8).to(dtype) for _ in range(3))
     mask = lowbit.create_block_mask(lambda b, h, i, j: j <= 0, 1, 1, length, length, BLOCK_SIZE=16)
     for block_mask in (None, mask):

@@ -76,7 +76,7 @@ def masks(length: int, kv_length: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", list(masks(1, 1)))
 @pytest.mark.parametrize("sizes", [(1, 1), (131, 257), (300, 150)], ids=str)
 def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tuple[int, int]) -> None:
-    sizes = max(sizes[0], testing.fewest_queries(row)), sizes[1]
+    sizes = tuple(max(pair) for pair in zip(sizes, testing.fewest_scores(row), strict=True))
     keep = masks(*sizes)[name]
     q, k, v = (random(row, 1, 2, n, 24) for n in (sizes[0], sizes[1], sizes[1]))
     bias = torch.randn(2, *sizes)
@@ -102,7 +102,7 @@ def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tupl
 @pytest.mark.parametrize("captured_gradient", [False, True], ids=["head by head", "with a bias"])
 def test_gradients_of_any_mask_are_those_of_the_dense_one(backward_row: str, name: str, sizes: tuple[int, int], captured_gradient: bool) -> None:
     """Without and with gradients of the bias: a task is a kv head, or a tile of keys or of queries."""
-    sizes = max(sizes[0], testing.fewest_queries(backward_row)), sizes[1]
+    sizes = tuple(max(pair) for pair in zip(sizes, testing.fewest_scores(backward_row), strict=True))
     keep = masks(*sizes)[name]
     q, k, v = (random(backward_row, 1, h, n, 24).requires_grad_() for h, n in ((4, sizes[0]), (2, sizes[1]), (2, sizes[1])))
     bias = torch.randn(4, *sizes, requires_grad=captured_gradient)

@@ -12,7 +12,8 @@ namespace {
 
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16) return "inputs are not bfloat16";
-  return args.q_length() <= kTileRows ? "no more queries than a tile has rows: vectors are as fast" : "";
+  if (args.q_length() <= kTileRows) return "no more queries than a tile has rows: vectors are as fast";
+  return args.kv_length() < kStep ? "fewer than 32 keys: vectors are as fast" : "";
 }
 
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }

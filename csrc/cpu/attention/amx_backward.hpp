@@ -145,10 +145,9 @@ inline void multiply_values(const AttentionForwardArgs&, const TilePlace& at, Am
   multiply_rows(tile.queries.grad_out, tile.values_t, tile.ev, at, steps_seen(tile.visible, at.rows), tile.ds);
 }
 
-// Zeros where the tiles of a product go on and nothing was computed.
-inline void clear_around(const TilePlace& at, Span columns, const Visible<float>& visible, Matrix<float> scores) {
-  if (visible.all.end < columns.end)
-    for (int64_t r = 0; r < at.rows; r++) fill(scores.row(r) + visible.all.end, columns.end - visible.all.end, 0.0f);
+// Zeros where the tiles of a product go on: also in columns that only a program computed.
+inline void clear_around(const TilePlace& at, Span columns, Matrix<float> scores) {
+  for (int64_t r = 0; r < at.rows; r++) fill(scores.row(r) + at.cols, columns.end - at.cols, 0.0f);
   clear_rows(scores.from(at.rows), round_up(at.rows, kStep) - at.rows);
 }
 
@@ -172,7 +171,7 @@ inline void add_transposed(PartRows activations, int64_t channels, Matrix<float>
 
 inline void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile& tile) {
   const Span columns = steps_seen(tile.visible, at.rows);
-  clear_around(at, columns, tile.visible, tile.p), clear_around(at, columns, tile.visible, tile.ds);
+  clear_around(at, columns, tile.p), clear_around(at, columns, tile.ds);
   add_transposed(tile.queries.grad_out_columns, tile.ev, tile.p, at, columns, tile.pairs, tile.grad_v_t);
   add_transposed(tile.queries.q_columns, tile.e, tile.ds, at, columns, tile.pairs, tile.grad_k_t);
 }
@@ -180,7 +179,7 @@ inline void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxB
 inline void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile& tile,
                              Matrix<float> grad_q) {
   const Span columns = steps_seen(tile.visible, at.rows);
-  clear_around(at, columns, tile.visible, tile.ds);
+  clear_around(at, columns, tile.ds);
   for (int64_t r = 0; r < round_up(at.rows, kTileRows); r++)
     for (int64_t c = columns.begin; c < columns.end; c += kStep)
       cut_rounded<1>(load(tile.ds.row(r) + c), load(tile.ds.row(r) + c + 16), tile.ds_rows.row(r) + c * 2);
