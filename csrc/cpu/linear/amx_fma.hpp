@@ -155,7 +155,7 @@ struct PartProduct {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
     if (format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
-    with_format(format, [&]<Format kFormat>() { cut_panel<kFormat>(spec, view, k, length, room); });
+    with_format(spec.format, [&]<Format kFormat>() { cut_panel<read_as(kFormat)>(spec, view, k, length, room); });
     return room;
   }
 
@@ -197,7 +197,8 @@ struct PartProduct {
   }
 
   static void multiply_alone(const LinearArgs& one) {
-    with_format(read_as(one.weight_spec.format), [&]<Format kFormat>() {
+    with_format(one.weight_spec.format, [&]<Format kGiven>() {
+      constexpr Format kFormat = read_as(kGiven);
       const StreamRows ordered = order_rows<kFormat>(one);
       parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
         const PanelView view = readable_panel<kFormat>(one.weight_spec, one.weight, panel);

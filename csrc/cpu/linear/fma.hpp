@@ -220,8 +220,8 @@ void linear_blocked(const LinearArgs& args) {
                                      : kFloatPanels * spec.panel_bytes();
           for (int p = 0; p < count_p; p++)
             with_format(spec.format, [&]<Format kFormat>() {
-              widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
-                                   b + p * kBlockK * 16, ahead);
+              widen_tiles<read_as(kFormat)>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
+                                            b + p * kBlockK * 16, ahead);
             });
           for (int64_t tile = tile_begin; tile < tile_end; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
