@@ -201,7 +201,8 @@ void linear_dot(const LinearArgs& args) {
               if (!expand)
                 return dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr,
                                                                        0);
-              if constexpr (2 * kRows >= kDotRows) {  // no tile of kExpandRows or more rows is lower
+              // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
+              if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
                 const auto run = spec.group_size == kHalfK ? dot_tile<kFormat, true, true, kRows, kPanels>
                                                            : dot_tile<kFormat, true, false, kRows, kPanels>;
                 run(args, rows, row, first, panel, expanded, ahead, lines);
