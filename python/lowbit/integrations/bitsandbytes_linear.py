@@ -22,8 +22,8 @@ from lowbit.ops.fakes import FLOATS
 _FORMATS = {name: _C.FORMATS[name] for name in ("nf4", "fp4")}
 _BLOCK_SIZES = {2**i for i in range(5, 13)}
 _FEW_ROWS = 16
-"""Rows of x that are multiplied by the codes. On a Sapphire Rapids, [4096, 4096] and one thread, 16 take as long as with
-a weight of bfloat16 made first (13 ms), 32 as long as with one of float32 (27 ms)."""
+"""Rows of x that are multiplied by the codes. On a Sapphire Rapids, [4096, 4096] and one thread, 16 take as long as
+with a weight of bfloat16 made first (13 ms), 32 as long as with one of float32 (27 ms)."""
 _FEW_INT8_ROWS = 4
 """The same of LLM.int8, against torch._int_mm: 8 rows take as long."""
 _PART = 2**20
