@@ -158,7 +158,8 @@ constexpr int64_t kBlockK = 256;  // a panel's block is 16 KiB of float32: half 
 
 // c[row][panel] (+)= sum over k of a[k][row] * b[panel][k].
 template <int kRows, int kPanels>
-[[gnu::noinline]] void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, bool first) {
+[[gnu::noinline]] void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, float* c,
+                                  int64_t c_stride, bool first) {
   f32x16 acc[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) acc[r][p] = first ? set1(0.0f) : load(c + r * c_stride + p * 16);
