@@ -77,7 +77,7 @@ def python() -> Callable[..., str]:
     def run(code: str, *arguments: str, **environment: str) -> str:
         merged = os.environ | environment
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], env=merged, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code, *arguments], env=merged, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -34,9 +34,11 @@ SECTIONS = {
     "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig "
     "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
+    "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
     "or_masks noop_mask BlockMask QuantizedKVCache",
+    "Attention: a layer of the quantized cache": "lowbit.attention.kv_layer: QuantizedKVLayer",
     "Attention: install, pictures": "lowbit.attention: install uninstall installed plot",
     "Attention: ready-made masks": "lowbit.attention.masks: *",
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
@@ -87,12 +89,17 @@ def entry(name: str, value: Any) -> str:
 
 
 def method(name: str, value: Any) -> str:
-    """Return one line about a documented method or property, or nothing."""
+    """Return what is said about a documented method or property as an item of a list, or nothing."""
     if not (inspect.isroutine(value) or isinstance(value, property)) or not value.__doc__:
         return ""
     shown = name if isinstance(value, property) else signature(name, value)
-    summary = re.sub(r"\s+", " ", inspect.cleandoc(value.__doc__).split("\n\n")[0])
-    return f"- `{shown}`: {summary.replace('``', '`')}"
+    text = inspect.cleandoc(value.__doc__) + "\n"
+    told = re.sub(r"\s+", " ", _PART.sub("", text)).strip()
+    parts = {match[1]: items(match[2]) for match in _PART.finditer(text)}
+    below = [f"  - {item}" for item in parts.get("Args", [])]
+    below += [f"  - returns {item[0].lower()}{item[1:]}" for item in parts.get("Returns", [])]
+    below += [f"  - raises {item}" for item in parts.get("Raises", [])]
+    return "\n".join([f"- `{shown}`: {told}", *below]).replace("``", "`")
 
 
 def docstring(value: Any) -> str:
@@ -156,12 +163,15 @@ def markdown(text: str) -> str:
             return f"\n```python\n{body}\n```\n"
         if match[1] == "Returns":
             return "\nReturns: " + re.sub(r"\s+", " ", body) + "\n"
-        items = (re.sub(r"\s+", " ", item) for item in re.split(r"\n(?=\S)", body))
-        return (
-            f"\n{match[1]}:\n\n" + "\n".join("- " + re.sub(r"^([\w ,*.]+):", r"`\1`:", item) for item in items) + "\n"
-        )
+        return f"\n{match[1]}:\n\n" + "\n".join(f"- {item}" for item in items(match[2])) + "\n"
 
     return re.sub(r"\n{3,}", "\n\n", _PART.sub(part, text.replace("``", "`").rstrip() + "\n"))
+
+
+def items(text: str) -> list[str]:
+    """Return the entries of Args or Raises, each on one line, its names as code."""
+    found = re.split(r"\n(?=\S)", textwrap.dedent(text).strip("\n"))
+    return [re.sub(r"^([\w ,*.]+):", r"`\1`:", re.sub(r"\s+", " ", item)) for item in found]
 
 
 def main() -> int:

@@ -21,20 +21,22 @@ namespace {
 struct Features {
   uint32_t ecx1 = 0;                      // leaf 1
   uint32_t ebx7 = 0, ecx7 = 0, edx7 = 0;  // leaf 7
+  uint32_t eax71 = 0;                     // leaf 7, subleaf 1
   uint32_t xcr0 = 0;
 
   constexpr Features operator|(const Features& o) const {
-    return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, edx7 | o.edx7, xcr0 | o.xcr0};
+    return {ecx1 | o.ecx1, ebx7 | o.ebx7, ecx7 | o.ecx7, edx7 | o.edx7, eax71 | o.eax71, xcr0 | o.xcr0};
   }
   constexpr bool contains(const Features& o) const {
     return (ecx1 & o.ecx1) == o.ecx1 && (ebx7 & o.ebx7) == o.ebx7 && (ecx7 & o.ecx7) == o.ecx7 &&
-           (edx7 & o.edx7) == o.edx7 && (xcr0 & o.xcr0) == o.xcr0;
+           (edx7 & o.edx7) == o.edx7 && (eax71 & o.eax71) == o.eax71 && (xcr0 & o.xcr0) == o.xcr0;
   }
 };
 
 constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kNone{};
 constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
+constexpr Features kAvx2Vnni = kAvx2 | Features{.eax71 = 1u << 4};
 constexpr Features kAvx512 =
     kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
@@ -51,6 +53,7 @@ constexpr Isa kIsas[] = {
     {"amx", kAmx},
     {"avx512_vnni", kAvx512Vnni},
     {"avx512", kAvx512},
+    {"avx2_vnni", kAvx2Vnni},
     {"avx2", kAvx2},
     {"scalar", kNone},
 };
@@ -73,6 +76,7 @@ const Features& detected() {
     uint32_t eax, ebx, edx, high;
     __get_cpuid(1, &eax, &ebx, &found.ecx1, &edx);
     __get_cpuid_count(7, 0, &eax, &found.ebx7, &found.ecx7, &found.edx7);
+    __get_cpuid_count(7, 1, &found.eax71, &high, &high, &high);
     if (found.ecx1 & kOsxsave) __asm__ volatile("xgetbv" : "=a"(found.xcr0), "=d"(high) : "c"(0));
     if (found.contains(kAmx) && !system_allows_tiles()) found.edx7 = 0;
 #endif

@@ -70,6 +70,7 @@ template <class Body>
     });                                                                                                     \
   }
 LOWBIT_FACT(int, bits, bits)
+LOWBIT_FACT(int, significant_bits, significant_bits)
 LOWBIT_FACT(CodecKind, kind_of, kind)
 LOWBIT_FACT(int, symmetric_zero, zero)  // the zero point of a symmetric weight
 LOWBIT_FACT(int, code_of_zero, code_of_zero)

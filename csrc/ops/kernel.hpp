@@ -96,6 +96,9 @@ struct Choice {
   std::string reason;
 };
 
+// The reason of a row that could serve the call, behind the one that does.
+inline constexpr std::string_view kBetterFits = "a better row fits";
+
 // The rows of the call's device, and a forced row of another one.
 template <class Args>
 std::vector<Choice> explain(const Args& args) {
@@ -113,7 +116,7 @@ std::vector<Choice> explain(const Args& args) {
       if (reason.empty()) reason = backend->unavailable(device);
       if (reason.empty()) reason = row.refuses(args);
       if (reason.empty() && !forced.empty() && row.name != forced) reason = concat("the row ", forced, " is forced");
-      if (reason.empty() && found) reason = "a better row fits";
+      if (reason.empty() && found) reason = kBetterFits;
       choices.push_back({std::string(row.name), reason.empty(), reason});
       found |= reason.empty();
     }
@@ -143,11 +146,14 @@ Selected<Args> select(const Args& args) {
 }
 
 template <class Args>
-void run(const Args& args) {
-  const auto& [backend, row] = select(args);
+void run_selected(const Args& args, const Selected<Args>& selected) {
+  const auto& [backend, row] = selected;
   note_ran(OpOf<Args>::name, row.name);  // before: a row may report a fault of what it ran
   if (!backend.guard) row.run(args);
   else backend.guard(args.place, [&row, &args] { row.run(args); });
 }
+
+template <class Args>
+void run(const Args& args) { run_selected(args, select(args)); }
 
 }  // namespace lowbit

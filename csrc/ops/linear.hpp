@@ -16,6 +16,11 @@ enum class XFormat : int { floating, int8_group, int8_row, int8_row_asymmetric, 
 inline constexpr std::string_view kXFormatNames[] = {"float", "int8_group", "int8_row", "int8_row_asymmetric",
                                                      "float8_row"};
 
+// Whether activations enter the product as floats.
+constexpr bool stays_float(XFormat activations) {
+  return activations == XFormat::floating || activations == XFormat::float8_row;
+}
+
 // Whether a weight of this format is multiplied by such activations: int8 by integers, float8 by float8.
 constexpr bool goes_with(XFormat activations, Format weight) {
   switch (activations) {

@@ -54,11 +54,7 @@ const Selected<Args>* preferred(const Args& args, int64_t number) {
 template <class Args>
 void run(const Args& args, int64_t number) {
   const Selected<Args>* const selected = preferred(args, number);
-  if (!selected) return run(args);
-  const auto& [backend, row] = *selected;
-  note_ran(OpOf<Args>::name, row.name);
-  if (!backend.guard) row.run(args);
-  else backend.guard(args.place, [&row, &args] { row.run(args); });
+  run_selected(args, selected ? *selected : select(args));
 }
 
 template <class Args>
@@ -67,7 +63,7 @@ std::vector<Choice> explain(const Args& args, int64_t number) {
   const Selected<Args>* const selected = preferred(args, number);
   if (!selected) return choices;
   for (Choice& choice : choices) {
-    const bool fits = choice.chosen || choice.reason == "a better row fits";
+    const bool fits = choice.chosen || choice.reason == kBetterFits;
     choice.chosen = choice.name == selected->row.name;
     if (choice.chosen) choice.reason.clear();
     else if (fits) choice.reason = concat("the layer prefers ", selected->row.name);

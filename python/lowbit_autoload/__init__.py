@@ -3,8 +3,7 @@
 names them loads. `bitsandbytes.backends`: gives bitsandbytes our CPU kernels when it is imported.
 
 A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
-can
-never break `import torch`: whatever goes wrong is kept in `failure` (shown by `lowbit.info()`) and raised only when
+can never break `import torch`: whatever goes wrong is kept (`failures`, shown by `lowbit.info()`) and raised only when
 LOWBIT_STRICT=1. It claims no device. TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch) turns it off,
 and so does LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves bitsandbytes as it is.
 """
@@ -14,36 +13,42 @@ from __future__ import annotations
 import os
 
 ran = False
-failure: Exception | None = None
-bitsandbytes_failure: Exception | None = None
+failures: dict[str, Exception] = {}  # by the name of the package that was to know lowbit: "torch", "bitsandbytes"
+
+
+class _Keeping:
+    """Keep what is raised inside as the failure of a package, and raise it only when LOWBIT_STRICT=1."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        failures[self.package] = error
+        return os.environ.get("LOWBIT_STRICT") != "1"
 
 
 def autoload() -> None:
     """Register the ops with torch; called by `import torch`."""
-    global ran, failure
+    global ran
     if os.environ.get("LOWBIT_SIM") == "1":
         return  # `import lowbit` registers the ops and enables the simulated device, which autoload must not
     ran = True
-    try:
+    with _Keeping("torch"):
         from lowbit.ops.registration import register
 
         register()
-    except Exception as error:
-        failure = error
-        if os.environ.get("LOWBIT_STRICT") == "1":
-            raise
 
 
 def bitsandbytes() -> None:
     """Give bitsandbytes' ops our CPU kernels; called at the end of `import bitsandbytes`."""
-    global bitsandbytes_failure
     if os.environ.get("LOWBIT_BITSANDBYTES") == "0":
         return
-    try:
+    with _Keeping("bitsandbytes"):
         from lowbit.integrations.bitsandbytes_ops import take_ops
 
         take_ops()
-    except Exception as error:
-        bitsandbytes_failure = error
-        if os.environ.get("LOWBIT_STRICT") == "1":
-            raise

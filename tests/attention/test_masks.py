@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +88,12 @@ def test_plot_draws_the_mask() -> None:
     axes = masks.sliding_window(3).plot(10, 12)
     assert axes.get_title() == "sliding_window(3)"
     assert axes.images[0].get_array().shape == (10, 12)
+
+
+def test_plot_without_matplotlib_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="plot needs matplotlib: pip install matplotlib"):
+        masks.causal.plot(4)
 
 
 def test_a_window_of_w_has_w_keys_as_in_transformers_and_the_cache() -> None:

@@ -35,6 +35,8 @@ def test_one_layer_and_its_table() -> None:
     explanation = lowbit.explain(quantized()[0])
     assert explanation[0].layer == "QuantLinear"
     assert explanation[0].row in repr(explanation) and "why not" in repr(explanation)
+    reasons = {reason for _, reason in explanation[0].others}
+    assert all(repr(explanation).count(reason) == 1 for reason in reasons) and len(explanation[0].others) > 3 * len(reasons)
     assert "<table>" in explanation._repr_html_()
 
 

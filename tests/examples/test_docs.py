@@ -148,5 +148,6 @@ def test_recipe_applies_to_the_code_as_it_is(page: Path) -> None:
         pytest.skip("git is not on this machine")
     diff = "".join(re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
     assert diff.count("diff --git ") > 2
-    done = subprocess.run([git, "apply", "--check", "-"], input=diff, cwd=ROOT, capture_output=True, text=True)
+    way = ["--reverse"] if "git apply --check --reverse" in page.read_text() else []  # what it adds is in the tree
+    done = subprocess.run([git, "apply", "--check", *way, "-"], input=diff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{page.name} does not apply: {done.stderr}"

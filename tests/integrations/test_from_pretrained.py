@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import MODELS, logits, save
 
 import lowbit
 from lowbit import _C
@@ -19,39 +19,18 @@ from lowbit.quant import repack
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-LLAMA = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-MODELS = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
-    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "bf16": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, dtype="bfloat16")),
-    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4)),
-    "bert": (transformers.BertForMaskedLM, transformers.BertConfig(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)),
-}  # fmt: skip
 W4A8 = lowbit.int8_dynamic_activation_int4_weight()
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["llama", "tied", "bf16", "gpt2", "bert"])
 def saved(request, tmp_path: Path):
     """(the class, the float model, the folder that holds it)"""
-    cls, _, folder = save(request.param, tmp_path)
+    cls, folder = MODELS[request.param][0], save(request.param, tmp_path)
     return cls, cls.from_pretrained(folder), folder
-
-
-def save(name: str, folder: Path, **options: object):
-    cls, config = MODELS[name]
-    torch.manual_seed(0)
-    model = cls(copy.deepcopy(config)).to(torch.bfloat16 if name == "bf16" else torch.float32).eval()
-    model.save_pretrained(folder / "float", **options)
-    return cls, model, folder / "float"
 
 
 def layers(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)]
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(14).view(2, 7)).logits
 
 
 @pytest.mark.parametrize("config", [cls() for cls in FORMATS], ids=lambda config: config.function)
@@ -103,7 +82,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(saved, shard, tmp_path):
 
 
 def test_files_say_what_they_hold(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     config = lowbit.LowbitConfig("int4_weight_only(group_size=32)", plan={"model.layers.0.mlp.up_proj": "int8_weight_only()"})
     cls.from_pretrained(folder, quantization_config=config).save_pretrained(tmp_path / "packed")
     with safetensors.safe_open(tmp_path / "packed" / "model.safetensors", "pt") as file:
@@ -144,7 +123,7 @@ def test_another_layout_is_repacked(saved, layout, tmp_path):
 
 
 def test_a_checkpoint_of_the_whole_model_serves_its_base(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
     loaded.save_pretrained(tmp_path / "packed")
     base = transformers.LlamaModel.from_pretrained(tmp_path / "packed")
@@ -155,7 +134,7 @@ def test_a_checkpoint_of_the_whole_model_serves_its_base(tmp_path):
 
 
 def test_a_plan_says_the_format_of_single_layers(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     plan = {"model.layers.0.mlp.up_proj": lowbit.int8_weight_only(), "model.layers.1.mlp.up_proj": None, "lm_head": "int8_weight_only"}
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, plan=plan))
     formats = {row.layer: row.format for row in loaded.hf_quantizer.report.rows}
@@ -170,7 +149,7 @@ def test_a_plan_says_the_format_of_single_layers(tmp_path):
     [({"model.layers.9": W4A8}, "plan must name linear layers of the model, got model.layers.9"), ({"lm_head": W4A8}, "lm_head, which cannot be quantized: its weight is tied")],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(plan, match, tmp_path):
-    cls, _, folder = save("tied", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("tied", tmp_path)
     with pytest.raises(ValueError, match=match):
         cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(plan=plan))
 
@@ -191,7 +170,7 @@ def test_a_configuration_that_is_none_is_refused(fields, error, match):
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8)).save_pretrained(tmp_path / "packed")
     file = tmp_path / "packed" / "model.safetensors"
     state = safetensors.load_file(file)
@@ -207,7 +186,7 @@ def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
 
 
 def test_devices_without_kernels_are_refused_and_auto_is_the_cpu(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     config = lowbit.LowbitConfig(W4A8)
     wanted = logits(cls.from_pretrained(folder, quantization_config=config))
     for device_map in ("auto", "cpu", {"": "cpu"}):
@@ -218,7 +197,8 @@ def test_devices_without_kernels_are_refused_and_auto_is_the_cpu(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, caplog):
-    cls, model, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
+    model = cls.from_pretrained(folder)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.inf
     model.save_pretrained(folder)
@@ -227,7 +207,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, caplog):
 
 
 def test_a_layer_of_another_size_stays_float_and_is_begun_anew(tmp_path):
-    _, _, folder = save("bert", tmp_path)
+    folder = save("bert", tmp_path)
     config = transformers.BertConfig.from_pretrained(folder, intermediate_size=80)
     loaded = transformers.BertForMaskedLM.from_pretrained(
         folder, config=config, ignore_mismatched_sizes=True, quantization_config=lowbit.LowbitConfig(W4A8)
@@ -240,7 +220,7 @@ def test_a_layer_of_another_size_stays_float_and_is_begun_anew(tmp_path):
 
 
 def test_dequantize_brings_linear_layers_back(tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(lowbit.int8_weight_only()))
     wanted = logits(loaded)
     loaded = loaded.dequantize()
@@ -253,7 +233,7 @@ def test_dequantize_brings_linear_layers_back(tmp_path):
 @pytest.mark.parametrize("config", [cls() for cls in FORMATS], ids=lambda config: config.function)
 def test_adapters_train_and_merge(config, tmp_path):
     peft = pytest.importorskip("peft")
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(config))
     packed = [loaded.get_submodule(name).weight.clone() for name in layers(loaded)]
     model = peft.get_peft_model(peft.prepare_model_for_kbit_training(loaded), peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -276,7 +256,7 @@ def test_adapters_train_and_merge(config, tmp_path):
 
 
 def test_a_program_that_never_names_lowbit_loads_a_checkpoint(python: Callable[..., str], tmp_path):
-    cls, _, folder = save("llama", tmp_path)
+    cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8))
     loaded.save_pretrained(tmp_path / "packed")
     code = """

@@ -7,30 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import MODELS
 
 import lowbit
 
-transformers = pytest.importorskip("transformers")
 
-LLAMA = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
-MODELS = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
-    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "gpt2": (
-        transformers.GPT2LMHeadModel,
-        transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4),
-    ),
-}
-
-
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["llama", "tied", "gpt2"])
 def saved(request, tmp_path):
     cls, config = MODELS[request.param]
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -18,38 +17,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import MODELS, logits, save
 
 import lowbit
 from lowbit.__main__ import main
+from lowbit.autotune.plan import PlanRow
+from lowbit.formats import FORMATS
 from lowbit.quant.safetensors_file import SafetensorsFile
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-LLAMA = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-MODELS = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)),
-    "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=2, n_head=4)),
-    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**LLAMA, num_local_experts=4)),
-}  # fmt: skip
 CONFIG = "int4_weight_only(group_size=32)"
 
 
-def save(name: str, folder: Path, **options: object) -> Path:
-    cls, config = MODELS[name]
-    torch.manual_seed(0)
-    cls(copy.deepcopy(config)).save_pretrained(folder / "float", **options)
-    return folder / "float"
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(torch.arange(14).view(2, 7)).logits
-
-
 @pytest.mark.parametrize("shard", ["5GB", "60KB"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "mixtral"])
 def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys):
     folder, out = save(name, tmp_path, max_shard_size=shard), tmp_path / "packed"
     (folder / "tokenizer.json").write_text("{}")
@@ -87,6 +70,48 @@ def test_a_plan_from_a_file(flat, tmp_path):
     assert main(["quantize", str(folder), str(tmp_path / "alone"), "--plan", str(plan)]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
     assert [n for n, m in loaded.named_modules() if isinstance(m, lowbit.QuantLinear)] == ["model.layers.0.mlp.up_proj"]
+
+
+CHOICES = [
+    None, *(cls() for cls in FORMATS), lowbit.float_weight(torch.bfloat16), lowbit.int4_weight_only(64, scale="absmax"),
+    lowbit.int4_weight_only(128, mapping_type=lowbit.MappingType.ASYMMETRIC), lowbit.int8_weight_only(32, scale="search"),
+    lowbit.int8_dynamic_activation_int4_weight(32, act_mapping_type=lowbit.MappingType.ASYMMETRIC),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "bf16"])
+def test_a_saved_plan_of_autoquant_makes_the_model_that_it_makes_of_a_float_one(name, tmp_path, capsys):
+    folder = save(name, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    rows = []
+    linears = [(layer, module) for layer, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for (layer, module), config in zip(linears, CHOICES * 2, strict=False):
+        spec, shape = config and config.spec(module.weight.dtype), (module.out_features, module.in_features)
+        rows.append(PlanRow(layer, shape, (), spec, "", 1.0, 1.0, 30.0, 1, 1))
+    plan = lowbit.Plan(rows, 20.0)
+    plan.save(tmp_path / "plan.json")
+    assert main(["quantize", str(folder), str(tmp_path / "packed"), "--plan", str(tmp_path / "plan.json")]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    report = plan.apply(model)
+    formats = {name: module.spec.name for name, module in loaded.named_modules() if isinstance(module, lowbit.QuantLinear)}
+    assert formats == {row.layer: row.format for row in report.quantized} == {layer: spec.name for layer, spec in plan.specs.items()}
+    assert torch.equal(logits(loaded), logits(model))
+    printed = capsys.readouterr().out
+    assert f"by plan: {len(formats)} quantized, {len(rows) - len(formats)} skipped" in printed
+
+
+@pytest.mark.parametrize("plan", [False, True])
+def test_gptq_which_needs_inputs_is_refused_before_anything_is_written(plan, tmp_path, capsys):
+    folder = save("llama", tmp_path)
+    gptq = "int4_weight_only(group_size=32, algorithm=GPTQ())"
+    (tmp_path / "plan.json").write_text(json.dumps({"lm_head": gptq}))
+    given = ["--plan", str(tmp_path / "plan.json")] if plan else ["--config", gptq]
+    assert main(["quantize", str(folder), str(tmp_path / "packed"), *given]) == 1
+    named = "lm_head" if plan else "config"
+    error = capsys.readouterr().err
+    assert f"LowbitConfig: {named} must be quantized without inputs of the model, which GPTQ needs" in error
+    assert "lowbit.quantize_(model, config, calibration=...)" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"float", "plan.json"}
 
 
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
@@ -130,7 +155,9 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     if not (tmp_path / "packed").exists():
+        (progress.parent / "progress.json.1-1.tmp").write_text("{")  # as a run that was killed while it wrote
         assert main(command[3:]) == 0
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {path.name for path in (tmp_path / "packed").iterdir()}
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
 

@@ -120,6 +120,15 @@ def test_multiples_of_one_scale_come_back_exactly(row: str, group_size: int, mos
     assert torch.equal(decode(packed, 20, 200, "int4", group_size, "asymmetric").float(), weight)
 
 
+def test_a_scale_of_the_largest_weights_stays_finite_in_the_reference() -> None:
+    """Two bits: the best scale is that of the weights, 2^128 as it would be stored; with four no scale is as large."""
+    weight = torch.finfo(torch.float32).max * torch.tensor([1.0, -1, 0, 1] * 8)[None]
+    found = search(weight, "int2", 32, "symmetric")
+    assert found.column_scale == 2.0**127 and found.scale.isfinite().all() and found.decode().isfinite().all()
+    smaller = search(weight / 4, "int2", 32, "symmetric")
+    assert smaller.column_scale == 2.0**126 and torch.equal(smaller.decode(), (weight.double() / 4).sign() * 2.0**126)
+
+
 def test_without_any_importance_scales_are_those_of_the_range(row: str) -> None:
     weight = torch.randn(20, 100)
     for mapping in MAPPINGS:

@@ -51,6 +51,20 @@ def test_moments_are_those_of_all_rows_whatever_a_batch_is(batch):
     assert repr(calibration) == "Calibration(2 layers, 60 to 60 rows, with hessians, 1 never called)"
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_layers_inside_of_torchs_encoder_are_seen(masked):
+    """Whose fused inference passes them by, with padding even through nested tensors."""
+    layer = nn.TransformerEncoderLayer(32, 4, 96, batch_first=True, dropout=0.0)
+    encoder, x = nn.TransformerEncoder(layer, 2), torch.randn(3, 7, 32)
+    batch = {"src": x, "src_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [5], [3]])} if masked else x
+    encoder.layers[1].eval()
+    calibration = lowbit.calibrate(encoder, [batch])
+    assert set(calibration.layers) == {f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)}
+    assert all(layer.rows == 21 for layer in calibration.layers.values())
+    assert encoder.use_nested_tensor and encoder.layers[0].activation_relu_or_gelu == 1
+    assert encoder.training and encoder.layers[0].training and not encoder.layers[1].training
+
+
 def test_a_tensor_is_the_one_argument_and_any_iterable_of_them_is_taken():
     x = torch.randn(2, 40)
     for batches in ([x, x], (x for _ in range(2)), torch.utils.data.DataLoader([x[0], x[1]], batch_size=1)):
@@ -69,11 +83,6 @@ def test_the_model_is_as_it_was():
     with pytest.raises(RuntimeError):
         lowbit.calibrate(model, [torch.randn(4, 9)])
     assert model.training and not model[0]._forward_pre_hooks
-
-
-def test_layers_inside_torchs_fast_path_are_seen():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1).eval()
-    assert {"layers.0.linear1", "layers.0.linear2"} <= lowbit.calibrate(encoder, [torch.randn(2, 3, 32)]).layers.keys()
 
 
 def test_it_saves_and_loads(tmp_path):
@@ -124,6 +133,11 @@ def test_what_quantize_cannot_use_is_refused_before_anything_changes():
     other = nn.ModuleDict({"first": nn.Linear(41, 8)})
     with pytest.raises(ValueError, match="quantize_: calibration of first must be of k=41, got 40"):
         lowbit.quantize_(other, lowbit.int4_weight_only(32), calibration=seen)
+    for value in (-1.0, torch.inf, torch.nan):
+        spoilt = copy.deepcopy(seen)
+        spoilt.layers["first"].squares[3] = value
+        with pytest.raises(ValueError, match="calibration of first must be of squares that are finite and not negative"):
+            lowbit.quantize_(model, lowbit.int4_weight_only(32), only_first, calibration=spoilt)
     assert not any(isinstance(module, lowbit.QuantLinear) for module in model.modules())
 
 

@@ -30,10 +30,7 @@ LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k, float most) {
     amax = max(amax, abs(v));
     poison = fma(v, set1(0.0f), poison);
   }
-  alignas(64) float lanes[16];
-  store(lanes, poison);
-  float scale = largest(amax) / most;
-  for (float lane : lanes) scale += lane;
+  const float scale = largest(amax) / most + sum(poison);
   return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
 }
 
@@ -57,6 +54,14 @@ LOWBIT_INLINE const float* widen_row(const LinearArgs& args, int64_t row, float*
   }
   if (rounded) round_to_float8(buffer, padded);
   return buffer;
+}
+
+// The sum of x over a group of the weight, by which an asymmetric weight's zero point is multiplied.
+LOWBIT_INLINE float group_sum(const WeightSpec& spec, const float* x, int64_t g) {
+  const int64_t end = smaller(spec.padded_k(), (g + 1) * spec.group_k());
+  f32x16 sums = set1(0.0f);
+  for (int64_t i = g * spec.group_k(); i < end; i += 16) sums = add(sums, load(x + i));
+  return sum(sums);
 }
 
 // A product of codes is at most 128 * 127 in size (int4: 15 * 127), so an int32 sum holds floor((2^31 - 1) / (128 *
@@ -120,7 +125,7 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
     i32x16 total = set1(int32_t{0});
     for (int64_t i = begin; i < end; i += 16) {
       f32x16 scaled = fma(load(x + i), inverse, shift);
-      scaled = max(sub(set1(0.0f), limit), min(limit, scaled));
+      scaled = max(sub(set1(0.0f), limit), min(scaled, limit));  // nan, whose scale is nan, has a code too
       const i32x16 code = to_int(scaled);
       store_i8(q + i, code);
       total = add(total, code);

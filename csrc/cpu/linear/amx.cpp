@@ -12,8 +12,7 @@ namespace {
 template <Format kFormat, bool kFloatX>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  const bool float_x = args.x_format == XFormat::floating || args.x_format == XFormat::float8_row;
-  if (float_x != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
+  if (stays_float(args.x_format) != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
   if (args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
   if (args.weight_spec.group_size && args.weight_spec.group_size < kHalfK) return "groups of less than 32";
   const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;
@@ -23,7 +22,7 @@ std::string_view refuses(const LinearArgs& args) {
 #define LOWBIT_INTEGER(name) \
   {LOWBIT_ROW("linear_" #name "_int8"), refuses<Format::name, false>, linear_amx_dot<read_as(Format::name)>},
 #define LOWBIT_FORMAT(name, Codec) \
-  {LOWBIT_ROW("linear_" #name), refuses<Format::name, true>, linear_amx_fma<read_as(Format::name)>},
+  {LOWBIT_ROW("linear_" #name), refuses<Format::name, true>, linear_amx_fma},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_INTEGER_FORMATS(LOWBIT_INTEGER) LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 #undef LOWBIT_INTEGER

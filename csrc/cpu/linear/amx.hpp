@@ -22,7 +22,7 @@ constexpr int64_t kFewestRows = 16;
 
 // What the loop is given, a Product, is made once per pass and has
 //   Sum           int32_t or float
-//   kBlockK       k of a block; kWeightBytes: of its weights, per panel and k
+//   block_k       k of a block; weight_bytes: of its weights, per panel and k
 //   k             all of k, to the end of the last sum; sum_k: what is summed before a scale is due
 //   step, tile_bytes  k of one tile of activations, and the bytes of its rows
 //   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
@@ -135,14 +135,14 @@ struct TileTask {
   int64_t rows, first_panel, width;
 
   void run() const {
-    const int64_t row_tiles = ceil_div(rows, kTileRows), room_bytes = Product::kBlockK * Product::kWeightBytes;
+    const int64_t row_tiles = ceil_div(rows, kTileRows), room_bytes = product.block_k * product.weight_bytes;
     Arena counted;
     arrays(counted, row_tiles);
     Arena arena{static_cast<char*>(scratch(Scratch::task, counted.bytes))};
     const auto [to, room] = arrays(arena, row_tiles);
     std::memset(to.result, 0, row_tiles * width * sizeof *to.result);
-    for (int64_t k = 0; k < product.k; k += Product::kBlockK) {
-      const int64_t end = smaller(product.k, k + Product::kBlockK);
+    for (int64_t k = 0; k < product.k; k += product.block_k) {
+      const int64_t end = smaller(product.k, k + product.block_k);
       for (int64_t column = 0; column < width; column += kPanelsAtOnce) {
         const int count = static_cast<int>(smaller(kPanelsAtOnce, width - column));
         const uint8_t* weights[kPanelsAtOnce] = {};
@@ -182,11 +182,11 @@ struct TileTask {
   };
   Arrays arrays(Arena& arena, int64_t row_tiles) const {
     using Results = TileResults<Product>;
-    const bool goes_on = smaller(product.k, Product::kBlockK) % product.sum_k != 0;
+    const bool goes_on = smaller(product.k, int64_t{product.block_k}) % product.sum_k != 0;
     return {{.result = arena.array<typename Results::Tile>(row_tiles * width),
              .open = goes_on ? arena.array<typename Results::SumTile>(row_tiles * width) : nullptr,
              .width = width},
-            arena.array<uint8_t>(kPanelsAtOnce * Product::kBlockK * Product::kWeightBytes)};
+            arena.array<uint8_t>(kPanelsAtOnce * product.block_k * product.weight_bytes)};
   }
 };
 

@@ -14,7 +14,7 @@ namespace {
 template <Format kFormat>
 struct Int8Product {
   using Sum = int32_t;
-  static constexpr int64_t kBlockK = 512, kWeightBytes = kPanelColumns;  // of two panels 16 KiB, of an L1 of 48
+  static constexpr int64_t block_k = 512, weight_bytes = kPanelColumns;  // of two panels 16 KiB, of an L1 of 48
   const LinearArgs& args;
   Int8Rows<int8_t> rows;
   int64_t first, sum_k, k, step, tile_bytes;

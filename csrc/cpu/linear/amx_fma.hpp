@@ -15,8 +15,7 @@ constexpr int64_t kPartK = 32, kPartTile = TileUnit::kRows * 64;  // of bfloat16
 constexpr int kMostParts = 3;
 
 // How many parts of 8 bits hold every value of a format before its scale.
-template <Format kFormat>
-constexpr int parts_of() { return (codec_of<kFormat>::significant_bits + 7) / 8; }
+LOWBIT_INLINE constexpr int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 
 constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 
@@ -50,18 +49,16 @@ constexpr int value_of_k(int64_t k) {
 // The nearest whole number to a zero point that leaves every code - zero exact in 8 bits, at most 256 in size. It is
 // taken from the codes; only the rest, 0 where we chose the zero point, is multiplied by a sum of x, and could cancel
 // what the codes have added.
-template <Format kFormat>
-LOWBIT_INLINE f32x16 whole_zero(const PanelView& view, int64_t g) {
+LOWBIT_INLINE f32x16 whole_zero(f32x16 zero, int code_max) {
   constexpr float kLargest = 256;
-  const f32x16 zero = to_float(to_int(zero_of<kFormat>(view, g)));
-  return max(set1(codec_of<kFormat>::code_max - kLargest), min(set1(kLargest), zero));
+  return max(set1(static_cast<float>(code_max) - kLargest), min(set1(kLargest), to_float(to_int(zero))));
 }
 
 // The values of `length` k of a panel from k on, without scale, in parts: tiles of 32 k, [k / 32][part].
-template <Format kFormat, int kParts>
-LOWBIT_INLINE void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length,
-                             uint8_t* out) {
+template <Format kFormat>
+void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length, uint8_t* out) {
   using U = Unit<kFormat>;
+  constexpr int kParts = parts_of(kFormat);
   constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
@@ -69,7 +66,8 @@ LOWBIT_INLINE void cut_panel(const WeightSpec& spec, const PanelView& view, int6
     f32x16 offset[2];  // of either half: value = what is read + offset
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
-      offset[half] = sub(set1(kValueZero<kFormat>), whole_zero<kFormat>(view, smaller(g, spec.groups() - 1)));
+      const f32x16 zero = zero_of<kFormat>(view, smaller(g, spec.groups() - 1));
+      offset[half] = sub(set1(kValueZero<kFormat>), whole_zero(zero, U::code_max));
     }
     for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
       f32x16 values[kCount];
@@ -105,50 +103,47 @@ struct PartRows {
 // A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which are zero to the unit.
 LOWBIT_INLINE float scale_up(float amax) { return amax < 0x1p-60f ? 0x1p60f : 1.0f; }
 
-template <int kParts>
-void cut_row(const LinearArgs& args, const float* x, const PartRows& rows, int64_t row) {
-  const WeightSpec& spec = args.weight_spec;
+LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, const PartRows& rows, int64_t row) {
   const int64_t padded = spec.padded_k();
-  f32x16 amax = set1(0.0f), poison = set1(0.0f);
-  for (int64_t k = 0; k < padded; k += 16) {
-    amax = max(amax, abs(load(x + k)));
-    poison = fma(load(x + k), set1(0.0f), poison);
-  }
-  const float up = scale_up(largest(amax));
-  rows.unscale[row] = sum(poison) == 0.0f ? 1.0f / up : 0.0f;
-  uint8_t* to = rows.tiles + row / kTileRows * (padded / kPartK * kParts * kPartTile) + row % kTileRows * 64;
-  for (int64_t k = 0; k < padded; k += kPartK, to += kParts * kPartTile) {
-    alignas(64) uint16_t halves[kParts][kPartK];
+  const float amax = symmetric_range(x, padded, 1.0f).scale, up = scale_up(amax);
+  rows.unscale[row] = amax == amax ? 1.0f / up : 0.0f;
+  uint8_t* to = rows.tiles + row / kTileRows * (padded / kPartK * parts * kPartTile) + row % kTileRows * 64;
+  for (int64_t k = 0; k < padded; k += kPartK, to += parts * kPartTile) {
+    alignas(64) uint16_t halves[kMostParts][kPartK];
     for (int64_t i = 0; i < kPartK; i += 16) {
       f32x16 rest = mul(load(x + k + i), set1(up));
-      unroll<kParts>([&](auto part) {
+      for (int part = 0; part < parts; part++) {
         store_bf16(halves[part] + i, upper_part(rest));
         rest = sub(rest, upper_part(rest));
-      });
+      }
     }
-    unroll<kParts>([&](auto part) { std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]); });
+    for (int part = 0; part < parts; part++) std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]);
   }
-  for (int64_t g = 0; spec.asymmetric && g < spec.groups(); g++) {
-    f32x16 sums = set1(0.0f);
-    for (int64_t k = g * spec.group_k(); k < smaller(padded, (g + 1) * spec.group_k()); k += 16)
-      sums = fma(load(x + k), set1(up), sums);
-    rows.group_sums[row * spec.groups() + g] = sum(sums);
-  }
+  for (int64_t g = 0; spec.asymmetric && g < spec.groups(); g++)
+    rows.group_sums[row * spec.groups() + g] = up * group_sum(spec, x, g);
 }
 
-template <Format kFormat, int kXParts>
+// The parts of a call's activations; float8 is times a scale.
+LOWBIT_INLINE int parts_of(const LinearArgs& args) {
+  if (args.x_format == XFormat::floating && args.dtype == DType::bfloat16) return parts_of(Format::bfloat16);
+  if (args.x_format == XFormat::floating && args.dtype == DType::float16) return parts_of(Format::float16);
+  return kMostParts;
+}
+
+// One loop for every format and number of parts: what they cost is nothing beside the products, 64 cycles of each pair.
 struct PartProduct {
   using Sum = float;
-  static constexpr int kParts = parts_of<kFormat>();
-  static constexpr int64_t kBlockK = kParts == 1 ? 256 : 128;  // of two panels 16 to 24 KiB, of an L1 of 48
-  static constexpr int64_t kWeightBytes = kPanelColumns * 2 * kParts;
   static constexpr int64_t step = kPartK, tile_bytes = 64;
   const LinearArgs& args;
-  PartRows rows;
+  int x_parts, parts, code_max;
+  int64_t block_k, weight_bytes;  // of two panels 16 to 24 KiB, of an L1 of 48
   int64_t first, sum_k, k;
+  PartRows rows;
 
   PartProduct(const LinearArgs& args, int64_t first, int64_t count)
-      : args(args), first(first), sum_k(args.weight_spec.group_k()),
+      : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
+        code_max(lowbit::code_max(read_as(args.weight_spec.format))), block_k(parts == 1 ? 256 : 128),
+        weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
         k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
     Arena counted;
     take_rows(count, counted);
@@ -158,14 +153,14 @@ struct PartProduct {
     parallel_for(ceil_div(count, kTileRows), threads_for(count * padded), [&](int64_t tile) {
       float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
       for (int64_t row = tile * kTileRows; row < smaller(count, (tile + 1) * kTileRows); row++)
-        cut_row<kXParts>(args, widen_row(args, first + row, buffer), rows, row);
+        cut_row(args.weight_spec, widen_row(args, first + row, buffer), x_parts, rows, row);
     });
   }
 
   PartRows take_rows(int64_t count, Arena& arena) const {
     const WeightSpec& spec = args.weight_spec;
     const int64_t tiles = round_up(count, kTileRows) / kTileRows * (spec.padded_k() / kPartK);
-    return {.tiles = arena.array<uint8_t>(tiles * kXParts * kPartTile),
+    return {.tiles = arena.array<uint8_t>(tiles * x_parts * kPartTile),
             .group_sums = arena.array<float>(spec.asymmetric ? round_up(count, kTileRows) * spec.groups() : 0),
             .unscale = arena.array<float>(count)};
   }
@@ -173,33 +168,33 @@ struct PartProduct {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
-    if (kFormat == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
-    cut_panel<kFormat, kParts>(spec, view, k, length, room);
+    if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
+    with_format(spec.format, [&]<Format kFormat>() { cut_panel<read_as(kFormat)>(spec, view, k, length, room); });
     return room;
   }
 
   template <int kFirst, int kRowTiles, int kPanels>
   LOWBIT_INLINE void multiply(int64_t row_tile, int64_t k, const uint8_t* const* weights, int64_t k_in_block) const {
-    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * kXParts * kPartTile;
-    const uint8_t* a = rows.tiles + row_tile * row_bytes + k / kPartK * kXParts * kPartTile;
-    unroll<kParts>([&](auto j) __attribute__((always_inline)) {
-      unroll<smaller(kXParts, kMostParts - j)>([&](auto i) __attribute__((always_inline)) {
+    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * x_parts * kPartTile;
+    const uint8_t* a = rows.tiles + row_tile * row_bytes + k / kPartK * x_parts * kPartTile;
+    for (int j = 0; j < parts; j++)
+      for (int i = 0; i < smaller(x_parts, kMostParts - j); i++)
         multiply_tiles<Sum, kFirst, kRowTiles, kPanels>(
             [&](int r) { return TileRows{a + r * row_bytes + i * kPartTile, 64}; },
-            [&](int p) { return weights[p] + (k_in_block / kPartK * kParts + j) * kPartTile; });
-      });
-    });
+            [&](int p) { return weights[p] + (k_in_block / kPartK * parts + j) * kPartTile; });
   }
 
   LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t g, ResultRows& result) const {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
-    const f32x16 w_scale = scale_of(view, g), w_zero = sub(whole_zero<kFormat>(view, g), zero_of<kFormat>(view, g));
+    const f32x16 w_scale = scale_of(view, g);
+    const f32x16 zero = view.zero ? add(load_f16(view.zero + g * 16), set1(view.zero_shift)) : set1(0.0f);
+    const f32x16 w_zero = sub(whole_zero(zero, code_max), zero);
     const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
     unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
       f32x16 total = load(sums + i * kPanelColumns);
       if (spec.asymmetric) total = fma(w_zero, set1(group_sums[i * spec.groups()]), total);
-      result.row[i] = is_float(kFormat) ? add(result.row[i], total) : fma(total, w_scale, result.row[i]);
+      result.row[i] = fma(total, w_scale, result.row[i]);
     });
   }
 
@@ -216,10 +211,13 @@ struct PartProduct {
   }
 
   static void multiply_alone(const LinearArgs& one) {
-    const StreamRows ordered = order_rows<kFormat>(one);
-    parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
-      const PanelView view = readable_panel<kFormat>(one.weight_spec, one.weight, panel);
-      stream_panel<kFormat, 1>(one, view, ordered, 0, panel);
+    with_format(one.weight_spec.format, [&]<Format kFormat>() {
+      constexpr Format kRead = read_as(kFormat);
+      const StreamRows ordered = order_rows<kRead>(one);
+      parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
+        const PanelView view = readable_panel<kRead>(one.weight_spec, one.weight, panel);
+        stream_panel<kRead, 1>(one, view, ordered, 0, panel);
+      });
     });
   }
 
@@ -235,19 +233,8 @@ struct PartProduct {
   }
 };
 
-template <Format kFormat, int kXParts>
-void linear_amx_parts(const LinearArgs& args) {
-  linear_tiles(args, [&](int64_t first, int64_t count) { return PartProduct<kFormat, kXParts>(args, first, count); });
-}
-
-template <Format kFormat>
 void linear_amx_fma(const LinearArgs& args) {
-  if (args.x_format != XFormat::floating) return linear_amx_parts<kFormat, kMostParts>(args);  // float8 times a scale
-  switch (args.dtype) {
-    case DType::bfloat16: return linear_amx_parts<kFormat, parts_of<Format::bfloat16>()>(args);
-    case DType::float16: return linear_amx_parts<kFormat, parts_of<Format::float16>()>(args);
-    default: return linear_amx_parts<kFormat, kMostParts>(args);
-  }
+  linear_tiles(args, [&](int64_t first, int64_t count) { return PartProduct(args, first, count); });
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace {
 template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  return args.x_format == XFormat::floating ? "activations stay float" : "";
+  return stays_float(args.x_format) ? "activations stay float" : "";
 }
 
 #define LOWBIT_FORMAT(name) \

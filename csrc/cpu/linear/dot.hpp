@@ -199,11 +199,13 @@ void linear_dot(const LinearArgs& args) {
                                    tile * lines * 64 * (panel_steps / kStepsPerHalf);
             with_count<kDotPanels>(count_p, [&](auto kPanels) {
               if (!expand)
-                dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr, 0);
-              else if (spec.group_size == kHalfK)
-                dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
-              else
-                dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, expanded, ahead, lines);
+                return dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr,
+                                                                       0);
+              if constexpr (2 * kRows >= kDotRows) {  // no tile of kExpandRows or more rows is lower
+                const auto run = spec.group_size == kHalfK ? dot_tile<kFormat, true, true, kRows, kPanels>
+                                                           : dot_tile<kFormat, true, false, kRows, kPanels>;
+                run(args, rows, row, first, panel, expanded, ahead, lines);
+              }
             });
           });
       }

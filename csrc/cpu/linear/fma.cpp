@@ -11,8 +11,7 @@ namespace {
 template <Format kFormat>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  const bool floats = args.x_format == XFormat::floating || args.x_format == XFormat::float8_row;
-  return floats ? "" : "activations are int8";
+  return stays_float(args.x_format) ? "" : "activations are int8";
 }
 
 #define LOWBIT_FORMAT(name, Codec) \

@@ -27,7 +27,7 @@ struct StreamRows {
 template <Format kFormat>
 StreamRows order_rows(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
-  const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups(), group_k = spec.group_k();
+  const int64_t count = args.m, padded = spec.padded_k(), groups = spec.groups();
   Arena arena{
       static_cast<char*>(scratch(Scratch::call, (count * (padded + 16 + groups) + 64) * sizeof(float) + 2 * kRedZone))};
   StreamRows rows{arena.array<float>(count * (padded + 16)), arena.array<float>(count * groups), padded + 16, groups};
@@ -42,15 +42,7 @@ StreamRows order_rows(const LinearArgs& args) {
                         kHigh = unshift_of<kFormat>(2 * i + 1) / kLate<kFormat>;
         out[k + i] = x[k + i] * (k % kTileK < kHalfK ? kLow : kHigh);
       });
-    for (int64_t g = 0; g < groups; g++) {
-      f32x16 sums = set1(0.0f);
-      for (int64_t i = g * group_k; i < smaller(padded, (g + 1) * group_k); i += 16) sums = add(sums, load(x + i));
-      alignas(64) float lanes[16];
-      store(lanes, sums);
-      float total = 0.0f;
-      for (float lane : lanes) total += lane;
-      rows.group_sums[row * groups + g] = total;
-    }
+    for (int64_t g = 0; g < groups; g++) rows.group_sums[row * groups + g] = group_sum(spec, x, g);
   }
   return rows;
 }
@@ -166,7 +158,7 @@ constexpr int64_t kBlockK = 256;  // a panel's block is 16 KiB of float32: half 
 
 // c[row][panel] (+)= sum over k of a[k][row] * b[panel][k].
 template <int kRows, int kPanels>
-void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, bool first) {
+[[gnu::noinline]] void float_tile(const float* a, const float* b, int64_t b_stride, int64_t k, float* c, int64_t c_stride, bool first) {
   f32x16 acc[kRows][kPanels];
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) acc[r][p] = first ? set1(0.0f) : load(c + r * c_stride + p * 16);
@@ -201,7 +193,7 @@ float* interleave_rows(const LinearArgs& args, int64_t first, int64_t count, con
   return out;
 }
 
-template <Format kFormat>
+// One loop for every format: a block is converted once for all rows.
 void linear_blocked(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t padded = spec.padded_k(), panels = spec.panels();
@@ -227,8 +219,10 @@ void linear_blocked(const LinearArgs& args) {
           const int64_t ahead = last ? kBlockK / kTileK * spec.tile_bytes() - panel * spec.panel_bytes()
                                      : kFloatPanels * spec.panel_bytes();
           for (int p = 0; p < count_p; p++)
-            widen_tiles<kFormat>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
-                                 b + p * kBlockK * 16, ahead);
+            with_format(spec.format, [&]<Format kFormat>() {
+              widen_tiles<read_as(kFormat)>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
+                                            b + p * kBlockK * 16, ahead);
+            });
           for (int64_t tile = tile_begin; tile < tile_end; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {
               with_count<kFloatPanels>(count_p, [&](auto kPanels) {
@@ -249,7 +243,7 @@ void linear_blocked(const LinearArgs& args) {
 template <Format kFormat>
 void linear_float(const LinearArgs& args) {
   args.m <= 2 * kStreamRows ? linear_stream<kFormat>(args)
-                            : linear_blocked<kFormat>(args);  // from there on converting once pays
+                            : linear_blocked(args);  // from there on converting once pays
 }
 
 }  // namespace

@@ -88,8 +88,8 @@ void encode_values(float absmax, int64_t count, const float* values, uint8_t* co
 // be lost. A block with one of them gets the scale nan and reads back as nan everywhere: nothing finite is made up. A
 // scale below 2^-126 has no inverse: such a block becomes zeros.
 template <StateFormat kFormat, bool kSigned>
-LOWBIT_INLINE void encode_block(i32x16 absmax_bits, float unit, int64_t count, float* values, uint8_t* codes,
-                                float* scale) {
+[[gnu::noinline]] void encode_block(const i32x16& absmax_bits, float unit, int64_t count, float* values, uint8_t* codes,
+                                    float* scale) {  // one for all rules: six of each would be half of what they are
   float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits)));
   *scale = absmax * unit / StateCodes<kFormat, kSigned>::kAbsmaxOverScale;
   if (!(*scale >= 0x1p-126f && absmax >= 0x1p-96f && absmax <= 0x1p96f)) [[unlikely]] {

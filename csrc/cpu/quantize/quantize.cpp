@@ -200,21 +200,22 @@ LOWBIT_INLINE const float* relative_importance(const QuantizeArgs& args, float* 
 
 // Scales and zero points of a panel, from rows [16][padded_k], where each group's were those of its range; returns the
 // noise that it would have had with those. y: memory of a group, [group_k][16].
-template <Format kFormat, bool kWeighted, bool kHalf>
-LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const float* rows,
-                                  const float* importance, float* y, const uint8_t* panel) {
+template <Format kFormat, bool kWeighted>
+double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const float* rows, const float* importance,
+                    float* y, const uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t groups = spec.groups(), padded = spec.padded_k();
+  const bool half_scales = spec.group_size != 0;
   double noise = 0;
   alignas(64) float factor[16], limit[16], scale[16], zero[16], error[16];
   for (int64_t column = 0; column < 16; column++) {
-    factor[column] = kHalf ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
+    factor[column] = half_scales ? reinterpret_cast<const float*>(panel + spec.column_scale_at())[column] : 1.0f;
     bool fine = factor[column] < 0x1p126f;  // no scale lost a bit if the column's power of two were the next one
     for (int64_t g = 0; g < groups; g++) {
       const float part = plain.scale[column * groups + g];
       fine &= part == 0.0f || part >= 0x1p-13f * factor[column];
     }
-    limit[column] = !kHalf ? 0x1p127f : fine ? 4.0f : 2.0f;
+    limit[column] = !half_scales ? 0x1p127f : fine ? 4.0f : 2.0f;
   }
   for (int64_t g = 0; g < groups; g++) {
     const int64_t begin = g * spec.group_k(), count = smaller(spec.group_k(), padded - begin);
@@ -228,8 +229,8 @@ LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PlainPanel& pl
     for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
     const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count,
                       .code_max = static_cast<float>(code_max(spec.format))};
-    const Choice choice = search<codec_of<kFormat>, kWeighted, kHalf>(group, spec.asymmetric, div(absmax, part),
-                                                                      load(zero), load(limit));
+    const Choice choice = search<codec_of<kFormat>, kWeighted>(
+        group, spec.asymmetric, half_scales, div(absmax, part), load(zero), load(limit));
     store(error, choice.absmax_error);
     for (int64_t column = 0; column < 16; column++)
       noise += static_cast<double>(error[column]) * scale[column] * scale[column];
@@ -280,17 +281,6 @@ struct PackMemory {
 };
 
 template <Format kFormat>
-LOWBIT_INLINE double search_panel(const QuantizeArgs& args, const PackMemory& memory, const float* importance,
-                                  const uint8_t* panel) {
-  auto run = [&]<bool kWeighted, bool kHalf>() {
-    return search_panel<kFormat, kWeighted, kHalf>(args, memory.plain, memory.rows, importance, memory.y, panel);
-  };
-  if (importance)
-    return args.spec.group_size ? run.template operator()<true, true>() : run.template operator()<true, false>();
-  return args.spec.group_size ? run.template operator()<false, true>() : run.template operator()<false, false>();
-}
-
-template <Format kFormat>
 Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* panel) {
   const WeightSpec& spec = args.spec;
   const int64_t padded = spec.padded_k();
@@ -314,7 +304,8 @@ Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
     if (!args.searches()) finish(column, x);
   }
   if (args.searches()) {
-    sums.absmax_noise = search_panel<kFormat>(args, memory, importance, panel);
+    const auto search = importance ? search_panel<kFormat, true> : search_panel<kFormat, false>;
+    sums.absmax_noise = search(args, plain, memory.rows, importance, memory.y, panel);
     for (int64_t column = 0; column < 16; column++)
       store_scales(plain, column, panel), finish(column, memory.rows + column * padded);
   } else {

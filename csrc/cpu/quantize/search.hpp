@@ -83,7 +83,7 @@ struct Best {
 
 // Candidates with these inverse scales, kCount at a time: one load of a weight serves all.
 template <class Codec, bool kWeighted, bool kWithin, int kCount>
-LOWBIT_INLINE void consider(const Group& group, const f32x16 (&inverse)[kCount], const LevelRange (&range)[kCount],
+[[gnu::noinline]] void consider(const Group& group, const f32x16 (&inverse)[kCount], const LevelRange (&range)[kCount],
                             Best& best) {
   f32x16 product[kCount], square[kCount];
   for (int j = 0; j < kCount; j++) product[j] = square[j] = set1(0.0f);
@@ -136,17 +136,17 @@ struct Choice { f32x16 scale, zero, absmax_error; };
 
 // A scale as it is stored: float16, over the power of two of its column. Per channel, float32, of which 16 bits are
 // kept: a scale that is as short is then met exactly.
-template <bool kHalf>
-LOWBIT_INLINE f32x16 as_stored(f32x16 scale) {
-  if constexpr (!kHalf) return float_of(bit_and(add(bits_of(scale), set1(0x80)), set1(~0xff)));
+LOWBIT_INLINE f32x16 as_stored(f32x16 scale, bool half_scales) {
+  if (!half_scales) return float_of(bit_and(add(bits_of(scale), set1(0x80)), set1(~0xff)));
   alignas(64) uint16_t half[16];
   store_f16(half, scale);
   return load_f16(half);
 }
 
 // `stored`: the absmax scale, as it is stored; `zero`: the zero point that goes with it; scales stay below `limit`.
-template <class Codec, bool kWeighted, bool kHalf>
-LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, f32x16 stored, f32x16 zero, f32x16 limit) {
+template <class Codec, bool kWeighted>
+LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, bool half_scales, f32x16 stored, f32x16 zero,
+                            f32x16 limit) {
   constexpr bool kIntegers = Codec::kind == CodecKind::integer;
   const f32x16 none = set1(0.0f);
   f32x16 low = none, high = none;
@@ -170,7 +170,7 @@ LOWBIT_INLINE Choice search(const Group& group, bool asymmetric, f32x16 stored, 
   Choice choice{.scale = stored, .zero = zero, .absmax_error = sums.error};
   f32x16 least = sums.error, product = best.product, square = best.square;
   for (int i = 0; i <= kRefits; i++) {
-    const f32x16 scale = as_stored<kHalf>(mul(div(product, square), stored));
+    const f32x16 scale = as_stored(mul(div(product, square), stored), half_scales);
     sums = weigh<Codec, kWeighted>(group, div(scale, stored), best.range);
     const i32x16 better = bit_and(less(sums.error, least), less(scale, limit));
     least = select(better, sums.error, least);

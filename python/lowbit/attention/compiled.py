@@ -2,12 +2,11 @@
 """flex_attention under torch.compile: torch's own higher-order op, with our kernels.
 
 Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they capture
-into inputs. What
-is registered here then runs wherever that op would: it traces the subgraphs into score programs and calls
+into inputs. What is registered here then runs wherever that op would: it traces the subgraphs into score programs and
+calls
     `lowbit::attention_forward`,
 so that after AOTAutograd nothing of the higher-order op is left. Calls that are not ours (no `_LOWBIT` among the kernel
-options, unless
-installed) go on to torch's kernels.
+options, unless installed) go on to torch's kernels.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def flex_attention(
 
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, 4096, 4096)
-        >>> out = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h, k - q], mask)
+        >>> out = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h, q - k], mask)
     """
     query, key, value = _autocast(query, key, value)
     _check(

@@ -52,6 +52,10 @@ class QuantizedKVCache:
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` of a layer behind those that are there.
 
+        Args:
+            layer: number of the layer; one that is not there yet is made.
+            key, value: as of `QuantizedKVLayer.append`.
+
         Raises:
             ValueError, TypeError: a shape or dtype does not fit.
         """
@@ -59,8 +63,11 @@ class QuantizedKVCache:
 
     def attend(self, layer: int, query: Tensor, *, scale: float | None = None, causal: bool = True, window: int = 0,
                mask: Tensor | None = None, sink: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Return the attention of ``query [B, Hq, L, E]`` over a layer, ``[B, Hq, L, Ev]``; see
-        `QuantizedKVLayer.attend`.
+        """Return the attention of ``query [B, Hq, L, E]`` over a layer, ``[B, Hq, L, Ev]``.
+
+        Args:
+            layer: number of the layer.
+            query, scale, causal, window, mask, sink: as of `QuantizedKVLayer.attend`.
 
         Raises:
             ValueError, TypeError: the layer is empty, or a shape or dtype does not fit.

@@ -24,8 +24,7 @@ class QuantizedKVLayer:
     """Keys and values of one layer, quantized per token and kv head.
 
     int8: codes within +-127 and one float32 scale per token and head. int4: one float16 scale per 32 elements, keys
-    rotated by a Hadamard
-    matrix. Storage is ``[B, H, capacity, bytes]`` and doubles when it is full.
+    rotated by a Hadamard matrix. Storage is ``[B, H, capacity, bytes]`` and doubles when it is full.
 
     Args:
         format: ``"int8"`` or ``"int4"``.

@@ -29,10 +29,13 @@ def plot(
     (mask_mod not asked).
 
     Args:
+        mod: a BlockMask, a mask_mod of ``(b, h, q_idx, kv_idx)`` or a score_mod of ``(score, b, h, q_idx, kv_idx)``.
         q_len, kv_len: lengths to draw a function for; a BlockMask has its own.
         b, h: batch entry and head; a BlockMask made for one serves all.
+        ax: axes of matplotlib to draw into; None makes new ones.
 
     Raises:
+        ImportError: matplotlib is not installed.
         TypeError: ``mod`` is no BlockMask, and takes neither 4 nor 5 positional arguments.
 
     Example:

@@ -27,6 +27,7 @@ from lowbit.autotune.timing import Timer
 from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
+from lowbit.quant.evaluation import evaluating
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.select import FilterFn, reason_to_skip, select
@@ -146,10 +147,8 @@ class PlanMaker:
     def plan(self, model: nn.Module, layers: list[SeenLayer], example_input: Any, recorded: bool = True) -> Plan:
         """Measure and choose. ``recorded`` False: the layers have seen nothing yet, the example is to be recorded."""
         _check_no_row_is_forced()
-        training = [module for module in model.modules() if module.training]
         whole = None if example_input is None else WholeModel(model, example_input, self.timer)
-        try:
-            model.eval()
+        with evaluating(model):
             if whole is not None:
                 record(model, [] if recorded else layers, whole.run)
                 whole.run_float()
@@ -159,9 +158,6 @@ class PlanMaker:
                 raise ValueError("autoquant: no linear layer of the model was called")
             choice = self._choose(layers, called)
             return self._finish(model, layers, choice, whole)
-        finally:
-            for module in training:
-                module.training = True
 
     def _choose(self, layers: list[SeenLayer], called: list[SeenLayer]) -> Choice:
         dtypes = {layer.module.weight.dtype for layer in called}

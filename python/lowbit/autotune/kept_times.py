@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from lowbit import _C
+from lowbit.quant.whole_file import write_whole
 
 SCHEMA = 1
 
@@ -81,10 +81,7 @@ class KeptTimes:
         self._sets = self._read(warn=False) | {key: seconds}  # another process may have written meanwhile
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            with os.fdopen(handle, "w") as file:
-                json.dump({"schema": SCHEMA, "sets": self._sets}, file, indent=1)
-            os.replace(name, self.path)
+            write_whole(self.path, json.dumps({"schema": SCHEMA, "sets": self._sets}, indent=1))
         except OSError as error:
             warnings.warn(f"autoquant: times are not kept, {self.path} cannot be written: {error}", stacklevel=2)
             self.path = None

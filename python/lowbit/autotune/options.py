@@ -21,6 +21,7 @@ from lowbit.autotune.recording import SeenLayer, Shape
 from lowbit.autotune.timing import Timed, Timer
 from lowbit.devices import places
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.distortion import decibel
 from lowbit.quant.linear_layers import features_of, matrix_of
 from lowbit.quant.quant_linear import QuantLinear, pack_weight
 
@@ -78,7 +79,7 @@ def sqnr_db(wanted: Tensor, got: Tensor) -> float:
     """10 log10(sum of wanted^2 / sum of (wanted - got)^2), in float64; inf where they are equal."""
     wanted, got = wanted.double(), got.double()
     noise = float((wanted - got).square().sum())
-    return 10 * math.log10(max(float(wanted.square().sum()), 1e-300) / noise) if noise else math.inf
+    return decibel(max(float(wanted.square().sum()), 1e-300), noise)
 
 
 def packed_layer(seen: SeenLayer, spec: LinearSpec) -> QuantLinear:

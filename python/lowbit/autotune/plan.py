@@ -8,7 +8,6 @@ import html
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,6 +27,7 @@ from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
+from lowbit.quant.whole_file import write_whole
 
 VERSION = 1
 COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
@@ -143,11 +143,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; a file that is there is replaced as a whole. Raises ValueError as `to_dict`."""
-        path, values = Path(path), self.to_dict()
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(values, file, indent=1)
-        os.replace(name, path)
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -222,7 +218,7 @@ class Plan:
                 "float" if row.spec is None else row.spec.name,
                 row.row,
                 f"{row.float_seconds / row.seconds:.2f}x" if row.seconds else "",
-                "" if math.isnan(row.error_db) else "exact" if math.isinf(row.error_db) else f"{row.error_db:.1f}",
+                "" if math.isnan(row.error_db) else "exact" if row.error_db == math.inf else f"{row.error_db:.1f}",
                 f"{row.bytes_before / 1e6:.2f} -> {row.bytes_after / 1e6:.2f}" if row.bytes_before else "",
                 row.note,
             )
@@ -236,7 +232,7 @@ class Plan:
             ratio = self.float_seconds / self.seconds
             lines.append(f"model: {1e3 * self.float_seconds:.3g} -> {1e3 * self.seconds:.3g} ms, {ratio:.2f}x float")
         if not math.isnan(self.model_db):
-            lines.append(f"model output: {'exact' if math.isinf(self.model_db) else f'{self.model_db:.1f} dB'}")
+            lines.append(f"model output: {'exact' if self.model_db == math.inf else f'{self.model_db:.1f} dB'}")
         if self.kv_cache is not None:
             errors = ", ".join(f"{name} {value:.1f} dB" for name, value in self.kv_cache.error_db.items())
             hand_over = f'; hand over QuantizedCache("{self.kv_cache.format}")'

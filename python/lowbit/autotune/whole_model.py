@@ -23,6 +23,7 @@ from torch.utils import _pytree
 from lowbit.autotune.choosing import Choice
 from lowbit.autotune.options import preferring, sqnr_db
 from lowbit.autotune.timing import Timed, Timer
+from lowbit.quant.evaluation import arguments_of
 from lowbit.quant.fast_path import without_encoder_fast_path
 
 MASK = "attention_mask"
@@ -40,9 +41,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, example_input: Any, timer: Timer) -> None:
         self.model, self.timer = model, timer
-        self.kwargs = dict(example_input) if isinstance(example_input, Mapping) else {}
-        positional = isinstance(example_input, (tuple, list))
-        self.args = tuple(example_input) if positional else () if self.kwargs else (example_input,)
+        self.args, self.kwargs = arguments_of(example_input)
         self.output: Any = None
         self._wanted: list[Tensor] = []
         self._run_s = 0.0

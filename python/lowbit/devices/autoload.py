@@ -12,8 +12,9 @@ SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def autoload_state() -> str:
     """Say in one sentence whether `import torch` registered the ops, and why not."""
     module = sys.modules.get("lowbit_autoload")
-    if module is not None and module.failure is not None:
-        return f"failed: {type(module.failure).__name__}: {module.failure}"
+    if module is not None and "torch" in module.failures:
+        failure = module.failures["torch"]
+        return f"failed: {type(failure).__name__}: {failure}"
     if module is not None and module.ran:
         return "ran at import torch"
     if os.environ.get("LOWBIT_SIM") == "1":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowbit.diagnostics.table import html_table, text_table
 from lowbit.formats.spec import StoredWeight
+from lowbit.quant.distortion import decibel
 from lowbit.quant.layout import numbers_of, repack_weight
 from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
 
@@ -43,7 +44,7 @@ class ComparedLayer:
     @property
     def error_db(self) -> float:
         """10 log10(signal / noise); larger is better, inf is the same weight."""
-        return _decibel(self.signal, self.noise)
+        return decibel(self.signal, self.noise)
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Comparison:
     @property
     def error_db(self) -> float:
         """Of all weights together."""
-        return _decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
+        return decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
     def __repr__(self) -> str:
         return "\n".join([text_table(_COLUMNS, self._cells()), *self._below()])
@@ -198,9 +199,5 @@ def _slices(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield a[i : i + rows], b[i : i + rows]
 
 
-def _decibel(signal: float, noise: float) -> float:
-    return math.inf if not noise else 10 * math.log10(signal / noise) if signal else -math.inf
-
-
-def _text(decibel: float) -> str:
-    return "same" if decibel == math.inf else f"{decibel:.1f}"
+def _text(error_db: float) -> str:
+    return "same" if error_db == math.inf else f"{error_db:.1f}"

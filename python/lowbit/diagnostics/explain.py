@@ -27,26 +27,36 @@ class LayerExplanation:
 
 
 class Explanation(list[LayerExplanation]):
-    """One entry per quantized layer; prints as a table, the same reasons below it once."""
+    """One entry per quantized layer; prints as a table, and below it why other rows do not serve each format: of many
+    with one reason the first."""
 
     _HEADER = ("layer", "format", "n x k", "row")
+    _BELOW = ("format", "why not", "other rows")
+    _SHOWN = 4
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(entry.layer, entry.format, entry.shape, entry.row) for entry in self]
 
-    def _reasons(self) -> list[tuple[str, str]]:
-        seen = {(entry.format, *other): None for entry in self for other in entry.others}
-        return [(f"{name} ({format})", reason) for format, name, reason in seen]
+    def _reasons(self) -> list[tuple[str, str, str]]:
+        names: dict[tuple[str, str], dict[str, None]] = {}
+        for entry in self:
+            for name, reason in entry.others:
+                names.setdefault((entry.format, reason), {})[name] = None
+        return [(*key, self._told([*rows])) for key, rows in names.items()]
+
+    def _told(self, rows: list[str]) -> str:
+        more = f" and {len(rows) - self._SHOWN} more" if len(rows) > self._SHOWN else ""
+        return ", ".join(rows[: self._SHOWN]) + more
 
     def __repr__(self) -> str:
         if not self:
             return "no quantized linear layer here"
-        return text_table(self._HEADER, self._cells()) + "\n\n" + text_table(("other rows", "why not"), self._reasons())
+        return text_table(self._HEADER, self._cells()) + "\n\n" + text_table(self._BELOW, self._reasons())
 
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no quantized linear layer here</p>"
-        return html_table(self._HEADER, self._cells()) + html_table(("other rows", "why not"), self._reasons())
+        return html_table(self._HEADER, self._cells()) + html_table(self._BELOW, self._reasons())
 
 
 def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -62,8 +72,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 
     Returns:
         ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")``
-        or
-        ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
+        or ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
 
     Raises:
         TypeError: ``module`` is none of these.

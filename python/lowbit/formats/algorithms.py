@@ -15,6 +15,9 @@ class GPTQ:
     Args:
         act_order: channels with the largest activations first; scales are then those of the weight as it was.
         damping: added to the diagonal of the second moments, as a part of its mean.
+
+    Raises:
+        ValueError: damping is not above 0.
     """
 
     act_order: bool = True
@@ -34,6 +37,9 @@ class HQQ:
         iterations: at most.
         p: of the norm |error|^p, at most 1.
         beta, kappa: the first penalty, and its growth per iteration.
+
+    Raises:
+        ValueError: a number is out of its range.
     """
 
     iterations: int = 20

@@ -21,7 +21,7 @@ class FloatWeightConfig(FormatConfig):
     """Keep the weight in float, packed for the dense rows.
 
     Args:
-        dtype: of ``FLOAT_FORMATS``, such as torch.bfloat16; None keeps the dtype of each weight.
+        dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps the dtype of each weight.
     """
 
     dtype: torch.dtype | None = None
@@ -38,6 +38,12 @@ class FloatWeightConfig(FormatConfig):
 
 def float_weight(dtype: torch.dtype | None = None) -> FloatWeightConfig:
     """Return the configuration of dense float weights: float32, bfloat16, float16, or as the model has them.
+
+    Args:
+        dtype: torch.float32, torch.bfloat16, torch.float16, or None for the dtype that each weight has.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.float_weight(torch.bfloat16))

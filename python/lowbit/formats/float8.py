@@ -45,6 +45,12 @@ class Float8WeightOnlyConfig(FormatConfig):
 def float8_weight_only(group_size: int | None = None) -> Float8WeightOnlyConfig:
     """Return the configuration of float8 weights, per output channel or in groups along k.
 
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
     Example:
         >>> lowbit.quantize_(model, lowbit.float8_weight_only())
     """

@@ -89,6 +89,12 @@ def int4_weight_only(
 ) -> Int4WeightOnlyConfig:
     """Return the configuration of int4 weights in groups along k, or per output channel.
 
+    Args:
+        group_size, mapping_type, scale, algorithm: as of `Int4WeightOnlyConfig`.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
     Example:
         >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
@@ -147,6 +153,12 @@ def int8_dynamic_activation_int4_weight(
     algorithm: Algorithm | None = None,
 ) -> Int8DynamicActivationInt4WeightConfig:
     """Return the configuration of int4 weights with int8 activations (W4A8).
+
+    Args:
+        group_size, mapping_type, act_mapping_type, scale, algorithm: as of `Int8DynamicActivationInt4WeightConfig`.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))

@@ -74,6 +74,12 @@ def int8_weight_only(
 ) -> Int8WeightOnlyConfig:
     """Return the configuration of int8 weights, per output channel or in groups along k.
 
+    Args:
+        group_size, mapping_type, scale: as of `Int8WeightOnlyConfig`.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
+
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_weight_only())
     """
@@ -134,6 +140,13 @@ def int8_dynamic_activation_int8_weight(
     """Return the configuration of int8 weights with int8 activations (W8A8).
 
     Symmetric activations have a scale per row and weight group, asymmetric ones a scale and an offset per row.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+        act_mapping_type, mapping_type, scale: as of `Int8DynamicActivationInt8WeightConfig`.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())

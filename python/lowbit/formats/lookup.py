@@ -14,43 +14,45 @@ from lowbit.formats.spec import LinearSpec
 
 
 @dataclass(frozen=True, slots=True)
-class NF4WeightOnlyConfig(FormatConfig):
-    """Store the weight as nf4 (QLoRA); activations stay as they are.
+class LookupConfig(FormatConfig):
+    """Base of the configurations of lookup formats.
 
     Args:
         group_size: 32, 64, 128, 256, or None for one scale per output channel.
     """
 
     group_size: int | None = 64
-    function: ClassVar[str] = "nf4_weight_only"
+    format: ClassVar[str]
 
     def __post_init__(self) -> None:
         group_size_of(self.function, self.group_size)
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
-        return LinearSpec("nf4", group_size_of(self.function, self.group_size))
+        return LinearSpec(self.format, group_size_of(self.function, self.group_size))
 
 
-@dataclass(frozen=True, slots=True)
-class FP4WeightOnlyConfig(FormatConfig):
-    """Store the weight as bitsandbytes' fp4; activations stay as they are. nf4 is nearer to normal weights.
+class NF4WeightOnlyConfig(LookupConfig):
+    """Store the weight as nf4 (QLoRA); activations stay as they are."""
 
-    Args:
-        group_size: 32, 64, 128, 256, or None for one scale per output channel.
-    """
+    __slots__ = ()
+    function, format = "nf4_weight_only", "nf4"
 
-    group_size: int | None = 64
-    function: ClassVar[str] = "fp4_weight_only"
 
-    def __post_init__(self) -> None:
-        group_size_of(self.function, self.group_size)
+class FP4WeightOnlyConfig(LookupConfig):
+    """Store the weight as bitsandbytes' fp4; activations stay as they are. nf4 is nearer to normal weights."""
 
-    def spec(self, dtype: torch.dtype) -> LinearSpec:
-        return LinearSpec("fp4", group_size_of(self.function, self.group_size))
+    __slots__ = ()
+    function, format = "fp4_weight_only", "fp4"
 
 
 def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
     """Return the configuration of nf4 weights in groups along k, or per output channel.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.nf4_weight_only(group_size=64))
@@ -60,6 +62,12 @@ def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
 
 def fp4_weight_only(group_size: int | None = 64) -> FP4WeightOnlyConfig:
     """Return the configuration of fp4 weights in groups along k, or per output channel.
+
+    Args:
+        group_size: 32, 64, 128, 256, or None for one scale per output channel.
+
+    Raises:
+        ValueError: an argument has none of the values that it may have; names it.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.fp4_weight_only(group_size=64))

@@ -52,7 +52,7 @@ def optimizer_update_8bit_blockwise(
     if not maps or not _serves(optimizer_name, [p, g, *states], states, torch.uint8, beta1, step):
         return theirs()
     hyper = _hyper(optimizer_name, beta1, beta2, eps, weight_decay)
-    _take(optimizer_name, "dynamic8", BLOCK_SIZE, p, g, states, scales, lr, step, gnorm_scale, hyper)
+    _take(optimizer_name, "dynamic8", p, g, states, scales, lr, step, gnorm_scale, hyper)
 
 
 def optimizer_update_32bit(
@@ -81,7 +81,7 @@ def optimizer_update_32bit(
     if max_unorm > 0 or not _serves(optimizer_name, [p, g, *states], states, torch.float32, beta1, step):
         return theirs()
     hyper = _hyper(optimizer_name, beta1, beta2, eps, weight_decay)
-    _take(optimizer_name, "float32", 0, p, g, states, [], lr, step, gnorm_scale, hyper)
+    _take(optimizer_name, "float32", p, g, states, [], lr, step, gnorm_scale, hyper)
 
 
 def _serves(
@@ -111,7 +111,6 @@ def _hyper(name: str, beta1: float, beta2: float, eps: float, weight_decay: floa
 def _take(
     name: str,
     state_format: str,
-    block_size: int,
     p: Tensor,
     g: Tensor,
     states: list[Tensor],
@@ -126,4 +125,4 @@ def _take(
         [p.detach()], [gradient.detach()], [[state] for state in states], [[scale] for scale in scales],
         [torch.tensor(float(step - 1))],
     )  # fmt: skip
-    take([Step(_RULES[name], state_format, block_size or BLOCK_SIZE, lists, lr, hyper)])
+    take([Step(_RULES[name], state_format, BLOCK_SIZE, lists, lr, hyper)])

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 try:
     import transformers
 except ModuleNotFoundError as error:
@@ -16,6 +18,7 @@ except ModuleNotFoundError as error:
     ) from error
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.text import config_of
 
@@ -44,7 +47,8 @@ class LowbitConfig(QuantizationConfigMixin):
         version: of this entry in a config.json; 1.
 
     Raises:
-        TypeError, ValueError: no format is named, a configuration is none, or the version or a field is not known here.
+        TypeError, ValueError: no format is named, a configuration is none, one is with GPTQ, which needs inputs of the
+            model, or the version or a field is not known here.
     """
 
     def __init__(
@@ -72,6 +76,13 @@ class LowbitConfig(QuantizationConfigMixin):
         self.plan: dict[str, FormatConfig | None] = {
             name: None if layer is None else config_of(layer) for name, layer in (plan or {}).items()
         }
+        for name, layer in {"config": self.config, **self.plan}.items():
+            if layer is not None and isinstance(layer.spec(torch.float32).algorithm, GPTQ):
+                raise ValueError(
+                    f"LowbitConfig: {name} must be quantized without inputs of the model, which GPTQ needs, got "
+                    f"{layer}; load the float model and call lowbit.quantize_(model, config, calibration=...), or take "
+                    "lowbit.HQQ()"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a config.json: plain text and lists."""

@@ -9,7 +9,6 @@ that an interrupted run goes on where it was.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +32,7 @@ from lowbit.quant.quant_linear import all_finite, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow
 from lowbit.quant.safetensors_file import (
     DTYPES,
+    INDEX,
     Entry,
     SafetensorsFile,
     bytes_of,
@@ -40,8 +40,9 @@ from lowbit.quant.safetensors_file import (
     write_safetensors,
 )
 from lowbit.quant.select import serving_kernel
+from lowbit.quant.whole_file import write_whole
 
-_PROGRESS, _CONFIG, _INDEX = "progress.json", "config.json", "model.safetensors.index.json"
+_PROGRESS, _CONFIG = "progress.json", "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
 
 
@@ -71,8 +72,9 @@ def quantize_checkpoint(
     Raises:
         FileNotFoundError: the folder holds no such checkpoint.
         FileExistsError: ``out`` is there.
-        ValueError: the checkpoint is quantized already, its weights are not finite, the settings are not those of an
-            interrupted run, or what was written reads back otherwise.
+        ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the model,
+            weights are not finite, the settings are not those of an interrupted run, or what was written reads back
+            otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
@@ -167,7 +169,7 @@ class _Run:
             )
         os.replace(temporary, self.folder / name)
         self.done[name] = [asdict(row) for row in rows]
-        _replace_text(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
+        write_whole(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
 
     def _parts(
         self, file: SafetensorsFile, rows: list[ReportRow], tell: Callable[[int], None]
@@ -209,17 +211,19 @@ class _Run:
 
     def finish(self, target: Path) -> None:
         """Write what is beside the weights, and give the folder its name."""
+        for path in self.folder.glob("*.tmp"):  # of runs that were killed
+            path.unlink()
         for path in self.source.iterdir():
-            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, _INDEX):
+            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (_CONFIG, INDEX):
                 shutil.copy2(path, self.folder / path.name)
         homes = {key: file.path.name for file in self.files for key in self._written(file).entries}
-        if (self.source / _INDEX).exists():
+        if (self.source / INDEX).exists():
             size = sum(entry.nbytes for file in self.files for entry in self._written(file).entries.values())
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
-            _replace_text(self.folder / _INDEX, json.dumps(index, indent=2))
+            write_whole(self.folder / INDEX, json.dumps(index, indent=2))
         config = json.loads((self.source / _CONFIG).read_text())
         config["quantization_config"] = self.settings.to_dict()
-        _replace_text(self.folder / _CONFIG, json.dumps(config, indent=2))
+        write_whole(self.folder / _CONFIG, json.dumps(config, indent=2))
         (self.folder / _PROGRESS).unlink()
         os.rename(self.folder, target)
         self.folder = target
@@ -234,9 +238,8 @@ class _Run:
         }
         rows |= {row.layer: row for row in self.left}
         for name in self.configs.keys() - rows.keys():
-            module = self.model.get_submodule(name)
             note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
-            rows[name] = ReportRow(name, "", features_of(module), module.weight.nbytes, module.weight.nbytes, note=note)
+            rows[name] = ReportRow.skipped(name, self.model.get_submodule(name), note)
         report.rows = [rows[name] for name, _ in self.model.named_modules() if name in rows]
         for files, name in ((self.files, "model_bytes_before"), (map(self._written, self.files), "model_bytes_after")):
             setattr(report, name, sum(entry.nbytes for file in files for entry in file.entries.values()))
@@ -253,10 +256,8 @@ def _packed(
     if not all_finite(weight):
         raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
     packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec)
-    kernel, bytes_ = serving_kernel(layer.spec, *layer.features, weight), (weight.nbytes, packed.nbytes)
-    absmax_db = math.nan if layer.spec.takes_absmax else distortion.absmax_db
-    row = ReportRow(layer.name, layer.spec.name, layer.features, *bytes_, distortion.db, kernel, absmax_db=absmax_db)
-    rows.append(row)
+    kernel = serving_kernel(layer.spec, *layer.features, weight)
+    rows.append(ReportRow.packed(layer.name, layer.spec, layer.features, weight.nbytes, distortion, kernel))
     tell(weight.nbytes)
     del weight
     yield bytes_of(packed)  # type: ignore[misc]
@@ -282,12 +283,6 @@ def _skeleton(source: Path) -> nn.Module:
         raise ValueError(f"quantize_checkpoint: {_CONFIG} must name a model of transformers, got {names[0]}")
     with torch.device("meta"):
         return cls(AutoConfig.from_pretrained(source, local_files_only=True))
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 class _Bar:

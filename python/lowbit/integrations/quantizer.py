@@ -15,7 +15,6 @@ Example:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +31,13 @@ from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, matrix_of
 from lowbit.quant.load import packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
-from lowbit.quant.report import QuantizationReport, ReportRow
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import check_module, reason_to_skip, serving_kernel
 
 
@@ -93,7 +92,9 @@ class LowbitQuantizer(HfQuantizer):
             config = plan.pop(name, self.quantization_config.config)
             reason = "its weight is tied" if f"{name}.weight" in tied else reason_to_skip(module)
             if config is not None and planned and reason:
-                raise ValueError(f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}")
+                raise ValueError(
+                    f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}; give it None in the plan"
+                )
             if config is None:
                 reason = reason or "no format is named for it"
             elif not planned and not should_convert_module(name, keep):
@@ -102,7 +103,7 @@ class LowbitQuantizer(HfQuantizer):
                 check_module(name, module, None)
                 self.layers[name] = config
             else:
-                rows.append(_float_row(name, module, reason))
+                rows.append(ReportRow.skipped(name, module, reason))
         if plan:
             raise ValueError(f"LowbitConfig: plan must name linear layers of the model, got {', '.join(plan)}")
         return rows
@@ -130,7 +131,7 @@ class LowbitQuantizer(HfQuantizer):
         module = model.get_submodule(name)
         if value.shape != module.weight.shape:  # transformers refuses it, or begins the layer anew
             del self.layers[name]
-            self.report.rows.append(_float_row(name, module, "its weight in the checkpoint has another shape"))
+            self.report.rows.append(ReportRow.skipped(name, module, "its weight in the checkpoint has another shape"))
             return False
         if not all_finite(value):
             raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
@@ -140,15 +141,12 @@ class LowbitQuantizer(HfQuantizer):
         quantize_in_place(module, packed, replace(spec, algorithm=None))
         for tensor in (packed, module.layout):
             tensor._is_hf_initialized = True
-        absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
-        bytes_ = value.nbytes, packed.nbytes
-        row = ReportRow(name, spec.name, (n, k), *bytes_, distortion.db, kernel, absmax_db=absmax_db)
-        self.report.rows.append(row)
+        self.report.rows.append(ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel))
         release_pages(value, self.files)
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        _into_kernel_layout(model)
+        _repack(model)
         disable_encoder_fast_path(model)
         check_state_dicts_of(model)
         # What a converter split or merged is packed now: it is saved under the names that the model has for it.
@@ -163,11 +161,11 @@ class LowbitQuantizer(HfQuantizer):
         for name in self.layers:
             module = model.get_submodule(name)
             if not isinstance(module, QuantLinear):
-                report.rows.append(_float_row(name, module, "its weight is not in the checkpoint"))
+                report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         report.rows.sort(key=lambda row: order[row.layer])
         numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, QuantLinear))
-        report.model_bytes_after = _bytes(model)
+        report.model_bytes_after = model_bytes(model)
         report.model_bytes_before = report.model_bytes_after - numbers + report.bytes_before - report.bytes_after
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -229,11 +227,6 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
     }
 
 
-def _float_row(name: str, module: nn.Module, reason: str) -> ReportRow:
-    count = module.weight.nbytes
-    return ReportRow(name, "", features_of(module), count, count, note=reason)
-
-
 def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """Make every layer whose packed weight the files hold a QuantLinear or QuantEmbedding on the meta device, in the
     layout of the file."""
@@ -247,21 +240,13 @@ def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
 
 
-def _into_kernel_layout(model: nn.Module) -> None:
+def _repack(model: nn.Module) -> None:
     """Repack each weight that the checkpoint held in another layout or version, one after the other."""
     for module in model.modules():
-        if not isinstance(module, QuantLinear) or module.layout.is_meta:
-            continue
-        wanted = module.spec.layout(module.out_features, module.in_features)
-        if module.layout.tolist() == list(wanted):
-            continue
-        packed = repack_weight(module.weight, numbers_of(module.layout))
-        module.weight = nn.Parameter(packed, requires_grad=False)
-        module.layout = torch.tensor(wanted, dtype=torch.int64)
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
+        if isinstance(module, QuantLinear):
+            held = {"weight": module.weight, "layout": module.layout}
+            if (wanted := in_layout(held, "")) is not held:
+                module.weight, module.layout = nn.Parameter(wanted["weight"], requires_grad=False), wanted["layout"]
 
 
 register_quantization_config(METHOD)(LowbitConfig)

@@ -39,7 +39,7 @@ def integration_states() -> dict[str, str]:
 def _bitsandbytes() -> str:
     if os.environ.get(_SWITCH) == "0":
         return f"left as it is, {_SWITCH}=0"
-    failure = getattr(sys.modules.get("lowbit_autoload"), "bitsandbytes_failure", None)
+    failure = getattr(sys.modules.get("lowbit_autoload"), "failures", {}).get("bitsandbytes")
     if failure is not None:
         return f"left as it is: {type(failure).__name__}: {failure}"
     taken = getattr(sys.modules.get("lowbit.integrations.bitsandbytes_ops"), "states", {})

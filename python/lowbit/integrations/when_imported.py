@@ -2,10 +2,8 @@
 """Join our integrations to the packages that they serve once these are imported, and never import them ourselves.
 
 ``attn_implementation="lowbit"`` is a name in a table of transformers. It has to be there before a model is made, also
-where a program
-never names lowbit (torch imports this package by its autoload entry point). So the import system is asked to tell us: a
-finder of one
-comparison per import, gone when it has done its work.
+where a program never names lowbit (torch imports this package by its autoload entry point). So the import system is
+asked to tell us: a finder of one comparison per import, gone when it has done its work.
 """
 
 from __future__ import annotations
@@ -60,8 +58,7 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the package as Python does, and join behind its execution; any other module of the family joins before
-        it is found, for
-        where the package was half imported when we came (it imports torch, and torch us)."""
+        it is found, for where the package was half imported when we came (it imports torch, and torch us)."""
         if not name.startswith(self.family):
             return None
         if name != self.package:

@@ -2,8 +2,7 @@
 """Attention with its gradient: what scaled_dot_product_attention and flex_attention are made of.
 
 As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the
-result in
-float32 and one log-sum-exp per row; the scores are computed again in the backward.
+result in float32 and one log-sum-exp per row; the scores are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ def attention(
     """Return softmax(score_mod(scale * q k^T) + mask) v, the log-sum-exp of each row, and its largest score.
 
     Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the
-    result and the
-    log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True) materializes the
-    scores, and is
-    not there with programs, a block mask or dropout.
+    result and the log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True)
+    materializes the scores, and is not there with programs, a block mask or dropout.
 
     Args:
         q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a multiple of
@@ -73,8 +70,7 @@ def attention(
 
     Returns:
         (out ``[B, Hq, L, Ev]`` in the dtype of q, lse and largest score ``[B, Hq, L]`` in float32, float64 for float64
-        inputs;
-        without ``want_max_scores`` the third may be empty).
+        inputs; without ``want_max_scores`` the third may be empty).
 
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it.
@@ -185,8 +181,7 @@ def _by_argument(call: dict[str, Any], needs: dict[str, Any], grads: Iterable[Te
 
 class _Once(torch.autograd.Function):
     """The backward as a function without a derivative of its own. ``create_graph=True`` alone is fine; an error comes
-    only when that
-    second derivative is computed."""
+    only when that second derivative is computed."""
 
     generate_vmap_rule = True
     forward = staticmethod(_gradients)

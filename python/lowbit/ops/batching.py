@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vmap over the attention ops: one call where the mapped dimension can join the batch, else one call per entry. torch's
-own fallback, which does
-the latter, takes no lists of tensors.
+own fallback, which does the latter, takes no lists of tensors.
 
 torch has two vmaps. `torch.vmap` and torch.func ask a rule of `register_vmap`.
 `torch.autograd.grad(is_grads_batched=True)`,

@@ -2,8 +2,7 @@
 """y = act(x @ w.T + bias) * mul + add with a packed weight, and its gradient.
 
 The op `lowbit::linear` has no autograd formula: one registered with torch costs 5-9 us a call even without gradients.
-The
-Function below stands outside the op and is used only when a gradient is wanted.
+The Function below stands outside the op and is used only when a gradient is wanted.
 """
 
 from __future__ import annotations

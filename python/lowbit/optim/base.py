@@ -2,8 +2,8 @@
 """The optimizer that all rules share: state per parameter, param groups, one fused step per group and state format.
 
 The state of a parameter is plain tensors: ``step`` (float32), and per moment its values or codes (``exp_avg``) and,
-when quantized,
-its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on the local shards.
+when quantized, its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on the
+local shards.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     """Base of every optimizer of `lowbit.optim`. A subclass names its rule, whose moments and numbers csrc/rules has.
 
     Each param group holds ``state_format``, ``block_size``, ``min_8bit_size`` and ``bf16_stochastic_round`` beside the
-    rule's own
-    options; a group may set them, or ``optim_bits`` (32, 16, 8 or 4), for its parameters alone.
+    rule's own options; a group may set them, or ``optim_bits`` (32, 16, 8 or 4), for its parameters alone.
     """
 
     RULE: ClassVar[str]
@@ -249,8 +248,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         formats.
 
         Moments are converted to the format that each parameter has here. A saved state format that is the one wanted is
-        taken
-        bit for bit.
+        taken bit for bit.
 
         Raises:
             ValueError: other parameter groups, a moment that is missing, or one whose size does not fit its parameter.

@@ -2,11 +2,9 @@
 """Loading of state dicts: our own, and those of torch, torchao and bitsandbytes for the same rule.
 
 torch's `Optimizer.load_state_dict` would cast codes and scales to the dtype of the parameter. So every param group and
-every
-parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into, and
-is unpacked after.
-Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and the rule's options come
-from the checkpoint.
+every parameter's state is checked and converted first, passes torch's code inside a `_Held` that it does not look into,
+and is unpacked after. Options of how state is kept (`state_format` and the like) stay those of this optimizer; lr and
+the rule's options come from the checkpoint.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 """What a step of one param group needs, found once: lists of the tensors themselves, by state format.
 
 A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into
-them is followed. The
-exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything else that a plan was
-made from is compared
-by `serves`; gradients are looked up at each step and let go after it.
+them is followed. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
+else that a plan was made from is compared by `serves`; gradients are looked up at each step and let go after it.
 """
 
 from __future__ import annotations

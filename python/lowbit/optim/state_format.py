@@ -85,8 +85,7 @@ def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Return a moment of zeros: values or codes, and float32 ``[blocks]`` scales or None.
 
     Values and 8-bit codes have the shape and order of the parameter, 4-bit codes are uint8 ``[ceil(numel / 2)]``. The
-    memory is
-    touched here, so that the first step is as fast as the others.
+    memory is touched here, so that the first step is as fast as the others.
     """
     if layout.state_format == "dynamic4":
         moment = torch.empty(nibble_bytes(layout.numel), dtype=torch.uint8, device=layout.device)

@@ -5,9 +5,10 @@ peft."""
 from __future__ import annotations
 
 from lowbit.quant.adapters import watch_for_peft
-from lowbit.quant.calibration import Calibration, InputMoments, calibrate
+from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.gated_mlp import fuse_gated_mlps
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack
 from lowbit.quant.load import load
 from lowbit.quant.quant_embedding import QuantEmbedding

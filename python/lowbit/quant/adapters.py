@@ -2,11 +2,9 @@
 """Adapters of peft on quantized layers: quantize_ leaves them float, and a LoRA layer merges into a QuantLinear.
 
 peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds
-to the
-stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported, before or
-after this
-package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back the very bytes that
-    were there.
+to the stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported,
+before or after this package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back
+the very bytes that were there.
 """
 
 from __future__ import annotations

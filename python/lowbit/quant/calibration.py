@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the linear layers of a model are given: the second moments of their inputs, by which errors of a weight count.
-
-An error e of a weight [n, k] changes the layer's output by x e^T, whose mean square is e^T H e with H = mean of x x^T.
-The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; the whole
-of it is what GPTQ needs.
-"""
+"""calibrate: what the linear layers of a model are given, by which errors of their weights count."""
 
 from __future__ import annotations
 
@@ -16,48 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.quant.evaluation import arguments_of, evaluating
+from lowbit.quant.fast_path import without_encoder_fast_path
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_linear
 
 VERSION = 1
 PROGRESS_AFTER_S = 2.0
-
-
-@dataclass(slots=True)
-class InputMoments:
-    """Sums over the rows that a layer was given.
-
-    Args:
-        rows: how many.
-        squares: float64 ``[k]``, the sum of x^2.
-        products: float32 ``[k, k]``, the sum of x x^T; None where it was not asked for.
-    """
-
-    rows: int
-    squares: Tensor
-    products: Tensor | None = None
-
-    @property
-    def importance(self) -> Tensor:
-        """The mean of x^2, float32 ``[k]``."""
-        return (self.squares / max(self.rows, 1)).float()
-
-    @property
-    def hessian(self) -> Tensor | None:
-        """The mean of x x^T, float32 ``[k, k]``."""
-        return None if self.products is None else self.products / max(self.rows, 1)
-
-    def add(self, x: Tensor) -> None:
-        """Count the rows of ``x [..., k]``."""
-        rows = x.detach().reshape(-1, len(self.squares)).float()
-        self.rows += len(rows)
-        self.squares += rows.square().sum(0, dtype=torch.float64)
-        if self.products is not None:
-            self.products.addmm_(rows.T, rows)
-
-    def __add__(self, other: InputMoments) -> InputMoments:
-        """Return the sums over the rows of both."""
-        both = None if self.products is None or other.products is None else self.products + other.products
-        return InputMoments(self.rows + other.rows, self.squares + other.squares, both)
 
 
 @dataclass(slots=True)
@@ -118,6 +78,9 @@ def calibrate(
         hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
         filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
 
+    Returns:
+        A Calibration, which `quantize_` takes.
+
     Raises:
         TypeError: model is no module, or batches is one input and no iterable of inputs.
         ValueError: there was no batch, or no linear layer was called; a layer was given inf or nan (says which).
@@ -138,18 +101,16 @@ def calibrate(
             products = torch.zeros(k, k) if hessian else None
             moments[name] = InputMoments(0, torch.zeros(k, dtype=torch.float64), products)
             handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
-    training = [(module, module.training) for module in model.modules()]
     count = 0
     try:
-        model.eval()
-        for batch in _progress(batches):
-            _call(model, batch)
-            count += 1
+        with evaluating(model), without_encoder_fast_path(model):  # which would pass the layers by
+            for batch in _progress(batches):
+                args, kwargs = arguments_of(batch)
+                model(*args, **kwargs)
+                count += 1
     finally:
         for handle in handles:
             handle.remove()
-        for module, flag in training:
-            module.training = flag
     called = {name: layer for name, layer in moments.items() if layer.rows}
     if not called:
         raise ValueError(
@@ -167,15 +128,6 @@ def _counting(moments: InputMoments) -> Callable[..., None]:
         moments.add(x.to(moments.squares.device))
 
     return count
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)
 
 
 def _progress(batches: Iterable[Any]) -> Iterable[Any]:

@@ -2,9 +2,8 @@
 """Keep torch's encoder layers from reading a packed weight.
 
 In inference nn.TransformerEncoderLayer hands linear1.weight and linear2.weight to one fused float op, and
-nn.TransformerEncoder
-turns padded batches into nested tensors for it. Both ask attributes of theirs first, which hold nothing else: clear
-these.
+nn.TransformerEncoder turns padded batches into nested tensors for it. Both ask attributes of theirs first, which hold
+nothing else: clear these.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized, no hooks) and ``act_fn``
     (silu, gelu or relu), no other
     submodule or parameter, and when its own forward gives, on two random float32 rows, what the fused one gives: within
-    1e-2 of the largest value
-    (int8 activations of ``down_proj`` may round to a neighbour).
+    1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
 
     Args:
         model: any module. Its names, parameters and state dict stay as they are.

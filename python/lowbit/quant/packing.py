@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,39 +11,13 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.calibration import InputMoments
+from lowbit.quant.distortion import Distortion
 from lowbit.quant.gptq import gptq
 from lowbit.quant.hqq import hqq
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack_weight
 from lowbit.reference import layout as row_layout
 from lowbit.reference.quantize import QuantizedWeight
-
-
-@dataclass(frozen=True, slots=True)
-class Distortion:
-    """Sums of squares of a weight, of its error, and of the error with the scales of its groups' ranges (absmax).
-
-    Weighed by the inputs of the layer where they are known: by the mean of x^2, or for GPTQ by that of x x^T. nan on
-    the meta device.
-    """
-
-    signal: float = math.nan
-    noise: float = math.nan
-    absmax_noise: float = math.nan
-
-    @property
-    def db(self) -> float:
-        """10 log10(signal / noise); inf is exact."""
-        return _db(self.signal, self.noise)
-
-    @property
-    def absmax_db(self) -> float:
-        """What it would be with absmax."""
-        return _db(self.signal, self.absmax_noise)
-
-
-def _db(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if noise else math.inf
 
 
 def all_finite(weight: Tensor) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -19,14 +18,14 @@ from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.layout import repack_weight
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
 from lowbit.quant.quant_linear import quantize_in_place
-from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
-from lowbit.quant.select import FilterFn, Selected, Skipped, check_calibration, inputs_of, select
+from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import FilterFn, Selected, check_calibration, inputs_of, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
@@ -43,19 +42,17 @@ def quantize_(
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
-    Layers
-    that share a weight share the packed one. On the meta device only the structure changes; load a quantized state dict
-    with
-    ``assign=True`` then. Every check comes before the first change.
+    Layers that share a weight share the packed one; an embedding that shares it keeps the float one. On the meta device
+    only the structure changes; load a quantized state dict with ``assign=True`` then. Every check comes before the
+    first change.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
-            own; one
-            that lowbit does not have is refused, and the error says what to use.
+            own; one that lowbit does not have is refused, and the error says what to use.
         filter_fn: called with (module, qualified name), True selects nn.Linear, or nn.Embedding, which becomes a
-            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers; the report says what was left out
-            and why. Adapters of peft stay float.
+            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight something
+            else reads or computes; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations
@@ -78,12 +75,11 @@ def quantize_(
     device = _cpu_or_none(device)
     selected, skipped = select(model, config, filter_fn, device, strict)
     check_calibration(calibration, config, selected)
-    report = QuantizationReport(str(config), model_bytes_before=_bytes(model))
+    report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
     for group in _progress(_by_weight(selected), report):
-        for name, row in _quantize_group(group, device, calibration):
-            rows[name] = row
-    rows |= {item.name: _skipped_row(item) for item in skipped}
+        rows |= {row.layer: row for row in _quantize_group(group, device, calibration)}
+    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
     report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
     if not selected:
         report.notes.append(
@@ -94,7 +90,7 @@ def quantize_(
     report.notes += [fast_path] if fast_path else []
     check_state_dicts_of(model)
     adopt_lora_layers(model)
-    report.model_bytes_after = _bytes(model)
+    report.model_bytes_after = model_bytes(model)
     return report
 
 
@@ -138,7 +134,7 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
 
 def _quantize_group(
     group: list[Selected], device: torch.device | None, calibration: Calibration | None
-) -> Iterator[tuple[str, ReportRow]]:
+) -> Iterator[ReportRow]:
     """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner
     here."""
     first = group[0]
@@ -159,36 +155,17 @@ def _quantize_group(
             quantize_embedding_in_place(item.module, packed, spec, layout)
         else:
             quantize_in_place(item.module, packed, spec)
-        owner = item is first
         note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
-        if not owner:
-            note = f"shares the weight of {first.name}"
-        yield (
-            item.name,
-            ReportRow(
-                item.name,
-                item.spec.name,
-                shape,
-                before * owner,
-                packed.nbytes * owner,
-                distortion.db,
-                item.kernel,
-                note,
-                math.nan if first.spec.takes_absmax else distortion.absmax_db,
-            ),
-        )
+        row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, note)
+        row = replace(row, bytes_after=packed.nbytes)  # in its layout
+        if item is not first:
+            row = replace(row, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}")
+        yield row
 
 
 def _move_bias(module: nn.Module, device: torch.device) -> None:
     if getattr(module, "bias", None) is not None:
         module.bias = nn.Parameter(module.bias.detach().to(device), requires_grad=module.bias.requires_grad)
-
-
-def _skipped_row(item: Skipped) -> ReportRow:
-    module = item.module
-    weight = getattr(module, "weight", None)
-    count = weight.nbytes if isinstance(weight, torch.Tensor) else 0
-    return ReportRow(item.name, "", features_of(module), count, count, note=item.reason)
 
 
 def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
@@ -202,7 +179,3 @@ def _left(model: nn.Module, rows: Iterable[str]) -> list[FloatWeight]:
             name = f"{prefix}.{key}" if prefix else key
             left[id(weight)] = FloatWeight(name, type(module).__name__, tuple(weight.shape), weight.nbytes)
     return list(left.values())
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)

@@ -8,6 +8,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import nn
+
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.distortion import Distortion
+from lowbit.quant.linear_layers import features_of
+
 COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "absmax dB", "kernel", "note")
 
 
@@ -38,6 +44,27 @@ class ReportRow:
     kernel: str = ""
     note: str = ""
     absmax_db: float = math.nan
+
+    @classmethod
+    def packed(
+        cls,
+        layer: str,
+        spec: LinearSpec,
+        shape: tuple[int, int],
+        bytes_before: int,
+        distortion: Distortion,
+        kernel: str,
+        note: str = "",
+    ) -> ReportRow:
+        """A layer whose weight was packed as ``spec`` says."""
+        absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
+        return cls(layer, spec.name, shape, bytes_before, spec.bytes(*shape), distortion.db, kernel, note, absmax_db)
+
+    @classmethod
+    def skipped(cls, layer: str, module: nn.Module, note: str) -> ReportRow:
+        """A layer that stays as it is; one without a weight of its own has no bytes."""
+        count = getattr(getattr(module, "weight", None), "nbytes", 0)
+        return cls(layer, "", features_of(module), count, count, note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +186,11 @@ class QuantizationReport:
         return lines
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, a shared one once."""
+    return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
+
+
 def _cells(row: ReportRow) -> tuple[str, ...]:
     return (
         row.layer or "(the model)",
@@ -174,7 +206,7 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
 
 
 def _decibels(value: float) -> str:
-    return "" if math.isnan(value) else "exact" if math.isinf(value) else f"{value:.1f}"
+    return "" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _change(before: int, after: int) -> str:

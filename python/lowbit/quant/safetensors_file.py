@@ -36,7 +36,7 @@ DTYPES = {
 }
 _CHUNK = 1 << 22
 _ALIGNMENT = 64  # of the first tensor: a packed weight that is mapped later begins on a cache line
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,12 @@ def safetensors_files(place: Path) -> list[Path]:
     """
     if place.is_file():
         return [place]
-    if (place / _INDEX).exists():
-        parts = sorted(set(json.loads((place / _INDEX).read_text())["weight_map"].values()))
+    if (place / INDEX).exists():
+        parts = sorted(set(json.loads((place / INDEX).read_text())["weight_map"].values()))
         files = [place / part for part in parts]
     else:
         files = [place / _SINGLE]
     missing = [str(file) for file in files if not file.exists()]
     if missing:
-        raise FileNotFoundError(f"{place} must hold {_INDEX} with its shards or {_SINGLE}; there is no {missing[0]}")
+        raise FileNotFoundError(f"{place} must hold {INDEX} with its shards or {_SINGLE}; there is no {missing[0]}")
     return files

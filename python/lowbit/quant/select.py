@@ -22,7 +22,8 @@ from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
-from lowbit.quant.calibration import Calibration, InputMoments
+from lowbit.quant.calibration import Calibration
+from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear, matrix_of
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_embedding import QuantEmbedding
@@ -238,6 +239,11 @@ def check_calibration(calibration: Any, config: FormatConfig, selected: list[Sel
         if len(inputs.squares) != k:
             got = len(inputs.squares)
             raise ValueError(f"quantize_: calibration of {_label(item.name)} must be of k={k}, got {got}")
+        if not (inputs.squares.isfinite() & (inputs.squares >= 0)).all():
+            raise ValueError(
+                f"quantize_: calibration of {_label(item.name)} must be of squares that are finite and not negative, "
+                f"got {float(inputs.squares.min())} to {float(inputs.squares.max())}"
+            )
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
 

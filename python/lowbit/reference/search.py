@@ -56,7 +56,8 @@ def search(
         product, square = torch.where(better, a, product), torch.where(better, b, square)
         low = torch.where(better, candidate, low)
     best_scale, best_zero = stored, zero
-    fine = ((stored == 0) | (stored >= 2.0**-13)).all(1, keepdim=True)  # of a column whose power of two may be the next
+    # of a column whose power of two may be the next one: no scale loses a bit by it, or becomes inf
+    fine = ((stored == 0) | (stored >= 2.0**-13)).all(1, keepdim=True) & (column < 2.0**126)
     limit = torch.where(fine, 4.0, 2.0) if group_size else torch.inf
     least = (h * (y - nearest(y, -zero, most)).square()).sum(2)
     for _ in range(REFITS + 1):

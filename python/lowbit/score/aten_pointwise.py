@@ -3,10 +3,8 @@
 csrc/score/ops.hpp.
 
 A row gets the tracer, the meta tensor of the result (its shape and dtype are torch's own answer) and the op's
-arguments. The type
-of a program value is float, int or bool; floats are computed in float32 (float64 for float64 inputs), and rounded where
-torch's result
-would be a bfloat16 or float16 tensor. Ints are 32-bit.
+arguments. The type of a program value is float, int or bool; floats are computed in float32 (float64 for float64
+inputs), and rounded where torch's result would be a bfloat16 or float16 tensor. Ints are 32-bit.
 """
 
 from __future__ import annotations

@@ -2,21 +2,18 @@
 """What a score_mod or mask_mod reads besides its arguments: the key that its program is kept under, and its tensors.
 
 A new closure per batch is the same mod with other tensors. So the key holds code and constants, and of a tensor only
-its dtype and
-its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed to the kept
-program.
+its dtype and its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed
+to the kept program.
 
 A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where
-everything that
-the code can reach is of a kind whose every reading is seen here: code whose opcodes read names, attributes by their
+everything that the code can reach is of a kind whose every reading is seen here: code whose opcodes read names,
+attributes by their
     names and elements
 (bytecode.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules
-and plain
-objects, of which the attributes that any code in reach names are followed, properties and methods too; functions of
-torch and math. What
-runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), what can read
-anything (`getattr`) and
-what is not of Python (files, clocks, environment) makes the key None: that mod is traced at every call.
+and plain objects, of which the attributes that any code in reach names are followed, properties and methods too;
+functions of torch and math. What runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`,
+descriptors, caches), what can read anything (`getattr`) and what is not of Python (files, clocks, environment) makes
+the key None: that mod is traced at every call.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class GetitemAsAten(TorchFunctionMode):
     """``x[...]`` by tensors as `getitem` makes it, so that torch.vmap can batch the indices.
 
     torch's own mode for this (TransformGetItemToIndex) loses gradients: for ``x[..., h]`` or ``torch.gather`` it gave
-    wrong ones, for ``x[h].sum()`` an
-    error (torch 2.13).
+    wrong ones, for ``x[h].sum()`` an error (torch 2.13).
     """
 
     def __torch_function__(

@@ -127,8 +127,10 @@ def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = 
         lengths: queries and keys that the picture spans, if its rows and columns are blocks.
     """
     if ax is None:
-        import matplotlib.pyplot as plt
-
+        try:
+            import matplotlib.pyplot as plt
+        except ModuleNotFoundError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
         _, ax = plt.subplots(figsize=(3.5, 3.5), layout="constrained")
     rows, columns = lengths or values.shape
     shift = 0.0 if lengths else 0.5

@@ -2,8 +2,7 @@
 """The score program of a score_mod or mask_mod, kept: a new closure over other tensors is the same program.
 
 Tracing takes about a millisecond, looking up 5 to 30 microseconds. A program is kept under the code, the constants and
-the dtypes and
-ranks of the captured tensors (captured.py); under their shapes too if the mod depends on them.
+the dtypes and ranks of the captured tensors (captured.py); under their shapes too if the mod depends on them.
 """
 
 from __future__ import annotations

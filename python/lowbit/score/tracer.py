@@ -9,10 +9,8 @@ The mod is called with 0-d tensors that hold no number. Every op on one of them 
 - neither is possible: `UnknownOp`, and the caller evaluates the mod through torch.
 
 The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); what is built
-of several
-ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of torch, 1.2
-s. There is no
-symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a millisecond.
+of several ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of
+torch, 1.2 s. There is no symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a millisecond.
 """
 
 from __future__ import annotations

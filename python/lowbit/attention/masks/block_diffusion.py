@@ -13,8 +13,7 @@ def block_diffusion(length: int, block_size: int) -> MaskMod:
     """Return the mask over ``2 * length`` tokens: 0..length - 1 noised, the rest clean.
 
     A noised token sees the noised tokens of its own block and the clean tokens of earlier blocks; a clean token sees
-    the clean
-    tokens of its own and of earlier blocks.
+    the clean tokens of its own and of earlier blocks.
 
     Raises:
         ValueError: length or block_size below 1.

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// AVX2 with VNNI: vpdpbusd and vpdpwssd on 256 bits multiply and add into int32 without saturating.
+#pragma once
+
+#define LOWBIT_SERVED_BY avx2  // in everything but integer products
+#include "cpu/simd/avx2_lanes.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+LOWBIT_INLINE i32x16 add_pairs(i32x16 sum, i16x32 a, i16x32 b) {
+  return {_mm256_dpwssd_avx_epi32(sum.lo, a.lo, b.lo), _mm256_dpwssd_avx_epi32(sum.hi, a.hi, b.hi)};
+}
+
+struct Dot4 : NibbleCodes {
+  using Acc = i32x16;
+  using Step = int8_t;
+  static constexpr int kChains = 1;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static Acc start(i32x16 total) { return total; }
+  LOWBIT_INLINE static Acc step(Acc acc, const Codes& c, const int8_t* a) {
+    const __m256i b = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(a));
+    return {_mm256_dpbusd_avx_epi32(acc.lo, c.lo, b), _mm256_dpbusd_avx_epi32(acc.hi, c.hi, b)};
+  }
+  LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
+};
+
+struct Dot8 : Dot4 {
+  static constexpr int kOffset = 128;  // codes stay unsigned: -128 * sum of the activations starts the sum
+  LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
+};
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
+
+#include "cpu/simd/vector.hpp"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""InputMoments: sums over the inputs x [k] of a linear layer, by which errors of its weight count.
+
+An error e of a weight [n, k] changes the layer's output by x e^T, whose mean square is e^T H e with H = mean of x x^T.
+The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; the whole
+of it is what GPTQ needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class InputMoments:
+    """Sums over the rows that a layer was given.
+
+    Args:
+        rows: how many.
+        squares: float64 ``[k]``, the sum of x^2.
+        products: float32 ``[k, k]``, the sum of x x^T; None where it was not asked for.
+    """
+
+    rows: int
+    squares: Tensor
+    products: Tensor | None = None
+
+    @property
+    def importance(self) -> Tensor:
+        """The mean of x^2, float32 ``[k]``."""
+        return (self.squares / max(self.rows, 1)).float()
+
+    @property
+    def hessian(self) -> Tensor | None:
+        """The mean of x x^T, float32 ``[k, k]``."""
+        return None if self.products is None else self.products / max(self.rows, 1)
+
+    def add(self, x: Tensor) -> None:
+        """Count the rows of ``x [..., k]``."""
+        rows = x.detach().reshape(-1, len(self.squares)).float()
+        self.rows += len(rows)
+        self.squares += rows.square().sum(0, dtype=torch.float64)
+        if self.products is not None:
+            self.products.addmm_(rows.T, rows)
+
+    def __add__(self, other: InputMoments) -> InputMoments:
+        """Return the sums over the rows of both."""
+        both = None if self.products is None or other.products is None else self.products + other.products
+        return InputMoments(self.rows + other.rows, self.squares + other.squares, both)
