@@ -119,16 +119,14 @@ struct PartProduct {
   using Sum = float;
   static constexpr int64_t step = kPartK, tile_bytes = 64;
   const LinearArgs& args;
-  int x_parts;
-  Format format;
-  int parts, code_max;
+  int x_parts, parts, code_max;
   int64_t block_k, weight_bytes;  // of two panels 16 to 24 KiB, of an L1 of 48
   int64_t first, sum_k, k;
   PartRows rows;
 
   PartProduct(const LinearArgs& args, int64_t first, int64_t count)
-      : args(args), x_parts(parts_of(args)), format(read_as(args.weight_spec.format)), parts(parts_of(format)),
-        code_max(lowbit::code_max(format)), block_k(parts == 1 ? 256 : 128),
+      : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
+        code_max(lowbit::code_max(read_as(args.weight_spec.format))), block_k(parts == 1 ? 256 : 128),
         weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
         k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
     Arena counted;
@@ -154,7 +152,7 @@ struct PartProduct {
   LOWBIT_INLINE const uint8_t* weights(int64_t panel, int64_t k, int64_t length, uint8_t* room) const {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
-    if (format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
+    if (spec.format == Format::bfloat16) return view.codes + k / kTileK * spec.tile_bytes();
     with_format(spec.format, [&]<Format kFormat>() { cut_panel<read_as(kFormat)>(spec, view, k, length, room); });
     return room;
   }
@@ -197,12 +195,12 @@ struct PartProduct {
   }
 
   static void multiply_alone(const LinearArgs& one) {
-    with_format(one.weight_spec.format, [&]<Format kGiven>() {
-      constexpr Format kFormat = read_as(kGiven);
-      const StreamRows ordered = order_rows<kFormat>(one);
+    with_format(one.weight_spec.format, [&]<Format kFormat>() {
+      constexpr Format kRead = read_as(kFormat);
+      const StreamRows ordered = order_rows<kRead>(one);
       parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
-        const PanelView view = readable_panel<kFormat>(one.weight_spec, one.weight, panel);
-        stream_panel<kFormat, 1>(one, view, ordered, 0, panel);
+        const PanelView view = readable_panel<kRead>(one.weight_spec, one.weight, panel);
+        stream_panel<kRead, 1>(one, view, ordered, 0, panel);
       });
     });
   }

@@ -31,7 +31,7 @@ from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.layout import into_kernel_layout
+from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, matrix_of
 from lowbit.quant.load import packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
@@ -245,7 +245,7 @@ def _repack(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantLinear):
             held = {"weight": module.weight, "layout": module.layout}
-            if (wanted := into_kernel_layout(held, "")) is not held:
+            if (wanted := in_layout(held, "")) is not held:
                 module.weight, module.layout = nn.Parameter(wanted["weight"], requires_grad=False), wanted["layout"]
 
 

@@ -18,8 +18,8 @@ from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.layout import repack_weight
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
@@ -157,6 +157,7 @@ def _quantize_group(
             quantize_in_place(item.module, packed, spec)
         note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
         row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, note)
+        row = replace(row, bytes_after=packed.nbytes)  # in its layout
         if item is not first:
             row = replace(row, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}")
         yield row
