@@ -41,8 +41,8 @@ struct CodePosition {
 // Codes of 1 to 8 bits in a tile of 16 columns x 64 k, 128 bytes for each bit. A code is cut into pieces of 8, 4, 2 and
 // 1 bits, those whose sum its bits are (7 = 4 + 2 + 1), and each piece has a plane of its own: 2 * count rows of 64
 // bytes, 16 columns x 4 k. A byte holds the pieces of k, k + 8 count, k + 16 count ..., from its lowest bits on: int4
-// is 8 rows, of k 0..31 in the low nibbles and k 32..63 in the high ones. Smaller pieces come first, in the tile as in the
-// code.
+// is 8 rows, of k 0..31 in the low nibbles and k 32..63 in the high ones. Smaller pieces come first, in the tile as in
+// the code.
 LOWBIT_INLINE constexpr int bits_before_piece(int bits, int count) { return bits & (count - 1); }
 LOWBIT_INLINE constexpr CodePosition piece_of_code(int bits, int count, int64_t column, int64_t k) {
   const int64_t step = k / 4, rows = 2 * count;

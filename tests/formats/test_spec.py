@@ -33,7 +33,7 @@ def test_names_are_short_and_say_everything(spec, name):
 
 
 def test_names_of_all_specs_differ():
-    assert len({spec.name for spec in SPECS}) == len(SPECS)
+    assert len({spec.name for spec in SPECS}) == len(set(SPECS))  # intx of 8 bits is int8
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

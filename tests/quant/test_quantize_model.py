@@ -14,7 +14,7 @@ from torch import nn
 import lowbit
 from lowbit.quant import QuantLinear, quantize, quantize_
 
-LEAST_DB = {"float32": math.inf, "bfloat16": 45, "int8": 35, "int4": 12, "nf4": 12, "fp4": 12, "fp8_e4m3": 25}
+LEAST_DB = {"float32": math.inf, "bfloat16": 45, "int8": 35, "int4": 12, "int3": 9, "nf4": 12, "fp4": 12, "fp8_e4m3": 25}
 
 
 def test_every_linear_is_replaced_in_place_and_the_output_stays_close(config, model, x):
@@ -29,7 +29,7 @@ def test_every_linear_is_replaced_in_place_and_the_output_stays_close(config, mo
         assert row.bytes_before == 4 * row.shape[0] * row.shape[1]
         assert row.error_db >= LEAST_DB[layer.spec.format]
     error = (model(x) - wanted).norm() / wanted.norm()
-    assert error < {"int4": 0.25, "nf4": 0.25, "fp4": 0.25, "fp8_e4m3": 0.06}.get(config.spec(torch.float32).format, 0.03)
+    assert error < {"int3": 0.4, "int4": 0.25, "nf4": 0.25, "fp4": 0.25, "fp8_e4m3": 0.06}.get(config.spec(torch.float32).format, 0.03)
 
 
 def test_error_db_is_the_distance_of_the_dequantized_weight(config, model):
@@ -47,7 +47,7 @@ def test_weights_of_every_float_dtype_are_taken_and_activations_keep_theirs(conf
     quantize_(model, config)
     y = model(x.to(dtype))
     assert y.dtype == dtype
-    assert (y.float() - wanted).norm() / wanted.norm() < 0.25
+    assert (y.float() - wanted).norm() / wanted.norm() < (0.4 if "int3" in str(config) else 0.25)
 
 
 def test_a_linear_by_itself_is_quantized_in_place(config):

@@ -27,9 +27,6 @@ The same sections are absent. Codes follow one another bit by bit, from the lowe
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import torch
 from torch import Tensor
 
@@ -123,7 +120,7 @@ def _stream(codes: Tensor, format: str) -> Tensor:
     if bits == 8:
         return codes
     eights = torch.nn.functional.pad(codes, (0, -k % 8)).view(n, -1, 8)
-    words = functools.reduce(operator.or_, (eights[:, :, i].long() << bits * i for i in range(8)))
+    words = sum(eights[:, :, i].long() << bits * i for i in range(8))
     stream = torch.stack([(words >> 8 * i & 255).byte() for i in range(bits)], dim=2)
     return stream.flatten(1)[:, : -(-k * bits // 8)]
 
@@ -133,7 +130,7 @@ def _from_stream(stream: Tensor, k: int, format: str) -> Tensor:
     if bits == 8:
         return stream
     parts = torch.nn.functional.pad(stream, (0, -stream.shape[1] % bits)).view(n, -1, bits)
-    words = functools.reduce(operator.or_, (parts[:, :, i].long() << 8 * i for i in range(bits)))
+    words = sum(parts[:, :, i].long() << 8 * i for i in range(bits))
     codes = torch.stack([(words >> bits * i & 2**bits - 1).byte() for i in range(8)], dim=2)
     return codes.flatten(1)[:, :k].contiguous()
 
@@ -192,7 +189,7 @@ def _codes(codes: Tensor, format: str) -> Tensor:
     planes = []
     for count, before in _pieces(format):
         parts = (codes >> before & 2**count - 1).view(panels, COLUMNS, tiles, 8 // count, 2 * count, 4)
-        plane = functools.reduce(operator.or_, (part << count * i for i, part in enumerate(parts.unbind(3))))
+        plane = sum(part << count * i for i, part in enumerate(parts.unbind(3)))
         planes.append(plane.permute(0, 2, 3, 1, 4).reshape(panels, tiles, -1))
     return torch.cat(planes, dim=2).flatten(1)
 
@@ -203,7 +200,7 @@ def _plain(packed: Tensor, format: str) -> Tensor:
         values = packed.view(dtype).view(panels, -1, COLUMNS, 2 if format == "bfloat16" else 1)
         return values.transpose(1, 2).reshape(panels * COLUMNS, -1)
     tiles = packed.view(panels, -1, COLUMNS * TILE // 8 * bits_of(format))
-    codes = torch.zeros(panels * COLUMNS, tiles.shape[1] * TILE, dtype=torch.uint8)
+    codes = packed.new_zeros(panels * COLUMNS, tiles.shape[1] * TILE)
     for count, before in _pieces(format):
         plane = tiles[:, :, 128 * before : 128 * (before + count)].reshape(panels, -1, 2 * count, COLUMNS, 4)
         rows = plane.permute(0, 3, 1, 2, 4)  # [panel, column, tile, row, 4]
