@@ -67,6 +67,25 @@ def test_a_call_leaves_it_as_it_was() -> None:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.skipif("xgetbv1" not in Path("/proc/cpuinfo").read_text(), reason="the CPU does not say what is in use")
+def test_attention_between_calls_of_torch_leaves_it_as_it_was() -> None:
+    in_use, threads = machine_code(IN_USE), torch.get_num_threads()
+    torch.set_num_threads(1)
+    q, k, v = (torch.randn(1, 2, 70, 40).bfloat16().requires_grad_() for _ in range(3))
+    a, b = torch.randn(96, 128, dtype=torch.bfloat16), torch.randn(128, 160, dtype=torch.bfloat16)
+    product, results = a @ b, []
+    for _ in range(2):
+        before = in_use() & TILES
+        out = lowbit.scaled_dot_product_attention(q, k, v, is_causal=True)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
+        assert in_use() & TILES == before
+        assert torch.equal(a @ b, product)
+    assert lowbit._C.last_kernel("attention_forward") == "attention_forward_bfloat16_amx"
+    assert lowbit._C.last_kernel("attention_backward") == "attention_backward_bfloat16_amx"
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+    torch.set_num_threads(threads)
+
+
 def test_in_a_forked_child_and_under_a_signal() -> None:
     datas = [testing.make_data(case) for case in CASES]
     calls = [
