@@ -10,7 +10,6 @@ pytest.importorskip("bitsandbytes")
 
 from lowbit.integrations.bitsandbytes_ops import OPS  # noqa: E402
 
-
 STATES = "\nimport lowbit\nprint(lowbit.info()['bitsandbytes'])"
 
 

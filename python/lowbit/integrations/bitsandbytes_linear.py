@@ -157,9 +157,9 @@ def _weight(
             return None
         if scale_codes.dtype != torch.uint8 or scale_codes.shape != (blocks,) or code_map.shape != (256,):
             return None
-        if code_map.dtype != torch.float32 or offset.dtype != torch.float32 or offset.numel() != 1:
+        if code_map.dtype != torch.float32 or offset.dtype not in FLOATS or offset.numel() != 1:
             return None
-        weight.nested = scale_codes.contiguous(), code_map.contiguous(), offset
+        weight.nested = scale_codes.contiguous(), code_map.contiguous(), offset.float()
     return weight
 
 
