@@ -70,7 +70,10 @@ LOWBIT_INLINE f32x16 times_power_of_two(f32x16 a, i32x16 exponent) {  // exponen
 }
 
 LOWBIT_INLINE i32x16 set1(int32_t a) { i32x16 r; LOWBIT_LANES r.lane[i] = a; return r; }
-LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] += b.lane[i]; return a; }
+LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) {  // wraps: four codes of a byte each may fill the sign
+  LOWBIT_LANES a.lane[i] = static_cast<int32_t>(static_cast<uint32_t>(a.lane[i]) + static_cast<uint32_t>(b.lane[i]));
+  return a;
+}
 LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[i]); return a; }
 
 // Bits: what the codes of an optimizer's state and the random numbers are made of. A mask is -1 or 0 in every lane.
