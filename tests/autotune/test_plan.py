@@ -79,7 +79,7 @@ def test_another_file_is_refused(block, tmp_path, values, text):
         lowbit.Plan.load(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("spec", [{"format": "int3"}, {"x_format": "int2"}, {"scale_of": "stars"}])
+@pytest.mark.parametrize("spec", [{"format": "int1"}, {"x_format": "int2"}, {"scale_of": "stars"}])
 def test_a_format_that_is_not_here_names_its_layer(block, tmp_path, spec):
     values = plan_of(block, once=INT8).to_dict()
     next(row for row in values["rows"] if row["layer"] == "once")["spec"] |= spec

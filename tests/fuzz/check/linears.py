@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -107,22 +109,41 @@ def feature_size(config: object, k: int, given: int, gradient: bool = False) -> 
 
 
 def quantized(weight: Tensor, format: str, group_size: int, mapping: str, under: str = "") -> None:
-    """from_linear, dequantize and unpack: within a step of the weight, and the two agree."""
-    n, k = weight.shape
+    """from_linear, dequantize and unpack: within a step of the weight, and the two agree. A search may leave a weight
+    farther off: its squared error is at most that of the ranges' scales."""
     spec = LinearSpec(format, group_size if format.startswith("int") else 0, mapping == "asymmetric", "float", mapping)
-    module = nn.Linear(k, n, bias=False, dtype=weight.dtype)
-    module.weight = nn.Parameter(weight.detach())
+    least = _quantized(weight, dataclasses.replace(spec, scale="absmax"), under)
+    if spec.takes_absmax:
+        return
+    exact = weight.detach().double()
     with ambient(under):
-        layer = QuantLinear.from_linear(module, spec)
+        searched = QuantLinear.from_linear(_module(weight), spec).dequantize().double()
+    errors = [float((tensor - exact).square().sum()) for tensor in (searched, least)]
+    if not errors[0] <= 1.0001 * errors[1] + 1e-12:
+        raise Wrong(f"the search's squared error is {errors[0]}, that of absmax {errors[1]}")
+
+
+def _module(weight: Tensor) -> nn.Linear:
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    module.weight = nn.Parameter(weight.detach())
+    return module
+
+
+def _quantized(weight: Tensor, spec: LinearSpec, under: str) -> Tensor:
+    """The dequantized weight in float64, compared."""
+    format, group_size, mapping = spec.format, spec.group_size, spec.mapping
+    n, k = weight.shape
+    with ambient(under):
+        layer = QuantLinear.from_linear(_module(weight), spec)
         dense = layer.dequantize()
         plain = layer.unpack() if format.startswith("int") else None
     exact = weight.detach().double()
     if _C.FORMAT_FACTS[format]["kind"] == "lookup":  # half of the widest gap of levels is 0.167 of the largest
         within(dense, exact, 0.18 * exact.abs().amax(1, keepdim=True) + 2.0**-24, "dequantized weight")
-        return
+        return dense.double()
     if plain is None:
         within(dense, exact, UNIT[getattr(torch, format)] * exact.abs() + 2.0**-24, "dequantized weight")
-        return
+        return dense.double()
     codes, scale, zero = plain
     spread = group_size or k
     widened = [tensor.double().repeat_interleave(spread, 1)[:, :k] for tensor in (scale, zero)]
@@ -135,3 +156,4 @@ def quantized(weight: Tensor, format: str, group_size: int, mapping: str, under:
     )
     step = widened[0].abs() * (1.02 if mapping != "asymmetric" else 1.6)
     within(dense, exact, step + 1e-2 * exact.abs() * (format == "int8") + 1e-12, "dequantized weight")
+    return dense.double()

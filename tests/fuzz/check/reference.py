@@ -164,6 +164,10 @@ def budget(q: Tensor, v: Tensor, exact: Result, row: Tensor, dtype: torch.dtype)
     largest = v.double().abs().amax() if v.numel() else torch.tensor(0.0, dtype=torch.float64)
     allowed = ((2 * row.clamp(max=1) + (keys + 32) * u) * largest)[..., None]
     allowed = allowed + UNIT[dtype] * (exact.out.detach().abs() + allowed) + torch.finfo(dtype).smallest_normal
+    if dtype == torch.bfloat16:  # a row of the tile unit multiplies rounded probabilities
+        of = v.double().abs().nan_to_num(0.0, 0.0, 0.0)
+        share = exact.p.detach().nan_to_num(0.0, 0.0, 0.0)
+        allowed = allowed + UNIT[dtype] * (share @ of.repeat_interleave(share.shape[-3] // max(of.shape[-3], 1), -3))
     lse = exact.lse.detach().abs().nan_to_num(0.0, 0.0, 0.0)
     return allowed, row + (keys + 32) * u + 4 * u * lse
 
