@@ -12,7 +12,9 @@ from lowbit.formats import (
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
     Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
     MappingType,
     PerAxis,
     PerGroup,
@@ -23,7 +25,9 @@ from lowbit.formats import (
     int4_weight_only,
     int8_dynamic_activation_int4_weight,
     int8_dynamic_activation_int8_weight,
+    int8_dynamic_activation_intx_weight,
     int8_weight_only,
+    intx_weight_only,
 )
 from lowbit.formats.torchao import missing
 from lowbit.quant import dequantize_, quantize_
@@ -34,7 +38,9 @@ __all__ = [
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
     "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
     "MappingType",
     "PerAxis",
     "PerGroup",
@@ -47,7 +53,9 @@ __all__ = [
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_weight",
+    "int8_dynamic_activation_intx_weight",
     "int8_weight_only",
+    "intx_weight_only",
     "quantize_",
 ]
 
