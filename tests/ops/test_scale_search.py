@@ -76,9 +76,9 @@ def test_no_group_is_worse_than_with_the_scale_of_its_range(
 
 @pytest.mark.parametrize("format, group_size, mapping", [case for case in CASES if case[0] in FORMATS])
 def test_the_error_is_that_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
-    """A candidate that is as good as another may be taken for it: a thousandth of the whole in int4. With 8 bits more
-    of them are alike."""
-    budget, alike = (1e-2, 0.8) if format == "int8" else (1e-3, 0.9)
+    """A candidate that is as good as another may be taken for it: a thousandth of the whole in int4. With more bits
+    more of them are alike."""
+    budget, alike = (1e-2, 0.8) if _C.FORMAT_FACTS[format]["bits"] > 4 else (1e-3, 0.9)
     for importance in (None, torch.rand(330) ** 2):
         weight = torch.randn(40, 330)
         packed = testing.pack_weight(weight, format, group_size, mapping, "search", importance)
