@@ -30,10 +30,12 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the rest a share,
-    every LOWBIT_TEST_EVERY-th."""
+    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the tests that
+    walk kernel rows a share, every LOWBIT_TEST_EVERY-th."""
     for_device = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
-    items[:] = for_device[:: int(os.environ.get("LOWBIT_TEST_EVERY", "1"))]
+    walking = [item for item in for_device if item.path.parent.name in ("ops", "score")]
+    taken = {id(item) for item in walking[:: int(os.environ.get("LOWBIT_TEST_EVERY", "1"))]}
+    items[:] = [item for item in for_device if item.path.parent.name not in ("ops", "score") or id(item) in taken]
 
 
 _ROWS = testing.rows("linear")
