@@ -18,4 +18,6 @@ LOWBIT_API std::string isa_reason();         // why the chosen one is not the de
 
 LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may
 
+LOWBIT_API bool reads_in_four_streams();  // whether one core reads memory faster in four streams than in one
+
 }  // namespace lowbit
