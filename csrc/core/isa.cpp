@@ -136,4 +136,16 @@ std::string isa_unavailable(std::string_view name) {
   return concat("csrc/core/isa.cpp does not know ", name);
 }
 
+bool reads_in_streams() {
+#if defined(__x86_64__)
+  static std::atomic<const bool*> kept{nullptr};
+  return made_once(kept, [] {
+    uint32_t eax, ebx, ecx, edx;
+    return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == 0x756e6547 && edx == 0x49656e69 && ecx == 0x6c65746e;
+  });  // "GenuineIntel"
+#else
+  return false;
+#endif
+}
+
 }  // namespace lowbit

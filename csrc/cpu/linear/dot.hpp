@@ -58,7 +58,7 @@ LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32
 template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
                             int64_t expanded_stride, int64_t half, const Step* const* a,
-                            Ahead<kFormat == Format::int4> (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
+                            Ahead (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
   using Dot = DotOf<kFormat>;
   constexpr int kChains = kRows * kPanels * Dot::kChains <= 8 ? Dot::kChains
                           : kRows * kPanels <= 4              ? smaller(2, Dot::kChains)
@@ -117,11 +117,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
   PanelView panels[kPanels];
-  Ahead<kFormat == Format::int4> next[kPanels];
+  Ahead next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
   for (int p = 0; p < kPanels; p++) {
     panels[p] = view_panel(spec, args.weight, panel + p);
-    if constexpr (!kExpanded) next[p] = Ahead<kFormat == Format::int4>(spec, panels[p], next_step);
+    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
   const RowSum* sums[kRows];
@@ -149,7 +149,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     } while (++half < end && !kOneHalf);
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
-      if constexpr (!kExpanded) fetch_group<kFormat == Format::int4>(panels[p], g, next_step);
+      if constexpr (!kExpanded) next[p].fetch_group(panels[p], g);
       const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
       for (int r = 0; r < kRows; r++)
         result[r][p] = add_sum(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);

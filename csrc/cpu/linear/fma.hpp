@@ -67,7 +67,7 @@ struct StreamSums {
 // formats follow one another.
 template <Format kFormat, int kRows>
 LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, int64_t step,
-                               Ahead<bits(kFormat) == 4 && kStreamFour>& next, StreamSums<kRows>& sums) {
+                               Ahead& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = bits(kFormat) == 4;
   constexpr int kValues = kInt4 ? U::kValues / 2 : U::kValues, kUnits = kStepK<kFormat> / kValues;
@@ -97,7 +97,7 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, in
 template <Format kFormat, int kRows>
 void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
-  Ahead<bits(kFormat) == 4 && kStreamFour> next(spec, view, view.bytes);
+  Ahead next(spec, view, view.bytes, in_four_streams<kFormat>(spec, kStreamFour));
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
     x[r] = rows.values + (row + r) * rows.stride;
@@ -114,7 +114,7 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
-      fetch_group<bits(kFormat) == 4 && kStreamFour>(view, g, view.bytes);
+      next.fetch_group(view, g);
       const f32x16 w_scale = mul(scale_of(view, g), set1(kLate<kFormat>)),
                    w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++)
