@@ -6,7 +6,8 @@
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_linear.py   # as an
     AVX2 machine
 
-Peers beyond torch take part when they can be imported: pip install "torch==2.13.0" torchao bitsandbytes.
+Peers beyond torch take part when they can be imported: pip install "torch==2.13.0" torchao bitsandbytes; llama.cpp and
+ik_llama.cpp when they are built: --ggml ik_llama.cpp=/path/libggml.so (docs/measured/linear.md says how).
 M <= --cold-m rotates over copies of each weight that exceed --cold-mib together, as decoding a model does; larger M
 repeats one
 weight. Ratios are against torch fp32 in the same run at the same number of threads. Nothing is asserted.
@@ -21,6 +22,7 @@ from typing import Any
 
 import linear_candidates as members
 import torch
+from ggml_linear import Library
 from harness import MIB, Foreign, Timing, describe, duration, header, interleave, rotate, save, table
 
 import lowbit
@@ -45,6 +47,7 @@ BANDWIDTH_TARGET = 0.8
 
 def main() -> None:
     args = parse_arguments()
+    args.libraries = [Library(name, Path(path)) for name, _, path in (given.partition("=") for given in args.ggml)]
     head = header()
     print(describe(head))
     foreign = Foreign()
@@ -71,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the activations"
     )
     parser.add_argument("--only", help="parts of candidate names, e.g. w4a8,w8a8,bitsandbytes; torch fp32 always runs")
+    parser.add_argument("--ggml", action="append", default=[], help="NAME=PATH of libggml.so; names: ggml_linear.TYPES")
     parser.add_argument("--no-peers", action="store_true", help="only torch fp32 beside ours")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the 64x64 call")
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 12)")
@@ -118,7 +122,8 @@ def bench_shape(args: argparse.Namespace, n: int, k: int) -> list[Result]:
     weight = torch.randn(n, k, generator=generator) * 0.02
     inputs = {m: torch.randn(m, k, generator=generator).to(args.dtype) for m in args.m}
     cold_bytes = args.cold_mib * MIB if min(args.m) <= args.cold_m else 0
-    everyone = [Entrant(item, weight, cold_bytes) for item in members.candidates(args.only, not args.no_peers)]
+    entering = members.candidates(args.only, not args.no_peers, args.libraries)
+    everyone = [Entrant(item, weight, cold_bytes) for item in entering]
     check = inputs[min(args.m)]
     exact = check.double() @ weight.double().T
     entrants, errors = [], {}

@@ -9,11 +9,13 @@ torch's bf16 and int4pack/int8pack kernels take bf16, the others the dtype of th
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from ggml_linear import GgmlLinear, Library
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -154,6 +156,11 @@ def _bitsandbytes(bits: int) -> Callable[[Tensor], tuple[Layer, int]]:
     return make
 
 
+def _ggml(library: Library, type_name: str, weight: Tensor) -> tuple[Layer, int]:
+    packed = library.pack(type_name, weight)
+    return GgmlLinear(library, type_name, packed, weight.shape[1]), packed.nbytes
+
+
 PEERS = (
     Candidate("torch bf16", _torch_float(torch.bfloat16), torch.bfloat16),
     Candidate("torch f16", _torch_float(torch.float16), torch.float16),
@@ -168,10 +175,16 @@ PEERS = (
 )
 
 
-def candidates(only: str | None, peers: bool) -> list[Candidate]:
+def candidates(only: str | None, peers: bool, libraries: Sequence[Library]) -> list[Candidate]:
     """All candidates, the baseline first; ``only`` keeps those whose name contains one of its comma-separated parts."""
     ours = [Candidate(name, _ours(config), ours=True) for name, config in OURS.items()]
-    rest = [*ours, *(PEERS if peers else ())]
+    ggml = [
+        Candidate(f"{library.name} {type_name}", functools.partial(_ggml, library, type_name), torch.float32)
+        for library in libraries
+        for type_name in library.types
+    ]
+    peers = peers and not any(library.keeps_tiles for library in libraries)
+    rest = [*ours, *(PEERS if peers else ()), *ggml]
     if only:
         parts = [part.strip().lower() for part in only.split(",")]
         rest = [item for item in rest if any(part in item.name.lower() for part in parts)]

@@ -58,6 +58,8 @@ struct Dot8 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
+constexpr int kDotRows = 4, kDotPanels = 1;  // 8 int16 sums, 2 codes and a broadcast in 16 registers
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 

@@ -328,8 +328,8 @@ struct NibbleCodes {
   }
 };
 
-// Tiles: 16 registers. Dot: 4 rows keep 8 int16 sums, 2 codes and a broadcast; float: 6 rows keep 12 sums.
-constexpr int kDotRows = 4, kDotPanels = 1, kFloatRows = 6, kFloatPanels = 1, kStreamRows = 4;
+// Tiles: 16 registers. 6 rows keep 12 sums.
+constexpr int kFloatRows = 6, kFloatPanels = 1, kStreamRows = 4;
 constexpr bool kStreamFour = true;  // prefetch streams of int4 with float activations: panel.hpp
 
 }  // namespace
