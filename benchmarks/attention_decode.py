@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding: one query of 32 heads over 8 kv heads, batch 1, caches that do not fit L3; and a prompt with an int8 cache.
+"""Decoding: one query of 32 heads over 8 kv heads, batch 1, caches that do not fit L3; and a prompt with a quantized
+cache.
 
 Head-major is [B, H, S, D]; token-major [B, S, H, D] seen as the same. GB/s: bytes of keys, values and scales, against
 what the machine reads with 4
@@ -9,6 +10,7 @@ prefetched streams a thread in the same rounds.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,35 +117,39 @@ def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache of the
     first."""
     rows, length = [], 2048
-    for head_dim in (64,) if args.quick else (64, 128):
-        q = torch.randn(1, Q_HEADS, length, head_dim)
-        k, v = torch.randn(2, 1, KV_HEADS, length, head_dim)
-        half = length // 2
-        mask = torch.ones(half, length, dtype=torch.bool).tril(half)
-        filled = lowbit.QuantizedKVCache("int8")
-        filled.append(0, k, v)
+    half = length // 2
+    mask = torch.ones(half, length, dtype=torch.bool).tril(half)
+    for dtype, head_dim in itertools.product((torch.float32, torch.bfloat16), (64,) if args.quick else (64, 128)):
+        q = torch.randn(1, Q_HEADS, length, head_dim).to(dtype)
+        k, v = torch.randn(2, 1, KV_HEADS, length, head_dim).to(dtype)
+
+        def whole(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            lowbit.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         def first(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             lowbit.QuantizedKVCache("int8").append(0, k, v)
             lowbit.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        calls = {
-            "float": lambda q=q, k=k, v=v: lowbit.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=True
-            ),
+        def second(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            lowbit.scaled_dot_product_attention(q[:, :, half:], k, v, mask, enable_gqa=True)
+
+        calls: dict[str, Callable[[], object]] = {
+            "float": whole,
             "and an int8 cache filled": first,
-            "float, second half": lambda q=q, k=k, v=v, m=mask: lowbit.scaled_dot_product_attention(
-                q[:, :, half:], k, v, m, enable_gqa=True
-            ),
-            "second half over an int8 cache": lambda q=q, cache=filled: cache.attend(0, q[:, :, half:]),
+            "float, second half": second,
         }
+        for name in ("int8", "int4"):
+            filled = lowbit.QuantizedKVCache(name)
+            filled.append(0, k, v)
+            calls[f"second half over an {name} cache"] = lambda q=q, cache=filled: cache.attend(0, q[:, :, half:])
         times = interleave(calls, rounds=args.rounds, sample_s=0.05)
         cells = []
-        for name, base in zip(calls, ("float", "float", "float, second half", "float, second half"), strict=True):
-            ratio = times[name].best_s / times[base].best_s
+        for name in calls:
+            ratio = times[name].best_s / times["float, second half" if "second" in name else "float"].best_s
             rows.append(
                 {
                     "candidate": f"prompt: {name}",
+                    "dtype": str(dtype).removeprefix("torch."),
                     "head_dim": head_dim,
                     "kv_length": length,
                     "best_s": times[name].best_s,
@@ -151,7 +157,6 @@ def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
             cells.append([name, duration(times[name].best_s), f"{ratio:.2f}x"])
-        print(
-            f"\n{table([f'prompt D={head_dim} L={length}, {args.threads} threads', 'time', 'x float (<= 1.1)'], cells)}"
-        )
+        title = f"prompt {rows[-1]['dtype']} D={head_dim} L={length}, {args.threads} threads"
+        print(f"\n{table([title, 'time', 'x float (<= 1.1)'], cells)}")
     return rows

@@ -5,8 +5,9 @@ model of examples/03_train_with_8bit_adam.py.
     python benchmarks/bench_codes.py --minilm DIR       # a folder with the model's files; without it that part is left
 
 Per method: error dB of all weights together, and what the model loses: the mean of 1 - cosine to the float model over
-200 sentence embeddings, and the rise of the loss on bytes that were held out. Sentences are those of Python's own
-language reference; the 64 of the calibration are others.
+200 sentence embeddings; of the byte model on bytes that were held out, the rise of the loss and the divergence from the
+float model, KL(float || quantized), both in nats per byte, as mean and standard deviation over trainings from several
+seeds. Sentences are those of Python's own language reference; the 64 of the calibration are others.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import math
 import pydoc_data.topics
 import random
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 import lowbit
 
 ASYMMETRIC = lowbit.MappingType.ASYMMETRIC
+PIECES = 64  # batches of held-out bytes
 
 
 def methods(make: Callable, group_size: int) -> dict[str, tuple[object, str]]:
@@ -63,26 +67,36 @@ def weight_db(model: nn.Module, quantized: nn.Module) -> float:
     return 10 * math.log10(signal / noise)
 
 
+@dataclass
+class Measured:
+    """A format and method on one model."""
+
+    name: str
+    weight_db: float
+    seconds: float
+    lost: list[float]  # what ``loss`` of measure() returns
+
+
 def measure(
-    model: nn.Module, batches: list, loss: Callable[[nn.Module], float], group_sizes: list[int]
-) -> list[list[str]]:
-    """A line per group size and method."""
+    model: nn.Module, batches: list, loss: Callable[[nn.Module], list[float]], group_sizes: list[int]
+) -> list[Measured]:
+    """One per group size and method."""
     calibration = {
         "": None,
         "importance": lowbit.calibrate(model, batches),
         "hessian": lowbit.calibrate(model, batches, hessian=True),
     }
-    lines = []
+    found = []
     for group_size in group_sizes:
         for name, (config, needs) in methods(lowbit.int4_weight_only, group_size).items():
             quantized = copy.deepcopy(model)
             start = time.perf_counter()
             lowbit.quantize_(quantized, config, calibration=calibration[needs])
             seconds = time.perf_counter() - start
-            line = [f"int4 g{group_size}, {name}", f"{weight_db(model, quantized):.2f}", f"{loss(quantized):.4f}"]
-            lines.append([*line, f"{seconds:.2f}"])
-            print(" ".join(lines[-1]), file=sys.stderr)
-    return lines
+            name = f"int4 g{group_size}, {name}"
+            found.append(Measured(name, weight_db(model, quantized), seconds, loss(quantized)))
+            print(found[-1], file=sys.stderr)
+    return found
 
 
 def sentences() -> list[str]:
@@ -94,7 +108,7 @@ def sentences() -> list[str]:
     return kept
 
 
-def minilm(folder: Path, group_sizes: list[int]) -> list[list[str]]:
+def minilm(folder: Path, group_sizes: list[int]) -> list[Measured]:
     """Mean of 1 - cosine of 200 embeddings."""
     import transformers
 
@@ -119,53 +133,83 @@ def minilm(folder: Path, group_sizes: list[int]) -> list[list[str]]:
 
     wanted = embed(model)
     calibration = [dict(tokenizer(text, return_tensors="pt")) for text in texts[200:264]]
-    return measure(model, calibration, lambda net: float((1 - (embed(net) * wanted).sum(1)).mean()), group_sizes)
+    return measure(model, calibration, lambda net: [float((1 - (embed(net) * wanted).sum(1)).mean())], group_sizes)
 
 
-def byte_model(steps: int, group_sizes: list[int]) -> list[list[str]]:
-    """Rise of the held-out loss, nats per byte."""
+def byte_model(seed: int, steps: int, group_sizes: list[int]) -> list[Measured]:
+    """Rise of the held-out loss, and KL(float || quantized), nats per byte, of the model trained from one seed."""
     path = Path(__file__).parents[1] / "examples" / "03_train_with_8bit_adam.py"
     spec = importlib.util.spec_from_file_location("example_03", path)
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example
     spec.loader.exec_module(example)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     text, model = example.library_text(), example.ByteModel(2)
     held_out, text = text[-len(text) // 20 :], text[: -len(text) // 20]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps, cycle_momentum=False)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         loss = example.loss_of(model, example.batch(text, generator))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    pieces = [example.batch(held_out, torch.Generator().manual_seed(seed)) for seed in range(64)]
+    pieces = [example.batch(held_out, torch.Generator().manual_seed(number)) for number in range(PIECES)]
 
     @torch.no_grad()
-    def held_out_loss(net: nn.Module) -> float:
-        return sum(example.loss_of(net, piece).item() for piece in pieces) / len(pieces)
+    def logarithms(net: nn.Module) -> list[Tensor]:
+        return [net(piece[:, :-1]).log_softmax(-1) for piece in pieces]
 
-    base = held_out_loss(model)
-    print(f"byte-level model: held-out loss {base:.4f} after {steps} steps")
+    def losses(of: list[Tensor]) -> float:
+        parts = [-one.gather(2, piece[:, 1:, None]).mean().item() for one, piece in zip(of, pieces, strict=True)]
+        return statistics.fmean(parts)
+
+    exact = logarithms(model.eval())
+    base = losses(exact)
+    print(f"byte-level model, seed {seed}: held-out loss {base:.4f} after {steps} steps")
+
+    def lost(net: nn.Module) -> list[float]:
+        found = logarithms(net)
+        divergence = [(p.exp() * (p - q)).sum(2).mean().item() for p, q in zip(exact, found, strict=True)]
+        return [losses(found) - base, statistics.fmean(divergence)]
+
     batches = [example.batch(text, generator)[:, :-1] for _ in range(4)]
-    return measure(model.eval(), batches, lambda net: held_out_loss(net) - base, group_sizes)
+    return measure(model, batches, lost, group_sizes)
+
+
+def over_seeds(runs: list[list[Measured]]) -> list[list[str]]:
+    """A line per method: means and standard deviations, and each mean as a part of that of absmax."""
+    lines = []
+    for alike in zip(*runs, strict=True):
+        line = [alike[0].name, f"{statistics.fmean(one.weight_db for one in alike):.2f}"]
+        plain = [run[0] for run in runs]  # absmax is the first method
+        for which in range(2):
+            values = [one.lost[which] for one in alike]
+            spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+            part = statistics.fmean(values) / statistics.fmean(one.lost[which] for one in plain)
+            line += [f"{statistics.fmean(values):.5f} +- {spread:.5f}", f"{part:.2f}"]
+        lines.append(line)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--steps", type=int, default=300, help="of the byte-level model's training")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of the byte-level model")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[32, 128])
     args = parser.parse_args()
     print(describe(header()))
-    columns = ["", "weight dB", "", "s to quantize"]
     if args.minilm:
-        columns[2] = "mean 1 - cosine"
-        print(table(columns, minilm(args.minilm, args.group_sizes)))
-    columns[2] = "rise of loss"
-    print(table(columns, byte_model(args.steps, args.group_sizes)))
+        lines = [
+            [one.name, f"{one.weight_db:.2f}", f"{one.lost[0]:.4f}", f"{one.seconds:.2f}"]
+            for one in minilm(args.minilm, args.group_sizes)
+        ]
+        print(table(["", "weight dB", "mean 1 - cosine", "s to quantize"], lines))
+    for group_size in args.group_sizes:
+        runs = [byte_model(seed, args.steps, [group_size]) for seed in range(args.seeds)]
+        print(table(["", "weight dB", "rise of loss", "of absmax's", "KL to float", "of absmax's"], over_seeds(runs)))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ void register_decode(py::module_& m) {
         arg("mask_captured") = py::list(),
         R"(Write the attention of a few queries over a long key-value cache into ``out``.
 
-The cache is read once, in splits of 256 tokens: results are the same for any number of threads and in any batch.
+The cache is read once, in splits of 256 tokens: results are the same for any number of threads and in any batch. Many
+queries over codes, a prompt, go through the tiles of attention_forward.
 
 Args:
     q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.

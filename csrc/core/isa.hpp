@@ -16,8 +16,10 @@ LOWBIT_API std::string_view
 chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
 LOWBIT_API std::string isa_reason();         // why the chosen one is not the detected one; "" if it is
 
-LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may
+// Cores that read memory faster in several places at a time than in one: those of Intel, whose prefetchers each follow
+// what is read inside of 4 KiB. (csrc/cpu/panel.hpp has figures.)
+LOWBIT_API bool reads_in_streams();
 
-LOWBIT_API bool reads_in_four_streams();  // whether one core reads memory faster in four streams than in one
+LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may
 
 }  // namespace lowbit

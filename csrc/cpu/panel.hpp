@@ -39,27 +39,24 @@ LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelV
 
 // What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. Four: the next stretch of codes,
 // at its four quarters in turn; a stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2.
-// After the last comes the panel that the thread takes next, `step` bytes on. On Zen 5 four are for int4: W4A8 at m = 1
-// on AVX2, two threads, goes from 47 to 73 GB/s (40 to 45 while the host is slow). They take 10 to 20 % from float32,
-// and from all float activations on AVX-512 (kStreamFour in simd/). Where reads_in_four_streams() they are for all
-// formats: on Sapphire Rapids, AVX-512, two threads, float32 at m = 1 takes 0.78 of the time, int8 0.83, W8A8 0.78.
+// After the last comes the panel that the thread takes next, `step` bytes on.
 class Ahead {
  public:
   LOWBIT_INLINE Ahead() = default;
   LOWBIT_INLINE Ahead(const WeightSpec& spec, const PanelView& panel, int64_t step, bool four)
-      : four_(four), used_(panel.codes), end_(panel.end), step_(step) {
+      : used_(panel.codes), end_(panel.end), step_(step), four_(four) {
     if (four) {
       constexpr int64_t kMostBytes = 64 << 10;
       const int64_t bytes = panel.end - panel.codes;
       stretch_ =
           bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
-      apart_ = stretch_ / 4, on_ = 64;
+      across_ = stretch_ / 4, down_ = 64;
       for (int64_t at = 0; at < 128; at += 64)
         __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
     }
     begin(panel);
   }
-  LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(at_ + line % 4 * apart_ + line / 4 * on_); }
+  LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(at_ + (line & 3) * across_ + (line >> 2) * down_); }
   LOWBIT_INLINE void advance(const PanelView& panel,
                              int64_t bytes) {  // so much of the codes was used, and as many lines were fetched
     at_ += bytes / 4;
@@ -67,27 +64,40 @@ class Ahead {
     used_ += four_ ? stretch_ : bytes;
     begin(panel);
   }
+  // Scales and zero points of a group: those of the panel that comes next. One stream meets them on its way.
+  LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g) const {
+    if (!four_) return;
+    if (panel.group_scale) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.group_scale + g * 16) + step_);
+    if (panel.zero) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.zero + g * 16) + step_);
+  }
 
  private:
   LOWBIT_INLINE void begin(const PanelView& panel) {
     if (four_) {
       at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
-      stop_ = at_ + apart_;
+      stop_ = at_ + stretch_ / 4;
     } else {
       at_ = used_ + 4096 + (used_ + 4096 < end_ ? 0 : step_ - panel.bytes);
     }
   }
 
-  bool four_;
   const uint8_t *at_, *stop_, *used_, *end_;  // used_: where the stretch that is read now begins
-  int64_t stretch_ = 0, apart_ = 64, on_ = 256, step_;  // apart_: of a line and the next; on_: after four of them
+  int64_t stretch_ = 0, across_ = 64, down_ = 256, step_;
+  bool four_ = false;
 };
 
-// Scales and zero points of a group: those of the panel that comes `step` bytes on. One stream meets them on its way.
-LOWBIT_INLINE void fetch_group(const PanelView& panel, int64_t g, int64_t step, bool four) {
-  if (!four) return;
-  if (panel.group_scale) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.group_scale + g * 16) + step);
-  if (panel.zero) __builtin_prefetch(reinterpret_cast<const uint8_t*>(panel.zero + g * 16) + step);
+// Who prefetches in four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads goes from 47 to
+// 73 GB/s, 40 to 45 while the host is slow) and in float ones on AVX2 (kStreamFour in simd/); on Zen 5 they take 10 to
+// 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give float32 1.3 to 1.6, bfloat16
+// 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads); formats of more work for each
+// weight wait for that work.
+template <Format kFormat>
+constexpr bool kLittleWork = kFormat == Format::float32 || kFormat == Format::bfloat16 ||
+                             kFormat == Format::float16 || kFormat == Format::int8;
+template <Format kFormat>
+LOWBIT_INLINE bool in_four_streams(const WeightSpec& spec, bool for_int4) {
+  if (bits(kFormat) == 4) return for_int4;
+  return kLittleWork<kFormat> && !is_unpacked(spec.format) && reads_in_streams();
 }
 
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take

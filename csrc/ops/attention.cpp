@@ -88,7 +88,7 @@ void check_forward(std::string_view op, AttentionForwardArgs& args) {
   check_on(args.place, op, "score_captured", args.score_mod);
   check_on(args.place, op, "mask_captured", args.mask_mod);
   const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod,
-               lists, blocks, key] = args;
+               lists, blocks, key, k_scale, v_scale, rotated, position, window] = args;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ",
           shape_text(*tensor));

@@ -79,6 +79,10 @@ struct AttentionForwardArgs {
   // Made by a CPU row of what lies in memory (cpu/attention/in_memory.hpp); empty until then.
   BlockClasses blocks{};
   uint64_t key = 0;  // of seed
+  // Of a prompt over codes, a call of the op decode (cpu/attention/prompt.hpp), which says what they are.
+  TensorView k_scale{}, v_scale{};
+  bool rotated = false;
+  int64_t position = 0, window = 0;
 
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -86,6 +90,7 @@ struct AttentionForwardArgs {
   int64_t q_length() const { return q.size(2); }
   int64_t kv_length() const { return k.size(2); }
   int64_t group() const { return heads() / kv_heads(); }
+  int64_t ev() const { return out.size(3); }
 };
 
 struct AttentionBackwardArgs {

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("out", help="folder to make")
     quantize.add_argument("--config", help='format of the layers, such as "int4_weight_only(group_size=32)"')
     quantize.add_argument("--plan", help="JSON file with the formats of single layers, as autoquant saves it")
+    quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
     quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the output head")
     quantize.set_defaults(run=_quantize)
     compare = commands.add_parser("compare", help="the error of each weight of one checkpoint against another, in dB")
@@ -59,10 +60,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quantize(options: argparse.Namespace) -> object:
-    if options.config is None and options.plan is None:
-        raise ValueError("quantize: needs --config or --plan")
+    if options.config is None and options.plan is None and options.embeddings is None:
+        raise ValueError("quantize: needs --config, --plan or --embeddings")
     return lowbit.quantize_checkpoint(
-        options.model, options.out, options.config, plan=options.plan, modules_to_not_convert=options.keep
+        options.model,
+        options.out,
+        options.config,
+        plan=options.plan,
+        modules_to_not_convert=options.keep,
+        embeddings=options.embeddings,
     )
 
 

@@ -85,27 +85,31 @@ def test_every_row_averages_backward(any_backward_row: str) -> None:
 
 @pytest.mark.parametrize("kind", [str(row["name"]) for row in testing.rows("decode") if row["available"]])
 def test_every_row_averages_in_a_step(kind: str) -> None:
-    k, v, q = torch.randn(1, 2, 600, 64), torch.randn(1, 2, 600, 64), torch.randn(1, 4, 2, 64)
-    mask = torch.full((1, 4, 2, 600), MIN)
-    out = torch.empty(1, 4, 2, 64)
+    prompt = "_prompt_" in kind
+    length, format = (70, "int8") if prompt else (2, kind.split("_")[1])
+    dtype = torch.bfloat16 if "_prompt_bfloat16_" in kind else torch.float32
+    k, v, q = torch.randn(1, 2, 600, 64), torch.randn(1, 2, 600, 64), torch.randn(1, 4, length, 64).to(dtype)
+    mask = torch.full((1, 4, length, 600), MIN)
+    out = torch.empty(1, 4, length, 64, dtype=dtype)
     scales: list[Tensor | None] = [None, None]
     for i, x in enumerate((k, v)):
-        if "int" in kind:
-            codes = torch.empty(1, 2, 600, 32 if "int4" in kind else 64, dtype=torch.uint8 if "int4" in kind else torch.int8)
-            scale = torch.empty(1, 2, 600, 2 if "int4" in kind else 1)
+        if "int" in format:
+            codes = torch.empty(1, 2, 600, 32 if format == "int4" else 64, dtype=torch.uint8 if format == "int4" else torch.int8)
+            scale = torch.empty(1, 2, 600, 2 if format == "int4" else 1)
             _C.kv_quantize(x, codes, scale)
             _C.kv_dequantize(codes, scale, x)
             k, v = (codes, v) if i == 0 else (k, codes)
             scales[i] = scale
             mean = x.mean(2)
         else:
-            dtype = getattr(torch, kind.split("_")[1])
-            k, v = (x.to(dtype), v) if i == 0 else (k, x.to(dtype))
+            stored = x.to(getattr(torch, format))
+            k, v = (stored, v) if i == 0 else (k, stored)
             mean = v.float().mean(2)
     with lowbit.force_kernel(kind):
         _C.decode(q, k, v, out, 0.1, *scales, mask=mask)
     assert _C.last_kernel("decode") == kind
-    torch.testing.assert_close(out, mean.repeat_interleave(2, 1)[:, :, None].expand_as(out), rtol=1e-3, atol=1e-3)
+    wanted, close = mean.repeat_interleave(2, 1)[:, :, None].expand(out.shape), 1e-3 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(out.float(), wanted, rtol=close, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -69,6 +69,35 @@ def test_a_model_that_gets_slower_stays_float(block, x, make_plan):
     assert not plan.specs and plan.seconds == plan.float_seconds == 10.0 and plan.model_db == math.inf
 
 
+@pytest.mark.parametrize("slow_runs", range(7))
+@pytest.mark.parametrize("winners", [{"float32": 1.0}, {"int8": 1.0}, {"int4": 1.0, "int8": 3.0, "float32": 5.0}])
+def test_the_error_of_the_model_is_that_of_the_choice_that_is_kept(winners, slow_runs, make_plan):
+    """Whatever won, was moved to hold the bound and went back to float: what applies has the error that the plan says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval()
+    x, formats = torch.randn(9, 64), [lowbit.float_weight(), INT8, W4A8]
+    with torch.no_grad():
+        wanted = model(x)
+        for bound in (-math.inf, 20.0, 36.0, 100.0):
+            plan = make_plan(model, x, formats, winners, bound, model_seconds=[11.0] * slow_runs + [1.0])
+            changed = copy.deepcopy(model)
+            plan.apply(changed)
+            noise = (wanted.double() - changed(x).double()).square().sum().item()
+            db = 10 * math.log10(wanted.double().square().sum().item() / noise) if noise else math.inf
+            assert db >= bound and plan.model_db == pytest.approx(db, abs=1e-6), (bound, plan)
+
+
+def test_an_output_that_is_equal_bit_for_bit_is_exact_though_layers_changed(make_plan):
+    """Small integers, whose sums are exact in any order: the dense format gives what torch gives."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 8)).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randint(-3, 4, parameter.shape, generator=generator).float()
+    x = torch.randint(-3, 4, (5, 64), generator=generator).float()
+    plan = make_plan(model, x, [lowbit.float_weight()], {"float32": 5.0}, min_sqnr=1000.0)
+    assert set(plan.specs) == {"0", "2"} and plan.model_db == math.inf and "exact" in repr(plan)
+
+
 def other_row(m: int, spec, n: int = 64, k: int = 64) -> str:
     """A row that fits behind the one that is first."""
     first, *others = [

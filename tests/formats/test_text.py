@@ -67,7 +67,7 @@ def test_other_ways_to_say_it(given, wanted):
         (32, TypeError, "must be a configuration, its text"),
         (lowbit.int4_weight_only, TypeError, "got int4_weight_only"),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", None) or str(given),  # no address: names are the same in every process
 )
 def test_what_is_no_configuration_is_refused(given, error, match):
     with pytest.raises(error, match=match):

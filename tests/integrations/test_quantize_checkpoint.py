@@ -205,7 +205,7 @@ def spoil_weight(folder: Path, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [([], "needs --config or --plan"), (["--config", "int5"], "must begin with one of"), (["--plan", "nowhere.json"], "nowhere.json")],
+    [([], "needs --config, --plan or --embeddings"), (["--config", "int5"], "must begin with one of"), (["--plan", "nowhere.json"], "nowhere.json")],
 )
 def test_wrong_arguments_are_told(arguments, match, tmp_path, capsys):
     assert main(["quantize", str(tmp_path), str(tmp_path / "out"), *arguments]) == 1

@@ -197,3 +197,21 @@ def test_a_gather_out_of_range_is_an_index_error() -> None:
     code = p.finish(p.op("add", p.op("score"), p.gather(table, p.op("k"))))
     with pytest.raises(IndexError):
         call_with(score_mod=code, score_captured=[torch.randn(5)])()
+
+
+def test_more_queries_of_a_kv_head_than_a_thread_keeps_packed() -> None:
+    """On tiles 64 MiB (amx_backward.hpp), of which one head alone needs half."""
+    q, grad_out = (torch.randn(1, 2, 16500, 256).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 1, 200, 256).bfloat16() for _ in range(2))
+
+    def gradients(heads: slice) -> tuple[Tensor, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in (q[:, heads], k, v)]
+        out = lowbit.scaled_dot_product_attention(*inputs, enable_gqa=True)
+        return torch.autograd.grad(out, inputs, grad_out[:, heads])
+
+    both, alone = gradients(slice(0, 2)), [gradients(slice(h, h + 1)) for h in range(2)]
+    assert torch.equal(both[0], torch.cat([grads[0] for grads in alone], 1))
+    for together, *parts in zip(both[1:], *(grads[1:] for grads in alone), strict=True):
+        wanted = sum(part.double() for part in parts)
+        # Each of the three is rounded to 8 bits.
+        assert (together.double() - wanted).abs().max() <= 3 * 2**-9 * max(part.abs().max().double() for part in (together, *parts))

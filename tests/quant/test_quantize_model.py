@@ -184,7 +184,7 @@ def quantized_already(model: nn.Module) -> None:
             None,
             {"filter_fn": lambda m, n: True},
             TypeError,
-            "filter_fn must select nn.Linear layers only, got the model itself: Seq",
+            "filter_fn must select nn.Linear and nn.Embedding layers only, got the model itself: Seq",
         ),
         (
             None,

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op attention_forward by the tile unit.
+// Rows of the ops attention_forward, attention_backward and decode (prompts) by the tile unit.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/attention/amx_backward.hpp"
 #include "cpu/attention/amx_forward.hpp"
 #include "cpu/attention/in_memory.hpp"
+#include "cpu/attention/prompt.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -21,12 +22,18 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) { return re
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward_amx<1>); }
 void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<AmxBackwardTile>); }
 
+std::string_view refuses_prompt(const DecodeArgs& args) {
+  return is_prompt(args) ? refuses(prompt_args(args)) : "no prompt over codes";
+}
+void run_prompt(const DecodeArgs& args) { run_forward(prompt_args(args)); }
+
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_bfloat16"), refuses, run_forward}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
     {LOWBIT_ROW("attention_backward_bfloat16"), refuses_backward, run_backward}};
+constexpr Kernel<DecodeArgs> kPrompt[] = {{LOWBIT_ROW("decode_prompt_bfloat16"), refuses_prompt, run_prompt}};
 
 }  // namespace
 
-void attention_amx_rows(Backend& backend) { add(backend, kForward), add(backend, kBackward); }
+void attention_amx_rows(Backend& backend) { add(backend, kForward), add(backend, kBackward), add(backend, kPrompt); }
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -22,13 +22,16 @@ struct PackedQueries {
         grad_out_columns(part_rows<1>(round_up(ev, kTileRows), rows, arena)) {}
 };
 
+constexpr int64_t kMostPacked = 64 << 20;  // bytes of a thread: 16384 queries of head dimension 128 and one kv head
+
 struct AmxBackwardTile : BackwardScores<float> {
   TileUnit unit{kStepBytes};
   int64_t e, ev, rows, tiles;                 // rows: of packed queries; tiles: of queries of a head
   uint8_t *keys, *keys_t, *values_t, *pairs;  // packed; pairs: p or ds
   PartRows ds_rows, part;                     // part: 16 rows, to be packed
   Matrix<float> grad_k_t, grad_v_t, buffer, transposed, last_rows;  // last_rows: of grad_q, fewer than a tile has
-  char* packed;                                                     // queries of all heads that share a kv head
+  int64_t places;  // for packed queries: of all heads that share a kv head, or one tile's where that is too much
+  char* packed;
   bool* is_packed;
   int64_t b = -1, kv_head = -1;  // whose
   PackedQueries queries;
@@ -51,8 +54,9 @@ struct AmxBackwardTile : BackwardScores<float> {
         buffer(arena.matrix<float>(kStep, round_up(larger(e, ev), kStep))),
         transposed(arena.matrix<float>(kBackwardKvTile, larger(e, ev))),
         last_rows(arena.matrix<float>(kTileRows, e)),
-        packed(arena.array<char>(args.group() * tiles * packed_bytes())),
-        is_packed(arena.array<bool>(args.group() * tiles)),
+        places(args.group() * tiles * packed_bytes() <= kMostPacked ? args.group() * tiles : 1),
+        packed(arena.array<char>(places * packed_bytes())),
+        is_packed(arena.array<bool>(places)),
         queries(of(0)) {}
 
   // Tiles of weights of `columns` columns, summed over `depth`.
@@ -64,8 +68,8 @@ struct AmxBackwardTile : BackwardScores<float> {
     PackedQueries(rows, e, ev, counted);
     return counted.bytes;
   }
-  LOWBIT_INLINE PackedQueries of(int64_t slot) const {
-    Arena arena{packed + slot * packed_bytes()};
+  LOWBIT_INLINE PackedQueries of(int64_t place) const {
+    Arena arena{packed + place * packed_bytes()};
     return PackedQueries(rows, e, ev, arena);
   }
 };
@@ -95,15 +99,16 @@ inline void pack_queries(const HeadView& head, int64_t first, int64_t rows, int6
 inline void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t i,
                          const RowStatistics<float>& statistics, AmxBackwardTile& tile) {
   const AttentionForwardArgs& forward = args.forward;
-  const int64_t group = forward.group(), slot = at.h % group * tile.tiles + i;
-  if (tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, group * tile.tiles);
-  tile.b = at.b, tile.kv_head = at.h / group, tile.queries = tile.of(slot);
-  if (!tile.is_packed[slot]) {
+  const int64_t group = forward.group(), all = group * tile.tiles;
+  const int64_t place = tile.places == all ? at.h % group * tile.tiles + i : 0;
+  if (tile.places != all || tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, tile.places);
+  tile.b = at.b, tile.kv_head = at.h / group, tile.queries = tile.of(place);
+  if (!tile.is_packed[place]) {
     pack_queries(HeadView(forward.q, at.b, at.h), at.q0, at.rows, tile.e, tile.buffer, tile.queries.q,
                  tile.queries.q_columns);
     pack_queries(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, tile.ev, tile.buffer, tile.queries.grad_out,
                  tile.queries.grad_out_columns);
-    tile.is_packed[slot] = true;
+    tile.is_packed[place] = true;
   }
   load_statistics(forward, at, statistics, tile);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The forward by the tile unit. K and V are packed once per call, as tiles; a task is a tile of queries of one head, as
-// in forward.hpp, and takes 32 of its queries by 128 keys at a time. The unit leaves the vector units idle, so while it
-// multiplies the scores of one such block, the softmax is taken of the last one; then that one's values are added.
+// in forward.hpp, and takes 32 of its queries by 256 keys at a time, a block. The unit leaves the vector units idle, so
+// three blocks are on their way: while the unit multiplies the scores of one, and adds the values of the last but one,
+// the softmax is taken of the last.
 #pragma once
 
 #include "cpu/attention/amx_tiles.hpp"
@@ -20,7 +21,7 @@ struct PackedKeys {
   int64_t tiles, most_keys, e, ev;
 
   LOWBIT_INLINE PackedKeys(const AttentionForwardArgs& args, const Tiling& kv)
-      : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.v.size(3)) {}
+      : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
   LOWBIT_INLINE int64_t key_bytes() const { return most_keys / 16 * steps_of(e) * kParts * kTileBytes; }
   LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(most_keys) * kParts * kTileBytes; }
   LOWBIT_INLINE int64_t head_bytes() const { return tiles * (key_bytes() + value_bytes()); }
@@ -30,7 +31,7 @@ struct PackedKeys {
   LOWBIT_INLINE uint8_t* values(int64_t head, int64_t j) const { return keys(head, j) + key_bytes(); }
 };
 
-// 32 queries by a tile of keys, on the way from scores to probabilities.
+// 32 queries by a tile of keys, on the way from scores to probabilities, which stand where the scores of their row did.
 struct ScoreBlock {
   TilePlace at{};
   const uint8_t* values = nullptr;
@@ -38,12 +39,15 @@ struct ScoreBlock {
   Span spans[kBlockQueries];  // of each row; empty where it sees nothing
   Span columns{};             // what some row sees, in steps of the products
   int64_t taken = 0;          // rows that are probabilities
+  LOWBIT_INLINE PartRows probabilities() const { return {reinterpret_cast<uint8_t*>(scores.data), scores.stride * 4}; }
+  LOWBIT_INLINE int64_t column_steps() const { return (columns.end - columns.begin) / kStep; }
+  LOWBIT_INLINE int64_t tile_rows() const { return round_up(at.rows, kTileRows); }
 };
 
 template <int kParts>
 struct AmxForwardTile {
-  PartRows q, p;
-  ScoreBlock blocks[2];
+  PartRows q;
+  ScoreBlock blocks[3];
   Matrix<float> out;
   RunningSoftmax<float> softmax;
   Visible<float> visible;
@@ -52,8 +56,8 @@ struct AmxForwardTile {
 
   LOWBIT_INLINE AmxForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena)
       : programs(args, q_tile, kTileKeys, arena) {
-    const int64_t e = args.q.size(3), ev = args.v.size(3), rows = q_tile + kBlockQueries;  // tiles go past the end
-    q = part_rows<kParts>(rows, e, arena), p = part_rows<kParts>(kBlockQueries, kTileKeys, arena);
+    const int64_t e = args.q.size(3), ev = args.ev(), rows = q_tile + kBlockQueries;  // tiles go past the end
+    q = part_rows<kParts>(rows, e, arena);
     for (ScoreBlock& block : blocks) block.scores = arena.matrix<float>(kBlockQueries, kTileKeys);
     out = arena.matrix<float>(rows, ev);
     const bool scaled_first = args.scale <= 0 || args.score_mod || args.mask;
@@ -77,7 +81,7 @@ LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& 
   float* row = block.scores.row(r);
   fill(row + all.begin, span.begin - all.begin, kMinusInfinity<float>);
   fill(row + span.end, all.end - span.end, kMinusInfinity<float>);
-  uint8_t* to = tile.p.row(r) + all.begin / kStep * kParts * kStepBytes;
+  uint8_t* to = block.probabilities().row(r) + all.begin / kStep * kParts * kStepBytes;
   if (args.dropout_p > 0) {
     softmax_row(softmax, r, row, all);
     drop_probabilities(args, RowBlock(block.at, static_cast<int>(r), 1).at, block.scores.from(r), tile.factor);
@@ -96,29 +100,36 @@ LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& 
   store(softmax.sums + 16 * r, total);
 }
 
-// The next `count` rows of a block.
+// The next `count` rows of a block; rows that the product takes besides become zeros.
 template <int kParts>
 [[gnu::noinline]] void take_rows(const AttentionForwardArgs& args, ScoreBlock& block, int64_t count,
                                  const AmxForwardTile<kParts>& tile) {
   const RunningSoftmax<float> softmax = tile.softmax.from(block.at.skipped);
   for (const int64_t end = smaller(block.at.rows, block.taken + count); block.taken < end; block.taken++)
     take_row<kParts>(args, block, block.taken, softmax, tile);
+  if (block.taken == block.at.rows) clear_rows(block.scores.from(block.taken), block.tile_rows() - block.taken);
 }
 
-// What is left to do of a block.
-template <int kParts>
-void finish_block(const AttentionForwardArgs& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
-                  const AmxForwardTile<kParts>& tile) {
+// Whether the values of a block are added to rows that another one is about to multiply, as it raises their base.
+LOWBIT_INLINE bool shares_rows(const ScoreBlock& added, const ScoreBlock& taken) {
+  return added.at.skipped < taken.at.skipped + taken.at.rows &&
+         taken.at.skipped < added.at.skipped + added.tile_rows();
+}
+
+// Adds the probabilities of a block, times values, to its rows of the result.
+template <int kParts, class F>
+void add_values(const PackedKeys<kParts>& packed, ScoreBlock& block, const AmxForwardTile<kParts>& tile,
+                F&& meanwhile) {
   if (block.at.rows == 0) return;
-  take_rows<kParts>(args, block, block.at.rows, tile);
-  multiply<kParts>({.a = tile.p,
+  multiply<kParts>({.a = block.probabilities(),
                     .b = block.values,
                     .b_steps = steps_of(packed.most_keys),
                     .c = tile.out.from(block.at.skipped),
                     .row_tiles = ceil_div(block.at.rows, kTileRows),
                     .panels = {0, static_cast<int>(ceil_div(packed.ev, 16))},
                     .steps = over(block.columns, kStep),
-                    .sum = Sum::onto});
+                    .sum = Sum::onto},
+                   meanwhile);
   block.at.rows = 0;
 }
 
@@ -137,9 +148,10 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   cut_rows<kParts, E>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
   start_softmax(tile.softmax, all.rows);
-  const int64_t steps = steps_of(packed.e);
-  ScoreBlock *next = &tile.blocks[0], *last = &tile.blocks[1];
-  last->at.rows = 0;
+  const int64_t steps = steps_of(packed.e), value_panels = ceil_div(ceil_div(packed.ev, 16), 2);
+  ScoreBlock *next = &tile.blocks[0], *last = &tile.blocks[1], *ready = &tile.blocks[2];  // ready: probabilities
+  last->at.rows = ready->at.rows = 0;
+  const auto none = [] {};
   TilePlace at;
   for (int64_t j = tilings.kv.count - 1; j >= 0; j--) {
     if (!tilings.visit(args, b, h, i, j, at)) continue;
@@ -149,7 +161,15 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
       const RowBlock block(at, first, kBlockQueries);
       if (!find_visible(args, block, tile.programs, tile.visible)) continue;
       start_block(*next, block.at, tile.visible, packed.values(head, j));
-      const int64_t share = ceil_div(last->at.rows, larger(1, (next->columns.end - next->columns.begin) / 32 * steps));
+      if (shares_rows(*ready, *last)) add_values(packed, *ready, tile, none);
+      const int64_t waits = next->column_steps() * steps + (ready->at.rows ? ready->column_steps() * value_panels : 0);
+      int64_t due = 0;
+      const auto take_last = [&] {
+        due += last->at.rows;
+        if (due < waits) return;
+        take_rows<kParts>(args, *last, due / waits, tile);
+        due %= waits;
+      };
       multiply<kParts>({.a = tile.q.from(block.at.skipped),
                         .b = packed.keys(head, j),
                         .b_steps = steps,
@@ -160,17 +180,20 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
                         .sum = Sum::fresh},
                        [&] {
                          modifying.fetch();
-                         take_rows<kParts>(args, *last, share, tile);
+                         take_last();
                        });
       if (tile.softmax.scale == 1 && args.scale != 1)
         scale_rows(next->scores, block.at.rows, next->columns, static_cast<float>(args.scale));
       modify_visible(args, block, tile.programs, tile.visible, next->scores);
-      finish_block(args, packed, *last, tile);
-      ScoreBlock* const done = last;
-      last = next, next = done;
+      add_values(packed, *ready, tile, take_last);
+      take_rows<kParts>(args, *last, last->at.rows, tile);
+      ScoreBlock* const done = ready;
+      ready = last, last = next, next = done;
     }
   }
-  finish_block(args, packed, *last, tile);
+  add_values(packed, *ready, tile, none);
+  take_rows<kParts>(args, *last, last->at.rows, tile);
+  add_values(packed, *last, tile, none);
   finish_rows(args, all, tile.softmax, tile.factor);
 }
 
@@ -182,12 +205,13 @@ void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedK
     const int64_t head = task / kv.count, j = task % kv.count;
     const int64_t b = (first + head) / args.kv_heads(), h = (first + head) % args.kv_heads();
     TileArena arena;
-    part_rows<kParts>(kTileRows, packed.e, arena), arena.matrix<float>(kStep, packed.ev);
+    part_rows<kParts>(kTileRows, packed.e, arena), arena.matrix<float>(kStep, larger(packed.e, packed.ev));
     arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
     const PartRows rows = part_rows<kParts>(kTileRows, packed.e, arena);
-    const Matrix<float> buffer = arena.matrix<float>(kStep, packed.ev);
-    pack_transposed<kParts, E>(HeadView(args.k, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j));
-    pack_rows<kParts>(HeadView(args.v, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
+    const Matrix<float> buffer = arena.matrix<float>(kStep, larger(packed.e, packed.ev));
+    pack_transposed<kParts, E>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
+                               buffer);
+    pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
                       packed.values(head, j));
   });
 }

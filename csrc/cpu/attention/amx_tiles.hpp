@@ -54,14 +54,26 @@ void cut_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns
   for (int64_t r = 0; r < rows; r++) cut_row<kParts>(from + r * head.stride, columns, to.row(r));
 }
 
+// Rows of codes, rounded; buffer: as many rows of floats.
+template <int kParts>
+void round_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<float> buffer, PartRows to) {
+  widen_rows(head, first, rows, columns, 1.0f, buffer);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c += kStep)
+      cut_rounded<kParts>(load(buffer.row(r) + c), c + 16 < columns ? load(buffer.row(r) + c + 16) : set1(0.0f),
+                          to.row(r) + c / kStep * kParts * kStepBytes);
+}
+
 // Rows of a head as columns of tiles, to be summed over `columns`: [rows / 16][columns / 32][part], with 16 rows as the
-// columns of a tile. Zeros where there is no row, up to a multiple of 32. buffer: 16 rows.
+// columns of a tile. Zeros where there is no row, up to a multiple of 32. buffer: 16 rows; floats: too, for codes.
 template <int kParts, class E>
-void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows buffer, uint8_t* to) {
+void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows buffer, uint8_t* to,
+                     Matrix<float> floats = {}) {
   const int64_t width = steps_of(columns) * kParts;
   for (int64_t r = 0; r < round_up(rows, kStep); r += kTileRows, to += width * kTileBytes) {
     const int64_t count = larger(0, smaller(kTileRows, rows - r));
-    cut_rows<kParts, E>(head, first + r, count, columns, buffer);
+    if (head.scale) round_rows<kParts>(head, first + r, count, columns, floats, buffer);
+    else cut_rows<kParts, E>(head, first + r, count, columns, buffer);
     for (int64_t i = count; i < kTileRows; i++) std::memset(buffer.row(i), 0, width * kStepBytes);
     for (int64_t i = 0; i < width; i++)
       transpose_16x16(reinterpret_cast<const float*>(buffer.data + i * kStepBytes), buffer.stride / 4,
@@ -80,7 +92,9 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
     for (int64_t c = 0; c < columns; c += 16)
       for (int64_t i = 0; i < kStep; i += 2) {
         i32x16 pairs[kParts];
-        cut(load(buffer.row(i) + c), load(buffer.row(i + 1) + c), pairs);
+        const f32x16 even = load(buffer.row(i) + c), odd = load(buffer.row(i + 1) + c);
+        if constexpr (kParts == 1) pairs[0] = bf16_pairs(even, odd);  // codes are rounded, bfloat16 stays
+        else cut(even, odd, pairs);
         uint8_t* tiles = to + (c / 16 * steps_of(most_rows) + r / kStep) * kParts * kTileBytes + i / 2 * kStepBytes;
         unroll<kParts>(
             [&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), pairs[part]); });

@@ -19,7 +19,7 @@ constexpr int kBlockRows = 48;  // 48 x 128 scores are 27 KiB
 // that, 252 half of it), but their q and out should stay in half of L2, and there must be tasks to share out. A row's
 // result does not depend on its tile.
 LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
-  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.v.size(3)));
+  const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.ev()));
   int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
   while (tile > 16 && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
   return tile;
@@ -35,7 +35,7 @@ struct ForwardTile {
 
   LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena)
       : programs(args, q_tile, kKvTile, arena) {
-    const int64_t e = args.q.size(3), ev = args.v.size(3);
+    const int64_t e = args.q.size(3), ev = args.ev();
     q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile),
     values = arena.matrix<T>(kKvTile, ev);
     scores = arena.matrix<T>(kBlockRows, kKvTile), out = arena.matrix<T>(q_tile, ev), buffer = arena.matrix<T>(16, e);
@@ -68,7 +68,7 @@ void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const Ru
     if (args.lse) args.lse.template as<T>()[first + r] = log_sum(top, total);  // -inf beside a sum of 0, nan beside nan
     factor[r] = total == T{0} ? T{0} : scale / total;
   }
-  narrow_rows(softmax.out, factor, at.rows, args.v.size(3), HeadView(args.out, at.b, at.h), at.q0);
+  narrow_rows(softmax.out, factor, at.rows, args.ev(), HeadView(args.out, at.b, at.h), at.q0);
 }
 
 template <class T>
@@ -81,8 +81,8 @@ template <class T>
 template <class T>
 void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values,
                   ForwardTile<T>& tile) {
-  const int64_t e = args.q.size(3), ev = args.v.size(3);
-  const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
+  const int64_t e = args.q.size(3), ev = args.ev();
+  const HeadView keys = keys_of(args, at.b, at.h / args.group()), values = values_of(args, at.b, at.h / args.group());
   Upcoming soon_keys = fetched_by(next_keys, at.rows, at.cols), soon_values = fetched_by(next_values, at.rows, ev);
   Upcoming modifying = fetched_by(modifying_rows(args, at, tile.programs, tile.scores), ceil_div(at.rows, 2),
                                   at.cols);  // twice as fast as it is used
@@ -110,7 +110,7 @@ void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryR
 template <class T>
 void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h,
                   int64_t i) {
-  const HeadView keys(args.k, b, h / args.group()), values(args.v, b, h / args.group());
+  const HeadView keys = keys_of(args, b, h / args.group()), values = values_of(args, b, h / args.group());
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   widen_rows(HeadView(args.q, b, h), all.q0, all.rows, args.q.size(3), static_cast<T>(args.scale), tile.q);
   start_softmax(tile.softmax, all.rows);

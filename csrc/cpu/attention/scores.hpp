@@ -93,9 +93,18 @@ void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
   }
 }
 
-// Columns of a row that exist and that causality allows.
-LOWBIT_INLINE int64_t visible_columns(const AttentionForwardArgs& args, const TilePlace& at, int64_t r) {
-  return args.causal ? smaller(at.cols, larger(0, at.q0 + r - at.k0 + 1)) : at.cols;
+// Columns of a row that exist and that causality and a window allow.
+LOWBIT_INLINE Span visible_columns(const AttentionForwardArgs& args, const TilePlace& at, int64_t r) {
+  const int64_t own = args.position + at.q0 + r - at.k0;
+  return {args.window > 0 ? static_cast<int>(smaller(at.cols, larger(0, own - args.window + 1))) : 0,
+          args.causal ? static_cast<int>(smaller(at.cols, larger(0, own + 1))) : at.cols};
+}
+
+LOWBIT_INLINE HeadView keys_of(const AttentionForwardArgs& args, int64_t b, int64_t kv_head) {
+  return {args.k, args.k_scale, args.rotated, b, kv_head};
+}
+LOWBIT_INLINE HeadView values_of(const AttentionForwardArgs& args, int64_t b, int64_t kv_head) {
+  return {args.v, args.v_scale, false, b, kv_head};
 }
 
 // Scores of which mask (0 or -inf) says no: -inf.

@@ -4,12 +4,13 @@
 // of a is broadcast.
 #pragma once
 
-#include "core/tensor_view.hpp"
 #include "core/parallel.hpp"
+#include "core/tensor_view.hpp"
 #include "cpu/loops.hpp"
 #include "cpu/red_zones.hpp"
 #include "cpu/score_program/vm.hpp"
 #include "cpu/simd/double.hpp"
+#include "ops/decode.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -67,16 +68,69 @@ struct TileArena : Arena {
   }
 };
 
-// A head of a tensor [B, H, length, columns] with a dense last dimension.
+// A head of a tensor [B, H, length, columns] with a dense last dimension, or of codes with their scales.
 struct HeadView {
   const char* data;
   DType dtype;
-  int64_t stride;  // of a row, in elements
+  int64_t stride;                     // of a row, in elements
+  const TensorView* scale = nullptr;  // of codes
+  int64_t first_scale = 0;
+  bool rotated = false;
   LOWBIT_INLINE HeadView(const TensorView& tensor, int64_t b, int64_t h)
       : data(tensor.as<const char>() +
              (b * tensor.stride[0] + h * tensor.stride[1]) * static_cast<int64_t>(size_of(tensor.dtype))),
         dtype(tensor.dtype), stride(tensor.stride[2]) {}
+  LOWBIT_INLINE HeadView(const TensorView& codes, const TensorView& scales, bool rotated, int64_t b, int64_t h)
+      : HeadView(codes, b, h) {
+    if (scales)
+      scale = &scales, first_scale = b * scales.stride[0] + h * scales.stride[1], this->rotated = rotated;
+  }
 };
+
+LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
+  return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at])
+                                       : scale.as<const float>()[at];
+}
+
+// A row times the Hadamard matrix of kv_rotation(columns), over the root of its size: its own inverse.
+LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {
+  const int64_t size = kv_rotation(columns);
+  const float norm = 1.0f / __builtin_sqrtf(static_cast<float>(size));
+  for (int64_t half = 1; half < size; half *= 2)
+    for (int64_t block = 0; block < kv_padded(columns); block += 2 * half)
+      for (int64_t i = block; i < block + half; i++) {
+        const float a = row[i], b = row[i + half];
+        row[i] = a + b, row[i + half] = a - b;
+      }
+  for (int64_t i = 0; i < kv_padded(columns); i++) row[i] *= norm;
+}
+
+// widen_rows of codes.
+inline void widen_codes(const HeadView& head, int64_t first, int64_t rows, int64_t columns, float factor,
+                        Matrix<float> to) {
+  constexpr int64_t kMostColumns = 512;  // ops/decode.cpp refuses more
+  alignas(64) float row[kMostColumns];
+  const int64_t last_scale = head.scale->size(3) - 1;
+  for (int64_t r = 0; r < rows; r++) {
+    const uint8_t* codes = reinterpret_cast<const uint8_t*>(head.data) + (first + r) * head.stride;
+    for (int64_t c = 0; c < columns; c += kKvGroup) {
+      const int64_t at = head.first_scale + (first + r) * head.scale->stride[2] + smaller(c / kKvGroup, last_scale);
+      const f32x16 scale = set1(scale_at(*head.scale, at) * factor);
+      i32x16 low, high;
+      if (head.dtype == DType::int8) {
+        const i32x16 sign = set1(int32_t{128});
+        low = sub(bit_xor(load_u8(codes + c), sign), sign), high = sub(bit_xor(load_u8(codes + c + 16), sign), sign);
+      } else {
+        const i32x16 both = load_u8(codes + c / 2), zero = set1(int32_t{8});
+        low = sub(bit_and(both, set1(int32_t{15})), zero), high = sub(shift_right<4>(both), zero);
+      }
+      store(row + c, mul(to_float(low), scale)), store(row + c + 16, mul(to_float(high), scale));
+    }
+    if (head.rotated) rotate_row(row, columns);
+    for (int64_t c = columns; c < round_up(columns, 16); c++) row[c] = 0;
+    for (int64_t c = 0; c < columns; c += 16) store(to.row(r) + c, load(row + c));
+  }
+}
 
 // One row of up to 16 * n elements, widened; zeros up to the next multiple of 16.
 template <class E, class T>
@@ -90,9 +144,11 @@ LOWBIT_INLINE void widen_row(const E* from, int64_t columns, T factor, T* to) {
   store(to + whole, mul(load16(last), scale));
 }
 
-// to[r][c] = factor * head[first + r][c].
+// to[r][c] = factor * head[first + r][c]; zeros up to the next multiple of 16 columns.
 template <class T>
 void widen_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, T factor, Matrix<T> to) {
+  if constexpr (sizeof(T) == 4)
+    if (head.scale) return widen_codes(head, first, rows, columns, factor, to);
   with_elements<T>(head.dtype, [&](auto* tag) {
     auto* from = reinterpret_cast<decltype(tag)>(head.data) + first * head.stride;
     for (int64_t r = 0; r < rows; r++) widen_row(from + r * head.stride, columns, factor, to.row(r));
@@ -103,23 +159,19 @@ void widen_rows(const HeadView& head, int64_t first, int64_t rows, int64_t colum
 template <class T>
 void transpose_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<T> to,
                     Matrix<T> buffer) {
-  with_elements<T>(head.dtype, [&](auto* tag) {
-    using E = std::remove_cvref_t<decltype(*tag)>;
-    const E* from = reinterpret_cast<const E*>(head.data) + first * head.stride;
-    for (int64_t r = 0; r < rows; r += 16) {
-      const int64_t count = smaller(16, rows - r);
-      const T* block = buffer.data;
-      int64_t stride = buffer.stride;
-      if (std::is_same_v<E, T> && count == 16 && columns % 16 == 0) {
-        block = reinterpret_cast<const T*>(from + r * head.stride), stride = head.stride;
-      } else {
-        for (int64_t i = 0; i < count; i++) widen_row(from + (r + i) * head.stride, columns, T{1}, buffer.row(i));
-        for (int64_t i = count; i < 16; i++)
-          for (int64_t c = 0; c < columns; c++) buffer.row(i)[c] = 0;
-      }
-      for (int64_t c = 0; c < columns; c += 16) transpose_16x16(block + c, stride, to.row(c) + r, to.stride);
+  const bool as_it_is = head.dtype == (sizeof(T) == 8 ? DType::float64 : DType::float32) && columns % 16 == 0;
+  for (int64_t r = 0; r < rows; r += 16) {
+    const int64_t count = smaller(16, rows - r);
+    const T* block = buffer.data;
+    int64_t stride = buffer.stride;
+    if (as_it_is && count == 16) {
+      block = reinterpret_cast<const T*>(head.data) + (first + r) * head.stride, stride = head.stride;
+    } else {
+      widen_rows(head, first + r, count, columns, T{1}, buffer);
+      clear_rows(buffer.from(count), 16 - count);
     }
-  });
+    for (int64_t c = 0; c < columns; c += 16) transpose_16x16(block + c, stride, to.row(c) + r, to.stride);
+  }
 }
 
 // Rows of a tile back to a tensor: head[first + r][c] = from[r][c] * factor[r].

@@ -72,7 +72,9 @@ bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Progr
   const TilePlace& at = block.at;
   visible.all = {0, static_cast<int>(round_up(at.cols, 16))}, visible.spans = nullptr;
   visible.masked = at.partial && programs.mask.call;
-  if (!visible.masked && visible_columns(args, at, 0) == at.cols) return true;
+  if (!visible.masked && visible_columns(args, at, 0).end == at.cols &&
+      visible_columns(args, at, at.rows - 1).begin == 0)
+    return true;
   if (visible.masked) {
     for (int64_t r = 0; r < at.rows; r++) fill(visible.mask.row(r), visible.all.end, T{0});
     run_program(programs.mask, block, visible.mask);
@@ -84,7 +86,8 @@ bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Progr
   bool any = false;
   for (int64_t t = 0; t < tiles.count; t++) {
     const int64_t first = tiles.begin(t), last = tiles.begin(t + 1);
-    Span span{0, static_cast<int>(round_up(visible_columns(args, at, last - 1), 16))};
+    Span span{visible_columns(args, at, first).begin / 16 * 16,
+              static_cast<int>(round_up(visible_columns(args, at, last - 1).end, 16))};
     if (visible.masked) span = seen_span(visible.mask, first, last, span);
     visible.spans[t] = span;
     any |= span.begin < span.end;
@@ -149,10 +152,11 @@ void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Pro
       for (int64_t c = span.begin; c < span.end; c += 16) store(row + c, hidden(load(mask + c), load(row + c)));
     });
   if (args.mask) add_mask(args.mask, at, scores);
-  if (visible_columns(args, at, 0) == visible.all.end) return;
+  if (visible_columns(args, at, 0).end == visible.all.end && visible_columns(args, at, at.rows - 1).begin == 0) return;
   visible.for_each_row(at.rows, [&](int64_t r, Span span) {
-    const int64_t from = visible_columns(args, at, r);
-    if (from < span.end) fill(scores.row(r) + from, span.end - from, kMinusInfinity<T>);
+    const Span seen = visible_columns(args, at, r);
+    fill(scores.row(r) + span.begin, seen.begin - span.begin, kMinusInfinity<T>);
+    fill(scores.row(r) + seen.end, span.end - seen.end, kMinusInfinity<T>);
   });
 }
 

@@ -10,7 +10,7 @@ namespace {
 // The two products of the forward; below what a parallel region costs the caller works alone.
 LOWBIT_INLINE int threads_for_attention(const AttentionForwardArgs& args) {
   const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
-                          static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.v.size(3));
+                          static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.ev());
   return products < static_cast<double>(kSerialProducts) ? 1 : num_threads();
 }
 
@@ -21,15 +21,21 @@ struct Tilings {
         kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
 
   // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns
-  // be seen by none: they are cut off.
+  // be seen by none, and under a window the last rows nothing: they are cut off.
   LOWBIT_INLINE bool visit(const AttentionForwardArgs& args, int64_t b, int64_t h, int64_t i, int64_t j,
                            TilePlace& at) const {
     at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};
     if (args.causal) {
-      if (at.k0 >= at.q0 + at.rows) return false;
-      at.cols = static_cast<int>(smaller(at.cols, at.q0 + at.rows - at.k0));
-      at.skipped = static_cast<int>(larger(0, at.k0 - at.q0));
+      const int64_t end = args.position + at.q0 + at.rows;
+      if (at.k0 >= end) return false;
+      at.cols = static_cast<int>(smaller(at.cols, end - at.k0));
+      at.skipped = static_cast<int>(larger(0, at.k0 - args.position - at.q0));
       at.q0 += at.skipped, at.rows -= at.skipped;
+    }
+    if (args.window > 0) {
+      const int64_t end = at.k0 + at.cols + args.window - 1 - args.position;  // of the queries that see the last column
+      if (at.q0 >= end) return false;
+      at.rows = static_cast<int>(smaller(at.rows, end - at.q0));
     }
     if (!args.blocks.classes) return true;
     const BlockClass block = args.blocks.row(b, h, q.block_of(i))[kv.block_of(j)];

@@ -8,18 +8,15 @@
 // its own bytes.
 #include LOWBIT_ISA_HEADER
 
-#include "core/parallel.hpp"
 #include "cpu/blocks/scales.hpp"
-#include "cpu/loops.hpp"
-#include "cpu/rows.hpp"
+#include "cpu/blocks/tiles.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/vector_io.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kChunk = 128, kChunkBytes = kChunk / 2, kNibbles = 8, kTaskColumns = 16;
-constexpr int kMostX = 4;  // rows of x that share each decoded weight
+constexpr int64_t kChunk = 128, kChunkBytes = kChunk / 2, kNibbles = 8;
 
 LOWBIT_INLINE int log2_of(int64_t power) { return __builtin_ctzll(static_cast<unsigned long long>(power)); }
 
@@ -137,22 +134,16 @@ void run_linear(const BlocksLinearArgs& args) {
   const int64_t x_stride = round_up(k, kChunk), scale_stride = round_up(k / args.weight.block_size + 2 + 16, 16);
   float* const x = static_cast<float*>(scratch(Scratch::call, static_cast<std::size_t>(m * x_stride + 1) * 4));
   for (int64_t row = 0; row < m; row++) arrange(args.x, row, x + row * x_stride);
-  const RowTiles tiles(m, kMostX);
-  parallel_for(ceil_div(n, kTaskColumns), m * n * k < kSerialProducts ? 1 : num_threads(), [&](int64_t task) {
-    const int64_t first = task * kTaskColumns, count = smaller(kTaskColumns, n - first);
+  for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
     float* const scales = static_cast<float*>(scratch(Scratch::task, static_cast<std::size_t>(4 * scale_stride) * 4));
+    alignas(64) float sums[kMostX * kTaskColumns] = {};
+    multiply_columns<kFormat, rows, rows == 1 ? 4 : 2>(args, x + begin * x_stride, x_stride, first, count, scales,
+                                                       scale_stride, sums);
     const f32x16 bias =
         args.bias ? load_as_float(args.bias.data, args.bias.dtype, first, count) : set1(0.0f);
-    for (int64_t tile = 0; tile < tiles.count; tile++)
-      with_count<kMostX>(tiles.height(tile), [&](auto rows) {
-        alignas(64) float out[kMostX * kTaskColumns] = {};
-        const int64_t begin = tiles.begin(tile);
-        multiply_columns<kFormat, rows, rows == 1 ? 4 : 2>(args, x + begin * x_stride, x_stride, first, count, scales,
-                                                           scale_stride, out);
-        for (int64_t row = 0; row < rows; row++)
-          store_from_float(args.y.data, args.y.dtype, (begin + row) * n + first, count,
-                           add(load(out + row * kTaskColumns), bias));
-      });
+    for (int64_t row = 0; row < rows; row++)
+      store_from_float(args.y.data, args.y.dtype, (begin + row) * n + first, count,
+                       add(load(sums + row * kTaskColumns), bias));
   });
 }
 

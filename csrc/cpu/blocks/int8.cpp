@@ -3,9 +3,7 @@
 // to int16 in pairs, those of x once for the call and in the order that zip_i8 gives those of w.
 #include LOWBIT_ISA_HEADER
 
-#include "core/parallel.hpp"
-#include "cpu/loops.hpp"
-#include "cpu/rows.hpp"
+#include "cpu/blocks/tiles.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/vector_io.hpp"
 #include "ops/blocks.hpp"
@@ -13,8 +11,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kChunk = 32, kTaskColumns = 16;
-constexpr int kMostX = 4, kWeights = 4;
+constexpr int64_t kChunk = 32;
+constexpr int kWeights = 4;
 
 void arrange(const int8_t* x, int64_t k, int16_t* out) {
   for (int64_t i = 0; i < round_up(k, kChunk); i++) {
@@ -81,17 +79,11 @@ void run_int8_linear(const Int8LinearArgs& args) {
   const int64_t m = args.x.size(0), k = args.x.size(1), n = args.weight.size(0), x_stride = round_up(k, kChunk);
   int16_t* const x = static_cast<int16_t*>(scratch(Scratch::call, static_cast<std::size_t>(m * x_stride + 1) * 2));
   for (int64_t row = 0; row < m; row++) arrange(args.x.as<const int8_t>() + row * k, k, x + row * x_stride);
-  const RowTiles tiles(m, kMostX);
-  parallel_for(ceil_div(n, kTaskColumns), m * n * k < kSerialProducts ? 1 : num_threads(), [&](int64_t task) {
-    const int64_t first = task * kTaskColumns, count = smaller(kTaskColumns, n - first);
-    for (int64_t tile = 0; tile < tiles.count; tile++)
-      with_count<kMostX>(tiles.height(tile), [&](auto rows) {
-        alignas(64) int32_t sums[kMostX * kTaskColumns] = {};
-        const int64_t begin = tiles.begin(tile);
-        for (int64_t column = 0; column < count; column += kWeights)
-          multiply<rows>(args, x + begin * x_stride, x_stride, first + column, count - column, sums + column);
-        for (int64_t row = 0; row < rows; row++) finish(args, begin + row, first, count, sums + row * kTaskColumns);
-      });
+  for_each_tile(m, k, n, [&](auto rows, int64_t begin, int64_t first, int64_t count) {
+    alignas(64) int32_t sums[kMostX * kTaskColumns] = {};
+    for (int64_t column = 0; column < count; column += kWeights)
+      multiply<rows>(args, x + begin * x_stride, x_stride, first + column, count - column, sums + column);
+    for (int64_t row = 0; row < rows; row++) finish(args, begin + row, first, count, sums + row * kTaskColumns);
   });
 }
 

@@ -2,6 +2,7 @@
 // Rows of the op decode over keys and values as codes.
 #include LOWBIT_ISA_HEADER
 
+#include "cpu/attention/prompt.hpp"
 #include "cpu/decode/codes.hpp"
 #include "cpu/decode/split.hpp"
 #include "cpu/rows.hpp"
@@ -9,9 +10,14 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
+template <DType kDType>
+std::string_view refuses_codes(const DecodeArgs& args) {
+  return is_prompt(args) ? "a prompt: tiles of the forward are faster" : refuses<kDType>(args);
+}
+
 constexpr Kernel<DecodeArgs> kRows[] = {
-    {LOWBIT_ROW("decode_int8"), refuses<DType::int8>, run<CodeKv<KvFormat::int8>>},
-    {LOWBIT_ROW("decode_int4"), refuses<DType::uint8>, run<CodeKv<KvFormat::int4>>},
+    {LOWBIT_ROW("decode_int8"), refuses_codes<DType::int8>, run<CodeKv<KvFormat::int8>>},
+    {LOWBIT_ROW("decode_int4"), refuses_codes<DType::uint8>, run<CodeKv<KvFormat::int4>>},
 };
 
 }  // namespace

@@ -12,11 +12,6 @@ namespace {
 
 constexpr float kInt16Max = 32767.0f;
 
-LOWBIT_INLINE float scale_at(const TensorView& scale, int64_t at) {
-  return scale.dtype == DType::float16 ? float_from_float16(scale.as<const uint16_t>()[at])
-                                       : scale.as<const float>()[at];
-}
-
 // The step of int16 codes of values whose largest magnitude has these bits: nan if that is nan or inf, which are the
 // largest integers.
 LOWBIT_INLINE float int16_step(i32x16 magnitude_bits) {

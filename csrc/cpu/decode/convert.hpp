@@ -71,26 +71,11 @@ LOWBIT_INLINE void quantize_row(const KvQuantizeArgs& args, int64_t b, int64_t h
 }
 
 LOWBIT_INLINE void dequantize_row(const KvDequantizeArgs& args, int64_t b, int64_t h, int64_t l, float* row) {
-  const int64_t columns = args.x.size(3), padded = kv_padded(columns), groups = args.scale.size(3),
-                group_columns = padded / groups;
-  const int64_t scale_base = b * args.scale.stride[0] + h * args.scale.stride[1] + l * args.scale.stride[2];
-  for (int64_t g = 0; g < groups; g++) {
-    const float scale = scale_at(args.scale, scale_base + g);
-    float* to = row + g * group_columns;
-    if (args.format() == KvFormat::int8) {
-      const int8_t* from = row_of<int8_t>(args.codes, b, h, l);
-      for (int64_t c = 0; c < padded; c++) to[c] = static_cast<float>(from[c]) * scale;
-    } else {
-      const uint8_t* from = row_of<uint8_t>(args.codes, b, h, l) + g * kKvGroup / 2;
-      for (int64_t i = 0; i < 16; i++) {
-        to[i] = static_cast<float>((from[i] & 15) - 8) * scale;
-        to[i + 16] = static_cast<float>((from[i] >> 4) - 8) * scale;
-      }
-    }
-  }
-  if (args.rotated) rotate_row(row, columns);  // its own inverse
+  const int64_t columns = args.x.size(3);
   const float one = 1.0f;
-  narrow_rows(Matrix<float>{row, padded}, &one, 1, columns, HeadView(args.x, b, h), l);
+  const Matrix<float> to{row, kv_padded(columns)};
+  widen_rows(HeadView(args.codes, args.scale, args.rotated, b, h), l, 1, columns, one, to);
+  narrow_rows(to, &one, 1, columns, HeadView(args.x, b, h), l);
 }
 
 void kv_quantize_rows_of(const KvQuantizeArgs& args) {

@@ -67,19 +67,6 @@ struct VisibleKeys {
 
 // ---- queries -------------------------------------------------------------------------------------------------------
 
-LOWBIT_INLINE void rotate_row(
-    float* row, int64_t columns) {  // by the Hadamard matrix of kv_rotation(columns), over sqrt of its size
-  const int64_t size = kv_rotation(columns);
-  const float norm = 1.0f / __builtin_sqrtf(static_cast<float>(size));
-  for (int64_t half = 1; half < size; half *= 2)
-    for (int64_t block = 0; block < kv_padded(columns); block += 2 * half)
-      for (int64_t i = block; i < block + half; i++) {
-        const float a = row[i], b = row[i + half];
-        row[i] = a + b, row[i + half] = a - b;
-      }
-  for (int64_t i = 0; i < kv_padded(columns); i++) row[i] *= norm;
-}
-
 // Float32 times the scale, or int16 codes with a step (times the scale), rotated if the keys are: for every task its
 // rows (the last one again up to a multiple of kRowTile), those that meet keys together beside each other, half a
 // vector each: [columns of half a vector][pair][half].

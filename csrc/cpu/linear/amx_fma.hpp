@@ -172,7 +172,7 @@ struct PartProduct {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
     const f32x16 w_scale = scale_of(view, g);
-    const f32x16 zero = view.zero ? add(load_f16(view.zero + g * 16), set1(view.zero_shift)) : set1(0.0f);
+    const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format: only int8 has planes, whose zero is shifted
     const f32x16 w_zero = sub(whole_zero(zero, code_max), zero);
     const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
     unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {

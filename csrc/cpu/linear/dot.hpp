@@ -117,12 +117,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
   PanelView panels[kPanels];
-  const bool four = kFormat == Format::int4 || reads_in_four_streams();
   Ahead next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
   for (int p = 0; p < kPanels; p++) {
     panels[p] = view_panel(spec, args.weight, panel + p);
-    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, four);
+    if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
   const RowSum* sums[kRows];
@@ -150,7 +149,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     } while (++half < end && !kOneHalf);
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
-      if constexpr (!kExpanded) fetch_group(panels[p], g, next_step, four);
+      if constexpr (!kExpanded) next[p].fetch_group(panels[p], g);
       const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
       for (int r = 0; r < kRows; r++)
         result[r][p] = add_sum(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);

@@ -97,8 +97,7 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, in
 template <Format kFormat, int kRows>
 void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
-  const bool four = (bits(kFormat) == 4 && kStreamFour) || reads_in_four_streams();
-  Ahead next(spec, view, view.bytes, four);
+  Ahead next(spec, view, view.bytes, in_four_streams<kFormat>(spec, kStreamFour));
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
     x[r] = rows.values + (row + r) * rows.stride;
@@ -115,7 +114,7 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
-      fetch_group(view, g, view.bytes, four);
+      next.fetch_group(view, g);
       const f32x16 w_scale = mul(scale_of(view, g), set1(kLate<kFormat>)),
                    w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lowbit import devices
-from lowbit.ops.attention import attention
+from lowbit.ops.registration import register
+
+register()
 
 FORMATS = ("int8", "int4")
 _GROUP = 32  # elements of a row are padded to it; int4 has one scale for so many
-_DECODE_ROWS = 64  # queries times heads of a group: up to here codes are multiplied as they are
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_decode = torch.ops.lowbit.decode.default  # registered by lowbit.ops.attention
+_decode = torch.ops.lowbit.decode.default
 _quantize = torch.ops.lowbit.kv_quantize_.default
 _dequantize = torch.ops.lowbit.kv_dequantize_.default
 
@@ -118,7 +119,7 @@ class QuantizedKVLayer:
     ) -> Tensor:
         """Return the attention of ``query [B, Hq, L, E]`` over the cache: ``[B, Hq, L, Ev]``.
 
-        Few queries multiply the codes as they are; many (a prompt) take one kv head at a time back to float.
+        Few queries multiply the codes as they are; many (a prompt) the floats that a tile of codes stands for.
 
         Args:
             query: float32, bfloat16 or float16; the L last tokens of the cache are its own.
@@ -148,31 +149,8 @@ class QuantizedKVLayer:
         q_length, position = query.shape[2], length - query.shape[2]
         if mask is not None:
             mask = mask.detach().expand(batch, query.shape[1], q_length, length)
-        if q_length * group > _DECODE_ROWS:
-            visible = _visible(q_length, length, position, causal, window, query.device)
-            return self._attend_prompt(query, scale, _both(mask, visible), sink)
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
         return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
-
-    def _attend_prompt(self, query: Tensor, scale: float, mask: Tensor | None, sink: Tensor | None) -> Tensor:
-        """Attend to one kv head at a time in float: of the whole cache, a head is all that is ever held."""
-        batch, heads, length, e, ev = self.shape or (0,) * 5
-        group = query.shape[1] // max(1, heads)
-        key, value = query.new_empty(batch, 1, length, e), query.new_empty(batch, 1, length, ev)
-        results = []
-        for head in range(heads):
-            self._read(key, value, slice(head, head + 1))
-            part = slice(head * group, (head + 1) * group)
-            head_mask = None if mask is None else mask[:, part] if mask.shape[1] > 1 else mask
-            head_sink = None if sink is None else sink[part]
-            results.append(attention(query[:, part], key, value, scale=scale, mask=head_mask, sink=head_sink)[0])
-        return torch.cat(results, 1)
-
-    def _read(self, key: Tensor | None, value: Tensor | None, heads: slice) -> None:
-        for rows, into, rotated in ((self._k, key, self.rotated), (self._v, value, False)):
-            if rows is not None and into is not None:
-                codes, scale = rows.part(0, self.length)
-                _dequantize(codes[:, heads], scale[:, heads], into, rotated)
 
     def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the keys that the codes stand for, ``[B, H, length, E]``."""
@@ -183,11 +161,12 @@ class QuantizedKVLayer:
         return self._decoded(1, dtype)
 
     def _decoded(self, which: int, dtype: torch.dtype) -> Tensor:
-        if self.shape is None:
+        rows, rotated = ((self._k, self.rotated), (self._v, False))[which]
+        if rows is None:
             raise ValueError("QuantizedKVCache: the cache is empty")
-        device = self._k.codes.device
-        result = torch.empty(*self.shape[:3], self.shape[3 + which], dtype=dtype, device=device)
-        self._read(*((result, None) if which == 0 else (None, result)), slice(None))
+        codes, scale = rows.part(0, self.length)
+        result = torch.empty(*codes.shape[:3], rows.columns, dtype=dtype, device=codes.device)
+        _dequantize(codes, scale, result, rotated)
         return result
 
     def crop(self, length: int) -> None:
@@ -274,20 +253,3 @@ class _Rows:
     def selected(self, index: Tensor, length: int) -> _Rows:
         codes, scale = self.part(0, length)
         return _Rows(codes.index_select(0, index), scale.index_select(0, index), self.columns)
-
-
-def _visible(
-    q_length: int, length: int, position: int, causal: bool, window: int, device: torch.device
-) -> Tensor | None:
-    if not causal and window <= 0:
-        return None
-    query, key = torch.arange(q_length, device=device)[:, None] + position, torch.arange(length, device=device)
-    visible = key <= query if causal else torch.ones(q_length, length, dtype=torch.bool, device=device)
-    return visible & (key > query - window) if window > 0 else visible
-
-
-def _both(mask: Tensor | None, visible: Tensor | None) -> Tensor | None:
-    """One mask of both; 4-d."""
-    if visible is None or mask is None:
-        return mask if visible is None else visible[None, None]
-    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)

@@ -134,6 +134,7 @@ def require(function: str, argument: str, value: Any, only: Any, why: str) -> No
 
 
 def integer_spec(
+    function: str,
     format: str,
     group_size: int,
     mapping: MappingType,
@@ -142,24 +143,22 @@ def integer_spec(
     scale: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> LinearSpec:
-    """Return the spec of an integer weight; HQQ makes it asymmetric."""
-    mapping = MappingType.ASYMMETRIC if isinstance(algorithm, HQQ) else mapping
-    return LinearSpec(
-        format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value, scale, algorithm
-    )
-
-
-def check_choice(function: str, mapping: MappingType, scale: str | None, algorithm: Algorithm | None = None) -> None:
-    """Check how scales are chosen, and codes found."""
+    """Check how scales are chosen and codes found, and return the spec of an integer weight; HQQ makes it
+    asymmetric."""
     if scale not in (None, *_C.SCALE_CHOICES):
         names = ", ".join(map(repr, _C.SCALE_CHOICES))
         raise ValueError(f"{function}: scale must be one of {names} or None, got scale={scale!r}")
+    no_clipping = mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR
     if isinstance(algorithm_of(function, algorithm), HQQ):
         require(function, "scale", scale, None, "HQQ takes the range of each group")
-        if mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+        if no_clipping:
             raise ValueError(f"{function}: HQQ makes asymmetric weights, got mapping_type={mapping}")
-    if scale == "search" and mapping is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
+        mapping = MappingType.ASYMMETRIC
+    if scale == "search" and no_clipping:
         raise ValueError(f"{function}: scale must be 'absmax' or None with {mapping}: a searched scale may clip")
+    return LinearSpec(
+        format, group_size, mapping is MappingType.ASYMMETRIC, x_format, mapping.value, scale, algorithm
+    )
 
 
 def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:

@@ -15,7 +15,6 @@ from lowbit.formats.base import (
     MappingType,
     PerRow,
     act_mapping_of,
-    check_choice,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -76,8 +75,7 @@ class Int4WeightOnlyConfig(FormatConfig):
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         group_size = group_size_of(self.function, self.group_size)
         mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
-        check_choice(self.function, mapping, self.scale, self.algorithm)
-        return integer_spec("int4", group_size, mapping, scale=self.scale, algorithm=self.algorithm)
+        return integer_spec(self.function, "int4", group_size, mapping, scale=self.scale, algorithm=self.algorithm)
 
 
 def int4_weight_only(
@@ -139,9 +137,10 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
             act_group = granularity_of(self.function, "act_granularity", self.act_granularity)
         else:
             act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
-        check_choice(self.function, mapping, self.scale, self.algorithm)
         x_format = x_format_of(self.function, group_size, act_group, act_mapping)
-        return integer_spec("int4", group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm)
+        return integer_spec(
+            self.function, "int4", group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm
+        )
 
 
 def int8_dynamic_activation_int4_weight(

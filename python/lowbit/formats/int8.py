@@ -16,7 +16,6 @@ from lowbit.formats.base import (
     PerGroup,
     PerRow,
     act_mapping_of,
-    check_choice,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -51,7 +50,6 @@ class Int8WeightOnlyConfig(FormatConfig):
 
     def __post_init__(self) -> None:
         require(self.function, "version", self.version, 2, "the only one")
-        check_choice(self.function, mapping_of(self.function, "mapping_type", self.mapping_type), self.scale)
         group_size = group_size_of(self.function, self.group_size)
         granularity = granularity_of(self.function, "granularity", self.granularity)
         if group_size and granularity and group_size != granularity:
@@ -59,11 +57,12 @@ class Int8WeightOnlyConfig(FormatConfig):
                 f"{self.function}: group_size and granularity must agree, "
                 f"got group_size={group_size} granularity=PerGroup({granularity})"
             )
+        self.spec(torch.float32)
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         group_size = self.group_size or granularity_of(self.function, "granularity", self.granularity)
         mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
-        return integer_spec("int8", group_size, mapping, scale=self.scale)
+        return integer_spec(self.function, "int8", group_size, mapping, scale=self.scale)
 
 
 def int8_weight_only(
@@ -125,9 +124,8 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
             raise ValueError(f"{self.function}: granularity must be one or a pair, got {len(pair)}")
         act_group, group_size = (granularity_of(self.function, "granularity", item) for item in pair)
         act_mapping = act_mapping_of(self.function, self.act_mapping_type)
-        check_choice(self.function, mapping, self.scale)
         x_format = x_format_of(self.function, group_size, act_group, act_mapping)
-        return integer_spec("int8", group_size, mapping, x_format, scale=self.scale)
+        return integer_spec(self.function, "int8", group_size, mapping, x_format, scale=self.scale)
 
 
 def int8_dynamic_activation_int8_weight(

@@ -17,7 +17,6 @@ from lowbit.formats.base import (
     PerAxis,
     PerGroup,
     act_mapping_of,
-    check_choice,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -65,8 +64,7 @@ class IntxWeightOnlyConfig(FormatConfig):
         format = int_format_of(self.function, self.weight_dtype)
         group_size = granularity_of(self.function, "granularity", self.granularity)
         mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
-        check_choice(self.function, mapping, self.scale, self.algorithm)
-        return integer_spec(format, group_size, mapping, scale=self.scale, algorithm=self.algorithm)
+        return integer_spec(self.function, format, group_size, mapping, scale=self.scale, algorithm=self.algorithm)
 
 
 def intx_weight_only(
@@ -118,10 +116,11 @@ class Int8DynamicActivationIntxWeightConfig(FormatConfig):
         group_size = granularity_of(self.function, "weight_granularity", self.weight_granularity)
         mapping = mapping_of(self.function, "weight_mapping_type", self.weight_mapping_type)
         act_mapping = act_mapping_of(self.function, self.act_mapping_type)
-        check_choice(self.function, mapping, self.scale, self.algorithm)
         act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
         x_format = x_format_of(self.function, group_size, act_group, act_mapping)
-        return integer_spec(format, group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm)
+        return integer_spec(
+            self.function, format, group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm
+        )
 
 
 def int8_dynamic_activation_intx_weight(

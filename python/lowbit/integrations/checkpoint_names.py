@@ -58,11 +58,13 @@ def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
                     found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
                 elif last == "layout" and head:
                     found[key] = opened.get_tensor(key).clone()
-    names = model_names(model, [key for key in found if key.endswith("weight")])
+    # A weight that is tied to another is not in the file, and its layout is.
+    heads = {key.rpartition(".")[0] for key in found}
+    names = model_names(model, [f"{head}.weight" if head else "weight" for head in heads])
     state = {}
     for key, tensor in found.items():
         head, _, last = key.rpartition(".")
-        name = names.get(f"{head}.weight" if head else "weight")
+        name = names[f"{head}.weight" if head else "weight"]
         if name is not None:
             state[name.removesuffix("weight") + last] = tensor
     return state

@@ -34,16 +34,18 @@ VERSION = 1
 
 
 class LowbitConfig(QuantizationConfigMixin):
-    """Say to ``from_pretrained`` in which format each linear layer is stored.
+    """Say to ``from_pretrained`` in which format each linear layer is stored, and each embedding if asked.
 
     Args:
         config: of all layers that ``plan`` does not name: a configuration, its text such as
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
             None leaves them float.
         modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the output head
-            and the last module. Layers whose weight is tied to another stay float always.
+            and the last module. Layers whose weight is tied to another stay float, but for ``embeddings``.
         plan: configurations of single layers by their qualified names, None for one that stays float; it stands above
-            ``modules_to_not_convert``.
+            ``modules_to_not_convert``. It may name embeddings.
+        embeddings: configuration of every nn.Embedding that ``plan`` does not name; None leaves them float. Output
+            heads that are tied to one are packed with it, and share its weight.
         version: of this entry in a config.json; 1.
 
     Raises:
@@ -57,6 +59,7 @@ class LowbitConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         *,
         plan: Mapping[str, Any] | None = None,
+        embeddings: Any = None,
         version: int = VERSION,
         quant_method: str = METHOD,
         **unknown: Any,
@@ -67,16 +70,19 @@ class LowbitConfig(QuantizationConfigMixin):
             )
         if unknown or quant_method != METHOD:
             names = ", ".join(unknown) or f"quant_method={quant_method!r}"
-            raise ValueError(f"LowbitConfig: fields must be config, modules_to_not_convert, plan, version; got {names}")
-        if config is None and not plan:
-            raise ValueError("LowbitConfig: config must name a format where there is no plan, got None")
+            raise ValueError(
+                f"LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, version; got {names}"
+            )
+        if config is None and embeddings is None and not plan:
+            raise ValueError("LowbitConfig: config must name a format where there is no plan or embeddings, got None")
         self.quant_method = METHOD
         self.config: FormatConfig | None = None if config is None else config_of(config)
+        self.embeddings: FormatConfig | None = None if embeddings is None else config_of(embeddings)
         self.modules_to_not_convert = modules_to_not_convert
         self.plan: dict[str, FormatConfig | None] = {
             name: None if layer is None else config_of(layer) for name, layer in (plan or {}).items()
         }
-        for name, layer in {"config": self.config, **self.plan}.items():
+        for name, layer in {"config": self.config, "embeddings": self.embeddings, **self.plan}.items():
             if layer is not None and isinstance(layer.spec(torch.float32).algorithm, GPTQ):
                 raise ValueError(
                     f"LowbitConfig: {name} must be quantized without inputs of the model, which GPTQ needs, got "
@@ -86,13 +92,15 @@ class LowbitConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a config.json: plain text and lists."""
-        return {
+        told = {
             "quant_method": METHOD,
             "version": VERSION,
             "config": None if self.config is None else str(self.config),
             "modules_to_not_convert": self.modules_to_not_convert,
             "plan": {name: None if layer is None else str(layer) for name, layer in self.plan.items()},
         }
+        # Only where they are asked for: a lowbit that does not know them reads the others.
+        return told if self.embeddings is None else told | {"embeddings": str(self.embeddings)}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LowbitConfig) and self.to_dict() == other.to_dict()

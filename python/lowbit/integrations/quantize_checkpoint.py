@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import model_names
 from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
+from lowbit.integrations.selection import Selection
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.linear_layers import features_of, matrix_of
+from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
 from lowbit.quant.quant_linear import all_finite, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow
 from lowbit.quant.safetensors_file import (
@@ -53,6 +54,7 @@ def quantize_checkpoint(
     *,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     modules_to_not_convert: list[str] | None = None,
+    embeddings: Any = None,
 ) -> QuantizationReport:
     """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
 
@@ -62,7 +64,7 @@ def quantize_checkpoint(
     Args:
         model: the folder, with ``config.json`` and safetensors files.
         out: the folder to make; there must be none.
-        config, modules_to_not_convert: as of `lowbit.LowbitConfig`.
+        config, modules_to_not_convert, embeddings: as of `lowbit.LowbitConfig`.
         plan: as of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of names and
             configurations of layers.
 
@@ -82,7 +84,7 @@ def quantize_checkpoint(
     source, target = Path(model), Path(out)
     if target.exists():
         raise FileExistsError(f"quantize_checkpoint: out must be a new folder, got {target}")
-    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan))
+    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan), embeddings=embeddings)
     run = _Run(source, target.with_name(f"{target.name}.partial"), settings)
     with run.progress_bar() as tell:
         for file in run.files:
@@ -112,10 +114,17 @@ class _Layer:
     name: str
     module: nn.Module
     spec: LinearSpec
+    layout: str
 
     @property
     def features(self) -> tuple[int, int]:
         return features_of(self.module)
+
+    @property
+    def entry(self) -> Entry:
+        """The packed weight in a file."""
+        shape = self.spec.shape(*self.features, self.layout)
+        return Entry("U8", shape, shape[0] * shape[1])
 
 
 class _Run:
@@ -127,7 +136,7 @@ class _Run:
         self.files = [SafetensorsFile(path) for path in safetensors_files(source)]
         quantizer = LowbitQuantizer(settings, pre_quantized=False)
         self.left = quantizer.select(self.model)
-        self.configs = quantizer.layers
+        self.selection: Selection = quantizer.selection
         self.names = model_names(self.model, [key for file in self.files for key in file.entries])
         stats = [(file.path.name, file.path.stat()) for file in self.files]
         self.done: dict[str, list[dict[str, Any]]] = {}
@@ -180,34 +189,39 @@ class _Run:
         others: dict[str, tuple[Entry, Iterable[bytes]]] = {}
         formats = set()
         for key, entry in file.entries.items():
-            layer = self._layer(key, entry)
-            if layer is None:
+            layers = self._layers(key, entry)
+            if not layers:
                 others[key] = entry, _told(file.chunks(key), tell)
                 continue
-            (n, k), spec = layer.features, layer.spec
-            layout = torch.tensor(spec.layout(n, k), dtype=torch.int64)
-            packed[key] = Entry("U8", spec.shape(n, k), spec.bytes(n, k)), _packed(file, key, layer, rows, tell)
-            others[f"{key.removesuffix('weight')}layout"] = (
-                Entry("I64", tuple(layout.shape), layout.nbytes),
-                [bytes(bytes_of(layout))],
-            )
-            formats.add(spec.name)
+            packed[key] = layers[key].entry, _packed(file, key, layers, rows, tell)
+            for name, layer in layers.items():
+                numbers = torch.tensor(layer.spec.layout(*layer.features, layer.layout), dtype=torch.int64)
+                others[f"{name.removesuffix('weight')}layout"] = (
+                    Entry("I64", tuple(numbers.shape), numbers.nbytes),
+                    [bytes(bytes_of(numbers))],
+                )
+                formats.add(layer.spec.name)
         parts = packed | others
         return {key: entry for key, (entry, _) in parts.items()}, [part for _, part in parts.values()], sorted(formats)
 
-    def _layer(self, key: str, entry: Entry) -> _Layer | None:
-        """The layer whose weight this tensor is, if it is packed."""
-        name = (self.names[key] or "").removesuffix(".weight")
-        config = self.configs.get(name) if self.names[key] == f"{name}.weight" else None
-        if config is None:
-            return None
+    def _layers(self, key: str, entry: Entry) -> dict[str, _Layer]:
+        """The layer whose weight this tensor is, and those that share it and have none in the checkpoint, by the names
+        of their weights; nothing if it is not packed."""
+        name, selection = (self.names[key] or "").removesuffix(".weight"), self.selection
+        if self.names[key] != f"{name}.weight" or name not in selection.layers:
+            return {}
         module, dtype = self.model.get_submodule(name), DTYPES.get(entry.dtype)
         if dtype not in FLOATS or entry.shape != tuple(module.weight.shape):
             raise ValueError(
                 f"quantize_checkpoint: {key} must be float32, bfloat16 or float16 of shape "
                 f"{list(module.weight.shape)}, got {entry.dtype} {list(entry.shape)}"
             )
-        return _Layer(name, module, config.spec(dtype))
+        there = set(self.names.values())
+        sharing = {f"{other}.weight": other for other in selection.shared_with(name) if f"{other}.weight" not in there}
+        return {
+            of: _Layer(one, self.model.get_submodule(one), selection.spec(one, dtype), selection.layout(one))
+            for of, one in {key: name, **sharing}.items()
+        }
 
     def finish(self, target: Path) -> None:
         """Write what is beside the weights, and give the folder its name."""
@@ -237,7 +251,7 @@ class _Run:
             for row in part
         }
         rows |= {row.layer: row for row in self.left}
-        for name in self.configs.keys() - rows.keys():
+        for name in self.selection.layers.keys() - rows.keys():
             note = "transformers makes its weight out of others while it loads, or the checkpoint has none"
             rows[name] = ReportRow.skipped(name, self.model.get_submodule(name), note)
         report.rows = [rows[name] for name, _ in self.model.named_modules() if name in rows]
@@ -250,14 +264,20 @@ class _Run:
 
 
 def _packed(
-    file: SafetensorsFile, key: str, layer: _Layer, rows: list[ReportRow], tell: Callable[[int], None]
+    file: SafetensorsFile, key: str, layers: Mapping[str, _Layer], rows: list[ReportRow], tell: Callable[[int], None]
 ) -> Iterator[bytes]:
-    weight = file.read(key)
+    """Pack the weight ``key`` of these layers and note a row for each."""
+    weight, layer = file.read(key), layers[key]
     if not all_finite(weight):
         raise ValueError(f"quantize_checkpoint: {key} of {file.path} must be finite, got inf or nan")
-    packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec)
-    kernel = serving_kernel(layer.spec, *layer.features, weight)
-    rows.append(ReportRow.packed(layer.name, layer.spec, layer.features, weight.nbytes, distortion, kernel))
+    packed, distortion = pack_weight(matrix_of(layer.module, weight), layer.spec, layout=layer.layout)
+    kernels = [
+        serving_kernel(one.spec, *one.features, weight, embedding=is_embedding(one.module)) for one in layers.values()
+    ]
+    row = ReportRow.packed(layer.name, layer.spec, layer.features, weight.nbytes, distortion, kernels[0])
+    row = replace(row, bytes_after=packed.nbytes)  # in its layout
+    others = list(layers.values())[1:]
+    rows += [row, *(row.shared(one.name, one.spec, kernel) for one, kernel in zip(others, kernels[1:], strict=True))]
     tell(weight.nbytes)
     del weight
     yield bytes_of(packed)  # type: ignore[misc]

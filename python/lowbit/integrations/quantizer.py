@@ -22,23 +22,23 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lowbit import _C, devices
-from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import stored_tensors
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
+from lowbit.integrations.selection import Selection, tied_modules
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import in_layout
-from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, matrix_of
-from lowbit.quant.load import packed_layers
+from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
+from lowbit.quant.load import PACKED, packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import check_module, reason_to_skip, serving_kernel
+from lowbit.quant.select import serving_kernel
 
 
 class LowbitQuantizer(HfQuantizer):
@@ -52,7 +52,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.layers: dict[str, FormatConfig] = {}  # to be packed, by the names of their modules
+        self.selection: Selection | None = None  # what is to be packed; None where the checkpoint is
         self.files: list[str] = []
         self.converted: set[tuple[str, ...]] = set()  # what converters of transformers made that is packed now
         self.report = QuantizationReport(str(quantization_config.config or "by plan"))
@@ -80,72 +80,55 @@ class LowbitQuantizer(HfQuantizer):
 
     def select(self, model: nn.Module) -> list[ReportRow]:
         """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
-        rows, plan = [], dict(self.quantization_config.plan)
-        keep = self.get_modules_to_not_convert(
-            model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
+        settings, kept = self.quantization_config, self.quantization_config.modules_to_not_convert
+        keep, keep_embeddings = (
+            self.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules) for names in (kept, kept or [])
         )
-        tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-        for name, module in model.named_modules():
-            if not is_linear(module):
-                continue
-            planned = name in plan
-            config = plan.pop(name, self.quantization_config.config)
-            reason = "its weight is tied" if f"{name}.weight" in tied else reason_to_skip(module)
-            if config is not None and planned and reason:
-                raise ValueError(
-                    f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}; give it None in the plan"
-                )
-            if config is None:
-                reason = reason or "no format is named for it"
-            elif not planned and not should_convert_module(name, keep):
-                reason = reason or "named by modules_to_not_convert"
-            if not reason and config is not None:
-                check_module(name, module, None)
-                self.layers[name] = config
-            else:
-                rows.append(ReportRow.skipped(name, module, reason))
-        if plan:
-            raise ValueError(f"LowbitConfig: plan must name linear layers of the model, got {', '.join(plan)}")
-        return rows
+        self.selection = Selection(model, settings, keep, keep_embeddings)
+        return self.selection.left
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         name, _, key = param_name.rpartition(".")
-        return key == "weight" and name in self.layers
+        return key == "weight" and self.selection is not None and name in self.selection.layers
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        name, _, key = param_name.rpartition(".")
-        if key != "weight" or name not in self.layers:
+        if not self.param_needs_quantization(model, param_name):
             return param.element_size()
+        name = param_name.removesuffix(".weight")
         n, k = features_of(model.get_submodule(name))
-        return self.layers[name].spec(param.dtype).bytes(n, k) / (n * k)
+        return self.selection.spec(name, param.dtype).bytes(n, k) / (n * k)
 
     def get_quantize_ops(self) -> Any:
         return PackWeight(self)
 
     def pack(self, model: nn.Module, param_name: str, value: Tensor) -> bool:
-        """Make the layer of this weight a QuantLinear; False where it is none of ours or of another shape."""
-        name = param_name.removesuffix(".weight")
-        config = self.layers.get(name)
-        if config is None:
+        """Make the layer of this weight a QuantLinear or QuantEmbedding; False where it is none of ours or of another
+        shape."""
+        if not self.param_needs_quantization(model, param_name):
             return False
+        name = param_name.removesuffix(".weight")
         module = model.get_submodule(name)
         if value.shape != module.weight.shape:  # transformers refuses it, or begins the layer anew
-            del self.layers[name]
+            del self.selection.layers[name]
             self.report.rows.append(ReportRow.skipped(name, module, "its weight in the checkpoint has another shape"))
             return False
         if not all_finite(value):
             raise ValueError(f"from_pretrained: weight of {name} must be finite, got inf or nan")
-        (n, k), spec = features_of(module), config.spec(value.dtype)
-        packed, distortion = pack_weight(matrix_of(module, value), spec)
-        kernel = serving_kernel(spec, n, k, value)
-        quantize_in_place(module, packed, replace(spec, algorithm=None))
+        (n, k), spec = features_of(module), self.selection.spec(name, value.dtype)
+        layout = self.selection.layout(name)
+        packed, distortion = pack_weight(matrix_of(module, value), spec, layout=layout)
+        kernel = serving_kernel(spec, n, k, value, embedding=is_embedding(module))
+        _become_packed(module, packed, replace(spec, algorithm=None), layout)
         for tensor in (packed, module.layout):
             tensor._is_hf_initialized = True
-        self.report.rows.append(ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel))
+        row = ReportRow.packed(name, spec, (n, k), value.nbytes, distortion, kernel)
+        self.report.rows.append(replace(row, bytes_after=packed.nbytes))  # in its layout
         release_pages(value, self.files)
         return True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if self.selection is not None:
+            self._join_tied(model, self.selection)
         _repack(model)
         disable_encoder_fast_path(model)
         check_state_dicts_of(model)
@@ -156,24 +139,39 @@ class LowbitQuantizer(HfQuantizer):
             self._finish_report(model)
         return model
 
+    def _join_tied(self, model: nn.Module, selection: Selection) -> None:
+        """Make those layers packed ones too whose weight transformers tied to a packed one."""
+        for row in [row for row in self.report.rows if row.format]:
+            packed = model.get_submodule(row.layer)
+            for name in selection.shared_with(row.layer):
+                module = model.get_submodule(name)
+                if isinstance(module, PACKED) or module.weight is not packed.weight:
+                    continue
+                spec = replace(packed.spec, x_format=selection.spec(name, model.dtype).x_format)
+                _become_packed(module, packed.weight, spec, selection.layout(name), model.dtype)
+                like = torch.empty(0, dtype=model.dtype)
+                kernel = serving_kernel(spec, *row.shape, like, embedding=is_embedding(module))
+                self.report.rows.append(row.shared(name, spec, kernel))
+
     def _finish_report(self, model: nn.Module) -> None:
         report = self.report
-        for name in self.layers:
+        for name in self.selection.layers:
             module = model.get_submodule(name)
-            if not isinstance(module, QuantLinear):
+            if not isinstance(module, PACKED):
                 report.rows.append(ReportRow.skipped(name, module, "its weight is not in the checkpoint"))
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         report.rows.sort(key=lambda row: order[row.layer])
-        numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, QuantLinear))
+        numbers = sum(module.layout.nbytes for module in model.modules() if isinstance(module, PACKED))
         report.model_bytes_after = model_bytes(model)
         report.model_bytes_before = report.model_bytes_after - numbers + report.bytes_before - report.bytes_after
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        formats = {module.spec.name for module in model.modules() if isinstance(module, QuantLinear)}
+        formats = {module.spec.name for module in model.modules() if isinstance(module, PACKED)}
         return model.state_dict(), metadata_of(sorted(formats))
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        dequantize_(model, dtype)
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        # That of model.config, which save_pretrained turns into text.
+        dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
     def is_serializable(self) -> bool:
@@ -227,17 +225,28 @@ def metadata_of(formats: list[str]) -> dict[str, str]:
     }
 
 
+def _become_packed(
+    module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype | None = None
+) -> None:
+    if is_embedding(module):
+        quantize_embedding_in_place(module, weight, spec, layout, dtype)
+    else:
+        quantize_in_place(module, weight, spec)
+
+
 def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
     """Make every layer whose packed weight the files hold a QuantLinear or QuantEmbedding on the meta device, in the
-    layout of the file."""
+    layout of the file. Of tied weights the files may hold one."""
+    for name, shared in tied_modules(model).items():
+        weight = next((stored[f"{other}.weight"] for other in shared if f"{other}.weight" in stored), None)
+        if weight is not None:
+            stored.setdefault(f"{name}.weight", weight)
     for name, (module, layer) in dict(packed_layers(model, stored)).items():
         weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
-        parameter = nn.Parameter(weight, requires_grad=False)
-        if is_embedding(module):
-            quantize_embedding_in_place(module, parameter, layer.spec, layer.layout)
-        else:
-            quantize_in_place(module, parameter, layer.spec)
+        _become_packed(module, nn.Parameter(weight, requires_grad=False), layer.spec, layer.layout)
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
+        # Of a table whose tied head is in the file alone, transformers would draw the packed weight.
+        module._is_hf_initialized = is_embedding(module)
 
 
 def _repack(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ _INDEX_OR_FILE = (
     "pytorch_model.bin",
 )
 
-_PACKED = (QuantLinear, QuantEmbedding)
+PACKED = (QuantLinear, QuantEmbedding)
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
@@ -65,10 +65,10 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
     packed = dict(packed_layers(model, state))
-    turned = [name for name, (module, _) in packed.items() if not isinstance(module, _PACKED)]
+    turned = [name for name, (module, _) in packed.items() if not isinstance(module, PACKED)]
     for name in turned:
         module, stored = packed[name]
-        if not isinstance(module, _PACKED):  # one layer may have two names
+        if not isinstance(module, PACKED):  # one layer may have two names
             layout = stored.layout if is_embedding(module) else _C.LAYOUT
             shape = stored.spec.shape(stored.n, stored.k, layout)
             weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
@@ -117,7 +117,7 @@ def packed_layers(
         if (
             weight is None
             or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding))
-            or (layout is None and weight.is_floating_point() and not isinstance(module, _PACKED))
+            or (layout is None and weight.is_floating_point() and not isinstance(module, PACKED))
         ):
             continue
         n, k = features_of(module)
@@ -131,7 +131,7 @@ def packed_layers(
             raise ValueError(f"{wanted}, got {got} as {error}") from None
         if (stored.n, stored.k) != (n, k) or tuple(weight.shape) != stored.shape:
             raise ValueError(f"{wanted}, got {got} as {stored}")
-        if isinstance(module, _PACKED) and module.spec.layout(n, k) != stored.spec.layout(n, k):
+        if isinstance(module, PACKED) and module.spec.layout(n, k) != stored.spec.layout(n, k):
             raise ValueError(
                 f"load: {name} is quantized as {module.spec.name}, got {stored}; load into the float model"
             )

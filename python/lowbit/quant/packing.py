@@ -40,7 +40,7 @@ def unpack_codes(packed: Tensor, n: int, k: int, spec: LinearSpec) -> tuple[Tens
 
 
 def pack_weight(
-    weight: Tensor, spec: LinearSpec, inputs: InputMoments | None = None
+    weight: Tensor, spec: LinearSpec, inputs: InputMoments | None = None, layout: str = _C.LAYOUT
 ) -> tuple[nn.Parameter, Distortion]:
     """Pack a float weight ``[n, k]``, as ``spec`` says; ``inputs`` are those of its layer, with which errors count.
 
@@ -54,6 +54,7 @@ def pack_weight(
         raise ValueError("pack_weight: GPTQ needs the mean of x x^T: lowbit.calibrate(model, batches, hessian=True)")
     else:
         packed, distortion = _pack_by_algorithm(weight.cpu().float(), spec, inputs)
+    packed = repack_weight(packed, StoredWeight(spec, *weight.shape, _C.LAYOUT), layout)
     return nn.Parameter(packed.to(weight.device), requires_grad=False), distortion
 
 

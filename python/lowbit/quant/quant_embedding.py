@@ -99,9 +99,12 @@ class QuantEmbedding(nn.Embedding):
         super()._load_from_state_dict(in_layout(state_dict, prefix, self.layout_name), prefix, *args)
 
 
-def quantize_embedding_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str) -> None:
-    """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same."""
-    dtype = module.weight.dtype
+def quantize_embedding_in_place(
+    module: nn.Module, weight: nn.Parameter, spec: LinearSpec, layout: str, dtype: torch.dtype | None = None
+) -> None:
+    """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same.
+    ``dtype``: of its results, None: that of its weight."""
+    dtype = dtype or module.weight.dtype
     module.__class__ = QuantEmbedding
     module._hold(weight, spec, layout, dtype)
 

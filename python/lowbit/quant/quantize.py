@@ -13,12 +13,10 @@ from torch import nn
 
 from lowbit import _C, devices
 from lowbit.formats.base import FormatConfig
-from lowbit.formats.spec import StoredWeight
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
-from lowbit.quant.layout import repack_weight
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.packing import pack_weight
@@ -73,7 +71,7 @@ def quantize_(
     """
     config = _check_arguments(model, config)
     device = _cpu_or_none(device)
-    selected, skipped = select(model, config, filter_fn, device, strict)
+    selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True)
     check_calibration(calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
@@ -144,11 +142,8 @@ def _quantize_group(
         weight = weight.detach().to(device)
         for item in group:
             _move_bias(item.module, device)
-    packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration))
     layout = ROW_MAJOR if all(is_embedding(item.module) for item in group) else _C.LAYOUT  # tied: that of the linear
-    if layout != _C.LAYOUT:
-        rows = repack_weight(packed, StoredWeight(first.spec, *shape, _C.LAYOUT), layout)
-        packed = nn.Parameter(rows, requires_grad=False)
+    packed, distortion = pack_weight(weight, first.spec, inputs_of(group, calibration), layout)
     for item in group:
         spec = replace(item.spec, algorithm=None)
         if is_embedding(item.module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,11 @@ class ReportRow:
         """A layer whose weight was packed as ``spec`` says."""
         absmax_db = math.nan if spec.takes_absmax else distortion.absmax_db
         return cls(layer, spec.name, shape, bytes_before, spec.bytes(*shape), distortion.db, kernel, note, absmax_db)
+
+    def shared(self, layer: str, spec: LinearSpec, kernel: str) -> ReportRow:
+        """Another layer that has this one's weight."""
+        note = f"shares the weight of {self.layer}"
+        return replace(self, layer=layer, format=spec.name, bytes_before=0, bytes_after=0, kernel=kernel, note=note)
 
     @classmethod
     def skipped(cls, layer: str, module: nn.Module, note: str) -> ReportRow:

@@ -53,9 +53,16 @@ class Skipped:
 
 
 def select(
-    model: nn.Module, config: FormatConfig, filter_fn: FilterFn | None, device: torch.device | None, strict: bool
+    model: nn.Module,
+    config: FormatConfig,
+    filter_fn: FilterFn | None,
+    device: torch.device | None,
+    strict: bool,
+    *,
+    embeddings: bool = False,
 ) -> tuple[list[Selected], list[Skipped]]:
-    """Return the layers to quantize and the linear layers that are left, or raise; changes nothing."""
+    """Return the layers to quantize and the linear layers that are left, or raise; changes nothing. ``embeddings``:
+    filter_fn may select nn.Embedding."""
     _check_filter(filter_fn, model)
     taken: list[tuple[str, nn.Module]] = []
     skipped: list[Skipped] = []
@@ -78,9 +85,9 @@ def select(
             continue
         elif reason and not _may_be_forced(module):
             raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
-        if is_embedding(module):
-            _check_embedding(name, module)
-        check_module(name, module, device, embeddings=True)
+        if embeddings and (reason := embedding_reason(module)):
+            raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {reason}")
+        check_module(name, module, device, embeddings=embeddings)
         taken.append((name, module))
     if strict and (not taken or (filter_fn is None and skipped)):
         left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
@@ -134,17 +141,15 @@ def _may_be_forced(module: nn.Module) -> bool:
     )
 
 
-def _check_embedding(name: str, module: nn.Module) -> None:
+def embedding_reason(module: nn.Module) -> str:
+    """Why an embedding cannot be quantized, or an empty string; also for what is none."""
+    if not is_embedding(module):
+        return ""
     if type(module) not in (nn.Embedding, QuantEmbedding):
-        kind = type(module).__name__
-        raise ValueError(f"quantize_: {_label(name)} cannot be quantized: {kind} is a subclass of nn.Embedding")
+        return f"{type(module).__name__} is a subclass of nn.Embedding"
     if module.max_norm is not None:
-        raise ValueError(
-            f"quantize_: {_label(name)} cannot be quantized: max_norm={module.max_norm} changes its weight in every "
-            "call"
-        )
-    if not module.weight.numel():
-        raise ValueError(f"quantize_: {_label(name)} cannot be quantized: its weight is empty")
+        return f"max_norm={module.max_norm} changes its weight in every call"
+    return "" if module.weight.numel() else "its weight is empty"
 
 
 def check_module(name: str, module: nn.Module, device: torch.device | None, *, embeddings: bool = False) -> None:
@@ -154,8 +159,9 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
             "select others with filter_fn, or go back with lowbit.dequantize_(model)"
         )
     if not is_linear(module) and not (embeddings and is_embedding(module)):
+        wanted = "nn.Linear and nn.Embedding" if embeddings else "nn.Linear"
         raise TypeError(
-            f"quantize_: filter_fn must select nn.Linear layers only, got {_label(name)}: {type(module).__name__}; "
+            f"quantize_: filter_fn must select {wanted} layers only, got {_label(name)}: {type(module).__name__}; "
             "it is asked about every module: begin it with `isinstance(module, torch.nn.Linear) and`"
         )
     weight = module._parameters["weight"]

@@ -3,40 +3,71 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowbit import _C
+from lowbit.formats.base import act_mapping_of, granularity_of, require, x_format_of
+from lowbit.formats.intx import int_format_of
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.bitsandbytes import layer_of_blocks
 from lowbit.integrations.microscaling import from_nvfp4
+from lowbit.integrations.torchao.stored import Stored, stored_tensors
 from lowbit.quant.quant_linear import QuantLinear
 
+_NOT_HERE = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point")
+_LARGEST_GROUP, _SMALLEST_GROUP = 256, 32
 
-def from_torchao(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with torchao's NF4Tensor, Float8Tensor and NVFP4Tensor weights ``[n, k]`` as QuantLinear's.
 
-    All other entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes stay what they
-    are; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one.
+def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return a state dict with the weights ``[n, k]`` of torchao's tensor classes as QuantLinear's.
+
+    They may be NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits) and NVFP4Tensor. All other
+    entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes stay what they are;
+    torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. Of a scale per group 11 bits stay, of one
+    per row or per tensor all. Activations are taken as the weight says: as they are, or int8 or float8 per row (those
+    of an NVFP4Tensor: as they are).
+
+    Args:
+        state_dict: of a model that torchao quantized; or a safetensors file of torchao (``flatten_tensor_state_dict``),
+            or a folder of them that ``save_pretrained`` of transformers wrote. torchao need not be installed for files.
 
     Raises:
-        ValueError: a weight is not ``[n, k]`` with a scale per row, or per 32 of its neighbours or more (NVFP4: 16), or
-            its scales are swizzled. Names it.
+        FileNotFoundError: there is no such file.
+        ValueError: a weight is of another class or not ``[n, k]``, fewer than 32 neighbours of a row share a scale
+            (NVFP4: 16), it has static or per-tensor scales for its activations, or its scales are swizzled: names the
+            weight. Or a file lacks a part of one, or is not torchao's.
 
     Example:
         >>> lowbit.load(model, from_torchao(torch.load("torchao.pt")))
+        >>> lowbit.load(model, from_torchao("model.safetensors"))
     """
-    result = dict(state_dict)
-    for key, weight in state_dict.items():
-        read = _READERS.get(type(weight).__name__)
-        if read is None or not type(weight).__module__.startswith("torchao."):
+    given = state_dict.items() if isinstance(state_dict, Mapping) else stored_tensors(Path(state_dict))
+    result: dict[str, Tensor] = {}
+    for key, weight in given:
+        if not isinstance(weight, Stored) and not type(weight).__module__.startswith("torchao."):
+            result[key] = weight
             continue
-        if weight.dim() != 2 or not key.endswith("weight"):
-            shape = list(weight.shape)
+        kind = type(weight).__name__
+        if kind not in _READERS:
+            raise ValueError(
+                f"from_torchao: {key} must be one of {', '.join(_READERS)}, got {kind}; call torchao's dequantize() "
+                f"on it and quantize the result"
+            )
+        matrix = getattr(weight, "qdata", weight)
+        if matrix.dim() != 2 or not key.endswith("weight"):
+            shape = list(matrix.shape)
             raise ValueError(f"from_torchao: {key} must be the weight [n, k] of a linear layer, got {shape}")
-        layer = read(weight, key)
+        for part in _NOT_HERE:
+            if getattr(weight, part, None) is not None:
+                raise ValueError(f"from_torchao: {key} must take activations as they come, got {part} of fixed values")
+        layer = _READERS[kind](weight, key)
         result[key] = layer.weight.detach()
         result[f"{key.removesuffix('weight')}layout"] = layer.layout
     return result
@@ -50,24 +81,92 @@ def _nf4(weight: Any, key: str) -> QuantLinear:
 
 
 def _float8(weight: Any, key: str) -> QuantLinear:
-    (n, k), block = weight.shape, list(weight.block_size)
     dtype = weight.qdata.dtype
-    if dtype != torch.float8_e4m3fn or block != [1, k]:
-        wanted = "float8_e4m3fn with a scale per row"
-        raise ValueError(f"from_torchao: {key} must be {wanted}, got {dtype} in blocks of {block}")
-    codes = weight.qdata.contiguous().view(torch.uint8)
-    return QuantLinear.pack(codes, weight.scale.float().view(n, 1), None, LinearSpec("fp8_e4m3"))
+    if dtype != torch.float8_e4m3fn:
+        raise ValueError(f"from_torchao: {key} must be float8_e4m3fn, got {dtype}")
+    group_size = _group_size(weight, key)
+    codes, scale = weight.qdata.contiguous().view(torch.uint8), _in_groups(weight.scale, weight, group_size, key)
+    act = weight.act_quant_kwargs
+    if act is not None:
+        _check_per_row(act, key)
+    x_format = "float" if act is None else "float8_row"
+    return QuantLinear.pack(codes, scale, None, LinearSpec("fp8_e4m3", group_size, x_format=x_format))
+
+
+def _int8(weight: Any, key: str) -> QuantLinear:
+    act = weight.act_quant_kwargs
+    if act is None:
+        return _integers(weight, key, "int8")
+    _check_per_row(act, key)
+    require("from_torchao", f"reduce_range of {key}", act.reduce_range, False, "the product is exact without")
+    mapping = act_mapping_of(f"from_torchao: {key}", act.mapping_type)
+    return _integers(weight, key, "int8", x_format_of("from_torchao", 0, 0, mapping))
+
+
+def _intx(weight: Any, key: str) -> QuantLinear:
+    format = int_format_of(f"from_torchao: {key}", weight.target_dtype)
+    known, act = "int8_asym_per_token", weight.activation_quantization
+    if act is not None and str(getattr(act, "value", act)).lower() != known:  # a file may have the name of the enum's
+        raise ValueError(f"from_torchao: activation_quantization of {key} must be {known} or None, got {act}")
+    return _integers(weight, key, format, "float" if act is None else "int8_row_asymmetric")
+
+
+def _check_per_row(act: Any, key: str) -> None:
+    name = f"granularity of the activations of {key}"
+    group_size = granularity_of("from_torchao", name, act.granularity)
+    require("from_torchao", name, group_size, 0, "a scale per row")
+
+
+def _integers(weight: Any, key: str, format: str, x_format: str = "float") -> QuantLinear:
+    """The layer of signed codes, w = scale * (code - zero_point); ours begin at 0."""
+    middle = (_C.FORMAT_FACTS[format]["code_max"] + 1) // 2
+    group_size = _group_size(weight, key)
+    codes = (weight.qdata.short() + middle).to(torch.uint8)
+    scale, zero = _in_groups(weight.scale, weight, group_size, key), getattr(weight, "zero_point", None)
+    asymmetric = zero is not None and bool((zero != 0).any())
+    zeros = _in_groups(zero, weight, group_size, key) + middle if asymmetric else None
+    spec = LinearSpec(format, group_size, asymmetric, x_format, "asymmetric" if asymmetric else "symmetric")
+    return QuantLinear.pack(codes, scale, zeros, spec)
+
+
+def _group_size(weight: Any, key: str) -> int:
+    """Weights of a row that have one scale in ours, 0 for a whole row: the block, or a part of it."""
+    along_k = weight.block_size[1]
+    if along_k == weight.qdata.shape[1]:
+        return 0
+    group_size = math.gcd(along_k, _LARGEST_GROUP)
+    if group_size < _SMALLEST_GROUP:
+        raise ValueError(
+            f"from_torchao: {key}: 32 weights of a row or more must share a scale, "
+            f"got blocks of {list(weight.block_size)}"
+        )
+    return group_size
+
+
+def _in_groups(part: Tensor, weight: Any, group_size: int, key: str) -> Tensor:
+    """One number per block as one per row and group, float32 ``[n, groups]``."""
+    (n, k), (rows, along_k) = weight.qdata.shape, weight.block_size
+    if n % rows or k % along_k or part.numel() != (n // rows) * (k // along_k):
+        raise ValueError(
+            f"from_torchao: {key}: n={n} k={k} must have one scale for each block of {[rows, along_k]}, "
+            f"got {part.numel()}"
+        )
+    blocks = part.float().reshape(n // rows, k // along_k).repeat_interleave(rows, 0)
+    return blocks.repeat_interleave(along_k // (group_size or along_k), 1).contiguous()
 
 
 def _nvfp4(weight: Any, key: str) -> QuantLinear:
     if weight.is_swizzled_scales:
         raise ValueError(f"from_torchao: {key} must have its scales in order, got swizzled ones")
-    whole = 1.0 if weight.per_tensor_scale is None else weight.per_tensor_scale
-    return from_nvfp4(weight.qdata.view(torch.uint8), weight.scale.view(torch.float8_e4m3fn), whole)
+    whole = getattr(weight, "per_tensor_scale", None)
+    codes, scale = weight.qdata.view(torch.uint8), weight.scale.view(torch.float8_e4m3fn)
+    return from_nvfp4(codes, scale, 1.0 if whole is None else whole)
 
 
 _READERS: dict[str, Callable[[Any, str], QuantLinear]] = {
     "NF4Tensor": _nf4,
     "Float8Tensor": _float8,
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
     "NVFP4Tensor": _nvfp4,
 }

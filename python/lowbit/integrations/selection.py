@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model of transformers a LowbitConfig packs, each with its configuration.
+
+Linear layers whose weight is tied to another stay float, but where that of an embedding is asked for: then all layers
+that share the weight are packed, and share the packed one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from lowbit import _C
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
+from lowbit.quant.quant_embedding import ROW_MAJOR
+from lowbit.quant.report import ReportRow
+from lowbit.quant.select import check_module, embedding_reason, reason_to_skip
+
+_NAMED = "named by modules_to_not_convert"
+
+
+class Selection:
+    """What becomes of the layers of ``model``.
+
+    Args:
+        keep, keep_embeddings: names and patterns of what stays float, of linear layers and of embeddings.
+
+    Raises:
+        ValueError: plan names what is no layer, cannot be packed, or has to have one configuration and gets two.
+    """
+
+    def __init__(self, model: nn.Module, settings: LowbitConfig, keep: list[str], keep_embeddings: list[str]) -> None:
+        self.layers: dict[str, FormatConfig] = {}  # to be packed, by the names of their modules
+        self.left: list[ReportRow] = []  # those that stay float
+        self._model, self._settings, self._plan = model, settings, dict(settings.plan)
+        self.tied = tied_modules(model)
+        self._take_embeddings(keep_embeddings)
+        self._take_linear(keep)
+        if self._plan:
+            names = ", ".join(self._plan)
+            raise ValueError(f"LowbitConfig: plan must name linear layers and embeddings of the model, got {names}")
+
+    def shared_with(self, name: str) -> tuple[str, ...]:
+        """The names of all layers that have this one's weight, its own too."""
+        return self.tied.get(name, (name,))
+
+    def layout(self, name: str) -> str:
+        """Where the parts of the packed weight lie: a weight of tables alone is "row-major"."""
+        shared = map(self._model.get_submodule, self.shared_with(name))
+        return ROW_MAJOR if all(map(is_embedding, shared)) else _C.LAYOUT
+
+    def spec(self, name: str, dtype: torch.dtype) -> LinearSpec:
+        """How a weight of ``dtype`` is packed; an embedding takes no activations."""
+        spec = self.layers[name].spec(dtype)
+        return replace(spec, x_format="float") if is_embedding(self._model.get_submodule(name)) else spec
+
+    def _take_embeddings(self, keep: list[str]) -> None:
+        for name, module in self._model.named_modules():
+            if not is_embedding(module) or name in self.layers:
+                continue
+            shared = self.shared_with(name)
+            planned = {other: self._plan[other] for other in shared if other in self._plan}
+            asked = self._settings.embeddings is not None or any(
+                is_embedding(self._model.get_submodule(other)) for other in planned
+            )
+            if not asked:
+                continue
+            if len({str(config) for config in planned.values()}) > 1:
+                told = ", ".join(f"{other}: {config}" for other, config in planned.items())
+                raise ValueError(f"LowbitConfig: plan must give layers that share a weight one format, got {told}")
+            for other in planned:
+                del self._plan[other]
+            config = next(iter(planned.values()), self._settings.embeddings)
+            reason = f"{', '.join(planned)} is to stay float"
+            if config:
+                reason = self._reason(shared, [] if planned else keep)
+            if reason and planned and config:
+                raise ValueError(
+                    f"LowbitConfig: plan names {', '.join(planned)}, which cannot be quantized: {reason}; give it None "
+                    "in the plan"
+                )
+            if reason or not config:
+                self.left.append(ReportRow.skipped(name, module, reason))
+                continue
+            for other in shared:
+                check_module(other, self._model.get_submodule(other), None, embeddings=True)
+                self.layers[other] = config
+
+    def _reason(self, shared: tuple[str, ...], keep: list[str]) -> str:
+        """Why an embedding and the layers that share its weight stay float, or an empty string."""
+        for other in shared:
+            module = self._model.get_submodule(other)
+            reason = reason_to_skip(module) or embedding_reason(module)
+            if is_conv1d(module) or features_of(module) != features_of(self._model.get_submodule(shared[0])):
+                reason = "its weight has another shape"
+            elif getattr(module, "bias", None) is not None:
+                reason = "it has a bias, which transformers cuts to the rows of the packed weight when it ties them"
+            elif not should_convert_module(other, keep):
+                reason = _NAMED
+            if reason:
+                return reason if len(shared) == 1 else f"{other}, which has the same weight: {reason}"
+        return ""
+
+    def _take_linear(self, keep: list[str]) -> None:
+        for name, module in self._model.named_modules():
+            if not is_linear(module) or name in self.layers:
+                continue
+            planned = name in self._plan
+            config = self._plan.pop(name, self._settings.config)
+            reason = "its weight is tied" if name in self.tied else reason_to_skip(module)
+            if config is not None and planned and reason:
+                raise ValueError(
+                    f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}; give it None in the plan"
+                )
+            if config is None:
+                reason = reason or "no format is named for it"
+            elif not planned and not should_convert_module(name, keep):
+                reason = reason or _NAMED
+            if not reason and config is not None:
+                check_module(name, module, None)
+                self.layers[name] = config
+            else:
+                self.left.append(ReportRow.skipped(name, module, reason))
+
+
+def tied_modules(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """By the name of each module whose weight transformers ties: the names of all that share it, sorted."""
+    shared: dict[str, set[str]] = defaultdict(set)
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    for target, source in ties.items():
+        if target.endswith(".weight") and source.endswith(".weight"):
+            shared[source] |= {target.removesuffix(".weight"), source.removesuffix(".weight")}
+    return {name: tuple(sorted(names)) for names in shared.values() for name in names}

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that torchao wrote (torchao.prototype.safetensors, save_pretrained of transformers), read without torchao.
+
+A weight ``0.weight`` of a tensor class is stored as its parts, tensors ``0._weight_qdata``, ``0._weight_scale`` and so
+on; what else it has is JSON in the metadata of the file, under its name:
+    {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
+     "act_quant_kwargs": null}, "_tensor_data_names": ["qdata", "scale"]}
+``tensor_names`` is the list of all names; a plain tensor has the type "Tensor". Shards have the same metadata, and a
+weight may have its parts in two of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
+
+
+class Stored(SimpleNamespace):
+    """An object of torchao as a file holds it: its attributes, in a subclass that has the name of its class."""
+
+
+def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
+    """Yield every tensor of a file or folder by its name; those of torchao's classes are `Stored`, put together when
+    they are asked for.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: torchao did not write it, or a part of a weight is missing.
+    """
+    files = safetensors_files(place)
+    homes: dict[str, SafetensorsFile] = {}
+    told: dict[str, str] = {}
+    for file in map(SafetensorsFile, files):
+        homes |= dict.fromkeys(file.entries, file)
+        told |= file.metadata
+    if "tensor_names" not in told:
+        raise ValueError(f"from_torchao: {place} must be safetensors of torchao, got no tensor_names in its metadata")
+    parts: set[str] = set()
+    for name in json.loads(told["tensor_names"]):
+        facts = json.loads(told[name])
+        if facts["_type"] == "Tensor":
+            continue
+        path, _, last = name.rpartition(".")
+        keys = {part: f"{path}._{last}_{part}" for part in facts["_tensor_data_names"]}
+        missing = [key for key in keys.values() if key not in homes]
+        if missing:
+            raise ValueError(f"from_torchao: {place} must hold every part of {name}, got no {', '.join(missing)}")
+        parts.update(keys.values())
+        stored = _object(facts)
+        vars(stored).update({part: homes[key].read(key) for part, key in keys.items()})
+        yield name, stored
+    for name, file in homes.items():
+        if name not in parts:
+            yield name, file.read(name)
+
+
+def _object(told: Any) -> Any:
+    """What this JSON says: dtypes of torch, enums by the names of their values, objects as `Stored`."""
+    if isinstance(told, list):
+        return [_object(item) for item in told]
+    if not isinstance(told, dict) or "_type" not in told:
+        return told
+    kind, data = told["_type"], told["_data"]
+    if kind == "torch.dtype":
+        return getattr(torch, data)
+    if not isinstance(data, dict):
+        return data
+    return type(kind, (Stored,), {})(**{name: _object(value) for name, value in data.items()})
