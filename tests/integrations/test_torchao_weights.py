@@ -184,6 +184,10 @@ def test_files_that_are_not_torchaos_or_not_whole_are_refused(tmp_path) -> None:
     safetensors.save_file(tensors, tmp_path / "part.safetensors", metadata)
     with pytest.raises(ValueError, match=r"a.weight: n=8 k=64 must have one scale for each block of \[1, 64\], got 3"):
         from_torchao(tmp_path / "part.safetensors")
+    metadata["a.weight"] = metadata["a.weight"].replace('"float32"', '"load"')
+    safetensors.save_file(tensors, tmp_path / "part.safetensors", metadata)
+    with pytest.raises(ValueError, match="the metadata must name dtypes of torch, got 'load'"):
+        from_torchao(tmp_path / "part.safetensors")
 
 
 def write(state: dict[str, torch.Tensor], folder: Path) -> Path:

@@ -33,7 +33,7 @@ def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: torchao did not write it, or a part of a weight is missing.
+        ValueError: torchao did not write it, a part of a weight is missing, or a dtype is not one of torch's.
     """
     files = safetensors_files(place)
     homes: dict[str, SafetensorsFile] = {}
@@ -70,7 +70,10 @@ def _object(told: Any) -> Any:
         return told
     kind, data = told["_type"], told["_data"]
     if kind == "torch.dtype":
-        return getattr(torch, data)
+        dtype = getattr(torch, str(data), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"from_torchao: the metadata must name dtypes of torch, got {data!r}")
+        return dtype
     if not isinstance(data, dict):
         return data
     return type(kind, (Stored,), {})(**{name: _object(value) for name, value in data.items()})
