@@ -88,9 +88,9 @@ class Ahead {
 
 // Who prefetches in four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads goes from 47 to
 // 73 GB/s, 40 to 45 while the host is slow) and in float ones on AVX2 (kStreamFour in simd/); on Zen 5 they take 10 to
-// 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give float32 1.3 to 1.6, bfloat16
-// 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads); formats of more work for each
-// weight wait for that work.
+// 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give float32 1.3 to 1.6,
+// bfloat16 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads); formats of more work
+// for each weight wait for that work.
 template <Format kFormat>
 constexpr bool kLittleWork = kFormat == Format::float32 || kFormat == Format::bfloat16 ||
                              kFormat == Format::float16 || kFormat == Format::int8;

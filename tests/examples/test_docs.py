@@ -23,7 +23,7 @@ SOURCES = sorted(path for room in ("csrc", "python", "benchmarks", "examples") f
 BASES = (ROOT, ROOT / "csrc", ROOT / "python" / "lowbit", ROOT / "csrc" / "cpu", ROOT / "docs")  # what a path in the text may begin at
 TREES = ("csrc/", "python/", "tests/", "docs/", "benchmarks/", "examples/", "tools/")
 MADE_BY_BUILD_OR_USER = {"cpu/isas.inc"}
-OF_OTHERS = {"llama.cpp", "test_flex_attention.py", "test_flex_decoding.py", "test_functional.py", "conftest.py", "setup.py"}
+OF_OTHERS = {"llama.cpp", "ik_llama.cpp", "test_flex_attention.py", "test_flex_decoding.py", "test_functional.py", "conftest.py", "setup.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -72,7 +72,7 @@ def test_readme_has_the_two_commands_of_ci() -> None:
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
     for command in (
         'pip install -c constraints.txt ".[examples]" && python examples/01_quantize_a_model.py',
-        'pip install -c constraints.txt ".[test]" && pytest',
+        'pip install -c constraints.txt ".[test]" && pytest -n auto --dist worksteal',
     ):
         assert command in readme.splitlines() and command in ci
     assert len(readme.splitlines()) <= 120
