@@ -5,7 +5,9 @@
 
 #include <cstdint>
 
+#ifndef LOWBIT_INLINE  // the compiler of a device has its own word for it
 #define LOWBIT_INLINE [[gnu::always_inline]] inline
+#endif
 
 namespace lowbit {
 

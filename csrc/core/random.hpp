@@ -33,4 +33,18 @@ LOWBIT_INLINE Int random_bits(Int element, int32_t key) {
   return bit_xor(x, shift_right<16>(x));
 }
 
+// Of the stochastic rounding of an optimizer's step: the seed of a tensor, from the call's, the step and its position
+// in the list; the key of a block of it.
+LOWBIT_INLINE uint64_t tensor_seed(uint64_t seed, double step, int64_t index) {
+  const auto random =
+      philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
+                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  return uint64_t{random[0]} << 32 | random[1];
+}
+
+LOWBIT_INLINE int32_t block_key(uint64_t seed, int64_t block) {
+  return static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
+                                         {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})[0]);
+}
+
 }  // namespace lowbit

@@ -87,6 +87,18 @@ constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decad
   return (tables.lead * kGuess) >> 16 == shift_of(is_signed, decades) + 1;
 }
 
+// A table times a factor in memory, where vectors look it up. A device that keeps it elsewhere has its own type.
+class ScaledTable {
+ public:
+  LOWBIT_INLINE ScaledTable(const float* entries, float factor) {
+    for (int i = 0; i < 16; i++) entry_[i] = entries[i] * factor;
+  }
+  LOWBIT_INLINE operator const float*() const { return entry_; }
+
+ private:
+  alignas(64) float entry_[16];
+};
+
 }  // namespace dynamic
 
 namespace {  // one copy per object: these are compiled for several instruction sets, and nothing weak may be shared
@@ -95,7 +107,7 @@ template <bool kSigned, int kDecades>
 constexpr dynamic::Tables kDynamicTables = dynamic::make_tables(kSigned, kDecades);
 }
 
-template <bool kSigned, int kDecades>
+template <bool kSigned, int kDecades, class Table = dynamic::ScaledTable>
 struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
   static constexpr int kOffset =
@@ -107,9 +119,8 @@ struct DynamicMap {
   // What codes mean, times `factor`, as value * scale. It reads them as the floats 2^23 + code.
   class Decoder {
    public:
-    LOWBIT_INLINE explicit Decoder(float factor) : factor_(factor) {
-      for (int i = 0; i < 16; i++) slope_[i] = kDynamicTables<kSigned, kDecades>.slope[i] * factor;
-    }
+    LOWBIT_INLINE explicit Decoder(float factor)
+        : slope_(kDynamicTables<kSigned, kDecades>.slope, factor), factor_(factor) {}
     template <class Float>
     LOWBIT_INLINE void operator()(Float number, Float& value, Float& scale) const {
       if constexpr (kSigned) {  // p = 0, whose exponent is 0, takes the slope of p = 1; slope * factor, counted by 128
@@ -129,21 +140,17 @@ struct DynamicMap {
     }
 
    private:
-    alignas(64) float slope_[16];
+    Table slope_;
     float factor_;
   };
 
   // The nearest codes of the values of a block; absmax is in [2^-96, 2^96], which keeps all of the tables normal.
   class Encoder {
    public:
-    LOWBIT_INLINE explicit Encoder(float absmax) {
-      const float inverse = 1.0f / absmax;
-      for (int i = 0; i < 16; i++) {
-        threshold_[i] = kDynamicTables<kSigned, kDecades>.threshold[i] * absmax;
-        stretch_[i] = kDynamicTables<kSigned, kDecades>.stretch[i] * inverse;
-      }
-      top_ = (dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16;
-    }
+    LOWBIT_INLINE explicit Encoder(float absmax)
+        : threshold_(kDynamicTables<kSigned, kDecades>.threshold, absmax),
+          stretch_(kDynamicTables<kSigned, kDecades>.stretch, 1.0f / absmax),
+          top_((dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16) {}
     // The decade of |value|, as the shift that encodes it. A float's bits are about its logarithm, so those of absmax
     // less those of a, scaled, are about the decade. The guess is its shift or one more (checked above), so one
     // comparison settles it. Below the first decade it may be anything larger, which shifts all bits out.
@@ -165,7 +172,7 @@ struct DynamicMap {
     }
 
    private:
-    alignas(64) float threshold_[16], stretch_[16];
+    Table threshold_, stretch_;
     int32_t top_;
   };
 };

@@ -2,7 +2,8 @@
 // What the codes of each StateFormat mean, per element, for StateCodes<format, is_signed>. A Decoder of a block's scale
 // makes values of codes: it reads the floats 2^23 + code and gives two numbers whose product is the value (whoever uses
 // it has an FMA for that). An Encoder of a block's absmax makes code - kOffset of values; where that is past the codes,
-// stores saturate. kAbsmaxOverScale: the decoded value of the largest element of a block.
+// stores saturate. Table: how tables of 8 entries are kept. kAbsmaxOverScale: the decoded value of the largest element
+// of a block.
 #pragma once
 
 #include "formats/dynamic_map.hpp"
@@ -11,7 +12,7 @@
 
 namespace lowbit {
 
-template <StateFormat, bool kSigned> struct StateCodes;
+template <StateFormat, bool kSigned, class Table = dynamic::ScaledTable> struct StateCodes;
 
 // Where the value is a function of the code, times the scale, and the code one of value / scale.
 template <class Codes>
@@ -37,21 +38,20 @@ class ScaledEncoder {
   float inverse_;
 };
 
-template <bool kSigned>
-struct StateCodes<StateFormat::dynamic8, kSigned> : DynamicMap<kSigned, 7> {
+template <bool kSigned, class Table>
+struct StateCodes<StateFormat::dynamic8, kSigned, Table> : DynamicMap<kSigned, 7, Table> {
   static constexpr bool kIsDynamic = true;
   static constexpr float kAbsmaxOverScale = 1;
 };
 
-template <>
-struct StateCodes<StateFormat::dynamic4, true> : DynamicMap<true, 3> {
+template <class Table>
+struct StateCodes<StateFormat::dynamic4, true, Table> : DynamicMap<true, 3, Table> {
   static constexpr bool kIsDynamic = true;
   static constexpr float kAbsmaxOverScale = 1;
 };
 
-template <>
-struct StateCodes<StateFormat::dynamic4,
-                  false> {  // 1/16, 2/16 ... 1: no code of zero, only a block of zeros decodes to zeros
+template <class Table>  // 1/16, 2/16 ... 1: no code of zero, only a block of zeros decodes to zeros
+struct StateCodes<StateFormat::dynamic4, false, Table> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = 1, kEncodedAbsmax = 16;
@@ -65,8 +65,8 @@ struct StateCodes<StateFormat::dynamic4,
   LOWBIT_INLINE static auto encode(Float y) { return to_int(y); }
 };
 
-template <bool kSigned>
-struct StateCodes<StateFormat::float8, kSigned> {
+template <bool kSigned, class Table>
+struct StateCodes<StateFormat::float8, kSigned, Table> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = E4M3::largest, kEncodedAbsmax = E4M3::largest;

@@ -7,7 +7,6 @@
 // stochastically.
 #pragma once
 
-#include <algorithm>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -16,23 +15,9 @@
 #include "core/tensor_view.hpp"
 #include "formats/state_format.hpp"
 #include "ops/kernel.hpp"
-#include "rules/list.hpp"
+#include "ops/optim_tensor.hpp"
 
 namespace lowbit {
-
-#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
-inline constexpr int kMaxMoments = std::max({LOWBIT_RULES(LOWBIT_RULE)});
-#undef LOWBIT_RULE
-
-struct OptimTensor {
-  void* param;
-  void* grad;
-  DType param_dtype, grad_dtype;
-  void* moment[kMaxMoments];
-  float* scale[kMaxMoments];  // one per block; null in float formats
-  int64_t numel;
-  float* step_count;  // counted up by the row
-};
 
 // The numbers behind pointers are read by the row, where the step runs: a GradScaler never waits for them here.
 struct OptimStepArgs {

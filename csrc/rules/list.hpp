@@ -38,6 +38,16 @@ LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
 template <class RuleType>
 inline constexpr int kMostMoments = static_cast<int>(std::size(RuleType::moments));
 
+// Of any rule.
+inline constexpr int kMaxMoments = [] {
+#define LOWBIT_RULE(name, Type) kMostMoments<Type>,
+  const int counts[] = {LOWBIT_RULES(LOWBIT_RULE)};
+#undef LOWBIT_RULE
+  int most = 0;
+  for (const int count : counts) most = count > most ? count : most;
+  return most;
+}();
+
 LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
   switch (field) {
 #define LOWBIT_HYPER_FIELD(Type, name) \

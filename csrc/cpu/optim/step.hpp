@@ -19,14 +19,6 @@ namespace {
 
 LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
 
-// Of stochastic rounding: of the call, the step and the position in the list.
-LOWBIT_INLINE uint64_t seed_of(uint64_t seed, double step, int64_t index) {
-  const auto random =
-      philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},
-                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  return uint64_t{random[0]} << 32 | random[1];
-}
-
 // What all blocks of a tensor share.
 struct Common {
   double step;  // of this step, counted from 1
@@ -36,7 +28,7 @@ struct Common {
 
   LOWBIT_INLINE Common(const OptimStepArgs& args, const OptimTensor& tensor)
       : step(*tensor.step_count),
-        seed(args.stochastic_rounding ? seed_of(args.seed, step, &tensor - args.tensors.data()) : 0),
+        seed(args.stochastic_rounding ? tensor_seed(args.seed, step, &tensor - args.tensors.data()) : 0),
         grad_factor(set1(1.0f / grad_scale_of(args))),
         keep(set1(static_cast<float>(args.hyper.decoupled ? 1 - args.hyper.lr * args.hyper.weight_decay : 1.0))),
         l2(set1(static_cast<float>(args.hyper.weight_decay))), scaled(grad_scale_of(args) != 1.0f),
@@ -52,11 +44,6 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
   const i32x16 up = add(bits_of(value), shift_right<16>(random_bits(element, key)));
   return float_of(
       select(at_least(abs(value), set1(0.0f)), bit_and(up, set1(static_cast<int32_t>(0xffff0000))), bits_of(value)));
-}
-
-LOWBIT_INLINE int32_t block_key(uint64_t seed, int64_t block) {
-  return static_cast<int32_t>(philox4x32({static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0},
-                                         {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)})[0]);
 }
 
 // The moments of a block: as stored, and if they are codes the new values in L1, in units of the rule, and the bits of
