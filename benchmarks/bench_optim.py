@@ -3,6 +3,7 @@
 
     python benchmarks/bench_optim.py --quick                      # 16 M parameters, under 2 minutes
     python benchmarks/bench_optim.py --out benchmarks/results/optim.json
+    python benchmarks/bench_optim.py --device cuda --parameters 512   # and what a copy reaches there
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/bench_optim.py   # as an AVX2 machine
 
 Three problems: one large float32 parameter list, the same in bfloat16, and 1000 tensors of 64x64. Ratios are against
@@ -105,15 +106,15 @@ def _torchao(parameters: list[nn.Parameter]) -> Optimizer:
     return AdamW8bit(parameters)
 
 
-def problem(name: str, parameters: int) -> list[nn.Parameter]:
+def problem(name: str, parameters: int, device: str) -> list[nn.Parameter]:
     """Parameters with gradients: layers of 4 M elements, or 1000 of 64x64."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     side = 64 if name == "small" else 2048
     result = []
     for _ in range(1000 if name == "small" else max(1, parameters // side**2)):
-        p = nn.Parameter((torch.randn(side, side, generator=generator) * 0.02).to(dtype))
-        p.grad = (torch.randn(side, side, generator=generator) * 1e-3).to(dtype)
+        p = nn.Parameter((torch.randn(side, side, generator=generator) * 0.02).to(device, dtype))
+        p.grad = (torch.randn(side, side, generator=generator) * 1e-3).to(device, dtype)
         result.append(p)
     return result
 
@@ -141,6 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, help="millions, of the large problems (default 64)")
     parser.add_argument("--problems", default="float32,bfloat16,small")
+    parser.add_argument("--device", default="cpu", help="cuda: torch's and the peers' kernels there too")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--only", help="parts of candidate names, e.g. adamw8bit,bitsandbytes; torch's fused always runs"
@@ -157,7 +159,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def bench(args: argparse.Namespace, name: str) -> list[Result]:
-    parameters = problem(name, args.parameters)
+    parameters = problem(name, args.parameters, args.device)
+    finish = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
     entrants: dict[str, tuple[Candidate, Optimizer]] = {}
     first: dict[str, tuple[float, float]] = {}
     for candidate in candidates(args.only, not args.no_peers):
@@ -165,7 +168,7 @@ def bench(args: argparse.Namespace, name: str) -> list[Result]:
             continue
         try:
             optimizer = candidate.make(parameters)
-            first[candidate.name] = _seconds(optimizer.step), _seconds(optimizer.step)
+            first[candidate.name] = _seconds(optimizer.step, finish), _seconds(optimizer.step, finish)
             entrants[candidate.name] = candidate, optimizer
         except Exception as error:  # a peer that is not installed or cannot run here
             if candidate.ours:
@@ -174,16 +177,24 @@ def bench(args: argparse.Namespace, name: str) -> list[Result]:
                 f"left out: {candidate.name}: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}"
             )
-    times = interleave({key: optimizer.step for key, (_, optimizer) in entrants.items()}, rounds=args.rounds)
+    calls: dict[str, Callable[[], object]] = {key: optimizer.step for key, (_, optimizer) in entrants.items()}
+    if args.device != "cpu":
+        copied = torch.empty(2**28, dtype=torch.uint8, device=args.device)
+        to = torch.empty_like(copied)
+        calls["copy"] = lambda: to.copy_(copied)
+    times = interleave(calls, rounds=args.rounds, finish=finish)
+    if "copy" in times:
+        print(f"\na copy of 256 MiB in the same rounds: {2 * 2**28 / times['copy'].best_s / 1e9:.0f} GB/s")
     count = sum(p.numel() for p in parameters)
     rows = [_result(name, args.threads, count, parameters, *entrants[key], times, first[key]) for key in entrants]
     report(name, args.threads, count, parameters, rows)
     return rows
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object], finish: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
+    finish()
     return time.perf_counter() - start
 
 

@@ -64,7 +64,13 @@ def rotate(calls: Sequence[Call]) -> Call:
 
 
 def interleave(
-    candidates: dict[str, Call], *, rounds: int, sample_s: float = 0.02, warmup: int = 2, slow_s: float = 0.5
+    candidates: dict[str, Call],
+    *,
+    rounds: int,
+    sample_s: float = 0.02,
+    warmup: int = 2,
+    slow_s: float = 0.5,
+    finish: Call = lambda: None,
 ) -> dict[str, Timing]:
     """Time all candidates in interleaved rounds.
 
@@ -73,13 +79,14 @@ def interleave(
         rounds: samples of each. One whose call takes over ``slow_s`` gets two.
         sample_s: aimed length of a sample.
         warmup: calls before the first sample (one for a slow candidate).
+        finish: ends a sample: waits for a device that works on after a call has returned.
     """
     repeats: dict[str, int] = {}
     quota: dict[str, int] = {}
     for name, call in candidates.items():
-        first = _sample(call, 1)
+        first = _sample(call, 1, finish)
         quota[name] = min(rounds, 2) if first > slow_s else rounds
-        again = first if first > slow_s else min(_sample(call, 1) for _ in range(warmup))
+        again = first if first > slow_s else min(_sample(call, 1, finish) for _ in range(warmup))
         repeats[name] = max(1, round(sample_s / max(again, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0).shuffle
@@ -89,17 +96,18 @@ def interleave(
         )  # nobody always follows the same neighbour: what that leaves (frequency, sleeping threads, caches) matters
         for name in order:
             if index < quota[name]:
-                samples[name].append(_sample(candidates[name], repeats[name]))
+                samples[name].append(_sample(candidates[name], repeats[name], finish))
     return {
         name: Timing(min(values), statistics.median(values), max(values), len(values))
         for name, values in samples.items()
     }
 
 
-def _sample(call: Call, repeats: int) -> float:
+def _sample(call: Call, repeats: int, finish: Call) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         call()
+    finish()
     return (time.perf_counter() - start) / repeats
 
 

@@ -3,6 +3,7 @@
 
 #include "core/once.hpp"
 #include "cpu/backend.hpp"
+#include "cuda/backend.hpp"
 #include "ops/kernel.hpp"
 #include "sim/backend.hpp"
 
@@ -14,7 +15,10 @@ std::span<const Backend* const> backends() {
     std::vector<const Backend*> all;
     const auto add = [&](std::span<const Backend* const> some) { all.insert(all.end(), some.begin(), some.end()); };
     add(cpu::backends());
-    add(sim::backends(cpu::backends()));
+    add(cuda::backends());
+    std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
+    if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
+    add(sim::backends(host));
     return all;
   });
 }

@@ -6,6 +6,7 @@
 #include "core/isa.hpp"
 #include "core/parallel.hpp"
 #include "ops/kernel.hpp"
+#include "torch/boxed.hpp"
 #include "torch/registration.hpp"
 
 namespace lowbit {
@@ -93,6 +94,8 @@ void register_diagnostics(py::module_& m) {
   m.def(
       "register_torch_key", torch::register_key, py::arg("key"),
       "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
+  m.def("look_at_devices", torch::look_at_devices,
+        "From now on tensors are asked for their device, and torch for its current stream there.");
   m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (OPS) on every device, best first.");
   m.def("force_kernel", force, py::arg("name"),
         "Make this thread use the named row only, None for the automatic choice; return what was forced before.");

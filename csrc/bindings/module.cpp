@@ -12,5 +12,6 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_score_program(m);
   lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
+  lowbit::register_cuda(m);
   lowbit::register_simulated(m);
 }

@@ -22,6 +22,7 @@ void register_optim(pybind11::module_& m);
 void register_score_program(pybind11::module_& m);
 void register_decode(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);
+void register_cuda(pybind11::module_& m);
 void register_simulated(pybind11::module_& m);
 void register_errors();
 

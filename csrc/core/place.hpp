@@ -16,6 +16,7 @@ namespace lowbit {
 // (aoti_torch_device_type_<>); DLPack's number of it.
 #define LOWBIT_DEVICES(X) \
   X(cpu, "cpu", "cpu", 1) \
+  X(cuda, "cuda", "cuda", 2) \
   X(simulated, "lowbit_sim", "privateuse1", 12)
 
 #define LOWBIT_DEVICE(type, name, torch_name, dlpack) type,

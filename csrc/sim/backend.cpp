@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// For every backend of the CPU that this machine can run there is <isa>_sim, with its rows as <row>_sim. The memory of
-// the call's device is open while a row runs and at no other time: whatever of an op reads memory outside its row dies
-// on this device. What a row needs beside its arguments is the CPU's scratch, which is memory of the host.
+// For every backend of the host that this machine can run (the CPU's, and CUDA's where that is emulated) there is
+// <name>_sim, with its rows as <row>_sim. The memory of the call's device is open while a row runs and at no other
+// time: whatever of an op reads memory outside its row dies on this device. What a row needs beside its arguments is
+// the CPU's scratch, which is memory of the host.
 #include "sim/backend.hpp"
 
 #include <deque>
@@ -44,9 +45,9 @@ void open_and_run(const Place& place, const std::function<void()>& row) {
   row();
 }
 
-Backend simulated(const Backend& cpu, Made& made) {
-  Backend backend = cpu;
-  backend.name = made.name_after(cpu.name), backend.device = DeviceType::simulated;
+Backend simulated(const Backend& host, Made& made) {
+  Backend backend = host;
+  backend.name = made.name_after(host.name), backend.device = DeviceType::simulated;
   backend.unavailable = unavailable, backend.guard = open_and_run;
 #define LOWBIT_OP(op, Args) \
   for (Kernel<Args>& row : backend.op) row.name = made.name_after(row.name);
@@ -57,10 +58,10 @@ Backend simulated(const Backend& cpu, Made& made) {
 
 }  // namespace
 
-std::span<const Backend* const> backends(std::span<const Backend* const> cpu) {
+std::span<const Backend* const> backends(std::span<const Backend* const> host) {
   return made_once(kept, [&] {
     Made made;
-    for (const Backend* backend : cpu)
+    for (const Backend* backend : host)
       if (runs_here(*backend, made.cpu_fails)) made.backends.push_back(simulated(*backend, made));
     for (const Backend& backend : made.backends) made.all.push_back(&backend);
     return made;

@@ -5,7 +5,7 @@
 
 namespace lowbit::sim {
 
-// The backends of the CPU, best first, as those of the simulated devices.
-std::span<const Backend* const> backends(std::span<const Backend* const> cpu);
+// These backends, best first, as those of the simulated devices: what runs in the memory of the host.
+std::span<const Backend* const> backends(std::span<const Backend* const> host);
 
 }  // namespace lowbit::sim

@@ -3,7 +3,10 @@
 
 #include <dlfcn.h>
 
+#include <array>
 #include <atomic>
+
+#include "core/once.hpp"
 
 // torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument),
 // but of a pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it
@@ -62,9 +65,30 @@ Device device_of(TensorHandle tensor, std::string_view op, std::string_view name
   throw Error(ErrorKind::value, concat(op, ": ", name, " is on a device without kernels, torch's type ", type));
 }
 
+// The device's own handle of the current stream, where torch has a library of its own for that type of device. What it
+// calls the number of a stream is another thing there.
+using RawStream = Status (*)(int32_t device_index, void** stream);
+RawStream raw_stream_of(DeviceType type) {
+  const std::string name(kDeviceTypes[static_cast<int>(type)].torch_name);
+  void* const library = dlopen(concat("libtorch_", name, ".so").c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (!library) return nullptr;
+  const std::string symbol = concat("aoti_torch_get_current_", name, "_stream");
+  const auto function = reinterpret_cast<RawStream>(dlsym(library, symbol.c_str()));
+  check(function != nullptr, ErrorKind::runtime, "this torch has no ", symbol);
+  return function;
+}
+
 void* stream_of_torch(Device device) {
   constexpr std::string_view op = "lowbit";
   const Symbols& torch = loaded_symbols();
+  static std::array<std::atomic<const RawStream*>, kDeviceTypeCount> kept{};
+  const auto type = static_cast<std::size_t>(device.type);
+  const RawStream raw = made_once(kept[type], [&] { return raw_stream_of(device.type); });
+  if (raw) {
+    void* current = nullptr;
+    ensure(raw(device.index, &current), op, "the current stream");
+    return current;
+  }
   StreamHandle stream = nullptr;
   int64_t number = 0;
   ensure(torch.get_current_stream(device.index, &stream), op, "the current stream");

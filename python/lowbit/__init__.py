@@ -27,7 +27,10 @@ except ModuleNotFoundError as error:
         raise
     _torch = None  # `import lowbit._C` works; every public name says what is missing
 
+from lowbit import _C
 from lowbit._C import version as __version__
+
+_C.cuda.look_in(sys.path)  # where pip has NVIDIA's libraries, if it has; nothing is opened here
 
 if TYPE_CHECKING:
     from lowbit import attention, devices, optim

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`,
-`lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit --version`."""
+`lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit --version`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (
         ImportError,
         OSError,
+        RuntimeError,
         TypeError,
         ValueError,
     ) as error:  # no torch, an unknown op, a wrong LOWBIT_ISA, no file
@@ -39,6 +40,13 @@ def _parser() -> argparse.ArgumentParser:
     kernels = commands.add_parser("kernels", help="the kernel rows of an op, best first")
     kernels.add_argument("op", nargs="?", default="linear")
     kernels.set_defaults(run=lambda options: lowbit.kernels(options.op))
+    prebuild = commands.add_parser(
+        "prebuild",
+        help="compile the CUDA kernels of the optimizers' defaults into the cache; needs NVRTC, no GPU",
+        description="For machines without a compiler, and LOWBIT_JIT=0. Cache: LOWBIT_CACHE_DIR or ~/.cache/lowbit.",
+    )
+    prebuild.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90a")
+    prebuild.set_defaults(run=_prebuild)
     quantize = commands.add_parser(
         "quantize",
         help="pack the linear layers of a checkpoint of transformers, one tensor in memory at a time",
@@ -70,6 +78,11 @@ def _quantize(options: argparse.Namespace) -> object:
         modules_to_not_convert=options.keep,
         embeddings=options.embeddings,
     )
+
+
+def _prebuild(options: argparse.Namespace) -> object:
+    made = lowbit.devices.prebuild(*options.arch.split(","))
+    return "\n".join(f"{path}: {name}" for path, name in made.items())
 
 
 def _compare(options: argparse.Namespace) -> object:

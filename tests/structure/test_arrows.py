@@ -20,11 +20,12 @@ CPP_ARROWS = {
     "score": {"score", "core"},
     "sim": {"sim", "ops", "core"},
     "ops": {"ops", "score", "formats", "rules", "core"},
+    "cuda": {"cuda", "ops", "formats", "rules", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
-    "bindings": {"bindings", "torch", "sim", "ops", "score", "formats", "rules", "core"},
+    "bindings": {"bindings", "torch", "sim", "cuda", "ops", "score", "formats", "rules", "core"},
     "wheel": set(),
-    "backends.cpp": {"cpu", "sim", "ops", "core"},
+    "backends.cpp": {"cpu", "cuda", "sim", "ops", "core"},
 }
 PYTHON_ARROWS = {
     "reference": {"reference"},
@@ -46,7 +47,7 @@ FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "mana
 
 
 def cpp_files() -> list[Path]:
-    return sorted(path for pattern in ("*.cpp", "*.hpp", "*.h", "*.inc") for path in CSRC.rglob(pattern))
+    return sorted(path for pattern in ("*.cpp", "*.hpp", "*.cuh", "*.h", "*.inc") for path in CSRC.rglob(pattern))
 
 
 def python_files() -> list[Path]:
@@ -82,15 +83,20 @@ def test_cpp_file_includes_only_the_rooms_it_may(path: Path) -> None:
 
 def test_a_device_is_its_folder_and_its_line_in_each_list() -> None:
     """The table of docs/architecture.md. No room decides by the type of a device: ops, torch and kernels have no line about one."""
-    own = re.compile(r"\bsim(::|/)|simulated")
-    lines = {
-        str(path.relative_to(CSRC)): count
-        for path in [*cpp_files(), CSRC / "CMakeLists.txt"]
-        if path.parent.name != "sim" and path.name != "simulated.cpp"
-        if (count := sum(bool(own.search(line)) for line in path.read_text().splitlines()))
-    }
+
+    def lines(own: str, folder: str, binding: str) -> dict[str, int]:
+        return {
+            str(path.relative_to(CSRC)): count
+            for path in [*cpp_files(), CSRC / "CMakeLists.txt"]
+            if path.relative_to(CSRC).parts[0] != folder and path.name != binding
+            if (count := sum(bool(re.search(own, line)) for line in path.read_text().splitlines()))
+        }
+
     lists = {"core/place.hpp": 1, "backends.cpp": 2, "CMakeLists.txt": 1}
-    assert lines == lists | {"bindings/register.hpp": 1, "bindings/module.cpp": 1}  # its memory and faults for Python
+    bindings = {"bindings/register.hpp": 1, "bindings/module.cpp": 1}  # memory and faults, libraries, for Python
+    assert lines(r"\bsim(::|/)|simulated", "sim", "simulated.cpp") == lists | bindings
+    emulated = {"backends.cpp": 3, "CMakeLists.txt": 3}  # and the text of the device sources
+    assert lines(r"\bcuda(::|/)|X\(cuda|register_cuda|LOWBIT_CUDA|\(cuda\)", "cuda", "cuda.cpp") == lists | bindings | emulated
     for path in python_files():
         if "simulated" not in path.parts:
             assert "lowbit_sim" not in code_of(path), path
@@ -181,7 +187,7 @@ def test_autoload_package_imports_nothing_at_the_top() -> None:
 
 def test_rooms_of_the_tests_mirror_the_package() -> None:
     rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    assert rooms - {"torch", "structure", "cpp", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
+    assert rooms - {"torch", "structure", "cpp", "cuda", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
 
 
 def test_every_instruction_set_is_asked_for_the_whole_vector() -> None:

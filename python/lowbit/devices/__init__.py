@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where lowbit's ops run: `list()`, `check()`; how torch and other packages find lowbit; simulated devices."""
+"""Where lowbit's ops run: `list()`, `check()`, `prebuild()`; how others find lowbit; simulated devices."""
 
 from __future__ import annotations
 
+from lowbit.devices.cuda import prebuild
 from lowbit.devices.places import check, has_kernels, list
 
-__all__ = ["check", "has_kernels", "list"]
+__all__ = ["check", "has_kernels", "list", "prebuild"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import torch
 
-_served: tuple[str, ...] = ("cpu",)
+from lowbit import _C
+
+_served: tuple[str, ...] = ("cpu",)  # by every op
+_asked: dict[tuple[str, str], bool] = {}  # (type of device, op): whether a row of the op runs there
 
 
 def serve(device_type: str) -> None:
@@ -31,14 +34,42 @@ def type_of_rows(device: torch.device) -> str:
     return device.type if device.type in _served else "cpu"
 
 
-def check(op: str, name: str, device: torch.device, *, meta: bool = False, error: type[Exception] = ValueError) -> None:
-    """Raise ``error`` unless lowbit has kernels for ``device``; ``meta`` lets that pass too.
+def has_rows(kernel: str, device: torch.device) -> bool:
+    """Return True if the op ``kernel`` of `_C.OPS` has rows for ``device``: some have where others have none.
+
+    Raises:
+        RuntimeError: it has, and this machine cannot run them; says why.
+    """
+    if device.type in _served:
+        return True
+    asked = device.type, kernel
+    if asked not in _asked:
+        rows = [row for row in _C.kernels(kernel) if row["device"] == device.type]
+        if rows and not any(row["available"] for row in rows):
+            raise RuntimeError(f"{kernel}: the kernels for {device.type} cannot run here: {rows[0]['reason']}")
+        if rows:
+            _C.look_at_devices()
+        _asked[asked] = bool(rows)
+    return _asked[asked]
+
+
+def check(
+    op: str,
+    name: str,
+    device: torch.device,
+    *,
+    kernel: str | None = None,
+    meta: bool = False,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise ``error`` unless lowbit has kernels for ``device``, of every op or of ``kernel``; ``meta``
+    passes too.
 
     Example:
         >>> check("flex_attention", "query", query.device)
         ValueError: flex_attention: query must be on the CPU, got cuda:0
     """
-    if device.type in _served or (meta and device.type == "meta"):
+    if device.type in _served or (meta and device.type == "meta") or (kernel and has_rows(kernel, device)):
         return
     raise error(f"{op}: {name} must be on {wanted()}, got {device}")
 

@@ -47,4 +47,12 @@ def info() -> Info:
         if not kernel["available"]:
             what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
             facts[what] = f"not available: {kernel['reason']}"
+    facts |= _cuda()
     return facts
+
+
+def _cuda() -> dict[str, str]:
+    """What was found of NVIDIA's libraries, and whether our kernels run on the first device."""
+    reason = _C.cuda.unavailable(0)
+    facts = {"cuda:0": f"not available: {reason}" if reason else "optimizers"}
+    return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}

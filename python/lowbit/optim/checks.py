@@ -70,7 +70,7 @@ def _check_betas(betas: Any) -> None:
 
 def check_param(param: Tensor, optimizer: str) -> None:
     """Raise ValueError for a parameter that no step could serve."""
-    devices.check(optimizer, "parameters", param.device)
+    devices.check(optimizer, "parameters", param.device, kernel="optim_step")
     if param.dtype not in _PARAM_DTYPES:
         raise ValueError(f"{optimizer}: parameters must be float32, bfloat16 or float16, got {param.dtype}")
     if param.layout is not torch.strided:

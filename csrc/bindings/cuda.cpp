@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What Python asks of the CUDA runtime itself; ops reach their kernels as on any device.
+#include <pybind11/stl.h>
+
+#include "bindings/register.hpp"
+#include "cuda/optim/sources.hpp"
+#include "cuda/runtime/driver.hpp"
+#include "cuda/runtime/library.hpp"
+
+namespace lowbit {
+namespace {
+
+namespace py = pybind11;
+
+py::list libraries() {
+  py::list all;
+  for (int i = 0; i < cuda::kLibraries; i++) {
+    const cuda::Library& library = cuda::library(static_cast<cuda::LibraryName>(i));
+    py::dict facts;
+    facts["name"] = library.name, facts["path"] = library.path, facts["missing"] = library.missing;
+    all.append(facts);
+  }
+  return all;
+}
+
+py::list prebuild(const std::string& architecture, std::string_view only) {
+  py::list all;
+  for (const cuda::Source& source : cuda::common_sources()) {
+    if (!source.name.starts_with(only)) continue;
+    cuda::Prebuilt made;
+    {
+      const py::gil_scoped_release nogil;
+      made = cuda::prebuild(source, architecture);
+    }
+    py::dict facts;
+    facts["name"] = source.name, facts["path"] = made.path, facts["log"] = made.log;
+    all.append(facts);
+  }
+  return all;
+}
+
+}  // namespace
+
+void register_cuda(py::module_& m) {
+  py::module_ cuda = m.def_submodule("cuda", "NVIDIA's libraries and the code of devices.");
+  cuda.def("look_in", cuda::look_in, py::arg("folders"),
+           "Folders of Python packages whose nvidia/*/lib is searched; before the first call that opens a library.");
+  cuda.def("libraries", libraries, "Open every library; return name, path and, if missing, where it was looked for.");
+  cuda.def(
+      "unavailable", [](int16_t index) { return cuda::unavailable({DeviceType::cuda, index}); }, py::arg("index"),
+      "Why our kernels cannot run on this device; an empty string if they can.");
+  cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",
+           "Compile what the optimizers' defaults use (where the name begins with `only`) into the cache, without a "
+           "GPU; return name, path and NVRTC's log.");
+}
+
+}  // namespace lowbit

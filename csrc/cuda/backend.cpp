@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/backend.hpp"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "core/once.hpp"
+#include "cuda/runtime/driver.hpp"
+#include "cuda/runtime/library.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+void run_in_context(const Place& place, const std::function<void()>& row) {
+  const InContext here(place.device);
+  row();
+}
+
+}  // namespace
+
+std::span<const Backend* const> backends() {
+  static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
+  return made_once(kept, [] {
+    auto* backend = new Backend{  // two threads may make one each; what is not kept stays, once
+        .name = "cuda", .device = DeviceType::cuda, .unavailable = unavailable, .guard = run_in_context};
+    add_optim_rows(*backend);
+    return std::vector<const Backend*>{backend};
+  });
+}
+
+bool is_emulated() {
+  if (!std::getenv("LOWBIT_CUDA_PATH")) return false;
+  const Library& driver = library(LibraryName::driver);
+  return driver.handle && dlsym(driver.handle, "lowbit_emulates_cuda");
+}
+
+}  // namespace lowbit::cuda

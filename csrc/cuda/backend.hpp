@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "ops/kernel.hpp"
+
+namespace lowbit::cuda {
+
+// NVIDIA GPUs, from compute capability 8.0 on. Asking for it loads nothing: the driver is opened by the first call that
+// has a tensor there.
+std::span<const Backend* const> backends();
+
+// True where LOWBIT_CUDA_PATH leads to a driver that runs kernels on the host (tests/cuda): these rows can serve memory
+// of the host then.
+bool is_emulated();
+
+void add_optim_rows(Backend& backend);
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The vector of one element that a CUDA thread computes with: the functions that the templates of formats and rules
+// call, with the meaning and the bits of cpu/simd/scalar.hpp. Compiled without contraction (-fmad=false): fma is where
+// it is written.
+#pragma once
+
+#include "core/dtype.hpp"
+
+namespace lowbit::cuda {
+
+struct f32 { float lane; };
+struct i32 { int32_t lane; };
+
+LOWBIT_INLINE f32 like(f32, float a) { return {a}; }
+LOWBIT_INLINE i32 like(i32, int32_t a) { return {a}; }
+
+LOWBIT_INLINE f32 add(f32 a, f32 b) { return {a.lane + b.lane}; }
+LOWBIT_INLINE f32 sub(f32 a, f32 b) { return {a.lane - b.lane}; }
+LOWBIT_INLINE f32 mul(f32 a, f32 b) { return {a.lane * b.lane}; }
+LOWBIT_INLINE f32 div(f32 a, f32 b) { return {__fdiv_rn(a.lane, b.lane)}; }
+LOWBIT_INLINE f32 sqrt(f32 a) { return {__fsqrt_rn(a.lane)}; }
+LOWBIT_INLINE f32 fma(f32 a, f32 b, f32 c) { return {__fmaf_rn(a.lane, b.lane, c.lane)}; }
+LOWBIT_INLINE f32 max(f32 a, f32 b) { return {a.lane > b.lane ? a.lane : b.lane}; }  // b if either is nan
+LOWBIT_INLINE f32 min(f32 a, f32 b) { return {a.lane < b.lane ? a.lane : b.lane}; }
+LOWBIT_INLINE f32 abs(f32 a) { return {__int_as_float(__float_as_int(a.lane) & INT32_MAX)}; }
+LOWBIT_INLINE f32 to_float(i32 a) { return {__int2float_rn(a.lane)}; }
+LOWBIT_INLINE i32 to_int(f32 a) { return {__float2int_rn(a.lane)}; }  // to nearest even
+LOWBIT_INLINE f32 sign(f32 a) {  // -1, 1, or a where it is 0 or nan
+  return a.lane > 0 ? f32{1.0f} : a.lane < 0 ? f32{-1.0f} : a;
+}
+
+LOWBIT_INLINE i32 bits_of(f32 a) { return {__float_as_int(a.lane)}; }
+LOWBIT_INLINE f32 float_of(i32 a) { return {__int_as_float(a.lane)}; }
+LOWBIT_INLINE uint32_t unsigned_of(i32 a) { return static_cast<uint32_t>(a.lane); }
+LOWBIT_INLINE i32 from_unsigned(uint32_t a) { return {static_cast<int32_t>(a)}; }
+LOWBIT_INLINE i32 add(i32 a, i32 b) { return from_unsigned(unsigned_of(a) + unsigned_of(b)); }
+LOWBIT_INLINE i32 sub(i32 a, i32 b) { return from_unsigned(unsigned_of(a) - unsigned_of(b)); }
+LOWBIT_INLINE i32 mul(i32 a, i32 b) { return from_unsigned(unsigned_of(a) * unsigned_of(b)); }
+LOWBIT_INLINE i32 min(i32 a, i32 b) { return a.lane < b.lane ? a : b; }
+LOWBIT_INLINE i32 max(i32 a, i32 b) { return a.lane > b.lane ? a : b; }
+LOWBIT_INLINE i32 max_u32(i32 a, i32 b) { return unsigned_of(a) > unsigned_of(b) ? a : b; }
+LOWBIT_INLINE i32 bit_and(i32 a, i32 b) { return {a.lane & b.lane}; }
+LOWBIT_INLINE i32 bit_or(i32 a, i32 b) { return {a.lane | b.lane}; }
+LOWBIT_INLINE i32 bit_xor(i32 a, i32 b) { return {a.lane ^ b.lane}; }
+template <int count>
+LOWBIT_INLINE i32 shift_left(i32 a) { return from_unsigned(unsigned_of(a) << count); }
+template <int count>
+LOWBIT_INLINE i32 shift_right(i32 a) { return from_unsigned(unsigned_of(a) >> count); }  // zeros come in
+LOWBIT_INLINE i32 shift_right(i32 a, i32 count) {
+  return unsigned_of(count) < 32 ? from_unsigned(unsigned_of(a) >> count.lane) : i32{0};
+}
+LOWBIT_INLINE i32 at_least(f32 a, f32 b) { return {-(a.lane >= b.lane)}; }  // mask; nan: 0
+LOWBIT_INLINE i32 select(i32 mask, i32 a, i32 b) { return mask.lane ? a : b; }
+LOWBIT_INLINE i32 mul_high_u16(i32 a, i32 b) {  // the product of the upper halves, in the upper half
+  return from_unsigned((unsigned_of(a) >> 16) * (unsigned_of(b) >> 16) & 0xffff0000u);
+}
+LOWBIT_INLINE i32 sub_saturating_u16(i32 a, i32 b) {  // upper halves, not below 0
+  const uint32_t left = unsigned_of(a) >> 16, right = unsigned_of(b) >> 16;
+  return from_unsigned((left > right ? left - right : 0) << 16);
+}
+LOWBIT_INLINE i32 count_down_above(i32 n, f32 a, f32 b) { return {n.lane - (a.lane > b.lane)}; }  // n - 1 where a > b
+LOWBIT_INLINE i32 negate_where_negative(i32 a, f32 b) { return {__float_as_int(b.lane) < 0 ? -a.lane : a.lane}; }
+
+constexpr uint32_t kWarp = 0xffffffffu;
+
+// A table of 8 entries lies across 8 lanes, one each, and is read by a shuffle: nothing of it is in memory. The 8 lanes
+// share what it is scaled by, and all lanes of the warp read at once.
+struct Table8 {
+  float entry;
+
+  LOWBIT_INLINE Table8() = default;
+  LOWBIT_INLINE Table8(const float* entries, float factor) : entry(entries[threadIdx.x & 7] * factor) {}
+};
+LOWBIT_INLINE f32 lookup8(const Table8& table, i32 index) {
+  return {__shfl_sync(kWarp, table.entry, index.lane & 7, 8)};
+}
+LOWBIT_INLINE f32 lookup8(const float* table, i32 index) { return lookup8(Table8(table, 1.0f), index); }
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of optimizers get, the same text for host and device: the tensors of a step in the launch's
+// arguments, so that nothing is allocated or copied for them and a CUDA graph keeps them.
+#pragma once
+
+#include "formats/state_format.hpp"
+#include "ops/optim_tensor.hpp"
+
+namespace lowbit::cuda {
+
+constexpr int kStepThreads = 256;
+constexpr int64_t kTaskElements = 1 << 13;  // of one CTA: the constants of a step, made once in it, are under 2 % of it
+
+// Consecutive elements a thread: 8 bytes of codes of 8 bits, 32 of float32. 8 threads or more share a scale, and a
+// block lies in one CTA.
+constexpr int elements_each(int64_t block) {
+  return static_cast<int>(block < 64 ? block / 8 : block > 8 * kStepThreads ? block / kStepThreads : 8);
+}
+
+struct StepTable {
+  static constexpr int kMostTensors = 320;  // 29 KB; arguments may have 32,764 bytes from CUDA 12.1 on
+
+  Hyper hyper;
+  const float* grad_scale;
+  const float* found_inf;
+  uint64_t seed;
+  int64_t block_size;  // also of formats without scales: random numbers are drawn by block
+  bool stochastic_rounding;
+  int count;
+  int64_t first_tensor;  // the position of tensor[0] in the list of the call
+  int32_t first_task[kMostTensors + 1];
+  OptimTensor tensor[kMostTensors];
+};
+static_assert(sizeof(StepTable) <= 32764);
+
+struct ConvertArgs {  // of encode_state and decode_state
+  float* values;
+  uint8_t* codes;
+  float* scale;
+  int64_t numel;
+};
+
+}  // namespace lowbit::cuda

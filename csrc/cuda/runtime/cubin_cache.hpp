@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Code of devices on disk, so that one process compiles it and every later one loads it.
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace lowbit::cuda {
+
+// The file of a source for an architecture: named by a hash of both, of every header and of the options. Not of NVRTC's
+// version: what another one made is as good, and a machine without NVRTC can use it. Folder: LOWBIT_CACHE_DIR, else
+// lowbit in XDG_CACHE_HOME or ~/.cache.
+std::string cached_path(const std::string& source, const std::string& architecture);
+
+std::optional<std::string> read_cached(const std::string& path);
+
+// Written aside and renamed: a reader sees all of it or nothing, and of two writers one wins. Returns why it could not
+// be kept, "" if it was.
+std::string write_cached(const std::string& path, const std::string& image);
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/runtime/driver.hpp"
+
+#include <array>
+
+#include "core/once.hpp"
+#include "cuda/runtime/library.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+constexpr int kMostDevices = 64;
+
+Driver open_driver() {
+  const Library& found = library(LibraryName::driver);
+  Driver driver{};
+#define LOWBIT_CUDA_FUNCTION(name, symbol_name, ...) \
+  driver.name = reinterpret_cast<decltype(driver.name)>(found.symbol(symbol_name));
+  LOWBIT_CUDA_DRIVER(LOWBIT_CUDA_FUNCTION)
+#undef LOWBIT_CUDA_FUNCTION
+  const Result failed = driver.init(0);
+  const char* name = nullptr;
+  if (failed) driver.error_name(failed, &name);
+  check(!failed, ErrorKind::runtime, "cuInit failed: ", name ? name : "an unknown error", " (", failed, ")");
+  int version = 0;
+  driver.version(&version);
+  check(version >= kOldestDriver, ErrorKind::runtime, "the driver is of CUDA ", version / 1000, ".",
+        version % 1000 / 10, ", wanted ", kOldestDriver / 1000, ".", kOldestDriver % 1000 / 10, " or later");
+  return driver;
+}
+
+int attribute(int which, int index) {
+  DeviceOrdinal device = 0;
+  ensure(driver().device_get(&device, index), concat("cuda:", index, ": cuDeviceGet"));
+  int value = 0;
+  ensure(driver().device_attribute(&value, which, device), concat("cuda:", index, ": cuDeviceGetAttribute"));
+  return value;
+}
+
+std::string reason_of(int index) {
+  try {
+    int count = 0;
+    ensure(driver().device_count(&count), "cuDeviceGetCount");
+    if (index >= count) return concat("there is no cuda:", index, ", the driver has ", count, " devices");
+    const int major = attribute(kComputeMajor, index), minor = attribute(kComputeMinor, index);
+    if (major < 8) return concat("compute capability ", major, ".", minor, ", wanted 8.0 or later");
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static std::atomic<const Driver*> kept{nullptr};
+  return made_once(kept, open_driver);
+}
+
+void ensure(Result result, const std::string& what) {
+  if (result == 0) [[likely]] return;
+  const char *name = nullptr, *text = nullptr;
+  driver().error_name(result, &name), driver().error_text(result, &text);
+  throw Error(ErrorKind::runtime, concat(what, " failed: ", name ? name : "unknown error", " (", result,
+                                         text ? "): " : ")", text ? text : ""));
+}
+
+const std::string& unavailable(Device device) {
+  static std::array<std::atomic<const std::string*>, kMostDevices> kept{};
+  const int index = device.index < kMostDevices ? device.index : kMostDevices - 1;
+  return made_once(kept[static_cast<std::size_t>(index)], [&] { return reason_of(device.index); });
+}
+
+std::string architecture(Device device) {
+  const int major = attribute(kComputeMajor, device.index), minor = attribute(kComputeMinor, device.index);
+  return concat("sm_", major, minor, major >= 9 ? "a" : "");  // a: the instructions of this generation alone too
+}
+
+InContext::InContext(Device device) {
+  static std::array<std::atomic<Context>, kMostDevices> primary{};
+  std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
+  const std::string where = name_of(device);
+  if (!kept) {  // retained for as long as the process lives, as torch does
+    DeviceOrdinal ordinal = 0;
+    Context made = nullptr;
+    ensure(driver().device_get(&ordinal, device.index), where + ": cuDeviceGet");
+    ensure(driver().primary_context(&made, ordinal), where + ": cuDevicePrimaryCtxRetain");
+    kept = made;
+  }
+  Context current = nullptr;
+  ensure(driver().current_context(&current), where + ": cuCtxGetCurrent");
+  if (current == kept) return;
+  ensure(driver().push_context(kept), where + ": cuCtxPushCurrent");
+  pushed_ = true;
+}
+
+InContext::~InContext() {
+  Context popped = nullptr;
+  if (pushed_) driver().pop_context(&popped);
+}
+
+}  // namespace lowbit::cuda

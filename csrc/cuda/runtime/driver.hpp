@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of libcuda that are used, with types of our own: the ABI is stable, and no header of CUDA is there when
+// this is built.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "core/error.hpp"
+#include "core/place.hpp"
+
+namespace lowbit::cuda {
+
+using Result = int;  // CUresult: 0 is success
+using DeviceOrdinal = int;
+using Context = struct ContextOfDriver*;
+using Module = struct LibraryOfDriver*;
+using KernelHandle = struct KernelOfDriver*;
+using Function = struct FunctionOfDriver*;
+using Stream = void*;
+
+enum DeviceAttribute { kComputeMajor = 75, kComputeMinor = 76 };
+inline constexpr Result kNoBinaryForDevice = 209;
+inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
+
+#define LOWBIT_CUDA_DRIVER(X)                                                                                       \
+  X(init, "cuInit", unsigned flags)                                                                                 \
+  X(version, "cuDriverGetVersion", int* version)                                                                    \
+  X(device_count, "cuDeviceGetCount", int* count)                                                                   \
+  X(device_get, "cuDeviceGet", DeviceOrdinal* device, int index)                                                    \
+  X(device_name, "cuDeviceGetName", char* name, int bytes, DeviceOrdinal device)                                    \
+  X(device_attribute, "cuDeviceGetAttribute", int* value, int attribute, DeviceOrdinal device)                      \
+  X(primary_context, "cuDevicePrimaryCtxRetain", Context* context, DeviceOrdinal device)                            \
+  X(current_context, "cuCtxGetCurrent", Context* context)                                                           \
+  X(push_context, "cuCtxPushCurrent_v2", Context context)                                                           \
+  X(pop_context, "cuCtxPopCurrent_v2", Context* context)                                                            \
+  X(load_module, "cuLibraryLoadData", Module* module, const void* image, void* jit, void** jit_values, unsigned, void* \
+    options, void** option_values, unsigned)                                                                        \
+  X(get_kernel, "cuLibraryGetKernel", KernelHandle* kernel, Module module, const char* name)                        \
+  X(get_function, "cuKernelGetFunction", Function* function, KernelHandle kernel)                                   \
+  X(is_capturing, "cuStreamIsCapturing", Stream stream, int* status)                                                \
+  X(launch, "cuLaunchKernel", Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, \
+    unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra)       \
+  X(synchronize, "cuStreamSynchronize", Stream stream)                                                              \
+  X(error_name, "cuGetErrorName", Result error, const char** name)                                                  \
+  X(error_text, "cuGetErrorString", Result error, const char** text)
+
+struct Driver {
+#define LOWBIT_CUDA_FUNCTION(name, symbol, ...) Result (*name)(__VA_ARGS__);
+  LOWBIT_CUDA_DRIVER(LOWBIT_CUDA_FUNCTION)
+#undef LOWBIT_CUDA_FUNCTION
+};
+
+// Initialised by the first call; an Error if there is none, or it cannot be initialised.
+const Driver& driver();
+
+// An Error that says what was tried and what the driver says of it, unless `result` is success.
+void ensure(Result result, const std::string& what);
+
+// Why our kernels cannot run on this device; "" if they can. Kept per device.
+const std::string& unavailable(Device device);
+
+// What NVRTC calls the device's code: "sm_90a".
+std::string architecture(Device device);
+
+// Makes the device's primary context, torch's, the current one of this thread while it lives.
+class InContext {
+ public:
+  explicit InContext(Device device);
+  ~InContext();
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+}  // namespace lowbit::cuda

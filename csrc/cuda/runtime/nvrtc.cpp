@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/runtime/nvrtc.hpp"
+
+#include <vector>
+
+#include "core/once.hpp"
+#include "cuda/runtime/library.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+using Handle = struct ProgramOfNvrtc*;
+
+#define LOWBIT_NVRTC(X)                                                                                     \
+  X(version, "nvrtcVersion", int* major, int* minor)                                                        \
+  X(create, "nvrtcCreateProgram", Handle* program, const char* source, const char* name, int headers,       \
+    const char* const* texts, const char* const* names)                                                     \
+  X(compile, "nvrtcCompileProgram", Handle program, int count, const char* const* options)                  \
+  X(destroy, "nvrtcDestroyProgram", Handle* program)                                                        \
+  X(log_size, "nvrtcGetProgramLogSize", Handle program, std::size_t* bytes)                                 \
+  X(log, "nvrtcGetProgramLog", Handle program, char* text)                                                  \
+  X(cubin_size, "nvrtcGetCUBINSize", Handle program, std::size_t* bytes)                                    \
+  X(cubin, "nvrtcGetCUBIN", Handle program, char* image)
+
+struct Nvrtc {
+#define LOWBIT_NVRTC_FUNCTION(name, symbol, ...) int (*name)(__VA_ARGS__);
+  LOWBIT_NVRTC(LOWBIT_NVRTC_FUNCTION)
+#undef LOWBIT_NVRTC_FUNCTION
+};
+
+const Nvrtc& nvrtc() {
+  static std::atomic<const Nvrtc*> kept{nullptr};
+  return made_once(kept, [] {
+    const Library& found = library(LibraryName::nvrtc);
+    Nvrtc nvrtc{};
+#define LOWBIT_NVRTC_FUNCTION(name, symbol_name, ...) \
+  nvrtc.name = reinterpret_cast<decltype(nvrtc.name)>(found.symbol(symbol_name));
+    LOWBIT_NVRTC(LOWBIT_NVRTC_FUNCTION)
+#undef LOWBIT_NVRTC_FUNCTION
+    return nvrtc;
+  });
+}
+
+using Getter = int (*)(Handle, char*);
+using SizeGetter = int (*)(Handle, std::size_t*);
+
+std::string text_of(Handle program, SizeGetter size, Getter get) {
+  std::size_t bytes = 0;
+  if (size(program, &bytes) != 0) return "";
+  std::string text(bytes, '\0');
+  return get(program, text.data()) == 0 ? text : "";
+}
+
+// fma is where the source says it, so that a device gives the bits of the CPU's rows.
+constexpr const char* kOptions[] = {"-std=c++20", "-default-device", "-fmad=false", "--ptxas-options=-v"};
+
+}  // namespace
+
+std::string compile_options() {
+  std::string all;
+  for (const char* option : kOptions) all += concat(option, " ");
+  return all;
+}
+
+const Compiler& compiler() {
+  static std::atomic<const Compiler*> kept{nullptr};
+  return made_once(kept, [] {
+    const Library& found = library(LibraryName::nvrtc);
+    if (!found.handle) return Compiler{};
+    int major = 0, minor = 0;
+    nvrtc().version(&major, &minor);
+    return Compiler{.version = concat(major, ".", minor), .path = found.path};
+  });
+}
+
+Compiled compile(const std::string& name, const std::string& source, const std::string& architecture) {
+  std::vector<const char*> texts, names;
+  for (const DeviceHeader& header : device_headers()) texts.push_back(header.text), names.push_back(header.name);
+  Handle program = nullptr;
+  const int created = nvrtc().create(&program, source.c_str(), name.c_str(), static_cast<int>(names.size()),
+                                     texts.data(), names.data());
+  check(created == 0, ErrorKind::runtime, name, ": nvrtcCreateProgram failed: ", created);
+  const std::string target = "--gpu-architecture=" + architecture;
+  std::vector<const char*> options{target.c_str()};
+  options.insert(options.end(), std::begin(kOptions), std::end(kOptions));
+  const int failed = nvrtc().compile(program, static_cast<int>(options.size()), options.data());
+  Compiled made{.image = failed ? "" : text_of(program, nvrtc().cubin_size, nvrtc().cubin),
+                .log = text_of(program, nvrtc().log_size, nvrtc().log)};
+  nvrtc().destroy(&program);
+  check(!made.image.empty(), ErrorKind::runtime, name, ": NVRTC ", compiler().version, " (", compiler().path,
+        ") made no code for ", architecture, ", error ", failed, "\n", made.log);
+  return made;
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Source text of kernels to code of a device. The headers that it may include are in the library (device_headers.cpp).
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "core/error.hpp"
+
+namespace lowbit::cuda {
+
+struct DeviceHeader {
+  const char* name;  // as it is included
+  const char* text;
+};
+std::span<const DeviceHeader> device_headers();
+
+// `version` is that of NVRTC; both are "" where it was not found.
+struct Compiler {
+  std::string version, path;
+};
+const Compiler& compiler();
+
+struct Compiled {
+  std::string image;  // a cubin
+  std::string log;    // registers, spills and warnings
+};
+
+// An Error if NVRTC is missing (with where it was looked for), does not know the architecture, or refuses the source.
+LOWBIT_API Compiled compile(const std::string& name, const std::string& source, const std::string& architecture);
+
+// Everything that code depends on besides source and architecture.
+std::string compile_options();
+
+}  // namespace lowbit::cuda

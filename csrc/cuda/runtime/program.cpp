@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/runtime/program.hpp"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/runtime/cubin_cache.hpp"
+#include "cuda/runtime/nvrtc.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+bool is_on(const char* variable, bool otherwise) {
+  const char* value = std::getenv(variable);
+  return value && *value ? std::strcmp(value, "0") != 0 : otherwise;
+}
+
+bool is_captured(const Place& place) {
+  int status = 0;
+  ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+// With one line on stderr, since it takes up to seconds in which nothing else is seen to happen.
+Compiled compile_into(const std::string& path, const Source& source, const std::string& arch) {
+  const auto started = std::chrono::steady_clock::now();
+  Compiled made = compile(source.name, source.text, arch);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  const std::string lost = write_cached(path, made.image);
+  std::fprintf(stderr, "lowbit: compiled %s for %s in %.2f s, %s %s\n", source.name.c_str(), arch.c_str(), seconds,
+               lost.empty() ? "kept in" : "not kept:", lost.empty() ? path.c_str() : lost.c_str());
+  return made;
+}
+
+Module load(const Place& place, const Source& source) {
+  const std::string where = name_of(place.device), arch = architecture(place.device);
+  check(!is_captured(place), ErrorKind::runtime, where, ": ", source.name,
+        " is not loaded yet, which a stream cannot do while it is captured in a CUDA graph: call the same once before");
+  const std::string path = cached_path(source.text, arch);
+  Module module = nullptr;
+  if (const auto image = read_cached(path))  // one that this driver cannot load is made anew
+    if (driver().load_module(&module, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0) == 0) return module;
+  check(is_on("LOWBIT_JIT", true), ErrorKind::runtime, where, ": there is no code of ", source.name, " for ", arch,
+        " (", path, "), and LOWBIT_JIT=0 forbids to compile it; `python -m lowbit prebuild --arch ", arch,
+        "` makes it");
+  const Compiled made = compile_into(path, source, arch);
+  ensure(driver().load_module(&module, made.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+         concat(where, ": loading ", source.name, " for ", arch));
+  return module;
+}
+
+}  // namespace
+
+Function Program::function(const char* kernel) const {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = functions_.find(kernel); found != functions_.end()) return found->second;
+  KernelHandle handle = nullptr;
+  Function function = nullptr;
+  ensure(driver().get_kernel(&handle, module_, kernel), concat(name_, ": finding ", kernel));
+  ensure(driver().get_function(&function, handle), concat(name_, ": the function of ", kernel));
+  return functions_.emplace(kernel, function).first->second;
+}
+
+void Program::launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args) const {
+  const Function wanted = function(kernel);
+  void* arguments[] = {const_cast<void*>(args)};
+  const auto what = [&] {
+    return concat(name_of(place.device), ": ", kernel, " of ", name_, ", ", ctas, " CTAs of ", threads, " threads");
+  };
+  const Result failed = driver().launch(wanted, static_cast<unsigned>(ctas), 1, 1, static_cast<unsigned>(threads), 1, 1,
+                                        0, place.stream, arguments, nullptr);
+  if (failed) ensure(failed, what());
+  static const bool waits = is_on("LOWBIT_SYNC", false);
+  if (waits && !is_captured(place)) ensure(driver().synchronize(place.stream), what());
+}
+
+const Program& program(const Place& place, const std::string& key, const std::function<Source()>& source) {
+  static auto* programs = new std::map<std::pair<int, std::string>, Program>;  // nodes never move
+  static auto* mutex = new std::mutex;
+  const std::lock_guard lock(*mutex);
+  const std::pair<int, std::string> wanted{place.device.index, key};
+  const auto found = programs->find(wanted);
+  if (found != programs->end()) return found->second;
+  const Source made = source();
+  return programs->try_emplace(wanted, made.name, load(place, made)).first->second;
+}
+
+Prebuilt prebuild(const Source& source, const std::string& arch) {
+  const std::string path = cached_path(source.text, arch);
+  return {.path = path, .log = compile_into(path, source, arch).log};
+}
+
+}  // namespace lowbit::cuda

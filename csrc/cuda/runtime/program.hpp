@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of one source text on one device: found in the cache on disk or compiled, loaded once per process and device.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "core/place.hpp"
+#include "cuda/runtime/driver.hpp"
+
+namespace lowbit::cuda {
+
+struct Source {
+  std::string name;  // for people: in errors and in the line that a compilation prints
+  std::string text;
+};
+
+class Program {
+ public:
+  Program(std::string name, Module module) : name_(std::move(name)), module_(module) {}
+
+  // A kernel by its name in the source; `args` is the struct that it takes. Nothing is waited for.
+  void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args) const;
+
+ private:
+  Function function(const char* kernel) const;
+
+  std::string name_;
+  Module module_;
+  mutable std::mutex mutex_;
+  mutable std::map<std::string, Function, std::less<>> functions_;
+};
+
+// `key` stands for the source, which is asked for only if this process has not loaded it on the device of the place.
+// An Error while the stream is captured and it is not loaded, or LOWBIT_JIT=0 and it is not in the cache.
+const Program& program(const Place& place, const std::string& key, const std::function<Source()>& source);
+
+// Compiles into the cache, for a machine that is not here; returns the file, and what NVRTC's log says.
+struct Prebuilt {
+  std::string path, log;
+};
+LOWBIT_API Prebuilt prebuild(const Source& source, const std::string& architecture);
+
+}  // namespace lowbit::cuda

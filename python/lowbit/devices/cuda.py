@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA GPUs: code for them before they are there. What runs on them: docs/ops/cuda.md."""
+
+from __future__ import annotations
+
+from lowbit import _C
+
+
+def prebuild(*architectures: str) -> dict[str, str]:
+    """Compile the CUDA kernels that the optimizers' defaults use into the cache on disk; needs NVRTC, but no GPU.
+
+    Args:
+        architectures: NVRTC's names, such as ``"sm_80"``, ``"sm_90a"``.
+
+    Returns:
+        The file of each kernel source, and what it is.
+
+    Raises:
+        RuntimeError: NVRTC was not found, or does not know the architecture.
+
+    Example:
+        >>> lowbit.devices.prebuild("sm_90a")
+    """
+    return {row["path"]: row["name"] for name in architectures for row in _C.cuda.prebuild(name.strip())}

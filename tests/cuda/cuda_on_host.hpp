@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device sources on the host: what NVRTC predefines, for g++. One fiber per CUDA thread; a CTA is run to its end before
+// the next. It looks for faults: threads run in an order that a seed shuffles, from one collective operation to the
+// next; shared memory is full of nan bits before each CTA; threads that wait for what can never come are found.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <random>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct Dim { unsigned x = 0; };
+
+namespace on_host {
+
+constexpr std::size_t kStack = 64 << 10;
+enum class State { runs, at_warp, at_barrier, done };
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf resume;
+  State state = State::runs;
+  bool begun = false;
+  int collectives = 0;
+  uint32_t deposit[2];  // of this collective operation and the one before, which another thread may not have read yet
+  std::vector<char> stack = std::vector<char>(kStack);
+};
+
+inline std::vector<Fiber> fibers;
+inline unsigned current = 0;
+inline jmp_buf scheduler;
+inline void (*body)(const void*) = nullptr;
+inline const void* arguments = nullptr;
+
+inline void wait(State state) {
+  fibers[current].state = state;
+  if (_setjmp(fibers[current].resume) == 0) _longjmp(scheduler, 1);
+}
+
+inline void run_body() {
+  body(arguments);
+  wait(State::done);
+}
+
+[[gnu::noinline]] inline void resume(unsigned index) {
+  current = index;
+  if (_setjmp(scheduler) != 0) return;
+  Fiber& fiber = fibers[index];
+  if (fiber.begun) _longjmp(fiber.resume, 1);
+  fiber.begun = true;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack.data(), fiber.start.uc_stack.ss_size = kStack, fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, run_body, 0);
+  setcontext(&fiber.start);
+}
+
+// Lets threads [from, to) go on if all of them have come to `state`.
+inline void release(unsigned from, unsigned to, State state) {
+  for (unsigned i = from; i < to; i++)
+    if (fibers[i].state != state) return;
+  for (unsigned i = from; i < to; i++) fibers[i].state = State::runs;
+}
+
+inline bool run_cta(unsigned threads, std::mt19937& random) {
+  if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
+  for (Fiber& fiber : fibers) fiber.state = State::runs, fiber.begun = false, fiber.collectives = 0;
+  std::vector<unsigned> order(threads);
+  for (unsigned i = 0; i < threads; i++) order[i] = i;
+  for (;;) {
+    std::shuffle(order.begin(), order.end(), random);
+    bool any = false, done = true;
+    for (const unsigned i : order) {
+      if (fibers[i].state != State::runs) continue;
+      any = true;
+      resume(i);
+      if (fibers[i].state == State::at_warp) release(i / 32 * 32, std::min(i / 32 * 32 + 32, threads), State::at_warp);
+      if (fibers[i].state == State::at_barrier) release(0, threads, State::at_barrier);
+    }
+    for (const Fiber& fiber : fibers) done &= fiber.state == State::done;
+    if (done) return true;
+    if (!any) return false;
+  }
+}
+
+inline uint32_t shuffle(uint32_t value, unsigned lane) {
+  const unsigned me = current;
+  const int slot = fibers[me].collectives++ & 1;
+  fibers[me].deposit[slot] = value;
+  wait(State::at_warp);
+  return fibers[me / 32 * 32 + lane].deposit[slot];
+}
+
+// Shared memory of one declaration, full of nan bits when a CTA begins.
+inline std::vector<std::pair<void*, std::size_t>> all_shared;
+inline void poison(void* memory, std::size_t bytes) { std::memset(memory, 0xff, bytes); }
+
+template <class T, int line>
+T& shared() {
+  alignas(16) static T memory;
+  static const bool first = (poison(&memory, sizeof memory), all_shared.emplace_back(&memory, sizeof memory), true);
+  static_cast<void>(first);
+  return memory;
+}
+
+template <class T>
+T shuffled(T value, unsigned lane) {
+  static_assert(sizeof(T) == 4);
+  return __builtin_bit_cast(T, shuffle(__builtin_bit_cast(uint32_t, value), lane));
+}
+
+}  // namespace on_host
+
+inline Dim blockIdx;
+#define threadIdx (Dim{on_host::current})
+
+#define LOWBIT_SHARED(Type, name, extents) auto& name = on_host::shared<Type extents, __LINE__>()
+#define LOWBIT_KERNEL(name, threads, Args) extern "C" void name(const Args& args)
+
+inline void __syncthreads() { on_host::wait(on_host::State::at_barrier); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+  const unsigned me = on_host::current % 32, first = me / static_cast<unsigned>(width) * static_cast<unsigned>(width);
+  return on_host::shuffled(value, first + static_cast<unsigned>(lane) % static_cast<unsigned>(width));
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return on_host::shuffled(value, on_host::current % 32 ^ static_cast<unsigned>(mask));
+}
+
+inline float __int_as_float(int a) { return __builtin_bit_cast(float, a); }
+inline int __float_as_int(float a) { return __builtin_bit_cast(int, a); }
+inline float __uint_as_float(unsigned a) { return __builtin_bit_cast(float, a); }
+inline unsigned __float_as_uint(float a) { return __builtin_bit_cast(unsigned, a); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __int2float_rn(int a) { return static_cast<float>(a); }
+inline int __float2int_rn(float a) {  // nan: 0; what does not fit: the nearest that does
+  return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(std::nearbyintf(a));
+}
+
+// What the emulated driver calls; false: threads wait for each other for ever, or left others waiting.
+extern "C" inline __attribute__((used)) bool lowbit_run_grid(void (*kernel)(const void*), const void* args,
+                                                             unsigned ctas, unsigned threads, unsigned seed) {
+  std::mt19937 random(seed);
+  on_host::body = kernel, on_host::arguments = args;
+  for (unsigned i = 0; i < ctas; i++) {
+    blockIdx.x = i;
+    for (const auto& [memory, bytes] : on_host::all_shared) on_host::poison(memory, bytes);
+    if (!on_host::run_cta(threads, random)) return false;
+  }
+  return true;
+}

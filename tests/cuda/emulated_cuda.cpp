@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// libcuda.so.1 and libnvrtc.so.13 of a machine without a GPU: NVRTC is g++ with cuda_on_host.hpp, a cubin is a shared
+// object, a launch runs it on the host before it returns. Found by LOWBIT_CUDA_PATH. The environment says what goes
+// wrong, in each call anew:
+//   LOWBIT_EMULATED_FAIL=<function>:<CUresult>   that function fails
+//   LOWBIT_EMULATED_CAPTURING=1                  streams are being captured
+//   LOWBIT_EMULATED_LOG=<file>                   one line for each launch, load and context
+//   LOWBIT_EMULATED_SEED=<number>                in which order threads run
+//   LOWBIT_EMULATED_WITHOUT_BARRIER=<number>     this barrier of the device sources is taken out
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
+
+std::string environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+int failure(const char* function) {
+  const std::string fail = environment("LOWBIT_EMULATED_FAIL"), wanted = std::string(function) + ":";
+  return fail.starts_with(wanted) ? std::stoi(fail.substr(wanted.size())) : kSuccess;
+}
+
+template <class... Parts>
+void log(const Parts&... parts) {
+  const std::string path = environment("LOWBIT_EMULATED_LOG");
+  if (path.empty()) return;
+  std::ofstream file(path, std::ios::app);
+  (file << ... << parts) << "\n";
+}
+
+struct Program {
+  std::string source, log, image;
+  std::vector<std::string> names, texts;
+};
+
+std::string read(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+void write(const fs::path& path, const std::string& text) {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+// The barriers of all headers in one numbering, from 0.
+void take_out_barrier(std::string& text, int& number) {
+  const std::string barrier = "__syncthreads();";
+  for (std::size_t at = 0; (at = text.find(barrier, at)) != std::string::npos; at += barrier.size())
+    if (number-- == 0) text.replace(at, barrier.size(), std::string(barrier.size(), ' '));
+}
+
+struct Loaded {
+  void* library;
+  bool (*run)(void (*)(const void*), const void*, unsigned, unsigned, unsigned);
+};
+struct Kernel {
+  const Loaded* loaded;
+  std::string name;
+  void (*body)(const void*);
+};
+
+int text_out(const std::string& text, char* to) { return std::memcpy(to, text.data(), text.size()), kSuccess; }
+
+}  // namespace
+
+#define EMULATED extern "C" __attribute__((visibility("default"))) int
+#define FAILS_AS_TOLD(function) \
+  if (const int failed = failure(function)) return failed
+
+extern "C" __attribute__((visibility("default"))) const int lowbit_emulates_cuda = 1;
+
+EMULATED cuInit(unsigned) { FAILS_AS_TOLD("cuInit"); return kSuccess; }
+EMULATED cuDriverGetVersion(int* version) {
+  const std::string told = environment("LOWBIT_EMULATED_VERSION");
+  *version = told.empty() ? 13000 : std::stoi(told);
+  return kSuccess;
+}
+EMULATED cuDeviceGetCount(int* count) { return *count = 8, kSuccess; }
+EMULATED cuDeviceGet(int* device, int index) { return *device = index, kSuccess; }
+EMULATED cuDeviceGetName(char* name, int bytes, int) { return std::snprintf(name, bytes, "emulated"), kSuccess; }
+EMULATED cuDeviceGetAttribute(int* value, int attribute, int) {
+  const std::string told = environment("LOWBIT_EMULATED_CAPABILITY");  // "90"
+  const int capability = told.empty() ? 90 : std::stoi(told);
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  return kSuccess;
+}
+EMULATED cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1), kSuccess;
+}
+EMULATED cuCtxGetCurrent(void** context) { return *context = nullptr, kSuccess; }
+EMULATED cuCtxPushCurrent_v2(void* context) { return log("push ", reinterpret_cast<intptr_t>(context) - 1), kSuccess; }
+EMULATED cuCtxPopCurrent_v2(void**) { return log("pop"), kSuccess; }
+EMULATED cuGetErrorName(int error, const char** name) {
+  *name = error == kLaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR";
+  return kSuccess;
+}
+EMULATED cuGetErrorString(int, const char** text) { return *text = "as the emulation was told", kSuccess; }
+EMULATED cuStreamIsCapturing(void*, int* status) {
+  return *status = environment("LOWBIT_EMULATED_CAPTURING") == "1", kSuccess;
+}
+EMULATED cuStreamSynchronize(void*) { FAILS_AS_TOLD("cuStreamSynchronize"); return log("synchronize"), kSuccess; }
+
+// The image ends where its ELF header says: the section headers are the last of it.
+EMULATED cuLibraryLoadData(void** module, const void* image, void*, void**, unsigned, void*, void**, unsigned) {
+  FAILS_AS_TOLD("cuLibraryLoadData");
+  const auto* bytes = static_cast<const unsigned char*>(image);
+  if (std::memcmp(bytes, "\177ELF", 4) != 0) return kInvalidValue;
+  uint64_t sections = 0;
+  uint16_t size = 0, count = 0;
+  std::memcpy(&sections, bytes + 0x28, 8), std::memcpy(&size, bytes + 0x3a, 2), std::memcpy(&count, bytes + 0x3c, 2);
+  const std::size_t length = sections + std::size_t{size} * count;
+  const int file = memfd_create("kernels", 0);
+  if (::write(file, image, length) != static_cast<ssize_t>(length)) return kInvalidValue;
+  const std::string path = "/proc/self/fd/" + std::to_string(file);
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) return std::fprintf(stderr, "%s\n", dlerror()), kInvalidValue;
+  *module = new Loaded{library, reinterpret_cast<decltype(Loaded::run)>(dlsym(library, "lowbit_run_grid"))};
+  return log("load ", length), kSuccess;
+}
+EMULATED cuLibraryGetKernel(void** kernel, void* module, const char* name) {
+  const auto* loaded = static_cast<const Loaded*>(module);
+  auto* body = reinterpret_cast<void (*)(const void*)>(dlsym(loaded->library, name));
+  return body ? (*kernel = new Kernel{loaded, name, body}, kSuccess) : kNotFound;
+}
+EMULATED cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, kSuccess; }
+EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                        unsigned, void* stream, void** arguments, void**) {
+  const auto* kernel = static_cast<const Kernel*>(function);
+  log("launch ", kernel->name, " ", x, " ", threads, " ", reinterpret_cast<intptr_t>(stream));
+  FAILS_AS_TOLD("cuLaunchKernel");
+  if (x == 0 || y != 1 || z != 1) return kInvalidValue;
+  const std::string seed = environment("LOWBIT_EMULATED_SEED");
+  const bool ran = kernel->loaded->run(kernel->body, arguments[0], x, threads, seed.empty() ? 0 : std::stoul(seed));
+  return ran ? kSuccess : kLaunchFailed;
+}
+
+EMULATED nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, kSuccess; }
+EMULATED nvrtcCreateProgram(void** program, const char* source, const char*, int headers, const char* const* texts,
+                            const char* const* names) {
+  auto* made = new Program;
+  made->source = source;
+  made->names.assign(names, names + headers), made->texts.assign(texts, texts + headers);
+  return *program = made, kSuccess;
+}
+EMULATED nvrtcCompileProgram(void* handle, int, const char* const*) {
+  FAILS_AS_TOLD("nvrtcCompileProgram");
+  auto* program = static_cast<Program*>(handle);
+  const fs::path folder = fs::path(environment("LOWBIT_CUDA_PATH")) / ("build-" + std::to_string(getpid()));
+  const std::string without = environment("LOWBIT_EMULATED_WITHOUT_BARRIER");
+  int barrier = without.empty() ? -1 : std::stoi(without);
+  for (std::size_t i = 0; i < program->names.size(); i++)
+    if (program->names[i].find('/') != std::string::npos) {  // the others are the C++ library, which g++ has
+      take_out_barrier(program->texts[i], barrier);
+      write(folder / program->names[i], program->texts[i]);
+    }
+  write(folder / "kernels.cpp", program->source);
+  const std::string at = folder.string(), command =
+      "g++ -std=c++20 -O1 -g0 -w -fPIC -shared -ffp-contract=off -U_FORTIFY_SOURCE -include " LOWBIT_ON_HOST
+      " -I" + at + " " + at + "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
+  const int failed = std::system(command.c_str());
+  program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
+  fs::remove_all(folder);
+  return failed ? 6 : kSuccess;
+}
+EMULATED nvrtcDestroyProgram(void** program) { return delete static_cast<Program*>(*program), kSuccess; }
+EMULATED nvrtcGetProgramLogSize(void* program, std::size_t* bytes) {
+  return *bytes = static_cast<Program*>(program)->log.size(), kSuccess;
+}
+EMULATED nvrtcGetProgramLog(void* program, char* text) { return text_out(static_cast<Program*>(program)->log, text); }
+EMULATED nvrtcGetCUBINSize(void* program, std::size_t* bytes) {
+  return *bytes = static_cast<Program*>(program)->image.size(), kSuccess;
+}
+EMULATED nvrtcGetCUBIN(void* program, char* image) { return text_out(static_cast<Program*>(program)->image, image); }

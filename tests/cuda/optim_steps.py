@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step over tensors of every dtype and of odd sizes, on any device, by a row of choice."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit import _C
+from lowbit.testing import HYPER, Moment, moments_of
+
+RULES = {
+    "adamw": HYPER | dict(weight_decay=0.1),
+    "amsgrad": HYPER | dict(amsgrad=True, decoupled=False, weight_decay=0.1, maximize=True),
+    "sgd": HYPER | dict(nesterov=True, dampening=0.0),
+    "plain": HYPER | dict(momentum=0.0),
+    "lion": HYPER | dict(weight_decay=0.1, lr=1e-3),
+}
+NUMELS = (1, 7, 33, 256, 4099)
+
+
+def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int) -> list[list[torch.Tensor]]:
+    random = torch.Generator().manual_seed(3)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    params = [torch.randn(n, generator=random).to(dtypes[i % 3]) for i, n in enumerate(NUMELS)]
+    grads = [torch.randn(n, generator=random).to(dtypes[i // 2 % 3]) for i, n in enumerate(NUMELS)]
+    moments = []
+    for signed in moments_of(rule, hyper).values():
+        values = [torch.randn(n, generator=random) for n in NUMELS]
+        moments.append([Moment.of(v if signed else v * v + 1e-3, format, signed, block_size) for v in values])
+    coded = format not in ("float32", "bfloat16")
+    states = [moment.state for each in moments for moment in each]
+    scales = [moment.scale for each in moments for moment in each] if coded else []
+    return [params, grads, states, scales, [torch.tensor(float(4 + i)) for i in range(len(NUMELS))]]
+
+
+def step(row: str, name: str, format: str, block_size: int, device: str, **more: object) -> list[torch.Tensor]:
+    rule = {"amsgrad": "adamw", "plain": "sgd"}.get(name, name)
+    lists = [[t.to(device) for t in each] for each in tensors(rule, RULES[name], format, block_size)]
+    params, grads, states, scales, steps = lists
+    by_moment = [states[i : i + len(NUMELS)] for i in range(0, len(states), len(NUMELS))]
+    scales = [scales[i : i + len(NUMELS)] for i in range(0, len(scales), len(NUMELS))]
+    more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
+    _C.force_kernel(row)
+    try:
+        _C.OptimStep(_C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size, params, grads, by_moment, scales, steps,
+                     dict(RULES[name]), **more).run()  # fmt: skip
+    finally:
+        _C.force_kernel(None)
+    assert _C.last_kernel("optim_step") == row
+    return [tensor.cpu() for each in lists for tensor in each]

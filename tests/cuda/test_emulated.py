@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows for CUDA on a machine without a GPU: driver and NVRTC are emulated (emulated_cuda.cpp), kernels run on the host.
+
+What this cannot see: speed, occupancy, the memory model between CTAs, a real driver. `gpu` tests are for those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def pytest_of(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *arguments]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "emulated").glob("check_*.py")))
+def test_checks(file: str, emulated: dict[str, str]) -> None:
+    done = pytest_of(str(HERE / "emulated" / file), **emulated)
+    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 5, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str]) -> None:
+    """A share of tests/ops, as `LOWBIT_TEST_DEVICE` runs it on any device."""
+    files = [str(ROOT / "tests/ops" / name) for name in ("test_optim.py", "test_state_formats.py")]
+    done = pytest_of(*files, "-k", "cuda_sim", **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1", LOWBIT_TEST_EVERY="7")
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.stdout)[1].split())
+    assert {name for name in ran if name.startswith("optim_step")} >= {f"optim_step_{f}_cuda_sim" for f in ("float32", "dynamic8", "dynamic4", "float8")}
+
+
+def barriers() -> list[str]:
+    text = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "cuda").rglob("*.cuh")))
+    return re.findall(r"__syncthreads\(\);", text)
+
+
+@pytest.mark.parametrize("number", range(len(barriers())))
+def test_without_a_barrier_the_checks_fail(number: int, emulated: dict[str, str], tmp_path: Path) -> None:
+    check = f"{HERE / 'emulated' / 'check_optim.py'}::test_barriers"
+    environment = emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_WITHOUT_BARRIER": str(number)}
+    done = pytest_of(check, **environment)
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout[-4000:]
+    assert "assert all(torch.equal(a, b)" in done.stdout or "CUDA_ERROR_LAUNCH_FAILED" in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"LOWBIT_EMULATED_VERSION": "12000"}, "the driver is of CUDA 12.0, wanted 12.1 or later"),
+        ({"LOWBIT_EMULATED_CAPABILITY": "75"}, "compute capability 7.5, wanted 8.0 or later"),
+        ({"LOWBIT_EMULATED_FAIL": "cuInit:100"}, "cuInit failed: CUDA_ERROR (100)"),
+    ],
+)
+def test_a_machine_that_cannot_says_why(
+    environment: dict[str, str], words: str, emulated: dict[str, str], python: Callable[..., str]
+) -> None:
+    code = "from lowbit import _C; print(_C.cuda.unavailable(0)); print([row['reason'] for row in _C.kernels('optim_step') if row['device'] == 'cuda'])"
+    told = python(code, **emulated, **environment)
+    assert told.count(words) >= 2
+
+
+def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., str], tmp_path: Path) -> None:
+    told = python("from lowbit import _C; print(_C.cuda.unavailable(0))", LOWBIT_CUDA_PATH=str(tmp_path), CUDA_HOME="/nowhere")
+    if told.strip():  # else this machine has one
+        assert f"libcuda.so.1 was not found in {tmp_path}, " in told and "/nowhere/lib64" in told
+
+
+def test_importing_opens_nothing_of_nvidia(python: Callable[..., str], emulated: dict[str, str], tmp_path: Path) -> None:
+    code = "import lowbit, torch; lowbit.optim.AdamW8bit([torch.nn.Parameter(torch.ones(9))]); print(open('/proc/self/maps').read().count('libnvrtc'))"
+    assert python(code, LOWBIT_CACHE_DIR=str(tmp_path)).strip() == "0"

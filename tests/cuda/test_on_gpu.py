@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only silicon shows: the bits of the CPU, streams, CUDA graphs, several devices, torch's GradScaler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_steps import RULES, step
+
+import lowbit
+from lowbit.testing import STATE_FORMATS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: tests/cuda/test_emulated.py runs the same kernels on the host"),
+]
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("format", STATE_FORMATS)
+def test_bits_are_those_of_the_cpu(name: str, format: str) -> None:
+    more = dict(grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0), seed=7)
+    block_size = 128 if format == "dynamic4" else 256
+    here = step(f"optim_step_{format}_scalar", name, format, block_size, "cpu", **more)
+    there = step(f"optim_step_{format}_cuda", name, format, block_size, "cuda", **more)
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a, b)
+
+
+def trained(steps: int, *, graph: bool = False, stream: bool = False, device: str = "cuda") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    params = [torch.randn(300, 100, device=device).requires_grad_(), torch.randn(5000, device=device).bfloat16().requires_grad_()]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = lowbit.optim.AdamW8bit(params, lr=1e-2)
+    with torch.cuda.stream(torch.cuda.Stream(device) if stream else torch.cuda.current_stream(device)):
+        optimizer.step()
+        if graph:
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded):
+                optimizer.step()
+            for _ in range(steps - 1):
+                recorded.replay()
+        else:
+            for _ in range(steps - 1):
+                optimizer.step()
+        torch.cuda.synchronize(device)
+    return [param.detach().cpu() for param in params] + [s.cpu() for param in params for s in optimizer.state[param].values()]
+
+
+def test_a_graph_replays_the_steps() -> None:
+    for a, b in zip(trained(5), trained(5, graph=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_steps_join_torchs_stream() -> None:
+    for a, b in zip(trained(3), trained(3, stream=True), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_another_device() -> None:
+    for a, b in zip(trained(3), trained(3, device="cuda:1"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_grad_scaler_waits_for_nothing() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer, scaler = lowbit.optim.AdamW8bit(model.parameters(), min_8bit_size=64), torch.amp.GradScaler("cuda")
+    before = model.weight.detach().clone()
+    for x in (torch.randn(8, 64, device="cuda"), torch.full((8, 64), torch.inf, device="cuda")):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(model.weight, before) and model.weight.isfinite().all()  # the second was skipped
+    assert optimizer.state[model.weight]["step"].item() == 1
+
+
+def test_other_ops_say_that_they_are_for_the_cpu() -> None:
+    with pytest.raises(ValueError, match="must be on the CPU, got cuda:0"):
+        lowbit.flex_attention(*(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(3)))
