@@ -33,6 +33,7 @@ def trained(steps: int, *, graph: bool = False, stream: bool = False, device: st
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = lowbit.optim.AdamW8bit(params, lr=1e-2)
+    torch.cuda.synchronize(device)  # what was made so far was made on another stream
     with torch.cuda.stream(torch.cuda.Stream(device) if stream else torch.cuda.current_stream(device)):
         optimizer.step()
         if graph:
