@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from optim_steps import RULES, step, tensors
 
 import lowbit
 from lowbit import _C
 from lowbit.devices import simulated
 from lowbit.testing import STATE_FORMATS
-from optim_steps import RULES, step, tensors
 
 simulated.enable()
 DEVICE = "lowbit_sim:1"
@@ -53,10 +54,10 @@ def test_found_inf_leaves_everything() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_more_tensors_than_a_launch_takes(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_a_launch_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """700 of them are three tables of at most 320, two launches each; bits of stochastic rounding know the position in the list."""
-    log = f"{tmp_path}/log"
-    monkeypatch.setenv("LOWBIT_EMULATED_LOG", log)
+    log = tmp_path / "log"
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
 
     def run(device: str, row: str) -> list[torch.Tensor]:
         params = [torch.full((i % 5,), 1.0 + i / 700, dtype=torch.bfloat16).to(device) for i in range(700)]
@@ -72,7 +73,7 @@ def test_more_tensors_than_a_launch_takes(tmp_path: object, monkeypatch: pytest.
 
     here, there = run("cpu", "optim_step_float32_scalar"), run(DEVICE, "optim_step_float32_cuda_sim")
     assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
-    launches = [line.split() for line in open(log) if line.startswith("launch")]
+    launches = [line.split() for line in log.read_text().splitlines() if line.startswith("launch")]
     assert [line[1] for line in launches] == ["count_steps", "optim_step"] * 3
 
 
