@@ -93,7 +93,7 @@ class Ahead {
 // for each weight wait for that work.
 template <Format kFormat>
 constexpr bool kLittleWork = kFormat == Format::float32 || kFormat == Format::bfloat16 ||
-                             kFormat == Format::float16 || kFormat == Format::int8;
+                             kFormat == Format::float16 || kFormat == Format::int8 || kFormat == Format::fp8_e4m3;
 template <Format kFormat>
 LOWBIT_INLINE bool in_four_streams(const WeightSpec& spec, bool for_int4) {
   if (bits(kFormat) == 4) return for_int4;
@@ -120,7 +120,17 @@ template <Format kFormat>
 struct Unit : codec_of<kFormat> {
   using Codec = codec_of<kFormat>;
   static constexpr int kValues = Codec::unit_values, kBytes = Codec::unit_bytes, kPerTile = kTileK / Codec::unit_values;
-  template <int at> LOWBIT_INLINE static f32x16 value(const uint8_t* p) { return Codec::template value<at, Lanes>(p); }
+  template <int at, bool plain = false> LOWBIT_INLINE static f32x16 value(const uint8_t* p) {
+    if constexpr (plain) return Codec::template plain_value<at, Lanes>(p);
+    else return Codec::template value<at, Lanes>(p);
+  }
+  // body(whether the unit is plain, as a constant)
+  template <class Body> LOWBIT_INLINE static void with_plain(const uint8_t* unit, Body&& body) {
+    if constexpr (requires { Codec::template is_plain<Lanes>(unit); }) {
+      if (Codec::template is_plain<Lanes>(unit)) [[likely]] return body(std::true_type{});
+    }
+    body(std::false_type{});
+  }
 };
 
 template <Format kFormat>
@@ -171,16 +181,19 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
       }
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, tile, 1, room);
     for (int64_t unit = 0; unit < U::kPerTile; unit++) {
-      __builtin_prefetch(codes + unit * U::kBytes + ahead);
-      unroll<U::kValues>([&](auto at) {
-        const int64_t k = k_in_tile<kFormat>(unit, at);
-        f32x16 w = U::template value<at>(codes + unit * U::kBytes);
-        if constexpr (!is_float(kFormat)) {
-          constexpr float kUnshift = unshift_of<kFormat>(at);
-          const int64_t part = k / kStepK<kFormat>;
-          if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), offset[part]);
-        }
-        store(out + k * 16, w);
+      const uint8_t* from = codes + unit * U::kBytes;
+      __builtin_prefetch(from + ahead);
+      U::with_plain(from, [&](auto plain) {
+        unroll<U::kValues>([&](auto at) {
+          const int64_t k = k_in_tile<kFormat>(unit, at);
+          f32x16 w = U::template value<at, plain>(from);
+          if constexpr (!is_float(kFormat)) {
+            constexpr float kUnshift = unshift_of<kFormat>(at);
+            const int64_t part = k / kStepK<kFormat>;
+            if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), offset[part]);
+          }
+          store(out + k * 16, w);
+        });
       });
     }
   }

@@ -19,6 +19,7 @@
 //   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
 //   value<at, Lanes>   that value as float: level - value_zero, times 2^shift(at) where a device reads it so. Lanes
 //   loads 16 columns.
+//   plain_value<at, Lanes>  of some codecs: the same in fewer steps, for units of which is_plain<Lanes>(unit) is true
 #pragma once
 
 #include <string_view>
@@ -65,7 +66,7 @@ struct IntegerCodec {
   static constexpr int zero = 1 << (kBits - 1), code_of_zero = zero, code_max = (1 << kBits) - 1;
   static constexpr CodecKind kind = CodecKind::integer;
   static constexpr int smallest_group = 32;
-  LOWBIT_INLINE static int level(int code) { return code; }
+  LOWBIT_INLINE static constexpr int level(int code) { return code; }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
 };
@@ -107,7 +108,7 @@ struct LookupCodec : NibbleTile {
   static constexpr int zero = 0, code_of_zero = kCodeOfZero, code_max = 15, smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
   static constexpr float value_zero = 0;
-  LOWBIT_INLINE static float level(int code) { return Codec::levels().of_code[code]; }
+  LOWBIT_INLINE static constexpr float level(int code) { return Codec::levels().of_code[code]; }
   template <class Int>
   LOWBIT_INLINE static auto level_of(Int codes) { return lookup16(Codec::levels().of_code, codes); }
   template <class Float>

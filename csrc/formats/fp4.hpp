@@ -19,13 +19,13 @@ constexpr Levels kFp4E2M1Levels({0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
 
 struct Fp4 : LookupCodec<Fp4, 0> {
   static constexpr float range = 1;
-  LOWBIT_INLINE static const Levels& levels() { return kFp4Levels; }
+  LOWBIT_INLINE static constexpr const Levels& levels() { return kFp4Levels; }
 };
 
 struct Fp4E2M1 : LookupCodec<Fp4E2M1, 0> {
   static constexpr int significant_bits = 2, smallest_group = 16;  // of NVFP4
   static constexpr float range = 6;
-  LOWBIT_INLINE static const Levels& levels() { return kFp4E2M1Levels; }
+  LOWBIT_INLINE static constexpr const Levels& levels() { return kFp4E2M1Levels; }
 };
 
 }  // namespace lowbit

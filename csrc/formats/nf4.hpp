@@ -17,7 +17,7 @@ constexpr Levels kNf4Levels({-1.0f, -0.6961928f, -0.52507305f, -0.3949175f, -0.2
 
 struct Nf4 : LookupCodec<Nf4, 7> {
   static constexpr float range = 1;
-  LOWBIT_INLINE static const Levels& levels() { return kNf4Levels; }
+  LOWBIT_INLINE static constexpr const Levels& levels() { return kNf4Levels; }
 };
 
 }  // namespace lowbit

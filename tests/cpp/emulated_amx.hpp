@@ -63,6 +63,13 @@ class TileUnit {
 };
 
 inline void store_32_bf16(uint16_t* p, f32x16 a, f32x16 b) { store_bf16(p, a), store_bf16(p + 16, b); }
+inline i32x16 lookup32_u16(const uint16_t* table, i32x16 index) {
+  uint16_t halves[32];
+  std::memcpy(halves, &index, sizeof halves);
+  for (uint16_t& half : halves) half = table[half % 32];
+  std::memcpy(&index, halves, sizeof halves);
+  return index;
+}
 inline i32x16 bf16_pairs(f32x16 a, f32x16 b) {
   uint16_t halves[2][16];
   store_bf16(halves[0], a), store_bf16(halves[1], b);

@@ -58,11 +58,12 @@ def _formats_of(row: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys((case.format, case.x_format) for case in cases_of(row)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format, group_size, x_format", [("int8", 0, "int8_row"), ("int4", 32, "int8_group"), ("int4", 128, "float"),
                                                            ("nf4", 64, "float"), ("fp8_e4m3", 0, "float"), ("fp8_e4m3", 32, "float8_row"),
                                                            ("int8", 0, "float"), ("bfloat16", 0, "float")])  # fmt: skip
-def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str) -> None:
-    base = LinearCase(70, 33, 100, "float32", format, group_size, "symmetric", x_format, "float32")
+def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str, dtype: str) -> None:
+    base = LinearCase(70, 33, 100, dtype, format, group_size, "symmetric", x_format, "float32")
     data = cached_data(base)
     for m in range(1, 71):
         y = torch.ops.lowbit.linear(data.x[:m], data.packed, *base.op_args, data.bias)

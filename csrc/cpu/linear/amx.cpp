@@ -13,7 +13,8 @@ template <Format kFormat, bool kFloatX>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (stays_float(args.x_format) != kFloatX) return kFloatX ? "activations are int8" : "activations stay float";
-  if (args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
+  if (!kFloatX && args.m < kFewestRows) return "fewer than 16 rows: vector products are as fast";
+  if (kFloatX && args.m < fewest_rows(args)) return "few rows: vector products are as fast";
   if (args.weight_spec.group_size && args.weight_spec.group_size < kHalfK) return "groups of less than 32";
   const bool six_products = kFormat == Format::float32 && args.dtype == DType::float32;
   return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";

@@ -38,12 +38,62 @@ LOWBIT_INLINE f32x16 whole_zero(f32x16 zero, int code_max) {
   return max(set1(static_cast<float>(code_max) - kLargest), min(set1(kLargest), to_float(to_int(zero))));
 }
 
+// The parts of what 16 codes stand for, less the zero point of a symmetric weight. Twice: five bits are looked at.
+template <Format kFormat>
+struct PartTable {
+  static constexpr int kParts = parts_of(kFormat);
+  alignas(64) uint16_t part[kParts][32];
+  consteval PartTable() : part() {
+    for (int code = 0; code < 32; code++) {
+      float rest = static_cast<float>(codec_of<kFormat>::level(code % 16) - codec_of<kFormat>::zero);
+      for (auto& words : part) {
+        const uint32_t upper = __builtin_bit_cast(uint32_t, rest) & 0xffff0000;
+        words[code] = static_cast<uint16_t>(upper >> 16);
+        rest -= __builtin_bit_cast(float, upper);
+      }
+    }
+  }
+};
+template <Format kFormat> constexpr PartTable<kFormat> kPartTable{};
+
+// Whether codes go to bfloat16 by a look-up of two at a time. Of four k the pairs are then 0, 2 and 1, 3.
+LOWBIT_INLINE bool looks_up_parts(const WeightSpec& spec) { return bits(spec.format) == 4 && !spec.asymmetric; }
+
+// x in the order of those pairs.
+LOWBIT_INLINE void swap_inner(uint16_t (&x)[kPartK]) {
+  for (int64_t k = 0; k < kPartK; k += 4) {
+    const uint16_t one = x[k + 1];
+    x[k + 1] = x[k + 2], x[k + 2] = one;
+  }
+}
+
+// cut_panel of tiles of 4 bits: of one part 7 operations for 128 values, where any format takes as many for 16.
+template <Format kFormat>
+void look_up_parts(const uint8_t* codes, int64_t tiles, uint8_t* out) {
+  constexpr int kParts = parts_of(kFormat);
+  for (; tiles; tiles--, out += 2 * kParts * kPartTile)
+    for (int64_t unit = 0; unit < 8; unit++, codes += 64) {
+      __builtin_prefetch(codes + 4096);
+      const i32x16 words = load_i32(reinterpret_cast<const int32_t*>(codes));
+      unroll<4>([&](auto nibble) {
+        const i32x16 index = shift_right<4 * nibble>(words);
+        unroll<kParts>([&](auto part) {
+          uint8_t* pairs = out + (nibble % 2 * kParts + part) * kPartTile + unit * 128 + nibble / 2 * 64;
+          store_i32(reinterpret_cast<int32_t*>(pairs), lookup32_u16(kPartTable<kFormat>.part[part], index));
+        });
+      });
+    }
+}
+
 // The values of `length` k of a panel from k on, without scale, in parts: tiles of 32 k, [k / 32][part].
 template <Format kFormat>
 void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int64_t length, uint8_t* out) {
   using U = Unit<kFormat>;
   constexpr int kParts = parts_of(kFormat);
   constexpr int kUnits = U::kValues == 1 ? 2 : 1, kCount = kUnits * U::kValues;  // whole pairs
+  if constexpr (bits(kFormat) == 4)
+    if (looks_up_parts(spec))
+      return look_up_parts<kFormat>(view.codes + begin / kTileK * spec.tile_bytes(), ceil_div(length, kTileK), out);
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
@@ -55,11 +105,13 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
     }
     for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
       f32x16 values[kCount];
-      unroll<kCount>([&](auto i) {
-        constexpr int kAt = i % U::kValues;
-        values[i] = U::template value<kAt>(codes + i / U::kValues * U::kBytes);
-        const f32x16& zero = offset[k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK];
-        if constexpr (!is_float(kFormat)) values[i] = fma(values[i], set1(unshift_of<kFormat>(kAt)), zero);
+      U::with_plain(codes, [&](auto plain) {
+        unroll<kCount>([&](auto i) {
+          constexpr int kAt = i % U::kValues;
+          values[i] = U::template value<kAt, plain>(codes + i / U::kValues * U::kBytes);
+          const f32x16& zero = offset[k_in_tile<kFormat>(unit + i / U::kValues, kAt) >= kHalfK];
+          if constexpr (!is_float(kFormat)) values[i] = fma(values[i], set1(unshift_of<kFormat>(kAt)), zero);
+        });
       });
       unroll<kCount>([&](auto i) {
         constexpr int64_t kAt = k_of_value<kFormat>(i);
@@ -101,7 +153,10 @@ LOWBIT_INLINE void cut_row(const WeightSpec& spec, const float* x, int parts, co
         rest = sub(rest, upper_part(rest));
       }
     }
-    for (int part = 0; part < parts; part++) std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]);
+    for (int part = 0; part < parts; part++) {
+      if (looks_up_parts(spec)) swap_inner(halves[part]);
+      std::memcpy(to + part * kPartTile, halves[part], sizeof halves[part]);
+    }
   }
   for (int64_t g = 0; spec.asymmetric && g < spec.groups(); g++)
     rows.group_sums[row * spec.groups() + g] = up * group_sum(spec, x, g);
@@ -112,6 +167,14 @@ LOWBIT_INLINE int parts_of(const LinearArgs& args) {
   if (args.x_format == XFormat::floating && args.dtype == DType::bfloat16) return parts_of(Format::bfloat16);
   if (args.x_format == XFormat::floating && args.dtype == DType::float16) return parts_of(Format::float16);
   return kMostParts;
+}
+
+// Below it vector products are as fast; they go over a panel once for every 8 rows (docs/measured/linear.md has both).
+LOWBIT_INLINE int64_t fewest_rows(const LinearArgs& args) {
+  const bool looked_up = looks_up_parts(args.weight_spec), one_part = parts_of(args.weight_spec.format) == 1;
+  const bool bfloat16 = parts_of(args) == 1;
+  if (looked_up && one_part) return bfloat16 ? 6 : 9;
+  return bfloat16 && (looked_up || one_part) ? 9 : kFewestRows;
 }
 
 // One loop for every format and number of parts: what they cost is nothing beside the products, 64 cycles of each pair.

@@ -79,13 +79,16 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, in
   auto run = [&](auto high) {
     for (int64_t unit = 0; unit < kUnits; unit += kStep) {
       for (int64_t at = 0; !high && at < kStep * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
-      unroll<kStep * kValues>([&](auto i) {
-        constexpr int kValue = i % kValues, kUnit = i / kValues;
-        const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue>(codes + (unit + kUnit) * U::kBytes);
-        const int64_t at = k + unit * kValues + i;
-        f32x16* chain = sums.chain[i % StreamSums<kRows>::kChains];
+      const uint8_t* from = codes + unit * U::kBytes;
+      U::with_plain(from, [&](auto plain) {
+        unroll<kStep * kValues>([&](auto i) {
+          constexpr int kValue = i % kValues, kUnit = i / kValues;
+          const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue, plain>(from + kUnit * U::kBytes);
+          const int64_t at = k + unit * kValues + i;
+          f32x16* chain = sums.chain[i % StreamSums<kRows>::kChains];
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) chain[r] = fma(w, set1(x[r][at]), chain[r]);
+          for (int r = 0; r < kRows; r++) chain[r] = fma(w, set1(x[r][at]), chain[r]);
+        });
       });
     }
     if constexpr (!high) next.advance(panel, kUnits * U::kBytes);

@@ -78,6 +78,11 @@ LOWBIT_INLINE i32x16 bf16_pairs(f32x16 a, f32x16 b) {
   return {_mm512_or_si512(low, _mm512_slli_epi32(high, 16))};
 }
 
+// Each half of a lane looked up in 32 numbers by its lowest five bits.
+LOWBIT_INLINE i32x16 lookup32_u16(const uint16_t* table, i32x16 index) {
+  return {_mm512_permutexvar_epi16(index.v, _mm512_load_si512(table))};
+}
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 

@@ -102,6 +102,16 @@ template <int count>
 LOWBIT_INLINE i32x16 shift_right(i32x16 a) {
   return {_mm256_srli_epi32(a.lo, count), _mm256_srli_epi32(a.hi, count)};
 }
+template <int count>
+LOWBIT_INLINE i32x16 shift_right_signed(i32x16 a) {
+  return {_mm256_srai_epi32(a.lo, count), _mm256_srai_epi32(a.hi, count)};
+}
+LOWBIT_INLINE bool all_bytes_have(i32x16 a, int bits) {
+  const __m256i mask = _mm256_set1_epi8(static_cast<char>(bits)), zero = _mm256_setzero_si256();
+  const __m256i without = _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(a.lo, mask), zero),
+                                          _mm256_cmpeq_epi8(_mm256_and_si256(a.hi, mask), zero));
+  return _mm256_testz_si256(without, without);
+}
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) {
   return {_mm256_srlv_epi32(a.lo, count.lo), _mm256_srlv_epi32(a.hi, count.hi)};
 }

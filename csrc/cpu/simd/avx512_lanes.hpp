@@ -71,6 +71,10 @@ LOWBIT_INLINE i32x16 bit_or(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b
 LOWBIT_INLINE i32x16 bit_xor(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, count)}; }
 template <int count> LOWBIT_INLINE i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, count)}; }
+template <int count> LOWBIT_INLINE i32x16 shift_right_signed(i32x16 a) { return {_mm512_srai_epi32(a.v, count)}; }
+LOWBIT_INLINE bool all_bytes_have(i32x16 a, int bits) {
+  return _mm512_testn_epi8_mask(a.v, _mm512_set1_epi8(static_cast<char>(bits))) == 0;
+}
 LOWBIT_INLINE i32x16 shift_right(i32x16 a, i32x16 count) { return {_mm512_srlv_epi32(a.v, count.v)}; }
 LOWBIT_INLINE i32x16 at_least(f32x16 a, f32x16 b) {
   return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ))};

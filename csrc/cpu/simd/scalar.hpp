@@ -153,6 +153,16 @@ LOWBIT_INLINE i32x16 count_down_above(i32x16 n, f32x16 a, f32x16 b) {
   LOWBIT_LANES n.lane[i] -= a.lane[i] > b.lane[i];
   return n;
 }  // n - 1 where a > b; neither negative
+template <int count>
+LOWBIT_INLINE i32x16 shift_right_signed(i32x16 a) {
+  LOWBIT_LANES a.lane[i] >>= count;
+  return a;
+}
+LOWBIT_INLINE bool all_bytes_have(i32x16 a, int bits) {  // one of these bits or more
+  for (int byte = 0; byte < 64; byte++)
+    if (!(static_cast<uint32_t>(a.lane[byte / 4]) >> byte % 4 * 8 & static_cast<uint32_t>(bits))) return false;
+  return true;
+}
 LOWBIT_INLINE i32x16 max_u32(i32x16 a, i32x16 b) {
   LOWBIT_LANES a.lane[i] = static_cast<uint32_t>(a.lane[i]) > static_cast<uint32_t>(b.lane[i]) ? a.lane[i] : b.lane[i];
   return a;

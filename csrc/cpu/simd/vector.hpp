@@ -45,7 +45,9 @@ concept IntLanes = Arithmetic<Ints, int32_t> && requires(Ints a, Floats f) {
   { bit_xor(a, a) } -> std::same_as<Ints>;
   { shift_left<3>(a) } -> std::same_as<Ints>;
   { shift_right<3>(a) } -> std::same_as<Ints>;
+  { shift_right_signed<3>(a) } -> std::same_as<Ints>;
   { shift_right(a, a) } -> std::same_as<Ints>;
+  { all_bytes_have(a, 1) } -> std::same_as<bool>;
   { select(a, a, a) } -> std::same_as<Ints>;
   { max_u32(a, a) } -> std::same_as<Ints>;
   { mul_high_u16(a, a) } -> std::same_as<Ints>;
