@@ -124,12 +124,19 @@ struct Unit : codec_of<kFormat> {
     if constexpr (plain) return Codec::template plain_value<at, Lanes>(p);
     else return Codec::template value<at, Lanes>(p);
   }
-  // body(whether the unit is plain, as a constant)
-  template <class Body> LOWBIT_INLINE static void with_plain(const uint8_t* unit, Body&& body) {
+  // body(whether the unit is plain, as a constant); false, too, where that is not asked for
+  template <class Body> LOWBIT_INLINE static void with_plain(const uint8_t* unit, bool asked, Body&& body) {
     if constexpr (requires { Codec::template is_plain<Lanes>(unit); }) {
-      if (Codec::template is_plain<Lanes>(unit)) [[likely]] return body(std::true_type{});
+      if (asked && Codec::template is_plain<Lanes>(unit)) [[likely]] return body(std::true_type{});
     }
     body(std::false_type{});
+  }
+  // Of a panel, by its first tile. A branch that is guessed wrong takes as long as two units.
+  LOWBIT_INLINE static bool mostly_plain(const uint8_t* codes) {
+    int64_t plain = 0;
+    for (int64_t unit = 0; unit < kPerTile; unit++)
+      with_plain(codes + unit * kBytes, true, [&](auto is_plain) { plain += is_plain; });
+    return plain * 8 > kPerTile * 6;
   }
 };
 
@@ -183,7 +190,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
     for (int64_t unit = 0; unit < U::kPerTile; unit++) {
       const uint8_t* from = codes + unit * U::kBytes;
       __builtin_prefetch(from + ahead);
-      U::with_plain(from, [&](auto plain) {
+      U::with_plain(from, true, [&](auto plain) {
         unroll<U::kValues>([&](auto at) {
           const int64_t k = k_in_tile<kFormat>(unit, at);
           f32x16 w = U::template value<at, plain>(from);

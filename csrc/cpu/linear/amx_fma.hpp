@@ -105,7 +105,7 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
     }
     for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
       f32x16 values[kCount];
-      U::with_plain(codes, [&](auto plain) {
+      U::with_plain(codes, true, [&](auto plain) {
         unroll<kCount>([&](auto i) {
           constexpr int kAt = i % U::kValues;
           values[i] = U::template value<kAt, plain>(codes + i / U::kValues * U::kBytes);

@@ -66,7 +66,7 @@ struct StreamSums {
 // Adds the `step`-th kStepK of a panel. Values of int4 alternate between the halves of a tile, those of the other
 // formats follow one another.
 template <Format kFormat, int kRows>
-LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, int64_t step,
+LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const float* const* x, int64_t step,
                                Ahead& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = bits(kFormat) == 4;
@@ -80,7 +80,7 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, const float* const* x, in
     for (int64_t unit = 0; unit < kUnits; unit += kStep) {
       for (int64_t at = 0; !high && at < kStep * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
       const uint8_t* from = codes + unit * U::kBytes;
-      U::with_plain(from, [&](auto plain) {
+      U::with_plain(from, mostly_plain, [&](auto plain) {
         unroll<kStep * kValues>([&](auto i) {
           constexpr int kValue = i % kValues, kUnit = i / kValues;
           const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue, plain>(from + kUnit * U::kBytes);
@@ -101,6 +101,7 @@ template <Format kFormat, int kRows>
 void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
   Ahead next(spec, view, view.bytes, in_four_streams<kFormat>(spec, kStreamFour));
+  const bool mostly_plain = Unit<kFormat>::mostly_plain(view.codes);
   const float *x[kRows], *group_sums[kRows];
   for (int r = 0; r < kRows; r++) {
     x[r] = rows.values + (row + r) * rows.stride;
@@ -113,7 +114,7 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
   for (int64_t g = 0, step = 0; step < steps; g++) {
     StreamSums<kRows> sums;
     for (const int64_t end = smaller(steps, step + steps_per_group); step < end; step++)
-      stream_step<kFormat, kRows>(view, x, step, next, sums);
+      stream_step<kFormat, kRows>(view, mostly_plain, x, step, next, sums);
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
