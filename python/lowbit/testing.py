@@ -156,8 +156,8 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
 
 def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
     """What a row of attention takes: one that multiplies float32 widens 16 bits to it."""
-    names = DTYPES if "_float32_" in row else ("bfloat16", "float64")
-    return tuple(getattr(torch, name) for name in names if name in row or "_float32_" in row)
+    dtype = row.split("_")[2]
+    return tuple(getattr(torch, name) for name in (DTYPES if dtype == "float32" else (dtype,)))
 
 
 def fewest_scores(row: str) -> tuple[int, int]:

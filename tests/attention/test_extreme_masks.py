@@ -87,7 +87,7 @@ def test_every_row_averages_backward(any_backward_row: str) -> None:
 def test_every_row_averages_in_a_step(kind: str) -> None:
     prompt = "_prompt_" in kind
     length, format = (70, "int8") if prompt else (2, kind.split("_")[1])
-    dtype = torch.bfloat16 if "_prompt_bfloat16_" in kind else torch.float32
+    dtype = getattr(torch, kind.split("_")[2]) if prompt else torch.float32
     k, v, q = torch.randn(1, 2, 600, 64), torch.randn(1, 2, 600, 64), torch.randn(1, 4, length, 64).to(dtype)
     mask = torch.full((1, 4, length, 600), MIN)
     out = torch.empty(1, 4, length, 64, dtype=dtype)

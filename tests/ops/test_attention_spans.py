@@ -14,7 +14,7 @@ from lowbit import _C, testing
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
-KINDS = ("float32", "bfloat16")
+KINDS = ("float32", "bfloat16", "float16")
 FORWARD, BACKWARD = (
     [row for row in testing.rows(op) if str(row["name"]).startswith(tuple(f"{op}_{kind}" for kind in KINDS))] for op in ("attention_forward", "attention_backward")
 )
@@ -25,8 +25,8 @@ def dtype_of(row: str) -> torch.dtype:
 
 
 def rounding(row: str) -> float:
-    """What results of a few units may be off besides the error of float32: probabilities and results of 8 bits."""
-    return 0.0 if dtype_of(row) == torch.float32 else 2.0**-6
+    """What results of a few units may be off besides the error of float32: results of 8 bits, or of 11."""
+    return {torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype_of(row)]
 
 
 def random(row: str, *shape: int) -> Tensor:
