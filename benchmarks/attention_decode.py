@@ -135,7 +135,8 @@ def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows, length = [], 2048
     half = length // 2
     mask = torch.ones(half, length, dtype=torch.bool).tril(half)
-    for dtype, head_dim in itertools.product((torch.float32, torch.bfloat16, torch.float16), (64,) if args.quick else (64, 128)):
+    dtypes, head_dims = (torch.float32, torch.bfloat16, torch.float16), (64,) if args.quick else (64, 128)
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
         q = torch.randn(1, Q_HEADS, length, head_dim).to(dtype)
         k, v = torch.randn(2, 1, KV_HEADS, length, head_dim).to(dtype)
 

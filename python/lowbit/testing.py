@@ -162,7 +162,9 @@ def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
 
 def fewest_scores(row: str) -> tuple[int, int]:
     """From how many queries and keys on a row of attention takes a call."""
-    return (17, 32) if "_amx" in row else (1, 1)
+    if "_amx" not in row:
+        return 1, 1
+    return (32, 256) if "_float16_" in row else (17, 32)
 
 
 def serves(row: str, case: LinearCase) -> bool:

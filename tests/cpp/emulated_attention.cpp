@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the rows of attention by tiles through the emulated tile unit (emulated_amx.hpp), on any machine, and compares
-// with the row `scalar`; and cuts every float16 into its parts. Started by tests/cpp/test_emulated_tiles.py; links liblowbit for everything but the unit and
-// what it is compiled with.
+// with the row `scalar`; and cuts every float16 into its parts. Started by tests/cpp/test_emulated_tiles.py; links
+// liblowbit for everything but the unit and what it is compiled with.
 #include "cpu/attention/amx.cpp"
 
 #include <cmath>
@@ -16,7 +16,8 @@ using namespace lowbit;
 struct Heads {
   std::vector<uint16_t> bits;
   TensorView view;
-  Heads(DType dtype, int64_t heads, int64_t rows, int64_t columns, std::mt19937& random) : bits(heads * rows * columns) {
+  Heads(DType dtype, int64_t heads, int64_t rows, int64_t columns, std::mt19937& random)
+      : bits(heads * rows * columns) {
     std::normal_distribution<float> normal;
     for (uint16_t& x : bits)
       x = dtype == DType::bfloat16 ? bfloat16_from_float(normal(random)) : float16_from_float(normal(random));
@@ -54,7 +55,8 @@ void run_emulated(const Kernel<Args> (&rows)[count], const Args& args) {
     if (row.refuses(args).empty()) row.run(args);
 }
 
-bool as_scalar(DType dtype, int64_t group, int64_t length, int64_t keys, int64_t e, int64_t ev, bool causal, double dropout_p) {
+bool as_scalar(DType dtype, int64_t group, int64_t length, int64_t keys, int64_t e, int64_t ev, bool causal,
+               double dropout_p) {
   std::mt19937 random(static_cast<uint32_t>(length * 7919 + keys * 31 + e));
   const int64_t heads = 2 * group;
   const auto made = [&](int64_t heads, int64_t rows, int64_t columns) {
@@ -82,8 +84,8 @@ bool as_scalar(DType dtype, int64_t group, int64_t length, int64_t keys, int64_t
   if (close("out", out, found) && close("grad_q", dq, found_dq) && close("grad_k", dk, found_dk) &&
       close("grad_v", dv, found_dv))
     return true;
-  std::printf("parts=%d group=%ld length=%ld keys=%ld e=%ld ev=%ld causal=%d dropout=%g\n", dtype == DType::bfloat16 ? 1 : 2,
-              static_cast<long>(group),
+  std::printf("parts=%d group=%ld length=%ld keys=%ld e=%ld ev=%ld causal=%d dropout=%g\n",
+              dtype == DType::bfloat16 ? 1 : 2, static_cast<long>(group),
               static_cast<long>(length), static_cast<long>(keys), static_cast<long>(e), static_cast<long>(ev), causal,
               dropout_p);
   return false;
@@ -118,13 +120,14 @@ int main() {
   bool same = parts_are_exact();
   if (!same) std::printf("a float16 is not the sum of its parts\n");
   int cases = 0;
-  for (const DType dtype : {DType::bfloat16, DType::float16})
-    for (const auto& [group, length, keys] : {std::tuple{1, 17, 32}, {2, 33, 37}, {1, 70, 300}})
-      for (const auto& [e, ev] : {std::pair{16, 16}, {40, 33}})
-        for (const bool causal : {false, true}) {
-          same &= as_scalar(dtype, group, length, keys, e, ev, causal, length == 33 ? 0.5 : 0.0);
-          cases++;
-        }
+  for (const auto& [dtype, group, length, keys] :
+       {std::tuple{DType::bfloat16, 1, 17, 32}, {DType::bfloat16, 2, 33, 37}, {DType::bfloat16, 1, 70, 300},
+        {DType::float16, 1, 33, 257}})
+    for (const auto& [e, ev] : {std::pair{16, 16}, {40, 33}})
+      for (const bool causal : {false, true}) {
+        same &= as_scalar(dtype, group, length, keys, e, ev, causal, length == 33 ? 0.5 : 0.0);
+        cases++;
+      }
   std::printf("%d cases\n", cases);
   return same ? 0 : 1;
 }

@@ -130,8 +130,8 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
 // is left out of scores would be seen in lse.
 enum class Pairs { all, not_last };
 
-// Sums of kRowTiles x kPanels tiles += those of one step; activations(r, part), weights(p, part): where a tile lies. One
-// side stays from pair to pair: three are 12 products and 8 loads.
+// Sums of kRowTiles x kPanels tiles += those of one step; activations(r, part), weights(p, part): where a tile lies.
+// One side stays from pair to pair: three are 12 products and 8 loads.
 template <int kParts, Pairs kPairs, int kRowTiles, int kPanels, class Activations, class Weights>
 LOWBIT_INLINE void multiply_step(Activations&& activations, Weights&& weights) {
   static_assert(kParts <= 2);
