@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ggml_attention import CACHES, GgmlAttention
+from ggml_linear import Library
 from harness import MIB, duration, interleave, rotate, table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,6 +44,8 @@ def _shape(args: argparse.Namespace, head_dim: int, length: int, token_major: bo
         candidates[name] = _ours(name, head_dim, length, token_major)
     for name in ("float32", "bfloat16"):
         candidates[f"torch {name}"] = _torch(name, head_dim, length, token_major)
+    for library, cache in itertools.product(args.libraries, CACHES):
+        candidates[f"{library.name} {cache}"] = _ggml(library, cache, head_dim, length, token_major)
     bandwidth = 0.0
     times: dict[str, float] = {}
     for _ in range(args.rounds):
@@ -113,13 +117,26 @@ def _torch(name: str, head_dim: int, length: int, token_major: bool) -> tuple[Ca
     return rotate(calls), size
 
 
+def _ggml(
+    library: Library, cache: str, head_dim: int, length: int, token_major: bool
+) -> tuple[Callable[[], object], int]:
+    q, calls = torch.randn(1, Q_HEADS, 1, head_dim), []
+    for _ in range(64):
+        keys_values = torch.randn(2, 1, KV_HEADS, length, head_dim)
+        calls.append(GgmlAttention(library, cache, q, keys_values, token_major=token_major))
+        if len(calls) >= _copies(calls[0].cache_bytes):
+            break
+    return rotate(calls), calls[0].cache_bytes
+
+
 def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache of the
     first."""
     rows, length = [], 2048
     half = length // 2
     mask = torch.ones(half, length, dtype=torch.bool).tril(half)
-    for dtype, head_dim in itertools.product((torch.float32, torch.bfloat16), (64,) if args.quick else (64, 128)):
+    dtypes, head_dims = (torch.float32, torch.bfloat16, torch.float16), (64,) if args.quick else (64, 128)
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
         q = torch.randn(1, Q_HEADS, length, head_dim).to(dtype)
         k, v = torch.randn(2, 1, KV_HEADS, length, head_dim).to(dtype)
 

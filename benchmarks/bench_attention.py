@@ -6,6 +6,9 @@
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_attention.py   # as an
     AVX2 machine
 
+The part `decode` takes llama.cpp in when it is built: --ggml llama.cpp=/path/libggml.so (docs/measured/linear.md says
+how).
+
 Each part is a file attention_<part>.py beside this one. Ratios compare calls of the same rounds. Nothing is asserted.
 """
 
@@ -16,6 +19,7 @@ import importlib
 from pathlib import Path
 
 import torch
+from ggml_linear import Library
 from harness import Foreign, describe, header, save
 
 PARTS = tuple(sorted(path.stem.removeprefix("attention_") for path in Path(__file__).parent.glob("attention_*.py")))
@@ -45,7 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 8)")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, 3 rounds")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--ggml", action="append", default=[], help="NAME=PATH of libggml.so; names: ggml_linear.TYPES")
     args = parser.parse_args()
+    args.libraries = [Library(name, Path(path)) for name, _, path in (given.partition("=") for given in args.ggml)]
     args.parts = args.parts.split(",")
     args.dtypes = [getattr(torch, name) for name in args.dtypes.split(",")]
     args.rounds = args.rounds or (3 if args.quick else 8)

@@ -37,7 +37,10 @@ API: dict[str, tuple[type | None, list[type]]] = {
     "ggml_type_name": (ctypes.c_char_p, [Int]),
     "ggml_row_size": (Size, [Int, Long]),
     "ggml_new_tensor_2d": (Pointer, [Pointer, Int, Long, Long]),
+    "ggml_new_tensor_4d": (Pointer, [Pointer, Int, Long, Long, Long, Long]),
+    "ggml_permute": (Pointer, [Pointer, Pointer, Int, Int, Int, Int]),
     "ggml_mul_mat": (Pointer, [Pointer, Pointer, Pointer]),
+    "ggml_flash_attn_ext": (Pointer, [Pointer] * 5 + [ctypes.c_float] * 3),
     "ggml_new_graph_custom": (Pointer, [Pointer, Size, ctypes.c_bool]),
     "ggml_build_forward_expand": (None, [Pointer, Pointer]),
     # ik_llama.cpp's takes one pointer more at the end; llama.cpp's leaves it unread

@@ -13,16 +13,20 @@ struct TileRows {
   int64_t stride;  // bytes
 };
 
+// What a product loads: tiles of the other side stay from the product before.
+enum class Loads { both, activations, weights };
+
 // Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
 // the order in which a product can start while the next tile loads.
-template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights>
+template <class Sum, int kFirst, int kRowTiles, int kPanels, Loads kLoads = Loads::both, class Activations,
+          class Weights>
 LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) {
   unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
     constexpr int kA = TileUnit::kActivations + (kFirst + r) % 2;
-    TileUnit::load<kA>(activations(r).rows, activations(r).stride);
+    if constexpr (kLoads != Loads::weights) TileUnit::load<kA>(activations(r).rows, activations(r).stride);
     unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
       constexpr int kW = TileUnit::kWeights + (kFirst + p) % 2;
-      if (r == 0) TileUnit::load<kW>(weights(p), 64);
+      if constexpr (r == 0 && kLoads != Loads::activations) TileUnit::load<kW>(weights(p), 64);
       TileUnit::add_products<Sum, kFirst + r * kPanels + p, kA, kW>();
     });
   });

@@ -156,13 +156,15 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
 
 def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
     """What a row of attention takes: one that multiplies float32 widens 16 bits to it."""
-    names = DTYPES if "_float32_" in row else ("bfloat16", "float64")
-    return tuple(getattr(torch, name) for name in names if name in row or "_float32_" in row)
+    dtype = row.split("_")[2]
+    return tuple(getattr(torch, name) for name in (DTYPES if dtype == "float32" else (dtype,)))
 
 
 def fewest_scores(row: str) -> tuple[int, int]:
     """From how many queries and keys on a row of attention takes a call."""
-    return (17, 32) if "_amx" in row else (1, 1)
+    if "_amx" not in row:
+        return 1, 1
+    return (32, 256) if "_float16_" in row else (17, 32)
 
 
 def serves(row: str, case: LinearCase) -> bool:

@@ -11,6 +11,9 @@ import lowbit
 from lowbit import testing
 
 
+KINDS = ("float32", "bfloat16", "float16")
+
+
 def _rows(op: str, kinds: tuple[str, ...]) -> list[dict[str, object]]:
     return [row for row in testing.rows(op) if str(row["name"]).startswith(tuple(f"{op}_{kind}" for kind in kinds))]
 
@@ -21,13 +24,13 @@ def forward_row(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from _force(request.param)
 
 
-@pytest.fixture(params=_rows("attention_forward", ("float32", "bfloat16")), ids=lambda row: str(row["name"]))
+@pytest.fixture(params=_rows("attention_forward", KINDS), ids=lambda row: str(row["name"]))
 def any_forward_row(request: pytest.FixtureRequest) -> Iterator[str]:
     """Force one row of the forward, of those for one dtype alone too (`testing.attention_dtypes`)."""
     yield from _force(request.param)
 
 
-@pytest.fixture(params=_rows("attention_backward", ("float32", "bfloat16")), ids=lambda row: str(row["name"]))
+@pytest.fixture(params=_rows("attention_backward", KINDS), ids=lambda row: str(row["name"]))
 def any_backward_row(request: pytest.FixtureRequest) -> Iterator[str]:
     """Force one row of the backward, likewise."""
     yield from _force(request.param)

@@ -25,7 +25,6 @@ SHAPES = [  # B, Hq, Hkv, L, S, E, Ev: around tiles of 32 queries and of 128 and
     (1, 2, 2, 600, 600, 32, 32),  # a window ends in the middle of a tile of queries
 ]
 ROWS = [row for row in testing.rows("decode") if kind_of(str(row["name"])) == "prompt"]
-ROUNDOFF = testing.ROUNDOFF["bfloat16"]
 
 
 @pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
@@ -35,9 +34,14 @@ def row(request: pytest.FixtureRequest) -> str:
     return str(request.param["name"])
 
 
+def dtype_of(row: str) -> str:
+    """The only dtype of q that a row of tiles takes; one of those of a row of float32."""
+    return row.split("_")[2] if "_amx" in row else "bfloat16"
+
+
 def cases(row: str) -> list[Case]:
     """Each shape in both formats with three of the options, in both layouts and all dtypes of q that the row takes."""
-    dtypes = ("bfloat16",) if "_bfloat16_" in row else testing.DTYPES
+    dtypes = [dtype_of(row)] if "_amx" in row else testing.DTYPES
     made = []
     for index, (shape, format, part) in enumerate(itertools.product(SHAPES, FORMATS, range(3))):
         option = OPTIONS[(index // 3 + 2 * part) % len(OPTIONS)]
@@ -46,8 +50,8 @@ def cases(row: str) -> list[Case]:
 
 
 def budget(case: Case, data: Data, row: str) -> tuple[Tensor, Tensor]:
-    """That of float keys and values (test_decode.budget), more of int4 that are rotated back; tiles of bfloat16 round keys,
-    values and probabilities, half an ulp each."""
+    """That of float keys and values (test_decode.budget), more of int4 that are rotated back; tiles of
+    bfloat16 round keys, values and probabilities to one part of 8 bits, or two."""
     k, v = (reference.decoded(data.call[name], data.call[f"{name}_scale"]) for name in ("k", "v"))
     k, v = (reference.rotate(k) if data.call["rotated"] else k)[..., : case.shape[5]], v[..., : case.shape[6]]
     exact = {name: data.call[name] for name in ("causal", "position", "window", "mask", "sink") if name in data.call}
@@ -58,8 +62,9 @@ def budget(case: Case, data: Data, row: str) -> tuple[Tensor, Tensor]:
     if case.option == "float mask":
         score = score + 8 * U * data.call["mask"].double().abs().amax(-1, keepdim=True)
     sums = (case.shape[4] + 20) * U
-    if "_bfloat16_" in row:
-        score, sums = score + ROUNDOFF * magnitude, sums + 2 * ROUNDOFF
+    if "_amx" in row:
+        part = 2.0**-9 if "_bfloat16_" in row else 2.0**-16  # of each key, value and probability
+        score, sums = score + 2 * part * magnitude, sums + 2 * part
     allowed = (2 * score + sums) * (p @ v)
     rounding = testing.ROUNDOFF[case.q_dtype]
     return allowed + rounding * (data.out.abs() + allowed) + 1e-30, score[..., 0] + sums + U * data.lse.abs().nan_to_num()
@@ -75,7 +80,7 @@ def test_every_row_is_within_budget_of_float64(row: str) -> None:
 
 
 def test_results_do_not_depend_on_threads_or_batch(row: str) -> None:
-    data = make(Case((3, 8, 2, 70, 500, 64, 64), "causal", "int8", "bfloat16"))
+    data = make(Case((3, 8, 2, 70, 500, 64, 64), "causal", "int8", dtype_of(row)))
     threads = torch.get_num_threads()
     try:
         results = []
@@ -116,7 +121,7 @@ def test_a_program_is_run_over_codes_as_they_are(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_tokens_that_no_query_sees_are_not_read(row: str, format: str) -> None:
-    data = make(Case((1, 4, 2, 70, 900, 64, 64), "window", format, "bfloat16"))
+    data = make(Case((1, 4, 2, 70, 900, 64, 64), "window", format, dtype_of(row)))
     data.call |= {"window": 40, "position": 500}  # tokens 461 to 569
     wanted = run(data, row)
     for name in ("k_scale", "v_scale"):
@@ -128,7 +133,7 @@ def test_tokens_that_no_query_sees_are_not_read(row: str, format: str) -> None:
 
 def test_a_prompt_over_no_tokens_gives_zeros(row: str) -> None:
     q, out, lse = torch.randn(1, 2, 70, 64), torch.ones(1, 2, 70, 32), torch.ones(1, 2, 70)
-    if "_bfloat16_" in row:
+    if "_amx" in row:
         pytest.skip(f"{row}: wants 32 keys")
     k, v, scale = (torch.empty(1, 2, 0, n, dtype=t) for n, t in ((64, torch.int8), (32, torch.int8), (1, torch.float32)))
     with forced(row):
@@ -139,7 +144,7 @@ def test_a_prompt_over_no_tokens_gives_zeros(row: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_prompt_hides_no_nan(row: str, format: str) -> None:
     for name in ("k_scale", "v_scale"):
-        data = make(Case((1, 2, 1, 70, 200, 64, 64), "plain", format, "bfloat16"))
+        data = make(Case((1, 2, 1, 70, 200, 64, 64), "plain", format, dtype_of(row)))
         data.call[name] = data.call[name].clone()
         data.call[name][0, 0, 7] = torch.nan
         assert run(data, row)[0].isnan().all()

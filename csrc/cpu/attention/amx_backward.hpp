@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of the backward (backward.hpp has the formulas) by the tile unit, in bfloat16: scores and grad_out v^T
-// by keys and values packed as tiles, grad_q by tiles of keys; grad_k and grad_v are summed transposed, grad_v^T +=
-// grad_out^T p, because p as it is computed is easily a tile of weights, and not one of activations. Queries are packed
-// once for all tiles of keys of a task, both ways.
+// The products of the backward (backward.hpp has the formulas) by the tile unit, factors in kParts of bfloat16: scores
+// and grad_out v^T by keys and values packed as tiles, grad_q by tiles of keys; grad_k and grad_v are summed
+// transposed, grad_v^T += grad_out^T p, because p as it is computed is easily a tile of weights, and not one of
+// activations. Queries are packed once for all tiles of keys of a task, both ways.
 #pragma once
 
 #include "cpu/attention/amx_tiles.hpp"
@@ -13,17 +13,22 @@ namespace {
 
 // A tile of queries as activations, row by row and column by column. What is a column of one part is contiguous, so
 // that a product can begin at any query.
+template <int kParts>
 struct PackedQueries {
   PartRows q, grad_out, q_columns, grad_out_columns;
   LOWBIT_INLINE PackedQueries(int64_t rows, int64_t e, int64_t ev, Arena& arena)
-      : q(part_rows<1>(rows, e, arena)),
-        grad_out(part_rows<1>(rows, ev, arena)),
-        q_columns(part_rows<1>(round_up(e, kTileRows), rows, arena)),
-        grad_out_columns(part_rows<1>(round_up(ev, kTileRows), rows, arena)) {}
+      : q(part_rows<kParts>(rows, e, arena)),
+        grad_out(part_rows<kParts>(rows, ev, arena)),
+        q_columns(columns_of(e, rows, arena)),
+        grad_out_columns(columns_of(ev, rows, arena)) {}
+  LOWBIT_INLINE static PartRows columns_of(int64_t columns, int64_t rows, Arena& arena) {
+    PartRows made = part_rows<kParts>(round_up(columns, kTileRows), rows, arena);
+    made.step = kStepBytes, made.part = steps_of(rows) * kStepBytes;
+    return made;
+  }
 };
 
-constexpr int64_t kMostPacked = 64 << 20;  // bytes of a thread: 16384 queries of head dimension 128 and one kv head
-
+template <int kParts>
 struct AmxBackwardTile : BackwardScores<float> {
   TileUnit unit{kStepBytes};
   int64_t e, ev, rows, tiles;                 // rows: of packed queries; tiles: of queries of a head
@@ -34,7 +39,7 @@ struct AmxBackwardTile : BackwardScores<float> {
   char* packed;
   bool* is_packed;
   int64_t b = -1, kv_head = -1;  // whose
-  PackedQueries queries;
+  PackedQueries<kParts> queries;
 
   LOWBIT_INLINE AmxBackwardTile(const AttentionForwardArgs& args, const Tiling& q_tiles, int64_t grad_q_rows,
                                 const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
@@ -47,35 +52,36 @@ struct AmxBackwardTile : BackwardScores<float> {
         keys_t(tiles_of(kBackwardKvTile, e, arena)),
         values_t(tiles_of(kBackwardKvTile, ev, arena)),
         pairs(tiles_of(kBackwardKvTile, rows, arena)),
-        ds_rows(part_rows<1>(rows, kBackwardKvTile, arena)),
-        part(part_rows<1>(kTileRows, larger(e, ev), arena)),
+        ds_rows(part_rows<kParts>(rows, kBackwardKvTile, arena)),
+        part(part_rows<kParts>(kTileRows, larger(e, ev), arena)),
         grad_k_t(arena.matrix<float>(round_up(e, kTileRows), kBackwardKvTile)),
         grad_v_t(arena.matrix<float>(round_up(ev, kTileRows), kBackwardKvTile)),
         buffer(arena.matrix<float>(kStep, round_up(larger(e, ev), kStep))),
         transposed(arena.matrix<float>(kBackwardKvTile, larger(e, ev))),
         last_rows(arena.matrix<float>(kTileRows, e)),
-        places(args.group() * tiles * packed_bytes() <= kMostPacked ? args.group() * tiles : 1),
+        places(args.group() * tiles * packed_bytes() <= kMostPackedBytes ? args.group() * tiles : 1),
         packed(arena.array<char>(places * packed_bytes())),
         is_packed(arena.array<bool>(places)),
         queries(of(0)) {}
 
   // Tiles of weights of `columns` columns, summed over `depth`.
   LOWBIT_INLINE static uint8_t* tiles_of(int64_t columns, int64_t depth, Arena& arena) {
-    return arena.array<uint8_t>(ceil_div(columns, 16) * steps_of(depth) * kTileBytes);
+    return arena.array<uint8_t>(ceil_div(columns, 16) * steps_of(depth) * kParts * kTileBytes);
   }
   LOWBIT_INLINE int64_t packed_bytes() const {
     Arena counted;
-    PackedQueries(rows, e, ev, counted);
+    PackedQueries<kParts>(rows, e, ev, counted);
     return counted.bytes;
   }
-  LOWBIT_INLINE PackedQueries of(int64_t place) const {
+  LOWBIT_INLINE PackedQueries<kParts> of(int64_t place) const {
     Arena arena{packed + place * packed_bytes()};
-    return PackedQueries(rows, e, ev, arena);
+    return {rows, e, ev, arena};
   }
 };
 
-// Rows of a head, rounded, as activations both ways.
-inline void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<float> buffer,
+// Rows of a head, in parts, as activations both ways.
+template <int kParts>
+void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t columns, Matrix<float> buffer,
                          PartRows by_row, PartRows by_column) {
   std::memset(by_column.data, 0, round_up(columns, kTileRows) * by_column.stride);
   clear_rows(buffer, kStep);
@@ -85,69 +91,82 @@ inline void pack_queries(const HeadView& head, int64_t first, int64_t rows, int6
     clear_rows(buffer.from(count), kStep - count);
     for (int64_t i = 0; i < kStep; i++)
       for (int64_t c = 0; c < columns; c += kStep)
-        cut_rounded<1>(load(buffer.row(i) + c), load(buffer.row(i) + c + 16), by_row.row(r + i) + c * 2);
+        cut_rounded<kParts>(load(buffer.row(i) + c), load(buffer.row(i) + c + 16),
+                            by_row.row(r + i) + c / kStep * by_row.step);
     for (int64_t c = 0; c < columns; c += kTileRows) {
-      alignas(64) int32_t pairs[16 * 16];
-      for (int64_t i = 0; i < 16; i++)
-        store_i32(pairs + 16 * i, bf16_pairs(load(buffer.row(2 * i) + c), load(buffer.row(2 * i + 1) + c)));
-      transpose_16x16(reinterpret_cast<const float*>(pairs), 16, reinterpret_cast<float*>(by_column.row(c) + r * 2),
-                      by_column.stride / 4);
+      alignas(64) int32_t tiles[kParts][16 * 16];
+      for (int64_t i = 0; i < 16; i++) {
+        i32x16 pairs[kParts];
+        cut_rounded(load(buffer.row(2 * i) + c), load(buffer.row(2 * i + 1) + c), pairs);
+        unroll<kParts>([&](auto part) { store_i32(tiles[part] + 16 * i, pairs[part]); });
+      }
+      for (int64_t part = 0; part < kParts; part++)
+        transpose_16x16(reinterpret_cast<const float*>(tiles[part]), 16,
+                        reinterpret_cast<float*>(by_column.row(c) + part * by_column.part + r * 2),
+                        by_column.stride / 4);
     }
   }
 }
 
-inline void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t i,
-                         const RowStatistics<float>& statistics, AmxBackwardTile& tile) {
+template <int kParts>
+void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t i,
+                         const RowStatistics<float>& statistics, AmxBackwardTile<kParts>& tile) {
   const AttentionForwardArgs& forward = args.forward;
   const int64_t group = forward.group(), all = group * tile.tiles;
   const int64_t place = tile.places == all ? at.h % group * tile.tiles + i : 0;
   if (tile.places != all || tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, tile.places);
   tile.b = at.b, tile.kv_head = at.h / group, tile.queries = tile.of(place);
   if (!tile.is_packed[place]) {
-    pack_queries(HeadView(forward.q, at.b, at.h), at.q0, at.rows, tile.e, tile.buffer, tile.queries.q,
-                 tile.queries.q_columns);
-    pack_queries(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, tile.ev, tile.buffer, tile.queries.grad_out,
-                 tile.queries.grad_out_columns);
+    pack_queries<kParts>(HeadView(forward.q, at.b, at.h), at.q0, at.rows, tile.e, tile.buffer, tile.queries.q,
+                         tile.queries.q_columns);
+    pack_queries<kParts>(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, tile.ev, tile.buffer,
+                         tile.queries.grad_out, tile.queries.grad_out_columns);
     tile.is_packed[place] = true;
   }
   load_statistics(forward, at, statistics, tile);
 }
 
-inline void load_keys(const AttentionForwardArgs& args, const TilePlace& at, AmxBackwardTile& tile) {
+template <int kParts>
+void load_keys(const AttentionForwardArgs& args, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
-  pack_transposed<1, bfloat16_bits>(keys, at.k0, at.cols, tile.e, tile.part, tile.keys_t);
-  pack_transposed<1, bfloat16_bits>(values, at.k0, at.cols, tile.ev, tile.part, tile.values_t);
-  pack_rows<1>(keys, at.k0, at.cols, tile.e, kBackwardKvTile, tile.buffer, tile.keys);
+  pack_transposed<kParts>(keys, at.k0, at.cols, tile.e, tile.part, tile.keys_t);
+  pack_transposed<kParts>(values, at.k0, at.cols, tile.ev, tile.part, tile.values_t);
+  pack_rows<kParts>(keys, at.k0, at.cols, tile.e, kBackwardKvTile, tile.buffer, tile.keys);
 }
 
-inline void clear_grad_keys(const TilePlace&, AmxBackwardTile& tile) {
+template <int kParts>
+void clear_grad_keys(const TilePlace&, AmxBackwardTile<kParts>& tile) {
   clear_rows(tile.grad_k_t, round_up(tile.e, kTileRows)), clear_rows(tile.grad_v_t, round_up(tile.ev, kTileRows));
 }
 
 // to = rows of a * b^T, of the columns of a span.
-inline void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace& at, Span columns,
+template <int kParts, Pairs kPairs>
+void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace& at, Span columns,
                           Matrix<float> to) {
   const int64_t steps = steps_of(depth);
-  multiply<1>({.a = a.from(at.skipped),
-               .b = b,
-               .b_steps = steps,
-               .c = to,
-               .row_tiles = ceil_div(at.rows, kTileRows),
-               .panels = over(columns, 16),
-               .steps = {0, static_cast<int>(steps)},
-               .sum = Sum::fresh});
+  multiply<kParts, kPairs>({.a = a.from(at.skipped),
+                            .b = b,
+                            .b_steps = steps,
+                            .c = to,
+                            .row_tiles = ceil_div(at.rows, kTileRows),
+                            .panels = over(columns, 16),
+                            .steps = {0, static_cast<int>(steps)},
+                            .sum = Sum::fresh});
 }
 
-inline void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, const Span* spans,
-                          AmxBackwardTile& tile) {
+template <int kParts>
+void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, const Span* spans,
+                          AmxBackwardTile<kParts>& tile) {
   const Span all{0, static_cast<int>(round_up(at.cols, kStep))};
   const Span columns = spans ? steps_seen(tile.visible, at.rows) : all;
-  multiply_rows(tile.queries.q, tile.keys_t, tile.e, at, columns, tile.p);
+  multiply_rows<kParts, Pairs::all>(tile.queries.q, tile.keys_t, tile.e, at, columns, tile.p);
   scale_rows(tile.p, at.rows, columns, static_cast<float>(forward.scale));
 }
 
-inline void multiply_values(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile& tile) {
-  multiply_rows(tile.queries.grad_out, tile.values_t, tile.ev, at, steps_seen(tile.visible, at.rows), tile.ds);
+template <int kParts>
+void multiply_values(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+  multiply_rows<kParts, Pairs::not_last>(tile.queries.grad_out, tile.values_t, tile.ev, at,
+                                         steps_seen(tile.visible, at.rows), tile.ds);
 }
 
 // Zeros where the tiles of a product go on: also in columns that only a program computed.
@@ -157,37 +176,45 @@ inline void clear_around(const TilePlace& at, Span columns, Matrix<float> scores
 }
 
 // to[c][k] += sum over queries of activations[c][query] * scores[query][k], of the columns of a span.
-inline void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores, const TilePlace& at,
+template <int kParts>
+void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores, const TilePlace& at,
                            Span columns, uint8_t* pairs, Matrix<float> to) {
   const int64_t steps = steps_of(at.rows);
   for (int64_t c = columns.begin; c < columns.end; c += 16)
-    for (int64_t r = 0; r < steps * kStep; r += 2)
-      store_i32(reinterpret_cast<int32_t*>(pairs + c / 16 * steps * kTileBytes + r / 2 * kStepBytes),
-                bf16_pairs(load(scores.row(r) + c), load(scores.row(r + 1) + c)));
-  multiply<1>({.a = {activations.data + at.skipped * 2, activations.stride},
-               .b = pairs,
-               .b_steps = steps,
-               .c = to,
-               .row_tiles = ceil_div(channels, kTileRows),
-               .panels = over(columns, 16),
-               .steps = {0, static_cast<int>(steps)},
-               .sum = Sum::onto});
+    for (int64_t r = 0; r < steps * kStep; r += 2) {
+      i32x16 cut[kParts];
+      cut_rounded(load(scores.row(r) + c), load(scores.row(r + 1) + c), cut);
+      uint8_t* tiles = pairs + (c / 16 * steps + r / kStep) * kParts * kTileBytes + r % kStep / 2 * kStepBytes;
+      unroll<kParts>([&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), cut[part]); });
+    }
+  activations.data += at.skipped * 2;
+  multiply<kParts>({.a = activations,
+                    .b = pairs,
+                    .b_steps = steps,
+                    .c = to,
+                    .row_tiles = ceil_div(channels, kTileRows),
+                    .panels = over(columns, 16),
+                    .steps = {0, static_cast<int>(steps)},
+                    .sum = Sum::onto});
 }
 
-inline void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile& tile) {
+template <int kParts>
+void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.p), clear_around(at, columns, tile.ds);
-  add_transposed(tile.queries.grad_out_columns, tile.ev, tile.p, at, columns, tile.pairs, tile.grad_v_t);
-  add_transposed(tile.queries.q_columns, tile.e, tile.ds, at, columns, tile.pairs, tile.grad_k_t);
+  add_transposed<kParts>(tile.queries.grad_out_columns, tile.ev, tile.p, at, columns, tile.pairs, tile.grad_v_t);
+  add_transposed<kParts>(tile.queries.q_columns, tile.e, tile.ds, at, columns, tile.pairs, tile.grad_k_t);
 }
 
-inline void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile& tile,
+template <int kParts>
+void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile,
                              Matrix<float> grad_q) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.ds);
   for (int64_t r = 0; r < round_up(at.rows, kTileRows); r++)
     for (int64_t c = columns.begin; c < columns.end; c += kStep)
-      cut_rounded<1>(load(tile.ds.row(r) + c), load(tile.ds.row(r) + c + 16), tile.ds_rows.row(r) + c * 2);
+      cut_rounded<kParts>(load(tile.ds.row(r) + c), load(tile.ds.row(r) + c + 16),
+                          tile.ds_rows.row(r) + c / kStep * tile.ds_rows.step);
   const int64_t whole = at.rows / kTileRows * kTileRows;
   TileProduct product{.a = tile.ds_rows,
                       .b = tile.keys,
@@ -197,14 +224,16 @@ inline void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, A
                       .panels = {0, static_cast<int>(ceil_div(tile.e, 16))},
                       .steps = over(columns, kStep),
                       .sum = Sum::onto};
-  multiply<1>(product);
+  multiply<kParts>(product);
   if (whole == at.rows) return;
   product.a = tile.ds_rows.from(whole), product.c = tile.last_rows, product.row_tiles = 1, product.sum = Sum::fresh;
-  multiply<1>(product);
+  multiply<kParts>(product);
   add_rows(tile.last_rows, grad_q.from(whole), at.rows - whole);
 }
 
-inline void store_grad_keys(const AttentionBackwardArgs& args, const TilePlace& at, const AmxBackwardTile& tile) {
+template <int kParts>
+void store_grad_keys(const AttentionBackwardArgs& args, const TilePlace& at,
+                     const AmxBackwardTile<kParts>& tile) {
   const int64_t kv_head = at.h / args.forward.group();
   const auto store_rows = [&](Matrix<float> from, const TensorView& to, int64_t columns, double scale) {
     for (int64_t c = 0; c < columns; c += 16)

@@ -12,7 +12,6 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTileKeys = 256, kBlockQueries = 2 * kTileRows;
-constexpr int64_t kPackedBytes = 64 << 20;  // of the keys and values that are packed at a time, if a head is not more
 
 // K and V of some kv heads, tile by tile of the keys: [kv head][tile] keys, then values.
 template <int kParts>
@@ -39,7 +38,10 @@ struct ScoreBlock {
   Span spans[kBlockQueries];  // of each row; empty where it sees nothing
   Span columns{};             // what some row sees, in steps of the products
   int64_t taken = 0;          // rows that are probabilities
-  LOWBIT_INLINE PartRows probabilities() const { return {reinterpret_cast<uint8_t*>(scores.data), scores.stride * 4}; }
+  template <int kParts>
+  LOWBIT_INLINE PartRows probabilities() const {
+    return {reinterpret_cast<uint8_t*>(scores.data), scores.stride * 4, kParts * kStepBytes, kStepBytes};
+  }
   LOWBIT_INLINE int64_t column_steps() const { return (columns.end - columns.begin) / kStep; }
   LOWBIT_INLINE int64_t tile_rows() const { return round_up(at.rows, kTileRows); }
 };
@@ -81,7 +83,7 @@ LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& 
   float* row = block.scores.row(r);
   fill(row + all.begin, span.begin - all.begin, kMinusInfinity<float>);
   fill(row + span.end, all.end - span.end, kMinusInfinity<float>);
-  uint8_t* to = block.probabilities().row(r) + all.begin / kStep * kParts * kStepBytes;
+  uint8_t* to = block.probabilities<kParts>().row(r) + all.begin / kStep * kParts * kStepBytes;
   if (args.dropout_p > 0) {
     softmax_row(softmax, r, row, all);
     drop_probabilities(args, RowBlock(block.at, static_cast<int>(r), 1).at, block.scores.from(r), tile.factor);
@@ -117,7 +119,7 @@ void finish_block(const AttentionForwardArgs& args, const PackedKeys<kParts>& pa
                   const AmxForwardTile<kParts>& tile) {
   if (block.at.rows == 0) return;
   take_rows<kParts>(args, block, block.at.rows, tile);
-  multiply<kParts>({.a = block.probabilities(),
+  multiply<kParts>({.a = block.probabilities<kParts>(),
                     .b = block.values,
                     .b_steps = steps_of(packed.most_keys),
                     .c = tile.out.from(block.at.skipped),
@@ -139,9 +141,8 @@ LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePlace& at, const Vis
 template <int kParts>
 void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, const PackedKeys<kParts>& packed,
                       AmxForwardTile<kParts>& tile, int64_t b, int64_t h, int64_t head, int64_t i) {
-  using E = bfloat16_bits;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
-  cut_rows<kParts, E>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
+  cut_rows<kParts>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
   start_softmax(tile.softmax, all.rows);
   const int64_t steps = steps_of(packed.e);
   ScoreBlock *next = &tile.blocks[0], *last = &tile.blocks[1];
@@ -156,18 +157,18 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
       if (!find_visible(args, block, tile.programs, tile.visible)) continue;
       start_block(*next, block.at, tile.visible, packed.values(head, j));
       const int64_t share = ceil_div(last->at.rows, larger(1, next->column_steps() * steps));
-      multiply<kParts>({.a = tile.q.from(block.at.skipped),
-                        .b = packed.keys(head, j),
-                        .b_steps = steps,
-                        .c = next->scores,
-                        .row_tiles = ceil_div(block.at.rows, kTileRows),
-                        .panels = over(next->columns, 16),
-                        .steps = {0, static_cast<int>(steps)},
-                        .sum = Sum::fresh},
-                       [&] {
-                         modifying.fetch();
-                         take_rows<kParts>(args, *last, share, tile);
-                       });
+      multiply<kParts, Pairs::all>({.a = tile.q.from(block.at.skipped),
+                                    .b = packed.keys(head, j),
+                                    .b_steps = steps,
+                                    .c = next->scores,
+                                    .row_tiles = ceil_div(block.at.rows, kTileRows),
+                                    .panels = over(next->columns, 16),
+                                    .steps = {0, static_cast<int>(steps)},
+                                    .sum = Sum::fresh},
+                                   [&] {
+                                     modifying.fetch();
+                                     take_rows<kParts>(args, *last, share, tile);
+                                   });
       if (tile.softmax.scale == 1 && args.scale != 1)
         scale_rows(next->scores, block.at.rows, next->columns, static_cast<float>(args.scale));
       modify_visible(args, block, tile.programs, tile.visible, next->scores);
@@ -183,7 +184,6 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
 template <int kParts>
 void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedKeys<kParts>& packed, int64_t first,
                int64_t heads, int threads) {
-  using E = bfloat16_bits;
   parallel_for(heads * kv.count, threads, [&](int64_t task) {
     const int64_t head = task / kv.count, j = task % kv.count;
     const int64_t b = (first + head) / args.kv_heads(), h = (first + head) % args.kv_heads();
@@ -192,8 +192,8 @@ void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedK
     arena = {{static_cast<char*>(scratch(Scratch::task, arena.bytes)), 0}};
     const PartRows rows = part_rows<kParts>(kTileRows, packed.e, arena);
     const Matrix<float> buffer = arena.matrix<float>(kStep, larger(packed.e, packed.ev));
-    pack_transposed<kParts, E>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
-                               buffer);
+    pack_transposed<kParts>(keys_of(args, b, h), kv.begin(j), kv.size(j), packed.e, rows, packed.keys(head, j),
+                            buffer);
     pack_rows<kParts>(values_of(args, b, h), kv.begin(j), kv.size(j), packed.ev, packed.most_keys, buffer,
                       packed.values(head, j));
   });
@@ -212,7 +212,7 @@ void attention_forward_amx(const AttentionForwardArgs& args) {
   const Tilings tilings(args, choose_amx_q_tile(args, threads), kTileKeys);
   PackedKeys<kParts> packed(args, tilings.kv);
   const int64_t kv_heads = args.batch() * args.kv_heads(), group = args.group();
-  const int64_t at_once = smaller(kv_heads, larger(1, kPackedBytes / larger(1, packed.head_bytes())));
+  const int64_t at_once = smaller(kv_heads, larger(1, kMostPackedBytes / larger(1, packed.head_bytes())));
   packed.data = static_cast<uint8_t*>(scratch(Scratch::call, at_once * packed.head_bytes()));
   for (int64_t first = 0; first < kv_heads; first += at_once) {
     const int64_t heads = smaller(at_once, kv_heads - first);

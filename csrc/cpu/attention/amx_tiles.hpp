@@ -14,43 +14,69 @@ constexpr int64_t kStep = 32, kStepBytes = 64;  // what one product sums over: b
 
 LOWBIT_INLINE int64_t steps_of(int64_t columns) { return ceil_div(columns, kStep); }
 
-// [row][columns / 32][part] of 32 bfloat16: tiles of activations, from any row on. Rows are 64 * odd bytes apart, so
-// that those of a tile fall into different sets of L1.
+// Of a thread or a call: what is packed at a time. 16384 queries of head dimension 128 and one kv head, in one part.
+constexpr int64_t kMostPackedBytes = 64 << 20;
+
+// Rows of tiles of activations, from any row on, [row][columns / 32][part] of 32 bfloat16, or as activations whose part
+// is contiguous, [row][part][columns / 32]. Rows are 64 * odd bytes apart, so that those of a tile fall into different
+// sets of L1.
 struct PartRows {
   uint8_t* data = nullptr;
-  int64_t stride = 0;  // bytes
+  int64_t stride = 0, step = 0, part = 0;  // bytes, from one to the next
   LOWBIT_INLINE uint8_t* row(int64_t r) const { return data + r * stride; }
-  LOWBIT_INLINE PartRows from(int64_t r) const { return {row(r), stride}; }
+  LOWBIT_INLINE PartRows from(int64_t r) const { return {row(r), stride, step, part}; }
 };
 
 template <int kParts>
 LOWBIT_INLINE PartRows part_rows(int64_t rows, int64_t columns, Arena& arena) {
   const int64_t stride = (steps_of(columns) * kParts | 1) * kStepBytes;
-  return {arena.array<uint8_t>(rows * stride), stride};
+  return {arena.array<uint8_t>(rows * stride), stride, kParts * kStepBytes, kStepBytes};
 }
 
-// One row of elements in parts; zeros up to the end of the last step.
-template <int kParts, class E>
-void cut_row(const E* from, int64_t columns, uint8_t* to) {
-  static_assert(kParts == 1 && sizeof(E) == 2, "bfloat16 is its own part");
-  std::memcpy(to, from, columns * sizeof(E));
-  std::memset(to + columns * sizeof(E), 0, steps_of(columns) * kStepBytes - columns * sizeof(E));
-}
-
-// A step of probabilities; the last part of each is rounded.
+// 32 floats in parts, each rounded to 8 bits: of float16 two are exact, of a float32 they leave 2^-9 and 2^-18 of it.
 template <int kParts>
 LOWBIT_INLINE void cut_rounded(f32x16 first, f32x16 second, uint8_t* to) {
-  unroll<kParts - 1>([&](auto part) {
-    const f32x16 a = upper_part(first), b = upper_part(second);
-    store_32_bf16(reinterpret_cast<uint16_t*>(to + part * kStepBytes), a, b);
-    first = sub(first, a), second = sub(second, b);
+  unroll<kParts>([&](auto part) {
+    uint16_t* at = reinterpret_cast<uint16_t*>(to + part * kStepBytes);
+    store_32_bf16(at, first, second);
+    if constexpr (part + 1 < kParts) first = sub(first, load_bf16(at)), second = sub(second, load_bf16(at + 16));
   });
-  store_32_bf16(reinterpret_cast<uint16_t*>(to + (kParts - 1) * kStepBytes), first, second);
+}
+// Likewise, of what stands at an even k and at the next, in pairs as a tile of weights has them.
+template <int kParts>
+LOWBIT_INLINE void cut_rounded(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
+  unroll<kParts>([&](auto part) {
+    pairs[part] = bf16_pairs(even, odd);
+    if constexpr (part + 1 < kParts) {
+      even = sub(even, float_of(shift_left<16>(pairs[part])));
+      odd = sub(odd, upper_part(float_of(pairs[part])));
+    }
+  });
 }
 
-template <int kParts, class E>
+// What rows hold that are cut into kParts.
+template <int kParts>
+using Whole = std::conditional_t<kParts == 1, bfloat16_bits, float16_bits>;
+
+// One row of elements in parts; zeros up to the end of the last step.
+template <int kParts>
+void cut_row(const Whole<kParts>* from, int64_t columns, uint8_t* to) {
+  const int64_t whole = columns / kStep * kStep;
+  const auto cut_step = [&](const Whole<kParts>* step) {
+    if constexpr (kParts == 1) std::memcpy(to, step, kStepBytes);
+    else cut_rounded<kParts>(load16(step), load16(step + 16), to);
+    to += kParts * kStepBytes;
+  };
+  for (int64_t c = 0; c < whole; c += kStep) cut_step(from + c);
+  if (whole == columns) return;
+  Whole<kParts> last[kStep] = {};
+  std::memcpy(last, from + whole, (columns - whole) * sizeof(last[0]));
+  cut_step(last);
+}
+
+template <int kParts>
 void cut_rows(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows to) {
-  const E* from = reinterpret_cast<const E*>(head.data) + first * head.stride;
+  const auto* from = reinterpret_cast<const Whole<kParts>*>(head.data) + first * head.stride;
   for (int64_t r = 0; r < rows; r++) cut_row<kParts>(from + r * head.stride, columns, to.row(r));
 }
 
@@ -61,19 +87,19 @@ void round_rows(const HeadView& head, int64_t first, int64_t rows, int64_t colum
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c += kStep)
       cut_rounded<kParts>(load(buffer.row(r) + c), c + 16 < columns ? load(buffer.row(r) + c + 16) : set1(0.0f),
-                          to.row(r) + c / kStep * kParts * kStepBytes);
+                          to.row(r) + c / kStep * to.step);
 }
 
 // Rows of a head as columns of tiles, to be summed over `columns`: [rows / 16][columns / 32][part], with 16 rows as the
 // columns of a tile. Zeros where there is no row, up to a multiple of 32. buffer: 16 rows; floats: too, for codes.
-template <int kParts, class E>
+template <int kParts>
 void pack_transposed(const HeadView& head, int64_t first, int64_t rows, int64_t columns, PartRows buffer, uint8_t* to,
                      Matrix<float> floats = {}) {
   const int64_t width = steps_of(columns) * kParts;
   for (int64_t r = 0; r < round_up(rows, kStep); r += kTileRows, to += width * kTileBytes) {
     const int64_t count = larger(0, smaller(kTileRows, rows - r));
     if (head.scale) round_rows<kParts>(head, first + r, count, columns, floats, buffer);
-    else cut_rows<kParts, E>(head, first + r, count, columns, buffer);
+    else cut_rows<kParts>(head, first + r, count, columns, buffer);
     for (int64_t i = count; i < kTileRows; i++) std::memset(buffer.row(i), 0, width * kStepBytes);
     for (int64_t i = 0; i < width; i++)
       transpose_16x16(reinterpret_cast<const float*>(buffer.data + i * kStepBytes), buffer.stride / 4,
@@ -92,9 +118,7 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
     for (int64_t c = 0; c < columns; c += 16)
       for (int64_t i = 0; i < kStep; i += 2) {
         i32x16 pairs[kParts];
-        const f32x16 even = load(buffer.row(i) + c), odd = load(buffer.row(i + 1) + c);
-        if constexpr (kParts == 1) pairs[0] = bf16_pairs(even, odd);  // codes are rounded, bfloat16 stays
-        else cut(even, odd, pairs);
+        cut_rounded(load(buffer.row(i) + c), load(buffer.row(i + 1) + c), pairs);
         uint8_t* tiles = to + (c / 16 * steps_of(most_rows) + r / kStep) * kParts * kTileBytes + i / 2 * kStepBytes;
         unroll<kParts>(
             [&](auto part) { store_i32(reinterpret_cast<int32_t*>(tiles + part * kTileBytes), pairs[part]); });
@@ -102,19 +126,27 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
   }
 }
 
-// Sums of kRowTiles x kPanels tiles += those of one step; activations(r) and weights(p): the tiles of part 0.
-template <int kParts, int kRowTiles, int kPanels, class Activations, class Weights>
+// What is multiplied of two parts: all four pairs, or not the two last ones, which are 2^-16 of the whole at most. What
+// is left out of scores would be seen in lse.
+enum class Pairs { all, not_last };
+
+// Sums of kRowTiles x kPanels tiles += those of one step; activations(r, part), weights(p, part): where a tile lies.
+// One side stays from pair to pair: three are 12 products and 8 loads.
+template <int kParts, Pairs kPairs, int kRowTiles, int kPanels, class Activations, class Weights>
 LOWBIT_INLINE void multiply_step(Activations&& activations, Weights&& weights) {
-  unroll<kParts>([&](auto j) __attribute__((always_inline)) {
-    unroll<kParts - j>([&](auto i) __attribute__((always_inline)) {
-      multiply_tiles<float, 0, kRowTiles, kPanels>(
-          [&](int r) {
-            const TileRows at = activations(r);
-            return TileRows{static_cast<const char*>(at.rows) + i * kStepBytes, at.stride};
-          },
-          [&](int p) { return weights(p) + j * kTileBytes; });
-    });
-  });
+  static_assert(kParts <= 2);
+  const auto pair = [&]<int kActivations, int kWeights, Loads kLoads>() __attribute__((always_inline)) {
+    multiply_tiles<float, 0, kRowTiles, kPanels, kLoads>([&](int r) { return activations(r, kActivations); },
+                                                         [&](int p) { return weights(p, kWeights); });
+  };
+  if constexpr (kParts == 1) {
+    pair.template operator()<0, 0, Loads::both>();
+  } else {
+    if constexpr (kPairs == Pairs::all) pair.template operator()<1, 1, Loads::both>();
+    pair.template operator()<1, 0, kPairs == Pairs::all ? Loads::weights : Loads::both>();
+    pair.template operator()<0, 0, Loads::activations>();
+    pair.template operator()<0, 1, Loads::weights>();
+  }
 }
 
 // A product of tiles: c = a b or c += a b, of `row_tiles` tiles of rows of a, over the steps of a span; b: packed, of
@@ -129,7 +161,7 @@ struct TileProduct {
   Sum sum;
 };
 
-template <int kParts, class F>
+template <int kParts, Pairs kPairs, class F>
 LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
   TileUnit::before_loads();
   const int64_t panel_bytes = product.b_steps * kParts * kTileBytes, stride = product.c.stride * 4;
@@ -146,9 +178,11 @@ LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
         else
           unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::load<t>(place(t), stride); });
         for (int64_t s = product.steps.begin; s < product.steps.end; s++) {
-          multiply_step<kParts, kRowTiles, kPanels>(
-              [&](int i) { return TileRows{a.row(i * kTileRows) + s * kParts * kStepBytes, a.stride}; },
-              [&](int i) { return b + i * panel_bytes + s * kParts * kTileBytes; });
+          multiply_step<kParts, kPairs, kRowTiles, kPanels>(
+              [&](int i, int part) {
+                return TileRows{a.row(i * kTileRows) + s * a.step + part * a.part, a.stride};
+              },
+              [&](int i, int part) { return b + i * panel_bytes + (s * kParts + part) * kTileBytes; });
           meanwhile();
         }
         unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::store<t>(place(t), stride); });
@@ -160,9 +194,9 @@ LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
     }
 }
 
-template <int kParts>
+template <int kParts, Pairs kPairs = Pairs::not_last>
 [[gnu::noinline]] void multiply(const TileProduct& product) {
-  multiply<kParts>(product, [] {});
+  multiply<kParts, kPairs>(product, [] {});
 }
 
 // What some row sees, in whole steps of the products.
