@@ -54,6 +54,33 @@ def test_float8_activations_are_taken_per_row() -> None:
         from_torchao({"weight": weight})
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 128, 512])
+def test_an_int4_tensor_keeps_its_codes(symmetric: bool, group_size: int, tmp_path: Path) -> None:
+    """As mslk's int4_row_quantize and int4_row_quantize_zp make them, which run on a GPU: q = (w - low) / scale - 8, w = scale q + zero_point."""
+    torch.manual_seed(0)
+    w = torch.randn(40, 512) + 0.3
+    groups = w.view(40, -1, group_size)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = groups.abs().amax(-1, keepdim=True) / 8 if symmetric else (high - low) / 15
+    added = torch.zeros_like(scale) if symmetric else low + 8 * scale
+    scale, added = scale.bfloat16().float(), added.bfloat16().float()
+    q = ((groups - added) / scale).round().clamp(-8, 7)
+    wanted, q = (q * scale + added).view(40, 512), q.view(40, 512).to(torch.int8)
+    parts = ((q[:, ::2] & 15) | (q[:, 1::2] << 4)), scale[..., 0].t().bfloat16(), added[..., 0].t().bfloat16()
+    theirs = ao.Int4Tensor(*(part.contiguous() for part in parts), [1, group_size], w.shape)
+    for given in ({"0.weight": theirs}, write({"0.weight": theirs}, tmp_path)):
+        layers = nn.Sequential(nn.Linear(512, 40, bias=False))
+        lowbit.load(layers, from_torchao(given))
+        model = layers[0]
+        assert model.spec.format == "int4" and model.spec.asymmetric != symmetric and model.spec.group_size == group_size % 512
+        assert torch.equal(model.unpack()[0].to(torch.int8) - 8, q)
+        steps = scale.expand_as(groups).reshape(40, 512)
+        assert ((model.dequantize() - wanted).abs() <= steps * (2**-7 + 16 * 2**-11)).all()
+        if symmetric:
+            torch.testing.assert_close(model.dequantize(), wanted, rtol=2**-11, atol=0)
+
+
 def int_weights() -> Iterator[tuple[str, torch.Tensor, str]]:
     """Weights [40, 512] of integer classes, and the specs that they become."""
     torch.manual_seed(0)
@@ -161,8 +188,12 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path) -> None:
     refused(int8(w, ao.PerRow(), act_quant_kwargs=act), "reduce_range of layer.weight must be False")
     intx = ao.IntxUnpackedToInt8Tensor.from_hp
     refused(intx(w, (1, 32), torch.int1), "layer.weight: weight_dtype must be torch.int2 to torch.int8, got .*torch.int1")
-    other = ao.Int4Tensor(torch.zeros(8, 32, dtype=torch.int8), torch.ones(2, 8), torch.zeros(2, 8), [1, 32], torch.Size([8, 64]))
-    refused(other, "layer.weight must be one of NF4Tensor, .* got Int4Tensor; call torchao's dequantize")
+    numbers = torch.zeros(8, 32, dtype=torch.int8), torch.ones(2, 8), torch.full((2, 8), 5001.3), [1, 32], torch.Size([8, 64])
+    refused(ao.Int4Tensor(*numbers), "layer.weight: 0 must lie within the range of each group or near it, got one 5e\\+03 steps from its middle")
+    act = dict(activation_dtype=torch.float8_e4m3fn)
+    refused(ao.Int4Tensor(*numbers, **act), "activation_dtype of layer.weight must be torch.bfloat16 .* got .*float8_e4m3fn")
+    whole = ao.Int4Tensor(torch.zeros(2, 8, 32, dtype=torch.int8), torch.ones(2, 2, 8), torch.zeros(2, 2, 8), [1, 1, 32], torch.Size([2, 8, 64]))
+    refused(whole, r"layer.weight must be the weight \[n, k\] of a linear layer, got \[2, 8, 32\]")
     e5m2 = ao.Float8Tensor.from_hp(w, float8_dtype=torch.float8_e5m2, granularity=ao.PerRow())
     refused(e5m2, "layer.weight must be float8_e4m3fn, got torch.float8_e5m2")
 

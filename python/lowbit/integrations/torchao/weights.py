@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +24,18 @@ from lowbit.quant.quant_linear import QuantLinear
 
 _NOT_HERE = ("act_pre_scale", "act_quant_scale", "act_quant_zero_point")
 _LARGEST_GROUP, _SMALLEST_GROUP = 256, 32
+_ZERO_ERROR = 2.0**-7  # steps of a scale: zero points are float16, which has 2^-7 between 8 and 16
 
 
 def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return a state dict with the weights ``[n, k]`` of torchao's tensor classes as QuantLinear's.
 
-    They may be NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits) and NVFP4Tensor. All other
-    entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes stay what they are;
-    torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. Of a scale per group 11 bits stay, of one
-    per row or per tensor all. Activations are taken as the weight says: as they are, or int8 or float8 per row (those
-    of an NVFP4Tensor: as they are).
+    They may be NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits), Int4Tensor and
+    NVFP4Tensor. All other entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes
+    stay what they are; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. Of a scale per group
+    11 bits stay, of one per row or per tensor all; the zero points of an Int4Tensor, which are numbers, are off by
+    1/128 of a step at most. Activations are taken as the weight says: as they are, or int8 or float8 per row (those of
+    an NVFP4Tensor: as they are).
 
     Args:
         state_dict: of a model that torchao quantized; or a safetensors file of torchao (``flatten_tensor_state_dict``),
@@ -111,6 +114,26 @@ def _intx(weight: Any, key: str) -> QuantLinear:
     return _integers(weight, key, format, "float" if act is None else "int8_row_asymmetric")
 
 
+def _int4(weight: Any, key: str) -> QuantLinear:
+    """w = scale * q + zero_point, q of -8 to 7, the first of a byte in its low nibble; scales are ``[groups, n]``."""
+    act = getattr(weight, "activation_dtype", torch.bfloat16)
+    require("from_torchao", f"activation_dtype of {key}", act, torch.bfloat16, "activations are taken as they come")
+    packed = weight.qdata.contiguous().view(torch.uint8)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1) ^ 8
+    plain = SimpleNamespace(qdata=codes, block_size=weight.block_size)
+    group_size = _group_size(plain, key)
+    scale, added = (_in_groups(part.t(), plain, group_size, key) for part in (weight.scale, weight.zero_point))
+    if not (added != 0).any():
+        return QuantLinear.pack(codes, scale, None, LinearSpec("int4", group_size))
+    zeros = 8 - added / scale
+    if not ((zeros.half() - zeros).abs() <= _ZERO_ERROR).all():
+        raise ValueError(
+            f"from_torchao: {key}: 0 must lie within the range of each group or near it, got one "
+            f"{float((zeros - 8).abs().nan_to_num(torch.inf).max()):.3g} steps from its middle"
+        )
+    return QuantLinear.pack(codes, scale, zeros, LinearSpec("int4", group_size, True, "float", "asymmetric"))
+
+
 def _check_per_row(act: Any, key: str) -> None:
     name = f"granularity of the activations of {key}"
     group_size = granularity_of("from_torchao", name, act.granularity)
@@ -168,5 +191,6 @@ _READERS: dict[str, Callable[[Any, str], QuantLinear]] = {
     "Float8Tensor": _float8,
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _intx,
+    "Int4Tensor": _int4,
     "NVFP4Tensor": _nvfp4,
 }
