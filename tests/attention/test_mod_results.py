@@ -119,6 +119,13 @@ def test_activations_are_programs(name: str) -> None:
     check(mod, [], (17, 33), 2e-4)
 
 
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "logsigmoid", "softplus", "mish", "hardswish", "hardsigmoid", "elu", "relu6", "silu", "gelu", "hardtanh"])
+def test_activations_of_nan_are_nan(name: str) -> None:
+    function, table = getattr(functional, name), torch.tensor([0.0, 3.0, torch.nan, -2.0])
+    assert function(table)[2].isnan()
+    check(lambda s, b, h, q, k: torch.where(torch.isnan(function(table[k % 4])), s, s - 1), [], (5, 20))
+
+
 @pytest.mark.parametrize("make", [torch.isfinite, torch.isinf, torch.isnan])
 def test_tests_of_infinities_are_programs(make: Callable[[Tensor], Tensor]) -> None:
     table = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e38])

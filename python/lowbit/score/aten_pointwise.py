@@ -285,10 +285,10 @@ def _clamp_max(tracer: Any, meta: Tensor, a: Any, high: Any) -> Any:
 
 @_row("relu")
 def _relu(tracer: Any, meta: Tensor, a: Any) -> Any:
-    # not maximum(x, 0), whose gradient at 0 is a half
+    # not maximum(x, 0), whose gradient at 0 is a half; x where it is nan
     p, type = tracer.program, kind(meta.dtype)
     zero = p.convert(p.constant(0), type)
-    return each(tracer, meta, lambda x: p.op("where", p.op("lt", zero, x), x, zero), a)
+    return each(tracer, meta, lambda x: p.op("where", p.op("le", x, zero), zero, x), a)
 
 
 def _formula(name: str, operands: int = 1) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
