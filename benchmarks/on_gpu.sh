@@ -22,5 +22,7 @@ code=0
 python -m pytest -q -p no:cacheprovider -c "$OLDPWD/pyproject.toml" -m gpu "$OLDPWD/tests/cuda" || code=$?
 step "optimizers"
 python "$OLDPWD/benchmarks/bench_optim.py" --device cuda --parameters 512 --rounds 8 --out optim_cuda.json || code=$?
+step "linear layers"
+python "$OLDPWD/benchmarks/bench_linear_cuda.py" --rounds 5 --out linear_cuda.json || code=$?
 step "done"
 exit "$code"

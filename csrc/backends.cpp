@@ -4,6 +4,7 @@
 #include "core/once.hpp"
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
+#include "external/backends.hpp"
 #include "ops/kernel.hpp"
 #include "sim/backend.hpp"
 
@@ -19,7 +20,7 @@ std::span<const Backend* const> backends() {
     std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
     if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
     add(sim::backends(host));
-    return all;
+    return external::with_external(all);
   });
 }
 

@@ -93,7 +93,7 @@ class _Step:
 def use(name: str) -> None:
     """Let every op run on the device of this name from now on."""
     device = torch.device(name)
-    testing.device = device.type
+    testing.cases.device = device.type
     for function in _FUNCTIONS:
         setattr(_C, function, _wrapped(getattr(_C, function), device))
     _Step.device, _Step.there = device, _C.OptimStep

@@ -49,8 +49,11 @@ SECTIONS = {
     "layer_of_blocks",
     "Weights of torchao": "lowbit.integrations.torchao: from_torchao",
     "MXFP4 and NVFP4": "lowbit.integrations.microscaling: from_mxfp4 from_nvfp4",
-    "What runs here": "lowbit: info kernels explain force_kernel",
+    "What runs here": "lowbit: info kernels explain force_kernel profile",
+    "The flight recorder": "lowbit.recorder: records dump watch record_collectives path report Record Recording",
     "Devices": "lowbit.devices: list check has_kernels",
+    "Kernels of other packages": "lowbit.backends: report Report include_dir Api",
+    "Kernels of other packages: their tests": "lowbit.testing: backend_suite",
 }
 _PART = re.compile(r"^(Args|Raises|Example|Returns):\n((?:(?:    .*)?\n)*)", re.MULTILINE)
 

@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
-#include "cuda/optim/sources.hpp"
+#include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/library.hpp"
 
@@ -14,18 +14,18 @@ namespace py = pybind11;
 
 py::list libraries() {
   py::list all;
-  for (int i = 0; i < cuda::kLibraries; i++) {
+  for (std::size_t i = 0; i < std::size(cuda::kLibraryNames); i++) {
     const cuda::Library& library = cuda::library(static_cast<cuda::LibraryName>(i));
     py::dict facts;
-    facts["name"] = library.name, facts["path"] = library.path, facts["missing"] = library.missing;
+    facts["name"] = cuda::kLibraryNames[i], facts["path"] = library.path, facts["missing"] = library.missing;
     all.append(facts);
   }
   return all;
 }
 
-py::list prebuild(const std::string& architecture, std::string_view only) {
+py::list prebuild(const std::string& architecture, std::string_view only, bool every_linear) {
   py::list all;
-  for (const cuda::Source& source : cuda::common_sources()) {
+  for (const cuda::Source& source : every_linear ? cuda::linear_sources() : cuda::common_sources()) {
     if (!source.name.starts_with(only)) continue;
     cuda::Prebuilt made;
     {
@@ -50,8 +50,9 @@ void register_cuda(py::module_& m) {
       "unavailable", [](int16_t index) { return cuda::unavailable({DeviceType::cuda, index}); }, py::arg("index"),
       "Why our kernels cannot run on this device; an empty string if they can.");
   cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",
-           "Compile what the optimizers' defaults use (where the name begins with `only`) into the cache, without a "
-           "GPU; return name, path and NVRTC's log.");
+           py::arg("every_linear") = false,
+           "Compile what optimizers and linear layers use most, or all of linear (where the name begins with `only`) "
+           "into the cache, without a GPU; return name, path and NVRTC's log.");
 }
 
 }  // namespace lowbit

@@ -5,6 +5,7 @@
 #include "core/bandwidth.hpp"
 #include "core/isa.hpp"
 #include "core/parallel.hpp"
+#include "external/backends.hpp"
 #include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
 #include "torch/registration.hpp"
@@ -18,7 +19,7 @@ py::dict isa() {
   py::dict result;
   py::list compiled;
   for (const Backend* backend : backends())
-    if (backend->device == DeviceType::cpu) compiled.append(backend->name);
+    if (backend->device == DeviceType::cpu && !external::is_external(*backend)) compiled.append(backend->name);
   result["compiled"] = compiled;
   result["detected"] = detected_isa();
   try {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "bindings/dlpack_abi.hpp"
+#include "bindings/dlpack_capsule.hpp"
 #include "bindings/register.hpp"
 #include "sim/faults.hpp"
 #include "sim/memory.hpp"
@@ -17,38 +17,6 @@ namespace lowbit {
 namespace {
 
 namespace py = pybind11;
-
-// A tensor on its way to torch.
-struct Offered {
-  dlpack::ManagedTensor managed{};
-  std::vector<int64_t> shape, strides;
-
-  static void destroy(dlpack::ManagedTensor* managed) {
-    if (managed->tensor.device.type == dlpack::kExtDev) sim::deallocate(managed->tensor.data);
-    delete static_cast<Offered*>(managed->context);
-  }
-};
-
-void destroy_unused(PyObject* capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return;  // taken: the taker calls the deleter
-  auto* const managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-  managed->deleter(managed);
-}
-
-py::capsule offer(void* data, dlpack::DeviceType type, int device, std::vector<int64_t>&& shape,
-                  std::vector<int64_t>&& strides, int code, int bits) {
-  auto* const offered = new Offered{.shape = std::move(shape), .strides = std::move(strides)};
-  offered->managed = {.tensor = {.data = data,
-                                 .device = {type, device},
-                                 .rank = static_cast<int32_t>(offered->shape.size()),
-                                 .dtype = {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1},
-                                 .shape = offered->shape.data(),
-                                 .strides = offered->strides.data(),
-                                 .byte_offset = 0},
-                      .context = offered,
-                      .deleter = Offered::destroy};
-  return py::capsule(&offered->managed, "dltensor", destroy_unused);
-}
 
 int64_t bytes_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides, int bits) {
   int64_t elements = 1;
@@ -71,11 +39,11 @@ py::capsule empty(int device, std::vector<int64_t> shape, std::vector<int64_t> s
                                            .c_str());
     throw py::error_already_set();
   }
-  return offer(data, dlpack::kExtDev, device, std::move(shape), std::move(strides), code, bits);
+  return offer(data, {dlpack::kExtDev, device}, std::move(shape), std::move(strides), {code, bits}, sim::deallocate);
 }
 
 py::capsule host_view(uintptr_t address, std::vector<int64_t> shape, std::vector<int64_t> strides, int code, int bits) {
-  return offer(reinterpret_cast<void*>(address), dlpack::kCpu, 0, std::move(shape), std::move(strides), code, bits);
+  return offer(reinterpret_cast<void*>(address), {dlpack::kCpu, 0}, std::move(shape), std::move(strides), {code, bits});
 }
 
 sim::Fault fault_of(std::string_view name) {

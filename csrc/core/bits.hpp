@@ -7,6 +7,9 @@
 
 #ifndef LOWBIT_INLINE  // the compiler of a device has its own word for it
 #define LOWBIT_INLINE [[gnu::always_inline]] inline
+// Inlined also where the scalar kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol
+// is left in their objects.
+#define LOWBIT_ALWAYS_INLINE [[gnu::__always_inline__]] inline
 #endif
 
 namespace lowbit {

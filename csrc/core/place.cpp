@@ -7,6 +7,7 @@ namespace lowbit {
 namespace {
 
 std::atomic<void* (*)(Device)> keeper_of_streams{nullptr};
+std::atomic<const MemoryKeeper*> keeper_of_memory{nullptr};
 
 }  // namespace
 
@@ -25,5 +26,16 @@ void* current_stream(Device device) {
 }
 
 void ask_for_streams(void* (*keeper)(Device device)) { keeper_of_streams.store(keeper, std::memory_order_release); }
+
+Workspace::Workspace(std::string_view op, const Place& place, int64_t bytes) {
+  const MemoryKeeper* keeper = keeper_of_memory.load(std::memory_order_acquire);
+  check(keeper != nullptr, ErrorKind::runtime, op, ": nobody keeps the memory of ", name_of(place.device),
+        ": its rows need torch");
+  memory_ = keeper->take(op, place.device, bytes, &data_);
+}
+
+Workspace::~Workspace() { keeper_of_memory.load(std::memory_order_acquire)->give_back(memory_); }
+
+void ask_for_memory(const MemoryKeeper* keeper) { keeper_of_memory.store(keeper, std::memory_order_release); }
 
 }  // namespace lowbit

@@ -59,4 +59,24 @@ struct Place {
 LOWBIT_API void* current_stream(Device device);
 LOWBIT_API void ask_for_streams(void* (*keeper)(Device device));
 
+// Memory of the place for the work of one call, of whoever keeps the memory of devices (torch): freed while that work
+// may still run, for work that joins the same stream later.
+class LOWBIT_API Workspace {
+ public:
+  Workspace(std::string_view op, const Place& place, int64_t bytes);  // RuntimeError: there is no more
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace();
+  void* at(int64_t byte) const { return static_cast<char*>(data_) + byte; }
+
+ private:
+  void *memory_ = nullptr, *data_ = nullptr;
+};
+
+struct MemoryKeeper {
+  void* (*take)(std::string_view op, Device device, int64_t bytes, void** data);  // what give_back takes
+  void (*give_back)(void* memory);
+};
+LOWBIT_API void ask_for_memory(const MemoryKeeper* keeper);
+
 }  // namespace lowbit

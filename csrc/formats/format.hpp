@@ -23,28 +23,27 @@ struct WeightSpec {
   int64_t group_size = 0;  // along k; 0: one scale per column ("per channel")
   bool asymmetric = false;
 
-  // Spelled so, as with_format (list.hpp) is.
-  [[gnu::__always_inline__]] constexpr int64_t group_k() const { return group_size ? group_size : padded_k(); }
-  [[gnu::__always_inline__]] constexpr int64_t groups() const { return group_size ? ceil_div(k, group_size) : 1; }
-  [[gnu::__always_inline__]] constexpr int64_t panels() const { return ceil_div(n, kPanelColumns); }
-  [[gnu::__always_inline__]] constexpr int64_t padded_k() const { return round_up(k, kTileK); }
-  [[gnu::__always_inline__]] constexpr int64_t tiles() const { return padded_k() / kTileK; }
-  [[gnu::__always_inline__]] constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t group_k() const { return group_size ? group_size : padded_k(); }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t groups() const { return group_size ? ceil_div(k, group_size) : 1; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t panels() const { return ceil_div(n, kPanelColumns); }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t padded_k() const { return round_up(k, kTileK); }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t tiles() const { return padded_k() / kTileK; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
 
   // Byte offsets inside a panel.
-  [[gnu::__always_inline__]] constexpr int64_t section(bool present) const {
+  LOWBIT_ALWAYS_INLINE constexpr int64_t section(bool present) const {
     return present ? round_up(groups() * kPanelColumns * 2, 64) : 0;
   }
-  [[gnu::__always_inline__]] constexpr int64_t column_scale_at() const { return 0; }
-  [[gnu::__always_inline__]] constexpr int64_t column_sum_at() const { return 64; }
-  [[gnu::__always_inline__]] constexpr int64_t group_scale_at() const { return is_float(format) ? 0 : 128; }
-  [[gnu::__always_inline__]] constexpr int64_t zero_at() const {
+  LOWBIT_ALWAYS_INLINE constexpr int64_t column_scale_at() const { return 0; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t column_sum_at() const { return 64; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t group_scale_at() const { return is_float(format) ? 0 : 128; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t zero_at() const {
     return group_scale_at() + section(!is_float(format) && group_size > 0);
   }
-  [[gnu::__always_inline__]] constexpr int64_t codes_at() const {
+  LOWBIT_ALWAYS_INLINE constexpr int64_t codes_at() const {
     return zero_at() + section(!is_float(format) && asymmetric);
   }
-  [[gnu::__always_inline__]] constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };
 
 // Where the tile of k begins in a panel's codes, in bytes, and the weight (column, k) of a float format.

@@ -94,7 +94,7 @@ inline constexpr int kLayoutVersion = 2;
 
 // body.operator()<Type>() for the layout that is only known now.
 template <class Body>
-[[gnu::__always_inline__]] inline auto with_layout(Layout layout, Body&& body) {
+LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
   switch (layout) {
 #define LOWBIT_LAYOUT(id, Type, name) \
   case Layout::id: return body.template operator()<Type>();

@@ -49,10 +49,9 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 template <Format kFormat> using codec_of = typename CodecOf<kFormat>::type;
 
-// body.operator()<Format>() for the format that is only known now. Spelled so, it is inlined also where the scalar
-// kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol is left in their object.
+// body.operator()<Format>() for the format that is only known now.
 template <class Body>
-[[gnu::__always_inline__]] inline constexpr auto with_format(Format format, Body&& body) {
+LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   switch (format) {
 #define LOWBIT_FORMAT(name, Codec) \
   case Format::name: return body.template operator()<Format::name>();
@@ -63,12 +62,12 @@ template <class Body>
 }
 
 // What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
-#define LOWBIT_FACT(Type, function, fact)                                                                   \
-  [[gnu::__always_inline__]] inline constexpr Type function(Format format) {                                \
-    return with_format(format, []<Format kFormat>() __attribute__((__always_inline__)) -> Type {            \
-      return codec_of<kFormat>::fact;                                                                       \
-    });                                                                                                     \
-  }
+#define LOWBIT_FACT(Type, function, fact)                                                                  \
+  struct FactOf_##function {                                                                               \
+    template <Format kFormat>                                                                              \
+    LOWBIT_ALWAYS_INLINE constexpr Type operator()() const { return codec_of<kFormat>::fact; }             \
+  };                                                                                                       \
+  LOWBIT_ALWAYS_INLINE constexpr Type function(Format format) { return with_format(format, FactOf_##function{}); }
 LOWBIT_FACT(int, bits, bits)
 LOWBIT_FACT(int, significant_bits, significant_bits)
 LOWBIT_FACT(CodecKind, kind_of, kind)
@@ -78,12 +77,12 @@ LOWBIT_FACT(int, code_max, code_max)
 LOWBIT_FACT(int, smallest_group, smallest_group)
 #undef LOWBIT_FACT
 
-[[gnu::__always_inline__]] inline constexpr bool is_float(Format format) {
+LOWBIT_ALWAYS_INLINE constexpr bool is_float(Format format) {
   return kind_of(format) == CodecKind::floating;
 }
 
 // The format as which kernels read the codes of this one, which they unpack where it is another.
-[[gnu::__always_inline__]] inline constexpr Format read_as(Format format) {
+LOWBIT_ALWAYS_INLINE constexpr Format read_as(Format format) {
   const bool bytes_or_nibbles = bits(format) == 8 || bits(format) == 4;
   return kind_of(format) == CodecKind::integer && !bytes_or_nibbles ? Format::int8 : format;
 }

@@ -114,4 +114,7 @@ struct AttentionBackwardArgs {
 LOWBIT_API void attention_forward(AttentionForwardArgs args);
 LOWBIT_API void attention_backward(AttentionBackwardArgs args);
 
+LOWBIT_API Call describe(const AttentionForwardArgs& args);
+LOWBIT_API Call describe(const AttentionBackwardArgs& args);
+
 }  // namespace lowbit

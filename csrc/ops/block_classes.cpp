@@ -34,4 +34,10 @@ int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const Tensor
   return evaluated;
 }
 
+Call describe(const BlockClassesArgs& args) {
+  Call call{.written = bytes_of(args.classes)};
+  call.add(args.classes);
+  return call;
+}
+
 }  // namespace lowbit

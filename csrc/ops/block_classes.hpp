@@ -23,4 +23,6 @@ struct BlockClassesArgs {
 // A block that reaches over the end of q or k is never full, as in torch. Returns how many blocks had to be evaluated.
 LOWBIT_API int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const TensorView& classes);
 
+LOWBIT_API Call describe(const BlockClassesArgs& args);
+
 }  // namespace lowbit

@@ -103,4 +103,38 @@ void int8_linear(Int8LinearArgs args) {
   if (m > 0 && n > 0) run(args);
 }
 
+namespace {
+
+int64_t bytes_of_weight(const BlockedWeight& weight) {
+  return bytes_of(weight.codes) + bytes_of(weight.absmax) + bytes_of(weight.scale_codes) + bytes_of(weight.code_map);
+}
+
+}  // namespace
+
+Call describe(const BlocksLinearArgs& args) {
+  Call call{.arithmetic = Arithmetic::floating,
+            .read = bytes_of(args.x) + bytes_of_weight(args.weight) + bytes_of(args.bias),
+            .written = bytes_of(args.y),
+            .operations = 2 * args.x.size(0) * args.weight.numel};
+  call.add(args.x), call.add(args.weight.codes), call.add(args.y);
+  return call;
+}
+
+Call describe(const BlocksDequantizeArgs& args) {
+  const int64_t all = args.weight.numel;
+  Call call{.read = all ? bytes_of_weight(args.weight) * args.out.numel() / all : 0, .written = bytes_of(args.out)};
+  call.add(args.weight.codes), call.add(args.out);
+  return call;
+}
+
+Call describe(const Int8LinearArgs& args) {
+  Call call{.arithmetic = Arithmetic::integer,
+            .read = bytes_of(args.x) + bytes_of(args.weight) + bytes_of(args.row_scale) + bytes_of(args.column_scale) +
+                    bytes_of(args.bias),
+            .written = bytes_of(args.y),
+            .operations = 2 * args.y.numel() * args.x.size(1)};
+  call.add(args.x), call.add(args.weight), call.add(args.y);
+  return call;
+}
+
 }  // namespace lowbit

@@ -58,4 +58,8 @@ LOWBIT_API void blocks_linear(BlocksLinearArgs args, int64_t format);
 LOWBIT_API void blocks_dequantize(BlocksDequantizeArgs args, int64_t format);
 LOWBIT_API void int8_linear(Int8LinearArgs args);
 
+LOWBIT_API Call describe(const BlocksLinearArgs& args);
+LOWBIT_API Call describe(const BlocksDequantizeArgs& args);
+LOWBIT_API Call describe(const Int8LinearArgs& args);
+
 }  // namespace lowbit

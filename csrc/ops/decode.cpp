@@ -137,4 +137,29 @@ void kv_dequantize(KvDequantizeArgs args) {
   if (x.numel()) run(args);
 }
 
+// Keys that a window hides are not read.
+Call describe(const DecodeArgs& args) {
+  const int64_t length = args.kv_length(), seen = args.window > 0 ? std::min(length, args.window) : length;
+  const int64_t cache = bytes_of(args.k) + bytes_of(args.v) + bytes_of(args.k_scale) + bytes_of(args.v_scale);
+  const int64_t rows = args.batch() * args.heads() * args.q_length();
+  Call call{.arithmetic = args.format() == KvFormat::floating ? Arithmetic::floating : Arithmetic::integer,
+            .read = bytes_of(args.q) + (length ? cache / length * seen : 0) + bytes_of(args.mask),
+            .written = bytes_of(args.out) + bytes_of(args.lse),
+            .operations = 2 * rows * seen * (args.q.size(3) + args.out.size(3))};
+  call.add(args.q), call.add(args.k), call.add(args.out);
+  return call;
+}
+
+Call describe(const KvQuantizeArgs& args) {
+  Call call{.read = bytes_of(args.x), .written = bytes_of(args.codes) + bytes_of(args.scale)};
+  call.add(args.x), call.add(args.codes);
+  return call;
+}
+
+Call describe(const KvDequantizeArgs& args) {
+  Call call{.read = bytes_of(args.codes) + bytes_of(args.scale), .written = bytes_of(args.x)};
+  call.add(args.codes), call.add(args.x);
+  return call;
+}
+
 }  // namespace lowbit

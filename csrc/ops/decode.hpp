@@ -83,4 +83,8 @@ LOWBIT_API void decode(DecodeArgs args);
 LOWBIT_API void kv_quantize(KvQuantizeArgs args);
 LOWBIT_API void kv_dequantize(KvDequantizeArgs args);
 
+LOWBIT_API Call describe(const DecodeArgs& args);
+LOWBIT_API Call describe(const KvQuantizeArgs& args);
+LOWBIT_API Call describe(const KvDequantizeArgs& args);
+
 }  // namespace lowbit

@@ -2,10 +2,12 @@
 #include "ops/kernel.hpp"
 
 #include <array>
+#include <chrono>
 #include <cstdlib>
 #include <utility>
 
 #include "core/once.hpp"
+#include "core/parallel.hpp"
 
 namespace lowbit {
 namespace {
@@ -73,6 +75,28 @@ LastRun& last_run(std::string_view op) {
   }
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
+
+void add_peak(Backend& backend, const Peak& peak) { backend.peaks.push_back(peak); }
+
+PeakRate peak_rate(Arithmetic arithmetic, int threads, int repeats) {
+  check(threads >= 1 && repeats >= 1, ErrorKind::value, "peak_rate: threads and repeats must be at least 1, got ",
+        threads, " and ", repeats);
+  constexpr int64_t kRounds = 200000;  // 1 to 10 ms
+  PeakRate best;
+  for (const Backend* backend : backends()) {
+    if (backend->device != backends().front()->device || !backend->unavailable({}).empty()) continue;
+    for (const Peak& peak : backend->peaks)
+      for (int repeat = 0; peak.arithmetic == arithmetic && repeat < repeats; repeat++) {
+        std::atomic<int64_t> operations{0};
+        const auto begin = std::chrono::steady_clock::now();
+        parallel(threads, [&](int) { operations += peak.run(kRounds); });
+        const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+        const double rate = static_cast<double>(operations.load()) / time.count();
+        if (rate > best.operations_per_s) best = {peak.what, rate};
+      }
+  }
+  return best;
+}
 
 bool has_backend(DeviceType device) {
   for (const Backend* backend : backends())

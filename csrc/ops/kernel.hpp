@@ -13,6 +13,7 @@
 
 #include "core/error.hpp"
 #include "core/place.hpp"
+#include "recorder/dispatch.hpp"
 
 namespace lowbit {
 
@@ -48,6 +49,13 @@ struct Kernel {
   void (*run)(const Args&);
 };
 
+// What a backend multiplies at most: `run` does `rounds` of a loop in registers and returns its operations.
+struct Peak {
+  Arithmetic arithmetic;
+  std::string_view what;  // "float32 FMA, avx512"
+  int64_t (*run)(int64_t rounds);
+};
+
 struct Backend {
   std::string_view name;
   DeviceType device;
@@ -55,6 +63,7 @@ struct Backend {
   const std::string& (*unavailable)(Device device);
   // Runs a row with the device of the place made ready for kernels; null where it always is.
   void (*guard)(const Place& place, const std::function<void()>& row) = nullptr;
+  std::vector<Peak> peaks = {};
 #define LOWBIT_OP(op, Args) std::vector<Kernel<Args>> op = {};
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
@@ -65,6 +74,7 @@ struct Backend {
 #define LOWBIT_OP(op, Args) LOWBIT_API void add_rows(Backend& backend, const Kernel<Args>* rows, std::size_t count);
 LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
+LOWBIT_API void add_peak(Backend& backend, const Peak& peak);
 
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
 LOWBIT_API bool has_backend(DeviceType device);         // that this machine can run, now
@@ -92,6 +102,13 @@ LOWBIT_API std::string force_kernel(std::string name);  // returns the previous 
 LOWBIT_API std::string_view forced_kernel(std::string_view op);
 LOWBIT_API std::string_view last_kernel(std::string_view op);  // the row that ran last on this thread
 LOWBIT_API void note_ran(std::string_view op, std::string_view name);
+
+// The largest of these peaks among the backends that this CPU can run, on `threads` threads, best of `repeats`.
+struct PeakRate {
+  std::string_view what;
+  double operations_per_s = 0;
+};
+LOWBIT_API PeakRate peak_rate(Arithmetic arithmetic, int threads, int repeats);
 
 struct Choice {
   std::string name;
@@ -149,11 +166,21 @@ Selected<Args> select(const Args& args) {
 }
 
 template <class Args>
-void run_selected(const Args& args, const Selected<Args>& selected) {
+void run_row(const Args& args, const Selected<Args>& selected) {
   const auto& [backend, row] = selected;
-  note_ran(OpOf<Args>::name, row.name);  // before: a row may report a fault of what it ran
   if (!backend.guard) row.run(args);
   else backend.guard(args.place, [&row, &args] { row.run(args); });
+}
+
+// describe(args) stands beside the Args of every op.
+template <class Args>
+void run_selected(const Args& args, const Selected<Args>& selected) {
+  const std::string_view op = OpOf<Args>::name, name = selected.row.name;
+  note_ran(op, name);  // before: a row may report a fault of what it ran
+  if (!recorder::wanted()) return run_row(args, selected);
+  recorder::Dispatch dispatch(op, name, args.place, describe(args));
+  run_row(args, selected);
+  dispatch.finished();
 }
 
 template <class Args>

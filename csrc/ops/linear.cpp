@@ -103,4 +103,19 @@ void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_form
   if (args.m > 0) run(args);
 }
 
+Call describe(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t m = args.m, element = static_cast<int64_t>(size_of(args.dtype)), result = m * spec.n * element;
+  Call call{.arithmetic = stays_float(args.x_format) ? Arithmetic::floating : Arithmetic::integer,
+            .read = m * spec.k * element + spec.panels() * spec.panel_bytes() +
+                    (args.bias ? spec.n * static_cast<int64_t>(size_of(args.bias_dtype)) : 0) +
+                    result * ((args.mul != nullptr) + (args.add != nullptr)),
+            .written = result,
+            .operations = 2 * m * spec.n * spec.k};
+  call.add(args.dtype, {m, spec.k});
+  call.add(DType::uint8, {spec.panels(), spec.panel_bytes()});
+  call.add(args.dtype, {m, spec.n});
+  return call;
+}
+
 }  // namespace lowbit

@@ -7,31 +7,9 @@
 #include "core/tensor_view.hpp"
 #include "formats/format.hpp"
 #include "ops/kernel.hpp"
+#include "ops/linear_formats.hpp"
 
 namespace lowbit {
-
-// How activations enter the product. int8 codes are within +-127; group: one scale per row and weight group; row: one
-// per row. float8: rounded to e4m3 times the scale of their row, and multiplied as floats.
-enum class XFormat : int { floating, int8_group, int8_row, int8_row_asymmetric, float8_row };
-inline constexpr std::string_view kXFormatNames[] = {"float", "int8_group", "int8_row", "int8_row_asymmetric",
-                                                     "float8_row"};
-
-// Whether activations enter the product as floats.
-constexpr bool stays_float(XFormat activations) {
-  return activations == XFormat::floating || activations == XFormat::float8_row;
-}
-
-// Whether a weight of this format is multiplied by such activations: int8 by integers, float8 by float8.
-constexpr bool goes_with(XFormat activations, Format weight) {
-  switch (activations) {
-    case XFormat::floating: return true;
-    case XFormat::float8_row: return weight == Format::fp8_e4m3;
-    default: return kind_of(weight) == CodecKind::integer;
-  }
-}
-
-enum class Activation : int { none, relu, gelu, gelu_tanh, silu };
-inline constexpr std::string_view kActivationNames[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
 
 struct LinearArgs {
   Place place{};
@@ -61,5 +39,7 @@ LOWBIT_API void check_weight(std::string_view op, const TensorView& weight, cons
 LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format,
                                   int64_t activation);
 LOWBIT_API void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format, int64_t activation);
+
+LOWBIT_API Call describe(const LinearArgs& args);
 
 }  // namespace lowbit

@@ -146,4 +146,33 @@ void decode_state(DecodeStateArgs args) {
   run(args);
 }
 
+// Sizes: how many tensors, and how many elements they have together.
+Call describe(const OptimStepArgs& args) {
+  int64_t numel = 0, params = 0, grads = 0, moments = 0;
+  for (const OptimTensor& tensor : args.tensors) {
+    numel += tensor.numel;
+    params += tensor.numel * static_cast<int64_t>(size_of(tensor.param_dtype));
+    grads += tensor.numel * static_cast<int64_t>(size_of(tensor.grad_dtype));
+    const int64_t scales =
+        has_codes(args.format) ? (tensor.numel + args.block_size - 1) / args.block_size * 4 : 0;
+    moments += args.moments * (state_bytes(args.format, tensor.numel) + scales);
+  }
+  Call call{.read = params + grads + moments, .written = params + moments + (args.grad_scale ? grads : 0)};
+  if (!args.tensors.empty())
+    call.add(args.tensors.front().param_dtype, {static_cast<int64_t>(args.tensors.size()), numel});
+  return call;
+}
+
+Call describe(const EncodeStateArgs& args) {
+  Call call{.read = bytes_of(args.values), .written = bytes_of(args.codes) + bytes_of(args.scale)};
+  call.add(args.values), call.add(args.codes);
+  return call;
+}
+
+Call describe(const DecodeStateArgs& args) {
+  Call call{.read = bytes_of(args.codes) + bytes_of(args.scale), .written = bytes_of(args.values)};
+  call.add(args.codes), call.add(args.values);
+  return call;
+}
+
 }  // namespace lowbit

@@ -78,4 +78,8 @@ LOWBIT_API StateFormat state_format(std::string_view op, int64_t format, int64_t
 LOWBIT_API void encode_state(EncodeStateArgs args);
 LOWBIT_API void decode_state(DecodeStateArgs args);
 
+LOWBIT_API Call describe(const OptimStepArgs& args);
+LOWBIT_API Call describe(const EncodeStateArgs& args);
+LOWBIT_API Call describe(const DecodeStateArgs& args);
+
 }  // namespace lowbit

@@ -124,4 +124,29 @@ bool all_finite(const TensorView& tensor) {
   return result;
 }
 
+Call describe(const QuantizeArgs& args) {
+  Call call{.read = bytes_of(args.weight) + bytes_of(args.importance), .written = bytes_of(args.packed)};
+  call.add(args.weight), call.add(args.packed);
+  return call;
+}
+
+Call describe(const RepackArgs& args) {
+  Call call{.read = bytes_of(args.packed), .written = bytes_of(args.out)};
+  call.add(args.packed), call.add(args.out);
+  return call;
+}
+
+Call describe(const DequantizeArgs& args) {
+  const int64_t rows = args.indices ? args.indices.numel() : args.spec.n;  // of the weight; each read once
+  Call call{.read = bytes_of(args.packed) * rows / args.spec.n + bytes_of(args.indices), .written = bytes_of(args.out)};
+  call.add(args.packed), call.add(args.out), call.add(args.indices);
+  return call;
+}
+
+Call describe(const AllFiniteArgs& args) {
+  Call call{.read = bytes_of(args.tensor)};
+  call.add(args.tensor);
+  return call;
+}
+
 }  // namespace lowbit

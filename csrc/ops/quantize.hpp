@@ -83,4 +83,9 @@ LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorV
 LOWBIT_API void embedding(DequantizeArgs args);
 LOWBIT_API bool all_finite(const TensorView& tensor);
 
+LOWBIT_API Call describe(const QuantizeArgs& args);
+LOWBIT_API Call describe(const RepackArgs& args);
+LOWBIT_API Call describe(const DequantizeArgs& args);
+LOWBIT_API Call describe(const AllFiniteArgs& args);
+
 }  // namespace lowbit

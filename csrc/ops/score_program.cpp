@@ -67,4 +67,11 @@ void score_program_backward(const ScoreCall& call, int64_t b, int64_t h, int64_t
   if (scores.numel() > 0) run(args);
 }
 
+Call describe(const ScoreProgramArgs& args) {
+  const int64_t bytes = int64_t{args.rows} * args.cols * static_cast<int64_t>(size_of(args.dtype));
+  Call call{.read = args.gradient ? 2 * bytes : bytes, .written = bytes};
+  call.add(args.dtype, {args.rows, args.cols});
+  return call;
+}
+
 }  // namespace lowbit

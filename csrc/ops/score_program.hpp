@@ -45,4 +45,6 @@ LOWBIT_API void score_program_backward(const ScoreCall& call, int64_t b, int64_t
                                        const TensorView& scores, const TensorView& gradient,
                                        std::span<const TensorView> captured_gradients);
 
+LOWBIT_API Call describe(const ScoreProgramArgs& args);
+
 }  // namespace lowbit

@@ -98,11 +98,22 @@ void* stream_of_torch(Device device) {
   return reinterpret_cast<void*>(number);
 }
 
+// Bytes of torch's allocator.
+void* take_memory(std::string_view op, Device device, int64_t bytes, void** data) {
+  TensorView view = contiguous_view(device, DType::uint8, 1, &bytes);
+  Tensor tensor = Tensor::empty(op, view);
+  *data = view.data;
+  return tensor.release();
+}
+void give_back_memory(void* memory) { const Tensor freed(static_cast<TensorHandle>(memory)); }
+
 }  // namespace
 
 void look_at_devices() {
+  static constexpr MemoryKeeper memory{take_memory, give_back_memory};
   asks_for_devices = true;
   ask_for_streams(stream_of_torch);
+  ask_for_memory(&memory);
 }
 
 void rethrow_for_torch(const Error& error) {

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 _Tensor = Any
@@ -222,6 +222,39 @@ class _Cuda:
 
 cuda: _Cuda
 
+class _RecorderState(TypedDict):
+    on: bool
+    folder: str
+    path: str
+    reason: str
+    watched: bool
+
+class _Peak(TypedDict):
+    what: str
+    operations_per_s: float
+
+class _Recorder:
+    NAMES: dict[str, list[str]]
+    def state(self) -> _RecorderState: ...
+    def snapshot(self) -> bytes: ...
+    def dump(self, path: str, reason: str) -> str: ...
+    def watch(self, seconds: float) -> None: ...
+    def open_call(
+        self,
+        op: str,
+        row: str,
+        tensors: Sequence[tuple[str, Sequence[int]]],
+        read: int,
+        group_sequence: int,
+    ) -> tuple[int, int]: ...
+    def close_call(self, handle: tuple[int, int], finished: bool) -> None: ...
+    def set_rank(self, rank: int, world: int) -> None: ...
+    def begin_profile(self) -> int: ...
+    def end_profile(self, begin: int | None) -> bytes: ...
+    def peak_rate(self, arithmetic: str, threads: int, repeats: int = 5) -> _Peak: ...
+
+recorder: _Recorder
+
 class _Open:
     def __init__(self, device: int, stream: int) -> None: ...
 
@@ -239,3 +272,23 @@ class _Simulated:
     def functions(self) -> tuple[int, ...]: ...
 
 simulated: _Simulated
+
+class _Rows:
+    def add_library(self, path: str) -> list[str]: ...
+    def add_kernel(
+        self,
+        op: str,
+        name: str,
+        device: str,
+        function: Callable[..., None],
+        refuses: Callable[..., str | None] | None,
+        first: bool,
+    ) -> None: ...
+    def commit(self, by: str) -> None: ...
+
+class _External:
+    OPS: tuple[str, ...]
+    Rows = _Rows
+    def added(self) -> list[dict[str, str]]: ...
+
+external: _External

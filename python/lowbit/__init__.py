@@ -33,7 +33,7 @@ from lowbit._C import version as __version__
 _C.cuda.look_in(sys.path)  # where pip has NVIDIA's libraries, if it has; nothing is opened here
 
 if TYPE_CHECKING:
-    from lowbit import attention, devices, optim
+    from lowbit import attention, backends, devices, optim, recorder
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         load,
         quantize_,
     )
+    from lowbit.recorder.profile import profile
 
 _HOME = {
     "autoquant": "lowbit.autotune",
@@ -148,10 +149,11 @@ _HOME = {
     "compare_checkpoints": "lowbit.diagnostics.compare",
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
+    "profile": "lowbit.recorder.profile",
     "LowbitConfig": "lowbit.integrations.lowbit_config",
     "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
 }
-_MODULES = {"attention": "lowbit.attention", "devices": "lowbit.devices", "optim": "lowbit.optim"}
+_MODULES = {name: f"lowbit.{name}" for name in ("attention", "backends", "devices", "optim", "recorder")}
 __all__ = [
     "AuxOutput",
     "AuxRequest",
@@ -186,6 +188,7 @@ __all__ = [
     "and_masks",
     "attention",
     "autoquant",
+    "backends",
     "calibrate",
     "compare_checkpoints",
     "create_block_mask",
@@ -214,8 +217,10 @@ __all__ = [
     "noop_mask",
     "optim",
     "or_masks",
+    "profile",
     "quantize_",
     "quantize_checkpoint",
+    "recorder",
     "scaled_dot_product_attention",
 ]
 
@@ -226,6 +231,10 @@ if _torch is not None:
     register()
     join_when_imported()
     del register, join_when_imported
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and os.environ.get("LOWBIT_FR") != "0":
+        from lowbit.recorder import collectives
+
+        collectives.hook()
     if os.environ.get("LOWBIT_SIM") == "1":
         from lowbit.devices import simulated
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`,
-`lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit --version`."""
+`lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit recorder DIR`,
+`lowbit --version`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels.set_defaults(run=lambda options: lowbit.kernels(options.op))
     prebuild = commands.add_parser(
         "prebuild",
-        help="compile the CUDA kernels of the optimizers' defaults into the cache; needs NVRTC, no GPU",
+        help="compile the CUDA kernels that are used most into the cache; needs NVRTC, no GPU",
         description="For machines without a compiler, and LOWBIT_JIT=0. Cache: LOWBIT_CACHE_DIR or ~/.cache/lowbit.",
     )
     prebuild.add_argument("--arch", required=True, help="architectures, such as sm_80,sm_90a")
@@ -64,7 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("b", help="folder or safetensors file that is measured against it")
     compare.add_argument("--picture", metavar="PNG", help="draw the errors into this file")
     compare.set_defaults(run=_compare)
+    recorder = commands.add_parser(
+        "recorder",
+        help="what the flight recorders of a folder say: where each rank is, where they first differ, who is to blame",
+        description="Reads rings of processes that live or are gone, dumps, and dumps of torch's flight recorder.",
+    )
+    recorder.add_argument("folder", nargs="?", help="default: where this user's recorders write")
+    recorder.add_argument("--json", metavar="FILE", help="write the same as JSON")
+    recorder.add_argument("--html", metavar="FILE", help="draw the timeline into one HTML page")
+    recorder.set_defaults(run=_recorder)
     return parser
+
+
+def _recorder(options: argparse.Namespace) -> object:
+    from lowbit.recorder.report import report  # also where torch is not installed
+
+    return report(options.folder, json_file=options.json, html_file=options.html)
 
 
 def _quantize(options: argparse.Namespace) -> object:

@@ -4,8 +4,9 @@ names them loads. `bitsandbytes.backends`: gives bitsandbytes our CPU kernels wh
 
 A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
 can never break `import torch`: whatever goes wrong is kept (`failures`, shown by `lowbit.info()`) and raised only when
-LOWBIT_STRICT=1. It claims no device. TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch) turns it off,
-and so does LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves bitsandbytes as it is.
+LOWBIT_STRICT=1. It claims no device and opens no device's library. LOWBIT_AUTOLOAD=0 turns it off, and so do
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch, for every package) and LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves
+bitsandbytes as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class _Keeping:
 def autoload() -> None:
     """Register the ops with torch; called by `import torch`."""
     global ran
+    if os.environ.get("LOWBIT_AUTOLOAD") == "0":
+        return
     if os.environ.get("LOWBIT_SIM") == "1":
         return  # `import lowbit` registers the ops and enables the simulated device, which autoload must not
     ran = True

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Device sources on the host: what NVRTC predefines, for g++. One fiber per CUDA thread; a CTA is run to its end before
 // the next. It looks for faults: threads run in an order that a seed shuffles, from one collective operation to the
-// next; shared memory is full of nan bits before each CTA; threads that wait for what can never come are found.
+// next, and whole warps fall behind; shared memory is full of nan bits before each CTA; threads that wait for what can
+// never come are found.
 #pragma once
 
 #include <setjmp.h>
@@ -21,7 +22,7 @@
 #include <type_traits>
 #include <vector>
 
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct Dim { unsigned x = 0; };
 
@@ -36,7 +37,8 @@ struct Fiber {
   State state = State::runs;
   bool begun = false;
   int collectives = 0;
-  uint32_t deposit[2];  // of this collective operation and the one before, which another thread may not have read yet
+  // Of this collective operation and the one before, which another thread may not have read yet.
+  std::array<uint32_t, 6> deposit[2];
   std::vector<char> stack = std::vector<char>(kStack);
 };
 
@@ -80,11 +82,12 @@ inline bool run_cta(unsigned threads, std::mt19937& random) {
   for (Fiber& fiber : fibers) fiber.state = State::runs, fiber.begun = false, fiber.collectives = 0;
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
-  for (;;) {
+  for (uint64_t asleep = 0;;) {
     std::shuffle(order.begin(), order.end(), random);
+    if (random() % 8 == 0) asleep = random();  // warps, for a while: the others get ahead as far as they can
     bool any = false, done = true;
     for (const unsigned i : order) {
-      if (fibers[i].state != State::runs) continue;
+      if (fibers[i].state != State::runs || (asleep >> i / 32 & 1)) continue;
       any = true;
       resume(i);
       if (fibers[i].state == State::at_warp) release(i / 32 * 32, std::min(i / 32 * 32 + 32, threads), State::at_warp);
@@ -92,16 +95,23 @@ inline bool run_cta(unsigned threads, std::mt19937& random) {
     }
     for (const Fiber& fiber : fibers) done &= fiber.state == State::done;
     if (done) return true;
-    if (!any) return false;
+    if (!any && !asleep) return false;
+    if (!any) asleep = 0;
   }
 }
 
-inline uint32_t shuffle(uint32_t value, unsigned lane) {
+// Hands words over to the warp, waits until all its threads have, and says where those of a lane are.
+struct Exchanged {
+  unsigned warp;
+  int slot;
+  const std::array<uint32_t, 6>& of(unsigned lane) const { return fibers[warp * 32 + lane].deposit[slot]; }
+};
+inline Exchanged exchange(const std::array<uint32_t, 6>& words) {
   const unsigned me = current;
   const int slot = fibers[me].collectives++ & 1;
-  fibers[me].deposit[slot] = value;
+  fibers[me].deposit[slot] = words;
   wait(State::at_warp);
-  return fibers[me / 32 * 32 + lane].deposit[slot];
+  return {me / 32, slot};
 }
 
 // Shared memory of one declaration, full of nan bits when a CTA begins.
@@ -119,7 +129,7 @@ T& shared() {
 template <class T>
 T shuffled(T value, unsigned lane) {
   static_assert(sizeof(T) == 4);
-  return __builtin_bit_cast(T, shuffle(__builtin_bit_cast(uint32_t, value), lane));
+  return __builtin_bit_cast(T, exchange({__builtin_bit_cast(uint32_t, value)}).of(lane)[0]);
 }
 
 }  // namespace on_host
@@ -152,6 +162,15 @@ inline float __int2float_rn(int a) { return static_cast<float>(a); }
 inline int __float2int_rn(float a) {  // nan: 0; what does not fit: the nearest that does
   return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(std::nearbyintf(a));
 }
+
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; i++) out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return out;
+}
+
+#include "mma_on_host.hpp"
 
 // What the emulated driver calls; false: threads wait for each other for ever, or left others waiting.
 extern "C" inline __attribute__((used)) bool lowbit_run_grid(void (*kernel)(const void*), const void* args,

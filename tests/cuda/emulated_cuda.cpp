@@ -95,7 +95,6 @@ EMULATED cuDriverGetVersion(int* version) {
 }
 EMULATED cuDeviceGetCount(int* count) { return *count = 8, kSuccess; }
 EMULATED cuDeviceGet(int* device, int index) { return *device = index, kSuccess; }
-EMULATED cuDeviceGetName(char* name, int bytes, int) { return std::snprintf(name, bytes, "emulated"), kSuccess; }
 EMULATED cuDeviceGetAttribute(int* value, int attribute, int) {
   const std::string told = environment("LOWBIT_EMULATED_CAPABILITY");  // "90"
   const int capability = told.empty() ? 90 : std::stoi(told);
@@ -172,9 +171,8 @@ EMULATED nvrtcCompileProgram(void* handle, int, const char* const*) {
       write(folder / program->names[i], program->texts[i]);
     }
   write(folder / "kernels.cpp", program->source);
-  const std::string at = folder.string(), command =
-      "g++ -std=c++20 -O1 -g0 -w -fPIC -shared -ffp-contract=off -U_FORTIFY_SOURCE -include " LOWBIT_ON_HOST
-      " -I" + at + " " + at + "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
+  const std::string at = folder.string(), command = LOWBIT_KERNEL_COMPILER " -I" + at + " " + at + "/kernels.cpp -o " +
+                                                    at + "/kernels.so > " + at + "/log 2>&1";
   const int failed = std::system(command.c_str());
   program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
   fs::remove_all(folder);

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -22,26 +23,47 @@ pytestmark = pytest.mark.skipif(not nvrtc_is_there(), reason="no NVRTC on this m
 CODE = """
 import json, sys
 from lowbit import _C
-print(json.dumps(_C.cuda.prebuild(sys.argv[1], sys.argv[2])))
+architecture, every_linear, *names = sys.argv[1:]
+print(json.dumps([made for name in names for made in _C.cuda.prebuild(architecture, name, every_linear == "1")]))
 """
+# What takes most registers of each kind of linear.
+HEAVIEST = (
+    "linear of float32, 0 scales a tile, activations in 3 parts, 16 rows",
+    "linear of float16, 0 scales a tile, activations in 2 parts, 16 rows",
+    "linear of nf4, 2 scales a tile, activations in 3 parts, 8 rows",
+    "linear of fp4_e2m1, 4 scales a tile, activations in 1 parts, 32 rows",
+    "linear of int7 with zero points, 2 scales a tile, activations in 3 parts, 16 rows",
+    "linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
+    "linear of int2 with zero points, 2 scales a tile, int8 activations, 16 rows",
+)
 
 
-def prebuilt(python: Callable[..., str], architecture: str, only: str, folder: Path) -> list[dict[str, str]]:
-    import json
-
-    return json.loads(python(CODE, architecture, only, LOWBIT_CACHE_DIR=str(folder)).splitlines()[-1])
+def prebuilt(python: Callable[..., str], architecture: str, *names: str, folder: Path, every_linear: bool = False) -> list[dict[str, str]]:
+    made = python(CODE, architecture, str(int(every_linear)), *names, LOWBIT_CACHE_DIR=str(folder))
+    return json.loads(made.splitlines()[-1])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_adamw8bit_compiles_for_every_generation(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
-    (made,) = prebuilt(python, architecture, "optim_step of adamw with 2 moments in dynamic8", tmp_path)
-    check(made)
-    assert Path(made["path"]).name.startswith(architecture) and b"\x7fELF" in Path(made["path"]).read_bytes()[:32]
+def test_a_step_and_a_product_compile_for_every_generation(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
+    names = "optim_step of adamw with 2 moments in dynamic8", "linear of int4, 1 scales a tile, activations in 1 parts, 8 rows"
+    made = prebuilt(python, architecture, *names, folder=tmp_path)
+    assert [row["name"] for row in made] == [made[0]["name"], names[1]]
+    for row in made:
+        check(row)
+        assert Path(row["path"]).name.startswith(architecture) and b"\x7fELF" in Path(row["path"]).read_bytes()[:32]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_heaviest_products_do_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
+    made = prebuilt(python, architecture, *HEAVIEST, folder=tmp_path, every_linear=True)
+    assert [row["name"] for row in made] == list(HEAVIEST)
+    for row in made:
+        check(row)
 
 
 def test_everything_compiles_for_hopper(python: Callable[..., str], tmp_path: Path) -> None:
-    made = prebuilt(python, "sm_90a", "", tmp_path)
-    assert len(made) >= 21 and len({row["path"] for row in made}) == len(made)
+    made = prebuilt(python, "sm_90a", "", folder=tmp_path)
+    assert len(made) >= 38 and len({row["path"] for row in made}) == len(made)
     for row in made:
         check(row)
 

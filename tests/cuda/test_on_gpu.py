@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from linear_calls import CASES, row_of, run
 from optim_steps import RULES, step
 
 import lowbit
-from lowbit.testing import STATE_FORMATS
+from lowbit.testing import STATE_FORMATS, LinearCase, assert_within, cached_data
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +80,36 @@ def test_a_grad_scaler_waits_for_nothing() -> None:
         scaler.update()
     assert not torch.equal(model.weight, before) and model.weight.isfinite().all()  # the second was skipped
     assert optimizer.state[model.weight]["step"].item() == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear_is_within_budget_of_the_float64_reference(case: LinearCase) -> None:
+    data = cached_data(case)
+    assert_within(run(case, "cuda", row_of(case, "cuda")), data.wanted, data.allowed, str(case))
+
+
+def test_a_model_is_quantized_there_called_in_a_graph_and_differentiated() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32)).cuda().bfloat16()
+    there = copy.deepcopy(model).cpu()
+    for each in (model, there):
+        lowbit.quantize_(each, lowbit.int4_weight_only(group_size=32))
+    assert torch.equal(model[0].weight.cpu(), there[0].weight)  # packed alike, in one layout
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    static = x.cuda()
+    with torch.inference_mode():
+        wanted = there(x)
+        torch.testing.assert_close(model(static).cpu(), wanted, rtol=2e-2, atol=2e-2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(static)
+        graph.replay()
+        torch.testing.assert_close(y.cpu(), wanted, rtol=2e-2, atol=2e-2)
+    static.requires_grad_()
+    model(static).square().sum().backward()
+    assert static.grad.isfinite().all() and static.grad.any()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert model(torch.randn(3, 256, device="cuda")).dtype is torch.bfloat16
 
 
 def test_other_ops_say_that_they_are_for_the_cpu() -> None:

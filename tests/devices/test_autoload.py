@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from lowbit import _C
+from lowbit.integrations import when_imported
 
 INSTALLED = any(entry.value == "lowbit_autoload:autoload" for entry in importlib.metadata.entry_points(group="torch.backends"))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="lowbit is not installed with its entry points (run from a source tree)")
@@ -55,6 +56,15 @@ def test_strict_mode_raises(python: Callable[..., str]) -> None:
     assert "Failed to load the backend extension: lowbit" in python(code, LOWBIT_STRICT="1")
 
 
+def test_strict_mode_raises_what_an_integration_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(when_imported, "failures", {})
+    finder = when_imported._Finder("json", ("lowbit.integrations.no_such",))
+    assert finder.joined() and "lowbit.integrations.no_such" in when_imported.failures
+    monkeypatch.setenv("LOWBIT_STRICT", "1")
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        finder.joined()
+
+
 def test_it_claims_no_device(python: Callable[..., str]) -> None:
     code = "import torch; print(torch._C._get_privateuse1_backend_name(), torch.get_default_device())"
     assert python(code).split() == ["privateuseone", "cpu"]
@@ -65,7 +75,7 @@ def test_it_imports_nothing_but_its_own_few_modules(python: Callable[..., str]) 
     loaded = set(python(code).split()) - set(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split())
     ours = {"lowbit_autoload", "lowbit", "lowbit._C", "lowbit.ops"}
     ours |= {f"lowbit.ops.{name}" for name in ("registration", "fakes", "autocast", "attention_fakes")}
-    ours |= {"lowbit._C.cuda", "lowbit._C.simulated", "lowbit.integrations", "lowbit.integrations.when_imported"}
+    ours |= {"lowbit._C.cuda", "lowbit._C.simulated", "lowbit._C.external", "lowbit.integrations", "lowbit.integrations.when_imported"}
     standard = set(sys.stdlib_module_names)
     assert {name for name in loaded - ours if name.partition(".")[0] not in standard} == set()
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("bitsandbytes")
 
 LAYERS = """
-import copy, io, sys, threading, warnings, torch, bitsandbytes as bnb, bitsandbytes.functional as F
+import copy, io, os, sys, threading, warnings, torch, bitsandbytes as bnb, bitsandbytes.functional as F
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
@@ -43,7 +43,7 @@ def check4(module, m=2, dtype=torch.float32, **tolerance):
 """
 
 
-def test_linear4bit_is_the_product_with_its_codes(joined):
+def test_linear4bit_is_the_product_with_its_codes(with_bitsandbytes):
     """Few rows and many; rows of whole blocks, blocks across rows (k = 96, 200), k no multiple of 8; every dtype and
     storage."""
     code = """
@@ -64,10 +64,10 @@ module.weight.quant_state.offset = module.weight.quant_state.offset.half()  # of
 check4(module)
 print("agree")
 """
-    assert joined(LAYERS + code).split()[-1] == "agree"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "agree"
 
 
-def test_a_weight_that_changes_counts_from_the_next_call(joined):
+def test_a_weight_that_changes_counts_from_the_next_call(with_bitsandbytes):
     code = """
 module = layer4(64, 256)
 for change in (
@@ -104,10 +104,10 @@ x = torch.randn(3, 256)
 assert torch.equal(loaded(x), other(x))
 print("agree")
 """
-    assert joined(LAYERS + code).split()[-1] == "agree"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "agree"
 
 
-def test_gradients_are_those_of_the_dequantized_weight(joined):
+def test_gradients_are_those_of_the_dequantized_weight(with_bitsandbytes):
     """QLoRA: the weight is frozen, gradients go to x, to what is before it, and to the bias."""
     code = """
 for n, k, m in ((64, 256, 1), (48, 96, 5), (700, 1600, 20)):
@@ -121,10 +121,10 @@ for n, k, m in ((64, 256, 1), (48, 96, 5), (700, 1600, 20)):
         assert torch.allclose(module.bias.grad, out.sum(0), atol=1e-5)
 print("agree")
 """
-    assert joined(LAYERS + code).split()[-1] == "agree"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "agree"
 
 
-def test_threads_and_forked_processes(joined):
+def test_threads_and_forked_processes(with_bitsandbytes):
     code = """
 import os
 modules = [layer4(64, 256) for _ in range(4)]
@@ -143,7 +143,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 print("agree")
 """
-    assert joined(LAYERS + code).split()[-1] == "agree"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "agree"
 
 
 EIGHT = """
@@ -161,18 +161,18 @@ torch.save(results, sys.argv[1])
 """
 
 
-def test_linear8bit_gives_the_bits_of_bitsandbytes(joined, tmp_path):
+def test_linear8bit_gives_the_bits_of_bitsandbytes(with_bitsandbytes, tmp_path):
     """The product is exact and scaled in the same order."""
     results = []
     for switch in ("1", "0"):
-        joined(LAYERS + EIGHT, str(tmp_path / f"{switch}.pt"), LOWBIT_BITSANDBYTES=switch)
+        with_bitsandbytes(LAYERS + EIGHT, str(tmp_path / f"{switch}.pt"), LOWBIT_BITSANDBYTES=switch)
         results.append(torch.load(tmp_path / f"{switch}.pt"))
     assert results[0].keys() == results[1].keys()
     for case, ours in results[0].items():
         assert torch.equal(ours, results[1][case]), case
 
 
-def test_our_kernels_run(joined):
+def test_our_kernels_run(with_bitsandbytes):
     code = """
 from lowbit import _C
 module = layer4(64, 256)
@@ -184,15 +184,15 @@ Linear8bitLt(256, 64, has_fp16_weights=False).to("cpu").eval()(torch.randn(1, 25
 assert _C.last_kernel("int8_linear").startswith("int8_linear_")
 print("ran")
 """
-    assert joined(LAYERS + code).split()[-1] == "ran"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "ran"
 
 
-def test_the_order_of_bitsandbytes_for_its_own_kernel_stays_with_it(joined):
+def test_the_order_of_bitsandbytes_for_its_own_kernel_stays_with_it(with_bitsandbytes):
     """A weight that was brought into it (here by hand) goes to bitsandbytes' gemv_4bit."""
     code = """
 from lowbit import _C
 if not F.has_avx512bf16():
-    print("skip"), sys.exit()
+    print("skip"), sys.stdout.flush(), os._exit(0)
 module = layer4(64, 256, nested=False)
 x, weight = torch.randn(2, 256), weight4(module)
 module.weight.data, module.weight.quant_state = F._convert_weight_packed_for_cpu(module.weight.data, module.weight.quant_state)
@@ -201,13 +201,13 @@ assert _C.last_kernel("blocks_linear") == ""
 wanted = x.double() @ weight.T
 print("theirs", (y.double() - wanted).norm() / wanted.norm() < 2e-2)
 """
-    out = joined(LAYERS + code).split()
+    out = with_bitsandbytes(LAYERS + code).split()
     if out[-1] == "skip":
         pytest.skip("bitsandbytes has a kernel of its own on a CPU with AVX512-BF16")
     assert out[-2:] == ["theirs", "tensor(True)"]
 
 
-def test_arguments_that_do_not_fit_have_the_errors_of_bitsandbytes(joined):
+def test_arguments_that_do_not_fit_have_the_errors_of_bitsandbytes(with_bitsandbytes):
     code = """
 packed, state = F.quantize_4bit(torch.randn(64, 256), quant_type="nf4")
 for call in (
@@ -223,4 +223,4 @@ for call in (
         raise AssertionError("was taken")
 print("refused")
 """
-    assert joined(LAYERS + code).split()[-1] == "refused"
+    assert with_bitsandbytes(LAYERS + code).split()[-1] == "refused"

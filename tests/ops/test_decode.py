@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -80,7 +81,9 @@ def quantized(x: Tensor, kind: str, rotate: bool, token_major: bool = False) -> 
     return stored[0], stored[1]
 
 
+@functools.cache
 def make(case: Case) -> Data:
+    """Once for the rows of all instruction sets."""
     batch, q_heads, kv_heads, length, keys, e, ev = case.shape
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
 

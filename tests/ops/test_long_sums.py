@@ -3,43 +3,54 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+import itertools
+
 import torch
 from largest_products import largest_products
 
-from lowbit import _C, testing
-from lowbit.testing import LinearCase
+from lowbit import testing
+from lowbit.testing import LinearCase, LinearData
 
 N = 17
 EXACT_K = 1 << 17  # csrc/cpu/linear/activations.hpp: a longer row is summed in pieces
+INT8 = ("int8_group", "int8_row", "int8_row_asymmetric")
 
 
-@pytest.mark.parametrize("format, code", [("int8", 0), ("int8", 255), ("int4", 0), ("int4", 15)])
-@pytest.mark.parametrize("k", [EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65])
-def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, format: str, code: int, k: int) -> None:
-    for m in (1, 17):
-        for x_format in _C.FORMAT_FACTS[format]["x_formats"]:
-            case = LinearCase(m, N, k, "float32", format, 0, "symmetric", x_format)
-            if x_format == "float" or not testing.serves(kernel, case):
-                continue
+# Every length with every format of x; rows of x and the end of the range by turns, so that each pair of these is there.
+LARGEST = [
+    (LinearCase((1, 17)[(i + j) % 2], N, k, "float32", format, 0, "symmetric", x_format), ends[(i // 2 + j) % 2])
+    for format, ends in (("int8", (0, 255)), ("int4", (0, 15)))
+    for i, k in enumerate((EXACT_K, EXACT_K + 1, 132_104, 132_105, 150_016, 2 * EXACT_K + 65))
+    for j, x_format in enumerate(INT8)
+]
+DRIFTING = [
+    LinearCase(m, 3, k, "float32", format, 0, mapping, x_format)
+    for m, k in ((1, 150_016), (18, EXACT_K + 33))
+    for format, mapping, x_format in itertools.product(("int8", "int4"), ("symmetric", "asymmetric"), INT8)
+]
+
+
+def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str) -> None:
+    for case, code in LARGEST:
+        if testing.serves(kernel, case):
             for y, wanted in largest_products(kernel, case, code):
                 torch.testing.assert_close(y, wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("mapping", ["symmetric", "asymmetric"])
-@pytest.mark.parametrize("x_format", ["int8_group", "int8_row", "int8_row_asymmetric"])
-def test_every_zero_point_over_a_long_row_with_a_drift(kernel: str, format: str, mapping: str, x_format: str) -> None:
+@functools.cache
+def drifting(case: LinearCase) -> LinearData:
+    generator = torch.Generator().manual_seed(case.k)
+    x = torch.rand(case.m, case.k, generator=generator) + 0.5
+    return testing.make_data(case, x, torch.rand(3, case.k, generator=generator) + 0.5)
+
+
+def test_every_zero_point_over_a_long_row_with_a_drift(kernel: str) -> None:
     """A mean in both factors adds up over k; pieces end inside a tile of rows and at an odd k."""
-    for m, k in ((1, 150_016), (18, EXACT_K + 33)):
-        case = LinearCase(m, 3, k, "float32", format, 0, mapping, x_format)
-        if not testing.serves(kernel, case):
-            continue
-        generator = torch.Generator().manual_seed(k)
-        x = torch.rand(m, k, generator=generator) + 0.5
-        weight = torch.rand(3, k, generator=generator) + 0.5
-        data = testing.make_data(case, x, weight)
-        testing.assert_within(testing.run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+    for case in DRIFTING:
+        if testing.serves(kernel, case):
+            data = drifting(case)
+            testing.assert_within(testing.run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
 
 
 def test_rows_agree_bit_for_bit_on_long_sums() -> None:

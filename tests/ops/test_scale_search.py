@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit
 from lowbit import _C, testing
 from lowbit.reference import layout
 from lowbit.reference.search import grouped, search
@@ -20,7 +21,7 @@ CASES = [
     (format, group_size, mapping) for format in FORMATS for group_size in (0, 32, 64, 256) for mapping in MAPPINGS
 ] + [(format, group_size, "symmetric") for format in testing.formats_of_kind("lookup") for group_size in (0, 32, 64)]
 ROWS = [str(row["name"]) for row in testing.rows("quantize") if row["available"]]
-SHAPES = ((1, 1), (17, 70), (3, 300))
+SHAPES = ((1, 1), (17, 70), (3, 300), (21, 130))
 
 
 @pytest.fixture(params=ROWS)
@@ -57,50 +58,46 @@ def errors(weight: Tensor, decoded: Tensor, group_size: int, importance: Tensor 
     return (h * grouped(weight.double() - decoded, group_size).square()).sum(2)
 
 
+def by_every_row(weight: Tensor, *how: object) -> Tensor:
+    """`testing.pack_weight` by every row, which write the same bytes."""
+    packed = []
+    for row in ROWS:
+        with lowbit.force_kernel(row):
+            packed.append(testing.pack_weight(weight, *how))
+        assert _C.last_kernel("quantize") == row and torch.equal(packed[-1], packed[0]), row
+    return packed[0]
+
+
 @pytest.mark.parametrize("format, group_size, mapping", CASES)
-def test_no_group_is_worse_than_with_the_scale_of_its_range(
-    row: str, format: str, group_size: int, mapping: str
+def test_rows_write_the_same_bytes_and_no_group_is_worse_than_with_the_scale_of_its_range(
+    format: str, group_size: int, mapping: str
 ) -> None:
-    for n, k in SHAPES:
-        for importance in (None, torch.where(torch.rand(k) > 0.3, torch.rand(k) ** 4, 0.0)):
-            for name, weight in weights(n, k):
-                by_search = testing.pack_weight(weight, format, group_size, mapping, "search", importance)
-                by_range = testing.pack_weight(weight, format, group_size, mapping)
-                after, before = (
-                    errors(weight, decode(packed, n, k, format, group_size, mapping), group_size, importance)
-                    for packed in (by_search, by_range)
-                )
-                largest = grouped(weight.double(), group_size).abs().amax(2).square() * 2.0**-40  # float32 steps
-                assert (after <= before * (1 + 1e-5) + largest).all(), (name, n, k)
+    for i, (n, k) in enumerate(SHAPES):
+        for j, (name, weight) in enumerate(weights(n, k)):  # each with and without importance in two of the shapes
+            importance = torch.where(torch.rand(k) > 0.3, torch.rand(k) ** 4, 0.0) if (i + j) % 2 else None
+            by_search = by_every_row(weight, format, group_size, mapping, "search", importance)
+            by_range = by_every_row(weight, format, group_size, mapping)
+            after, before = (
+                errors(weight, decode(packed, n, k, format, group_size, mapping), group_size, importance)
+                for packed in (by_search, by_range)
+            )
+            largest = grouped(weight.double(), group_size).abs().amax(2).square() * 2.0**-40  # float32 steps
+            assert (after <= before * (1 + 1e-5) + largest).all(), (name, n, k)
 
 
 @pytest.mark.parametrize("format, group_size, mapping", [case for case in CASES if case[0] in FORMATS])
-def test_the_error_is_that_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
+def test_the_error_is_that_of_the_reference(format: str, group_size: int, mapping: str) -> None:
     """A candidate that is as good as another may be taken for it: a thousandth of the whole in int4. With more bits
     more of them are alike."""
     budget, alike = (1e-2, 0.8) if _C.FORMAT_FACTS[format]["bits"] > 4 else (1e-3, 0.9)
     for importance in (None, torch.rand(330) ** 2):
         weight = torch.randn(40, 330)
-        packed = testing.pack_weight(weight, format, group_size, mapping, "search", importance)
+        packed = by_every_row(weight, format, group_size, mapping, "search", importance)
         wanted = search(weight, format, group_size, mapping, importance)
         got = layout.unpack(packed, 40, 330, format, group_size, mapping == "asymmetric")
         error, reference = (errors(weight, of.decode(), group_size, importance) for of in (got, wanted))
         assert float(error.sum()) == pytest.approx(float(reference.sum()), rel=budget)
         assert torch.isclose(got.scale, wanted.scale, rtol=1e-5).float().mean() >= alike
-
-
-@pytest.mark.parametrize("format, group_size, mapping", CASES)
-def test_every_available_row_writes_the_same_bytes(format: str, group_size: int, mapping: str) -> None:
-    for name, weight in weights(21, 130):
-        for importance in (None, torch.rand(130)):
-            packed = []
-            for row in ROWS:
-                previous = _C.force_kernel(row)
-                try:
-                    packed.append(testing.pack_weight(weight, format, group_size, mapping, "search", importance))
-                finally:
-                    _C.force_kernel(previous)
-            assert all(torch.equal(other, packed[0]) for other in packed), name
 
 
 @pytest.mark.parametrize("most", range(1, 9))

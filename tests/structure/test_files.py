@@ -23,14 +23,14 @@ def source_files() -> list[Path]:
     return sorted(path for path in files if path.is_file())
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_file_names_its_licence_and_is_short(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:2])
-    assert len(lines) <= LIMIT, f"{len(lines)} lines: split it by what it holds"
-    if path.suffix in (".cpp", ".hpp") or (path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")):
-        wide = [number for number, line in enumerate(lines, 1) if len(line) > 120]
-        assert not wide, f"lines of more than 120 columns: {wide}"
+def test_source_files_name_their_licence_and_are_short() -> None:
+    for path in source_files():
+        lines, name = path.read_text().splitlines(), path.relative_to(ROOT)
+        assert any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:2]), name
+        assert len(lines) <= LIMIT, f"{name}: {len(lines)} lines: split it by what it holds"
+        if path.suffix in (".cpp", ".hpp") or (path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")):
+            wide = [number for number, line in enumerate(lines, 1) if len(line) > 120]
+            assert not wide, f"{name}: lines of more than 120 columns: {wide}"
 
 
 def test_stub_and_extension_have_the_same_names() -> None:

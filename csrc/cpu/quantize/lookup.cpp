@@ -4,11 +4,11 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "cpu/layout_codes.hpp"
 #include "cpu/loops.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
+#include "formats/layout_codes.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -51,13 +51,6 @@ LOWBIT_INLINE f32x16 floats_of_row(const DequantizeArgs& args, int64_t n, int64_
   return load(values);
 }
 
-template <class T>
-LOWBIT_INLINE T entry(const DequantizeArgs& args, int64_t section, int64_t n, int64_t g) {
-  T value;
-  std::memcpy(&value, args.packed.as<const uint8_t>() + args.sections.at(section, sizeof(T), n, g), sizeof(T));
-  return value;
-}
-
 // Row n of the weight to row `at` of out.
 template <Format kFormat, class From>
 void decode_row(const DequantizeArgs& args, int64_t n, int64_t at) {
@@ -68,15 +61,13 @@ void decode_row(const DequantizeArgs& args, int64_t n, int64_t at) {
   if constexpr (is_float(kFormat)) {
     for (int64_t k = 0; k < spec.k; k += 16) put(k, floats_of_row<kFormat, From>(args, n, k));
   } else {
-    const float column_scale = entry<float>(args, args.sections.column_scale, n, 0);
     for (int64_t g = 0; g < spec.groups(); g++) {
-      float scale = column_scale, zero = static_cast<float>(symmetric_zero(kFormat));
-      if (spec.group_size) scale *= float_from_float16(entry<uint16_t>(args, args.sections.group_scale, n, g));
-      if (spec.asymmetric) zero = float_from_float16(entry<uint16_t>(args, args.sections.zero, n, g));
+      const auto of = read_scale<kFormat>(spec, args.sections, args.packed.as<const uint8_t>(), n, g);
+      const float scale = of.column_scale * of.group_scale;
       for (int64_t k = g * spec.group_k(); k < smaller(spec.k, (g + 1) * spec.group_k()); k += 16) {
         alignas(16) uint8_t codes[16] = {};
         codes_of_row<kFormat, From>(args, n, k, codes);
-        put(k, mul(sub(codec_of<kFormat>::level_of(load_u8(codes)), set1(zero)), set1(scale)));
+        put(k, mul(sub(codec_of<kFormat>::level_of(load_u8(codes)), set1(of.zero)), set1(scale)));
       }
     }
   }

@@ -4,8 +4,8 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "cpu/layout_codes.hpp"
 #include "cpu/rows.hpp"
+#include "formats/layout_codes.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

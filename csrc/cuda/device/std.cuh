@@ -4,6 +4,7 @@
 #pragma once
 
 #define LOWBIT_INLINE __forceinline__
+#define LOWBIT_ALWAYS_INLINE __forceinline__
 
 using int8_t = signed char;
 using uint8_t = unsigned char;

@@ -2,8 +2,8 @@
 // Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the headers beside
 // this.
 #include "cuda/backend.hpp"
-#include "cuda/optim/sources.hpp"
 #include "cuda/optim/table.hpp"
+#include "cuda/sources.hpp"
 #include "ops/optim.hpp"
 
 namespace lowbit::cuda {
@@ -24,8 +24,8 @@ int64_t fill(StepTable& table, const OptimStepArgs& args, std::size_t first) {
 }
 
 void run_step(const OptimStepArgs& args) {
-  const std::string key = concat("optim_step ", static_cast<int>(args.rule), " ", args.moments, " ",
-                                 static_cast<int>(args.format), " ", has_codes(args.format) ? args.block_size : 0);
+  const SourceKey key{static_cast<int64_t>(SourceKind::step), static_cast<int64_t>(args.rule), args.moments,
+                      static_cast<int64_t>(args.format), has_codes(args.format) ? args.block_size : 0};
   const Program& kernels = program(args.place, key, [&] {
     return step_source(args.rule, args.moments, args.format, args.block_size);
   });
@@ -43,7 +43,8 @@ template <class Args>
 void convert(const Args& args, const char* kernel) {
   const int64_t numel = args.values.numel();
   if (numel == 0) return;
-  const std::string key = concat("convert ", static_cast<int>(args.format), " ", args.is_signed, " ", args.block_size);
+  const SourceKey key{static_cast<int64_t>(SourceKind::convert), static_cast<int64_t>(args.format), args.is_signed,
+                      args.block_size};
   const Program& kernels = program(args.place, key, [&] {
     return convert_source(args.format, args.is_signed, args.block_size);
   });

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "core/once.hpp"
-#include "cuda/runtime/library.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -13,11 +12,7 @@ constexpr int kMostDevices = 64;
 
 Driver open_driver() {
   const Library& found = library(LibraryName::driver);
-  Driver driver{};
-#define LOWBIT_CUDA_FUNCTION(name, symbol_name, ...) \
-  driver.name = reinterpret_cast<decltype(driver.name)>(found.symbol(symbol_name));
-  LOWBIT_CUDA_DRIVER(LOWBIT_CUDA_FUNCTION)
-#undef LOWBIT_CUDA_FUNCTION
+  const Driver driver{LOWBIT_CUDA_DRIVER(LOWBIT_FUNCTION_FOUND)};
   const Result failed = driver.init(0);
   const char* name = nullptr;
   if (failed) driver.error_name(failed, &name);
@@ -29,20 +24,20 @@ Driver open_driver() {
   return driver;
 }
 
-int attribute(int which, int index) {
-  DeviceOrdinal device = 0;
-  ensure(driver().device_get(&device, index), concat("cuda:", index, ": cuDeviceGet"));
+int attribute(int which, Device device) {
+  DeviceOrdinal ordinal = 0;
   int value = 0;
-  ensure(driver().device_attribute(&value, which, device), concat("cuda:", index, ": cuDeviceGetAttribute"));
+  ensure(driver().device_get(&ordinal, device.index), device, "cuDeviceGet");
+  ensure(driver().device_attribute(&value, which, ordinal), device, "cuDeviceGetAttribute");
   return value;
 }
 
-std::string reason_of(int index) {
+std::string reason_of(Device device) {
   try {
     int count = 0;
     ensure(driver().device_count(&count), "cuDeviceGetCount");
-    if (index >= count) return concat("there is no cuda:", index, ", the driver has ", count, " devices");
-    const int major = attribute(kComputeMajor, index), minor = attribute(kComputeMinor, index);
+    if (device.index >= count) return concat("there is no ", name_of(device), ", the driver has ", count, " devices");
+    const int major = attribute(kComputeMajor, device), minor = attribute(kComputeMinor, device);
     if (major < 8) return concat("compute capability ", major, ".", minor, ", wanted 8.0 or later");
     return "";
   } catch (const Error& error) {
@@ -57,7 +52,11 @@ const Driver& driver() {
   return made_once(kept, open_driver);
 }
 
-void ensure(Result result, const std::string& what) {
+void ensure(Result result, Device device, std::string_view what) {
+  if (result != 0) [[unlikely]] ensure(result, concat(name_of(device), ": ", what));
+}
+
+void ensure(Result result, std::string_view what) {
   if (result == 0) [[likely]] return;
   const char *name = nullptr, *text = nullptr;
   driver().error_name(result, &name), driver().error_text(result, &text);
@@ -68,29 +67,28 @@ void ensure(Result result, const std::string& what) {
 const std::string& unavailable(Device device) {
   static std::array<std::atomic<const std::string*>, kMostDevices> kept{};
   const int index = device.index < kMostDevices ? device.index : kMostDevices - 1;
-  return made_once(kept[static_cast<std::size_t>(index)], [&] { return reason_of(device.index); });
+  return made_once(kept[static_cast<std::size_t>(index)], [&] { return reason_of(device); });
 }
 
 std::string architecture(Device device) {
-  const int major = attribute(kComputeMajor, device.index), minor = attribute(kComputeMinor, device.index);
+  const int major = attribute(kComputeMajor, device), minor = attribute(kComputeMinor, device);
   return concat("sm_", major, minor, major >= 9 ? "a" : "");  // a: the instructions of this generation alone too
 }
 
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMostDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
-  const std::string where = name_of(device);
   if (!kept) {  // retained for as long as the process lives, as torch does
     DeviceOrdinal ordinal = 0;
     Context made = nullptr;
-    ensure(driver().device_get(&ordinal, device.index), where + ": cuDeviceGet");
-    ensure(driver().primary_context(&made, ordinal), where + ": cuDevicePrimaryCtxRetain");
+    ensure(driver().device_get(&ordinal, device.index), device, "cuDeviceGet");
+    ensure(driver().primary_context(&made, ordinal), device, "cuDevicePrimaryCtxRetain");
     kept = made;
   }
   Context current = nullptr;
-  ensure(driver().current_context(&current), where + ": cuCtxGetCurrent");
+  ensure(driver().current_context(&current), device, "cuCtxGetCurrent");
   if (current == kept) return;
-  ensure(driver().push_context(kept), where + ": cuCtxPushCurrent");
+  ensure(driver().push_context(kept), device, "cuCtxPushCurrent");
   pushed_ = true;
 }
 

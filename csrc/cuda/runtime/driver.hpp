@@ -8,6 +8,7 @@
 
 #include "core/error.hpp"
 #include "core/place.hpp"
+#include "cuda/runtime/library.hpp"
 
 namespace lowbit::cuda {
 
@@ -20,7 +21,6 @@ using Function = struct FunctionOfDriver*;
 using Stream = void*;
 
 enum DeviceAttribute { kComputeMajor = 75, kComputeMinor = 76 };
-inline constexpr Result kNoBinaryForDevice = 209;
 inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
 
 #define LOWBIT_CUDA_DRIVER(X)                                                                                       \
@@ -28,7 +28,6 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
   X(version, "cuDriverGetVersion", int* version)                                                                    \
   X(device_count, "cuDeviceGetCount", int* count)                                                                   \
   X(device_get, "cuDeviceGet", DeviceOrdinal* device, int index)                                                    \
-  X(device_name, "cuDeviceGetName", char* name, int bytes, DeviceOrdinal device)                                    \
   X(device_attribute, "cuDeviceGetAttribute", int* value, int attribute, DeviceOrdinal device)                      \
   X(primary_context, "cuDevicePrimaryCtxRetain", Context* context, DeviceOrdinal device)                            \
   X(current_context, "cuCtxGetCurrent", Context* context)                                                           \
@@ -45,17 +44,14 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
   X(error_name, "cuGetErrorName", Result error, const char** name)                                                  \
   X(error_text, "cuGetErrorString", Result error, const char** text)
 
-struct Driver {
-#define LOWBIT_CUDA_FUNCTION(name, symbol, ...) Result (*name)(__VA_ARGS__);
-  LOWBIT_CUDA_DRIVER(LOWBIT_CUDA_FUNCTION)
-#undef LOWBIT_CUDA_FUNCTION
-};
+struct Driver { LOWBIT_CUDA_DRIVER(LOWBIT_FUNCTION_MEMBER) };
 
 // Initialised by the first call; an Error if there is none, or it cannot be initialised.
 const Driver& driver();
 
-// An Error that says what was tried and what the driver says of it, unless `result` is success.
-void ensure(Result result, const std::string& what);
+// An Error that says what was tried, and what the driver says of it, unless `result` is success.
+void ensure(Result result, std::string_view what);
+void ensure(Result result, Device device, std::string_view what);
 
 // Why our kernels cannot run on this device; "" if they can. Kept per device.
 const std::string& unavailable(Device device);

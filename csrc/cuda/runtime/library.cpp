@@ -18,10 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::vector<std::string>& site_packages() {
-  static auto* folders = new std::vector<std::string>;
-  return *folders;
-}
+std::vector<std::string> site_packages;
 
 std::vector<std::string> split(std::string_view text, char at) {
   std::vector<std::string> parts;
@@ -41,7 +38,7 @@ std::vector<std::string> folders_of(const char* variable, const char* below) {
 std::vector<std::string> folders_of_packages() {
   std::vector<std::string> folders;
   std::error_code ignored;
-  for (const std::string& site : site_packages())
+  for (const std::string& site : site_packages)
     for (fs::directory_iterator i(fs::path(site) / "nvidia", ignored), end; i != end; i.increment(ignored))
       if (fs::is_directory(i->path() / "lib", ignored)) folders.push_back((i->path() / "lib").string());
   std::sort(folders.begin(), folders.end());
@@ -109,20 +106,16 @@ void* Library::symbol(const char* name) const {
 }
 
 const Library& library(LibraryName name) {
-  static std::array<std::atomic<const Library*>, kLibraries> kept{};
+  static std::array<std::atomic<const Library*>, std::size(kLibraryNames)> kept{};
   return made_once(kept[static_cast<std::size_t>(name)], [name] {
 #define LOWBIT_CUDA_LIBRARY(which, sonames, source) \
-  if (name == LibraryName::which) {                 \
-    Library made = open(sonames, source);           \
-    made.name = #which;                             \
-    return made;                                    \
-  }
+  if (name == LibraryName::which) return open(sonames, source);
     LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)
 #undef LOWBIT_CUDA_LIBRARY
     return Library{};
   });
 }
 
-void look_in(std::vector<std::string> folders) { site_packages() = std::move(folders); }
+void look_in(std::vector<std::string> folders) { site_packages = std::move(folders); }
 
 }  // namespace lowbit::cuda

@@ -21,13 +21,14 @@ namespace lowbit::cuda {
 #define LOWBIT_CUDA_LIBRARY(name, sonames, source) name,
 enum class LibraryName { LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY) };
 #undef LOWBIT_CUDA_LIBRARY
-inline constexpr int kLibraries = 5;
+#define LOWBIT_CUDA_LIBRARY(name, sonames, source) #name,
+inline constexpr std::string_view kLibraryNames[] = {LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)};
+#undef LOWBIT_CUDA_LIBRARY
 
 struct Library {
-  std::string_view name;
   void* handle = nullptr;
-  std::string path;     // of the file, once open
-  std::string missing;  // where it was looked for, and what installs it
+  std::string path = {};     // of the file, once open
+  std::string missing = {};  // where it was looked for, and what installs it
 
   // The address of a function, or an Error that names it.
   void* symbol(const char* name) const;
@@ -36,6 +37,12 @@ struct Library {
 // Opened at the first call, in this order: a folder of LOWBIT_CUDA_PATH; what the process has loaded (torch brings most
 // of it); nvidia/*/lib in the folders of look_in(); CUDA_HOME; wherever the system looks.
 LOWBIT_API const Library& library(LibraryName name);
+
+// For a list of functions, X(name, symbol, parameters ...): members of a struct that points to them, and its
+// initialisers from the library `found`. All return 0 for success.
+#define LOWBIT_FUNCTION_MEMBER(name, symbol_name, ...) int (*name)(__VA_ARGS__);
+#define LOWBIT_FUNCTION_FOUND(name, symbol_name, ...) \
+  .name = reinterpret_cast<int (*)(__VA_ARGS__)>(found.symbol(symbol_name)),
 
 // Folders of Python packages; before the first library().
 LOWBIT_API void look_in(std::vector<std::string> site_packages);

@@ -22,22 +22,13 @@ using Handle = struct ProgramOfNvrtc*;
   X(cubin_size, "nvrtcGetCUBINSize", Handle program, std::size_t* bytes)                                    \
   X(cubin, "nvrtcGetCUBIN", Handle program, char* image)
 
-struct Nvrtc {
-#define LOWBIT_NVRTC_FUNCTION(name, symbol, ...) int (*name)(__VA_ARGS__);
-  LOWBIT_NVRTC(LOWBIT_NVRTC_FUNCTION)
-#undef LOWBIT_NVRTC_FUNCTION
-};
+struct Nvrtc { LOWBIT_NVRTC(LOWBIT_FUNCTION_MEMBER) };
 
 const Nvrtc& nvrtc() {
   static std::atomic<const Nvrtc*> kept{nullptr};
   return made_once(kept, [] {
     const Library& found = library(LibraryName::nvrtc);
-    Nvrtc nvrtc{};
-#define LOWBIT_NVRTC_FUNCTION(name, symbol_name, ...) \
-  nvrtc.name = reinterpret_cast<decltype(nvrtc.name)>(found.symbol(symbol_name));
-    LOWBIT_NVRTC(LOWBIT_NVRTC_FUNCTION)
-#undef LOWBIT_NVRTC_FUNCTION
-    return nvrtc;
+    return Nvrtc{LOWBIT_NVRTC(LOWBIT_FUNCTION_FOUND)};
   });
 }
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/once.hpp"
 #include "cuda/runtime/cubin_cache.hpp"
 #include "cuda/runtime/nvrtc.hpp"
 
@@ -51,6 +52,12 @@ Module load(const Place& place, const Source& source) {
   return module;
 }
 
+// Of this process, by the index of their device and their key.
+struct Programs {
+  mutable std::mutex mutex;
+  mutable std::map<std::pair<int16_t, SourceKey>, Program> loaded;  // whose nodes never move
+};
+
 }  // namespace
 
 Function Program::function(const char* kernel) const {
@@ -72,19 +79,20 @@ void Program::launch(const Place& place, const char* kernel, int64_t ctas, int t
   const Result failed = driver().launch(wanted, static_cast<unsigned>(ctas), 1, 1, static_cast<unsigned>(threads), 1, 1,
                                         0, place.stream, arguments, nullptr);
   if (failed) ensure(failed, what());
-  static const bool waits = is_on("LOWBIT_SYNC", false);
-  if (waits && !is_captured(place)) ensure(driver().synchronize(place.stream), what());
+  static std::atomic<const bool*> waits{nullptr};
+  if (made_once(waits, [] { return is_on("LOWBIT_SYNC", false); }) && !is_captured(place))
+    ensure(driver().synchronize(place.stream), what());
 }
 
-const Program& program(const Place& place, const std::string& key, const std::function<Source()>& source) {
-  static auto* programs = new std::map<std::pair<int, std::string>, Program>;  // nodes never move
-  static auto* mutex = new std::mutex;
-  const std::lock_guard lock(*mutex);
-  const std::pair<int, std::string> wanted{place.device.index, key};
-  const auto found = programs->find(wanted);
-  if (found != programs->end()) return found->second;
+const Program& program(const Place& place, const SourceKey& key, const std::function<Source()>& source) {
+  static std::atomic<const Programs*> kept{nullptr};
+  const Programs& programs = made_once(kept, [] { return Programs(); });
+  const std::lock_guard lock(programs.mutex);
+  const std::pair wanted(place.device.index, key);
+  const auto found = programs.loaded.find(wanted);
+  if (found != programs.loaded.end()) return found->second;
   const Source made = source();
-  return programs->try_emplace(wanted, made.name, load(place, made)).first->second;
+  return programs.loaded.try_emplace(wanted, made.name, load(place, made)).first->second;
 }
 
 Prebuilt prebuild(const Source& source, const std::string& arch) {

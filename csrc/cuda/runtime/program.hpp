@@ -2,6 +2,7 @@
 // Kernels of one source text on one device: found in the cache on disk or compiled, loaded once per process and device.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -33,9 +34,12 @@ class Program {
   mutable std::map<std::string, Function, std::less<>> functions_;
 };
 
-// `key` stands for the source, which is asked for only if this process has not loaded it on the device of the place.
+// Stands for a source in this process: which of them, and its numbers. Text would be made in every call.
+using SourceKey = std::array<int64_t, 5>;
+
+// The source is asked for only if this process has not loaded it on the device of the place.
 // An Error while the stream is captured and it is not loaded, or LOWBIT_JIT=0 and it is not in the cache.
-const Program& program(const Place& place, const std::string& key, const std::function<Source()>& source);
+const Program& program(const Place& place, const SourceKey& key, const std::function<Source()>& source);
 
 // Compiles into the cache, for a machine that is not here; returns the file, and what NVRTC's log says.
 struct Prebuilt {

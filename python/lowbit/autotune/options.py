@@ -149,7 +149,7 @@ class Measuring:
     def _rows(self, seen: SeenLayer, spec: LinearSpec, shape: Shape) -> list[str]:
         """Rows that can serve the call, the one that is first anyway before the others; without the portable rows,
         which are up to a thousand times slower, where there is another."""
-        device = places.type_of_rows(seen.module.weight.device)
+        device = places.type_of_rows(seen.module.weight.device, "linear")
         call = (shape.m, *spec.op_args(*seen.features), shape.dtype, device)
         if call not in self._fitting:
             self._fitting[call] = self._find_rows(call)

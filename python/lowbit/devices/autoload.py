@@ -17,6 +17,8 @@ def autoload_state() -> str:
         return f"failed: {type(failure).__name__}: {failure}"
     if module is not None and module.ran:
         return "ran at import torch"
+    if os.environ.get("LOWBIT_AUTOLOAD") == "0":
+        return "off: LOWBIT_AUTOLOAD=0"
     if os.environ.get("LOWBIT_SIM") == "1":
         return "off: LOWBIT_SIM=1 leaves it to import lowbit"
     value = os.environ.get(SWITCH, "1")

@@ -7,7 +7,7 @@ from lowbit import _C
 
 
 def prebuild(*architectures: str) -> dict[str, str]:
-    """Compile the CUDA kernels that the optimizers' defaults use into the cache on disk; needs NVRTC, but no GPU.
+    """Compile the CUDA kernels that optimizers and linear layers use most into the cache on disk; needs NVRTC, no GPU.
 
     Args:
         architectures: NVRTC's names, such as ``"sm_80"``, ``"sm_90a"``.

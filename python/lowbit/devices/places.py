@@ -28,10 +28,16 @@ def types() -> tuple[str, ...]:
     return _served
 
 
-def type_of_rows(device: torch.device) -> str:
-    """Return the type of device whose kernel rows serve a tensor of ``device``: the CPU's, once moved, if not its
-    own."""
-    return device.type if device.type in _served else "cpu"
+def type_of_rows(device: torch.device, kernel: str) -> str:
+    """Return the type of device whose rows of ``kernel`` serve a tensor of ``device``: the CPU's, once moved, if not
+    its own."""
+    return device.type if device.type != "meta" and has_rows(kernel, device) else "cpu"
+
+
+def packing(device: torch.device) -> torch.device:
+    """Return where a weight on ``device`` is quantized: there, or on the CPU if no row of ``quantize`` is there. The
+    result is the same, bit for bit, and the same layout serves both."""
+    return device if device.type == "meta" or has_rows("quantize", device) else torch.device("cpu")
 
 
 def has_rows(kernel: str, device: torch.device) -> bool:

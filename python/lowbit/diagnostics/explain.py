@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowbit import _C
+from lowbit.backends.report import added_by, named
 from lowbit.devices import places
 from lowbit.diagnostics.table import html_table, text_table
 
@@ -35,13 +36,15 @@ class Explanation(list[LayerExplanation]):
     _SHOWN = 4
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [(entry.layer, entry.format, entry.shape, entry.row) for entry in self]
+        by = added_by()
+        return [(entry.layer, entry.format, entry.shape, named(entry.row, by)) for entry in self]
 
     def _reasons(self) -> list[tuple[str, str, str]]:
         names: dict[tuple[str, str], dict[str, None]] = {}
+        by = added_by()
         for entry in self:
             for name, reason in entry.others:
-                names.setdefault((entry.format, reason), {})[name] = None
+                names.setdefault((entry.format, reason), {})[named(name, by)] = None
         return [(*key, self._told([*rows])) for key, rows in names.items()]
 
     def _told(self, rows: list[str]) -> str:
@@ -92,7 +95,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
 
 def _explain_layer(name: str, layer: Any, m: int, dtype: torch.dtype) -> LayerExplanation:
     n, k, *_ = layer.op_args
-    device = places.type_of_rows(layer.weight.device)
+    device = places.type_of_rows(layer.weight.device, "linear")
     rows = _C.explain_linear(m, *layer.op_args, str(dtype).removeprefix("torch."), device, layer.row_number)
     chosen = next((str(row["name"]) for row in rows if row["chosen"]), "none")
     others = tuple((str(row["name"]), str(row["reason"])) for row in rows if not row["chosen"])

@@ -8,6 +8,7 @@ import os
 import torch
 
 from lowbit import _C, devices
+from lowbit.backends.report import report, told
 from lowbit.devices.autoload import autoload_state
 from lowbit.diagnostics.table import html_table, text_table
 from lowbit.integrations.supported import integration_states
@@ -35,6 +36,7 @@ def info() -> Info:
     facts["LOWBIT_ISA"] = os.environ.get("LOWBIT_ISA", "not set")
     facts["LOWBIT_KERNEL"] = os.environ.get("LOWBIT_KERNEL", "not set")
     facts["threads"] = f"{threads['count']}, from {threads['source']}"
+    facts["recorder"] = _recorder()
     facts["torch"] = torch.__version__
     facts["autoload"] = autoload_state()
     for row in registered():
@@ -43,16 +45,27 @@ def info() -> Info:
         )
     facts |= integration_states()
     facts["devices"] = ", ".join(devices.list())
+    facts |= {f"backend {package.name}": told(package) for package in report()}
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
-        if not kernel["available"]:
+        if not kernel["available"] and kernel["device"] != "cuda":  # of which more is said
             what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
             facts[what] = f"not available: {kernel['reason']}"
     facts |= _cuda()
     return facts
 
 
+def _recorder() -> str:
+    """Where the calls of this process are written."""
+    state = _C.recorder.state()
+    if not state["on"] or os.environ.get("LOWBIT_FR") == "0":
+        return "off"
+    if state["reason"]:
+        return f"in memory alone: {state['reason']}"
+    return state["path"] or f"on, makes its file in {state['folder']} at the first call"
+
+
 def _cuda() -> dict[str, str]:
     """What was found of NVIDIA's libraries, and whether our kernels run on the first device."""
     reason = _C.cuda.unavailable(0)
-    facts = {"cuda:0": f"not available: {reason}" if reason else "optimizers"}
+    facts = {"cuda:0": f"not available: {reason}" if reason else "linear, optimizers"}
     return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}

@@ -7,19 +7,21 @@ import contextlib
 from collections.abc import Iterator
 
 from lowbit import _C
+from lowbit.backends.report import added_by, named
 from lowbit.devices import places
 from lowbit.diagnostics.table import html_table, text_table
 
 
 class KernelTable(list[dict[str, object]]):
-    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried; prints as a
-    table."""
+    """Rows ``{"name", "backend", "device", "available", "reason"}`` in the order in which they are tried; the backend
+    of a row that another package added is that package. Prints as a table."""
 
     _HEADER = ("row", "device", "runs here", "why not")
 
     def _cells(self) -> list[tuple[str, ...]]:
+        by = added_by()
         return [
-            (str(row["name"]), str(row["device"]), "yes" if row["available"] else "no", str(row["reason"]))
+            (named(str(row["name"]), by), str(row["device"]), "yes" if row["available"] else "no", str(row["reason"]))
             for row in self
         ]
 

@@ -9,6 +9,7 @@ asked to tell us: a finder of one comparison per import, gone when it has done i
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,7 +41,7 @@ class _Finder:
 
     def joined(self) -> bool:
         """Join if the package is there as a whole. Whatever goes wrong must not break the import of somebody else's
-        package."""
+        package, and is raised only when LOWBIT_STRICT=1."""
         module = sys.modules.get(self.package)
         if module is None or getattr(module.__spec__, "_initializing", False):
             return False
@@ -52,6 +53,8 @@ class _Finder:
                 failures.pop(integration, None)
             except Exception as error:
                 failures[integration] = error
+                if os.environ.get("LOWBIT_STRICT") == "1":
+                    raise
         return True
 
     def find_spec(

@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit::linear` in ``torch.autocast("cpu")``: activations enter in autocast's dtype, the result has it, as
-nn.Linear's."""
+"""`lowbit::linear` in ``torch.autocast``: activations enter in autocast's dtype, the result has it, as nn.Linear's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_KEY = "AutocastCPU"
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def register_linear(library: torch.library.Library) -> None:
-    """Register the op's kernel for autocast; without autocast it is not on the way."""
-    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+    """Register the op's kernels for autocast; without autocast they are not on the way."""
+    for device, key in _KEYS.items():
+        library.impl("linear", _linear_of(device, torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))), key)
+
+
+def _linear_of(device: str, keys: torch._C.DispatchKeySet) -> Callable[..., Tensor]:
     op = torch.ops.lowbit.linear.default
     casts = [argument.name in ("x", "mul", "add") for argument in op._schema.arguments]
 
     def linear(*arguments):  # those at the end that have their default are left out
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.get_autocast_dtype(device)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*[_cast(value, dtype) if cast else value for value, cast in zip(arguments, casts, strict=False)])
 
-    library.impl("linear", linear, _KEY)
+    return linear
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -55,7 +55,7 @@ def linear(
             call and no row is forced. 0: the first that can.
 
     Returns:
-        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast("cpu")``), accumulated in float32.
+        ``[..., n]``, dtype of x (of autocast inside ``torch.autocast``), accumulated in float32.
 
     Raises:
         RuntimeError: the last dimension of x is not ``k``, as in torch.nn.functional.linear.
@@ -104,7 +104,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
     """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds
     once."""
-    return x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1] and not torch.is_autocast_enabled("cpu")
+    whole = x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1]
+    return whole and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 class _Linear(torch.autograd.Function):

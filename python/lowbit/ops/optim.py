@@ -7,6 +7,7 @@ count.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -84,8 +85,12 @@ def take(steps: Sequence[Step]) -> None:
         for step in steps:
             step.take_compiled()
         return
-    for ready in [step.checked() for step in steps]:
-        ready.run()
+    ready = [step.checked() for step in steps]
+    # what is called directly, and not by torch's dispatcher, shows up in torch's profiler where that is told
+    seen = torch.autograd._profiler_enabled()
+    with torch.profiler.record_function("lowbit::optim_step_") if seen else contextlib.nullcontext():
+        for step in ready:
+            step.run()
     for step in steps:
         torch.autograd.graph.increment_version(step.lists.params)
         if step.grad_scale is not None:  # gradients are unscaled in place

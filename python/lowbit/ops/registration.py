@@ -42,6 +42,8 @@ def register() -> None:
             torch.library.register_fake(f"lowbit::{name}", _fake(name), lib=library)
             _registered.append(row)
         autocast.register_linear(library)
+        if torch.version.cuda:  # initialises nothing of it
+            register_key("CUDA")
 
 
 def register_key(key: str) -> None:

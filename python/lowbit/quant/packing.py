@@ -49,7 +49,8 @@ def pack_weight(
     """
     weight = weight.detach()
     if weight.device.type == "meta" or spec.algorithm is None:
-        packed, distortion = _pack_nearest(weight, spec, inputs.importance if inputs is not None else None)
+        there = weight.to(devices.places.packing(weight.device))
+        packed, distortion = _pack_nearest(there, spec, inputs.importance if inputs is not None else None)
     elif isinstance(spec.algorithm, GPTQ) and (inputs is None or inputs.products is None):
         raise ValueError("pack_weight: GPTQ needs the mean of x x^T: lowbit.calibrate(model, batches, hessian=True)")
     else:

@@ -178,7 +178,9 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
     bias = getattr(module, "bias", None)
     if bias is not None and bias.dtype not in FLOATS:
         raise TypeError(f"quantize_: bias of {_label(name)} must be float32, bfloat16 or float16, got {bias.dtype}")
-    if not devices.has_kernels(weight.device) and weight.device.type != "meta" and device is None:
+    there = weight.device
+    served = devices.has_kernels(there) or (is_linear(module) and devices.places.has_rows("linear", there))
+    if not served and there.type != "meta" and device is None:
         raise ValueError(
             f'quantize_: weight of {_label(name)} must be on the cpu, got device={weight.device}; device="cpu" moves it'
         )
@@ -265,7 +267,8 @@ def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMo
 def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor, *, embedding: bool = False) -> str:
     """Name the row that will serve activations of the weight's dtype; both where one token takes another row."""
     names = []
-    dtype, device = str(weight.dtype).removeprefix("torch."), devices.places.type_of_rows(weight.device)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    device = devices.places.type_of_rows(weight.device, "dequantize" if embedding else "linear")
     if embedding:
         rows = [row for row in _C.kernels("dequantize") if row["available"] and row["device"] == device]
         return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own device-generic tests: every operator of `op_db`, float32, up to four samples, here and on the CPU."""
+"""torch's own device-generic tests: every operator of `op_db`, float32, up to two samples, here and on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing._internal.common_device_type import instantiate_device_type_t
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_utils import TestCase  # noqa: E402
 
-SAMPLES = 4
+SAMPLES = 2
 NO_VALUES = {
     "empty",
     "empty_like",

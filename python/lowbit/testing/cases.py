@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of lowbit are made of, and what a new backend can be tested with: cases, error budgets, kernel
-rows."""
+"""What the tests of lowbit, and of other packages' kernels, are made of: cases, error budgets, kernel rows."""
 
 from __future__ import annotations
 
@@ -167,12 +166,12 @@ def fewest_scores(row: str) -> tuple[int, int]:
     return (32, 256) if "_float16_" in row else (17, 32)
 
 
-def serves(row: str, case: LinearCase) -> bool:
-    """Whether the row of this name takes this call."""
+def serves(row: str, case: LinearCase, on: str | None = None) -> bool:
+    """Whether the row of this name takes this call, on `device` if no type of device is named."""
     n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype, device)
+        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype, on or device)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)

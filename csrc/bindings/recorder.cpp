@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
+#include "bindings/register.hpp"
+#include "core/parallel.hpp"
+#include "ops/kernel.hpp"
+#include "recorder/profile.hpp"
+#include "recorder/ring.hpp"
+#include "recorder/watcher.hpp"
+
+namespace lowbit {
+namespace {
+
+namespace py = pybind11;
+using namespace recorder;
+
+py::dict state() {
+  const Ring* const ring = recorder::ring_if_made();
+  const bool on = (wants.load() & kRing) != 0;
+  py::dict result;
+  result["on"] = on, result["folder"] = folder(), result["path"] = ring ? ring->path : "";
+  result["reason"] = ring ? ring->reason : "", result["watched"] = is_watched();
+  return result;
+}
+
+Ring& ring_for(std::string_view what) {
+  Ring* const ring = recorder::ring();
+  check(ring != nullptr, ErrorKind::runtime, what, ": the recorder is off (LOWBIT_FR=0)");
+  return *ring;
+}
+
+// A copy of the file, or of what would be in it.
+py::bytes snapshot() {
+  const Ring& ring = ring_for("records");
+  return py::bytes(reinterpret_cast<const char*>(ring.header), ring.bytes());
+}
+
+std::string dump(const std::string& path, std::string_view reason) {
+  const Ring& ring = ring_for("dump");
+  const std::string into = path.empty() ? next_dump_path(ring) : path;
+  check(!into.empty(), ErrorKind::runtime, "dump: path must be given, there is no folder: ", ring.reason);
+  const py::gil_scoped_release nogil;
+  const std::string failed = write_dump(ring, into, reason);
+  check(failed.empty(), ErrorKind::runtime, "dump: ", failed);
+  return into;
+}
+
+DType dtype_of(std::string_view name) {
+  for (int i = 0; i < static_cast<int>(DType::other); i++)
+    if (name_of(static_cast<DType>(i)) == name) return static_cast<DType>(i);
+  return DType::other;
+}
+
+// A call that is no op of ours. The handle closes it; 0 is none.
+using Handle = std::pair<uint64_t, uint64_t>;
+Handle open_call(std::string_view op, std::string_view row,
+                 const std::vector<std::pair<std::string, std::vector<int64_t>>>& tensors, int64_t read,
+                 int32_t group_sequence) {
+  Ring* const ring = recorder::ring();
+  if (!ring) return {0, 0};
+  Call call{.read = read};
+  for (const auto& [dtype, sizes] : tensors)
+    call.add(dtype_of(dtype), sizes.data(), static_cast<int>(sizes.size()));
+  const Place place{};
+  const Claim claim =
+      open_record(*ring, {.op = op, .row = row, .place = place, .call = call, .thread = this_thread(),
+                          .group_sequence = group_sequence});
+  return {reinterpret_cast<uint64_t>(claim.record), claim.sequence};
+}
+
+void close_call(const Handle& handle, bool finished) {
+  Ring* const ring = recorder::ring_if_made();
+  if (!ring || handle.first == 0) return;
+  close_record(*ring, {reinterpret_cast<Record*>(handle.first), handle.second},
+               finished ? State::finished : State::failed,
+               this_thread());
+}
+
+void set_rank(int rank, int world) {
+  if (Ring* const ring = recorder::ring()) ring->header->rank = rank, ring->header->world = world;
+}
+
+template <class Names>
+py::list list_of(const Names& names) {
+  py::list all;
+  for (std::string_view name : names) all.append(name);
+  return all;
+}
+
+// Of the numbers in records, as the header of a ring has them.
+py::dict names() {
+  py::dict result;
+  py::list dtypes, devices;
+  for (int i = 0; i <= static_cast<int>(DType::other); i++) dtypes.append(name_of(static_cast<DType>(i)));
+  for (const DeviceTypeInfo& device : kDeviceTypes) devices.append(device.name);
+  result["state"] = list_of(kStateNames), result["dtype"] = dtypes, result["device"] = devices;
+  result["arithmetic"] = list_of(kArithmeticNames);
+  return result;
+}
+
+py::dict peak(std::string_view arithmetic, int threads, int repeats) {
+  const bool integer = arithmetic == kArithmeticNames[static_cast<int>(Arithmetic::integer)];
+  PeakRate rate;
+  {
+    const py::gil_scoped_release nogil;
+    rate = peak_rate(integer ? Arithmetic::integer : Arithmetic::floating, threads, repeats);
+  }
+  py::dict result;
+  result["what"] = rate.what, result["operations_per_s"] = rate.operations_per_s;
+  return result;
+}
+
+}  // namespace
+
+void register_recorder(py::module_& m) {
+  py::module_ r = m.def_submodule("recorder", "The ring of calls of this process, and profiles.");
+  r.attr("NAMES") = names();
+  r.def("state", state, "Return whether the recorder is on, its folder, its file (empty: none, reason says why).");
+  r.def("snapshot", snapshot, "Return a copy of the ring as its file has it; makes the ring if there is none yet.");
+  r.def("dump", dump, py::arg("path"), py::arg("reason"), "Write all records as JSON; return the path.");
+  r.def("watch", watch, py::arg("seconds"),
+        "Dump when a call runs for longer than that (0: never), and on SIGUSR1, from a thread that needs no lock.");
+  r.def("open_call", open_call, py::arg("op"), py::arg("row"), py::arg("tensors"), py::arg("read"),
+        py::arg("group_sequence"), "Record a call that is no op of lowbit; return what close_call takes.");
+  r.def("close_call", close_call, py::arg("handle"), py::arg("finished"), "End such a call.");
+  r.def("set_rank", set_rank, py::arg("rank"), py::arg("world"), "Say which rank of how many this process is.");
+  r.def("begin_profile", begin_profile, "Keep every call from now on; return where this profile begins.");
+  r.def(
+      "end_profile", [](int64_t from) { return py::bytes(end_profile(from)); }, py::arg("begin"),
+      "Return the records since begin_profile.");
+  r.def("peak_rate", peak, py::arg("arithmetic"), py::arg("threads"), py::arg("repeats") = 5,
+        "Return the most operations in a second that this CPU does in registers: float (float32 FMA) or int8.");
+}
+
+}  // namespace lowbit

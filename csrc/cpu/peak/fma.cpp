@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The most that float32 FMAs do: as many sums in registers as a tile of linear has, and nothing else.
+#include LOWBIT_ISA_HEADER
+
+#include "cpu/loops.hpp"
+#include "cpu/rows.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+constexpr int kSums = kFloatRows * kFloatPanels < 16 ? kFloatRows * kFloatPanels : 16;
+
+int64_t run_fma(int64_t rounds) {
+  const f32x16 factor = set1(0.5f), addend = set1(static_cast<float>(rounds));
+  f32x16 sums[kSums];
+  unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = set1(static_cast<float>(i)); });
+  for (int64_t round = 0; round < rounds; round++)
+    unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = fma(sums[i], factor, addend); });
+  float total = 0;
+  unroll<kSums>([&](auto i) __attribute__((always_inline)) { total += sum(sums[i]); });
+  return rounds * kSums * 16 * 2 + (total < 0 ? 1 : 0);  // read, so that it is computed
+}
+
+constexpr Peak kFma{Arithmetic::floating, LOWBIT_ROW("float32 FMA"), run_fma};
+
+}  // namespace
+
+void peak_fma_rows(Backend& backend) { add_peak(backend, kFma); }
+
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Instructions that CUDA C++ has no word for. Tests give each a meaning on the host.
+//
+// A warp multiplies 16 rows by 8 columns: of lane (g, t) = (lane / 4, lane % 4) a[0] is of row g, a[1] of row g + 8,
+// both of the first half of k; a[2], a[3] of the second half; b[0], b[1] of column g; c[0], c[1] of row g, columns 2t
+// and 2t + 1; c[2], c[3] of row g + 8. Which k lane t holds in a word is free, as long as a and b agree.
+#pragma once
+
+#include "core/bits.hpp"
+
+#ifdef __CUDACC_RTC__
+namespace lowbit::cuda {
+
+// c += a b of bfloat16 pairs: 16 k.
+LOWBIT_INLINE void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// c += a b of unsigned bytes by signed ones: 32 k.
+LOWBIT_INLINE void multiply_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// a * b + c of each half, rounded once.
+LOWBIT_INLINE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
+  float a;
+  asm("{.reg .f16 h; .reg .b16 u; mov.b32 {h, u}, %1; cvt.f32.f16 %0, h;}" : "=f"(a) : "r"(bits));
+  return a;
+}
+
+// What is read once: it goes by L1.
+LOWBIT_INLINE uint32_t load_once(const uint32_t* p) {
+  uint32_t a;
+  asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(a) : "l"(p));
+  return a;
+}
+LOWBIT_INLINE uint2 load_once(const uint2* p) {
+  uint2 a;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.b32 {%0,%1}, [%2];" : "=r"(a.x), "=r"(a.y) : "l"(p));
+  return a;
+}
+
+}  // namespace lowbit::cuda
+#endif

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums and maxima over the threads of a warp or a CTA, in each of them, in an order of their own.
+#pragma once
+
+#include "cuda/device/kernel.cuh"
+#include "cuda/device/vector.cuh"
+
+namespace lowbit::cuda {
+
+struct Largest {  // bits of floats that are not negative; a nan is above inf
+  LOWBIT_INLINE int32_t operator()(int32_t a, int32_t b) const { return a > b ? a : b; }
+};
+struct Total {
+  LOWBIT_INLINE int32_t operator()(int32_t a, int32_t b) const { return a + b; }
+};
+
+template <class Combine, class T>
+LOWBIT_INLINE T of_warp(Combine combine, T value) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) value = combine(value, __shfl_xor_sync(kWarp, value, step));
+  return value;
+}
+
+// `warps`: shared memory of one T for each warp of the CTA, of which nobody else reads or writes any more.
+template <int kWarps, class Combine, class T>
+LOWBIT_INLINE T of_cta(Combine combine, T value, T (&warps)[kWarps]) {
+  value = of_warp(combine, value);
+  __syncthreads();  // what was there before has been read
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = warps[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; i++) value = combine(value, warps[i]);
+  return value;
+}
+
+}  // namespace lowbit::cuda

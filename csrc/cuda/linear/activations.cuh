@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations in the order in which products read them: a CTA for each row. Floats are cut into parts of bfloat16 that
+// add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or for each group.
+#pragma once
+
+#include "cuda/device/mma.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/linear/call.hpp"
+#include "formats/e4m3.hpp"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE float load_as_float(const void* from, DType dtype, int64_t at) {
+  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
+}
+
+LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float value) {
+  if (dtype == DType::float32) static_cast<float*>(to)[at] = value;
+  else static_cast<uint16_t*>(to)[at] =
+      dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+}
+
+// The upper 16 bits of two floats, side by side.
+LOWBIT_INLINE uint32_t upper_halves(float low, float high) {
+  return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+LOWBIT_INLINE float upper_part(float a) { return __uint_as_float(__float_as_uint(a) & 0xffff0000u); }
+
+// Values that add up to `value` and have 8 significant bits, but for the last.
+template <int kParts>
+LOWBIT_INLINE void cut(float value, float (&part)[kParts]) {
+#pragma unroll
+  for (int i = 0; i < kParts; i++) part[i] = value, value -= upper_part(value);
+}
+
+// Four k of a row, from 4 * word on.
+LOWBIT_INLINE void load_word(const LinearCall& call, int64_t row, int64_t word, float (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int64_t k = word * 4 + i;
+    x[i] = k < call.spec.k ? load_as_float(call.x, call.dtype, row * call.spec.k + k) : 0.0f;
+  }
+}
+
+// Where chunk q of a tile begins for the lane that holds this word of a row, of `count` pieces of two words a tile.
+LOWBIT_INLINE int64_t ordered_at(const LinearCall& call, int64_t row, int64_t word, int count) {
+  const int64_t tile = row / kRowsAtOnce * call.tiles + word / 16;
+  return tile * count * 32 + row % kRowsAtOnce * 4 + word % 4;
+}
+
+// The bits of the largest |x| of a row. Those of inf and nan are above all others.
+LOWBIT_INLINE int32_t largest_of_row(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
+  int32_t most = 0;
+  for (int64_t word = threadIdx.x; word < ceil_div(call.spec.k, 4); word += kLinearThreads) {
+    float x[4];
+    load_word(call, row, word, x);
+    for (const float v : x) most = Largest{}(most, __float_as_int(v) & INT32_MAX);
+  }
+  return of_cta(Largest{}, most, warps);
+}
+
+constexpr int32_t kInfinityBits = 0x7f800000;
+
+// scale = amax / most and its inverse; a nan or inf in the range makes the scale nan, and so every result of the row.
+struct Range {
+  float scale, inverse, zero_point;
+
+  LOWBIT_INLINE static Range symmetric(int32_t amax_bits, float most) {
+    const bool finite = amax_bits < kInfinityBits;
+    const float scale = finite ? __fdiv_rn(__int_as_float(amax_bits), most) : __builtin_nanf("");
+    return {scale, scale >= 0x1p-126f ? __fdiv_rn(1.0f, scale) : 0.0f, 0.0f};
+  }
+};
+
+// Bytes and half bytes of codes come out in pairs of k 0, 2 and 1, 3 (fragments.cuh), floats as they lie.
+template <Format kFormat>
+constexpr bool kSwapsInner = !is_float(kFormat);
+
+// kAlone: a weight of several parts, whose lower ones would make nan of inf.
+template <int kParts, bool kSwapped, bool kAlone>
+LOWBIT_INLINE void order_floats(const LinearCall& call) {
+  LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
+  const int64_t row = blockIdx.x;
+  const int32_t amax = largest_of_row(call, row, warps);
+  const bool float8 = call.x_format == XFormat::float8_row;
+  const Range range = Range::symmetric(amax, E4M3::largest);
+  // Lower parts of a row below 2^-60 would be subnormal.
+  const float up = amax < (127 - 60) << 23 ? 0x1p60f : 1.0f;
+  if (threadIdx.x == 0)
+    call.row_scale[row] = float8 ? range.scale : kAlone && amax >= kInfinityBits ? -1.0f : 1.0f / up;
+  for (int64_t word = threadIdx.x; word < call.tiles * (kTileK / 4); word += kLinearThreads) {
+    float x[4], part[4][kParts];
+    load_word(call, row, word, x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool finite = (__float_as_int(x[i]) & INT32_MAX) < kInfinityBits;
+      if (float8) x[i] = E4M3::decode(E4M3::encode(f32{x[i] * range.inverse})).lane;
+      else x[i] *= up;
+      cut<kParts>(x[i] == x[i] ? x[i] : __builtin_nanf(""), part[i]);  // of some nan the upper half is inf
+#pragma unroll
+      for (int j = 1; j < kParts; j++)
+        if (!finite) part[i][j] = 0.0f;
+    }
+    const int64_t at = ordered_at(call, row, word, kChunks * kParts) + word % 16 / 4 * kParts * 32;
+    uint2* out = static_cast<uint2*>(call.ordered) + at;
+#pragma unroll
+    for (int j = 0; j < kParts; j++)
+      out[j * 32] = {upper_halves(part[0][j], part[kSwapped ? 2 : 1][j]),
+                     upper_halves(part[kSwapped ? 1 : 2][j], part[3][j])};
+  }
+}
+
+// Threads that make the codes of one scale: a warp where groups have scales, else the CTA.
+template <bool kIsWarp>
+struct Team {
+  static constexpr int kSize = kIsWarp ? 32 : kLinearThreads;
+  int32_t (&warps)[kLinearWarps];
+
+  LOWBIT_INLINE static int rank() { return static_cast<int>(threadIdx.x) % kSize; }
+  template <class Combine>
+  LOWBIT_INLINE int32_t combined(Combine combine, int32_t value) const {
+    if constexpr (kIsWarp) return of_warp(combine, value);
+    else return of_cta(combine, value, warps);
+  }
+};
+
+// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0.
+LOWBIT_INLINE Range asymmetric_range(const LinearCall& call, int64_t row, int32_t (&warps)[kLinearWarps]) {
+  float lowest = 0.0f, highest = 0.0f;
+  bool finite = true;
+  for (int64_t k = threadIdx.x; k < call.spec.k; k += kLinearThreads) {
+    const float x = load_as_float(call.x, call.dtype, row * call.spec.k + k);
+    finite &= (__float_as_int(x) & INT32_MAX) < kInfinityBits;
+    lowest = x < lowest ? x : lowest, highest = x > highest ? x : highest;
+  }
+  lowest = -__int_as_float(of_cta(Largest{}, __float_as_int(-lowest), warps));
+  highest = __int_as_float(of_cta(Largest{}, __float_as_int(highest), warps));
+  const bool all_finite = of_cta(Largest{}, static_cast<int32_t>(!finite), warps) == 0;
+  const float scale = all_finite ? __fdiv_rn(highest - lowest, 254.0f) : __builtin_nanf("");
+  if (!(scale >= 0x1p-126f)) return {scale, 0.0f, 0.0f};
+  return {scale, __fdiv_rn(1.0f, scale), rintf(-127.0f - __fdiv_rn(lowest, scale))};
+}
+
+// Codes of k [begin, end) of a row, and their sum. What is behind the end of x has the code 0.
+template <bool kIsWarp>
+LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
+                             const Range& range) {
+  int32_t sum = 0;
+  for (int64_t word = begin / 4 + team.rank(); word < end / 4; word += team.kSize) {
+    float x[4];
+    load_word(call, row, word, x);
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const f32 scaled = fma(f32{x[i]}, f32{range.inverse}, f32{range.zero_point});
+      const int32_t q = to_int(max(f32{-127.0f}, min(scaled, f32{127.0f}))).lane;
+      if (word * 4 + i < call.spec.k) sum += q, codes |= static_cast<uint32_t>(q & 0xff) << 8 * i;
+    }
+    const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32;
+    static_cast<uint32_t*>(call.ordered)[at * 2 + word % 8 / 4] = codes;
+  }
+  return team.combined(Total{}, sum);
+}
+
+// What of a symmetric weight's zero point is taken off before sums become floats; of int4 later, as the CPU does.
+template <Format kFormat>
+constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
+
+// kTileGroups: sums of a tile (call.hpp); 0: one of all k.
+template <Format kFormat, int kTileGroups>
+LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
+  LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
+  constexpr bool kParts = kTileGroups > 0;
+  const Team<kParts> team{warps};
+  const WeightSpec& spec = call.spec;
+  const int64_t row = blockIdx.x, padded = call.tiles * kTileK, part = kParts ? kTileK / kTileGroups : padded;
+  const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
+  Range range{};
+  if (call.x_format == XFormat::int8_row_asymmetric) range = asymmetric_range(call, row, warps);
+  else if (per_row) range = Range::symmetric(largest_of_row(call, row, warps), 127.0f);
+  if (threadIdx.x == 0) call.row_offset[row] = -range.scale * range.zero_point;
+  const int64_t span = per_row ? part : larger(part, spec.group_size);  // of one scale
+  const int64_t step = kParts ? kLinearWarps * span : span;
+  for (int64_t begin = kParts ? threadIdx.x / 32 * span : 0; begin < padded; begin += step) {
+    const int64_t end = smaller(begin + span, padded);
+    if (!per_row) {
+      int32_t most = 0;
+      for (int64_t k = begin + team.rank(); k < smaller(end, spec.k); k += team.kSize)
+        most = Largest{}(most, __float_as_int(load_as_float(call.x, call.dtype, row * spec.k + k)) & INT32_MAX);
+      range = Range::symmetric(team.combined(Largest{}, most), 127.0f);
+    }
+    for (int64_t at = begin; at < end; at += part) {
+      const int32_t sum = encode(call, team, row, at, at + part, range);
+      const float scaled = range.scale * static_cast<float>(sum);
+      if (team.rank() == 0)
+        call.sums[(row * padded + at) / part] = {
+            .scale = range.scale, .zero = kCodeOffset<kFormat> == 0 && !spec.asymmetric ? -8.0f * scaled : 0.0f,
+            .sum = spec.asymmetric ? scaled : 0.0f, .start = -kCodeOffset<kFormat> * sum};
+    }
+  }
+}
+
+}  // namespace lowbit::cuda

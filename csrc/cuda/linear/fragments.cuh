@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// The weights that a lane holds of a tile: two columns, of each chunk of 16 k the four of its t. As bytes, or as parts
+// of bfloat16 in the order of call.hpp.
+#pragma once
+
+#include "cuda/linear/activations.cuh"
+
+namespace lowbit::cuda {
+
+constexpr uint32_t kBf16One = 0x3f803f80u;
+
+// Codes of 1 to 8 bits, which lie in planes (formats/codec.hpp): of each the rows that this lane reads.
+template <int kBits>
+struct LaneCodes {
+  template <int kCount>
+  static constexpr int rows = kBits & kCount ? kCount < 4 ? 1 : kCount / 2 : 0;
+  static constexpr int kWords = 2 * (rows<1> + rows<2> + rows<4> + rows<8>);
+  uint2 one[rows<1> + 1], two[rows<2> + 1], four[rows<4> + 1], eight[rows<8> + 1];  // the last of each is not used
+
+  LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
+    load_plane<1>(tile, g, t % 2, one), load_plane<2>(tile, g, t, two);
+    load_plane<4>(tile, g, t, four), load_plane<8>(tile, g, t, eight);
+  }
+  // Four codes of column 2g + `column`, of k from 16 q + 4 t on.
+  LOWBIT_INLINE uint32_t bytes(int q, int column, int t) const {
+    const auto of = [column](const uint2& word) { return column ? word.y : word.x; };
+    uint32_t codes = 0;
+    if constexpr (kBits & 1) codes |= of(one[0]) >> (2 * q + t / 2) & 0x01010101u;
+    if constexpr (kBits & 2) codes |= (of(two[0]) >> 2 * q & 0x03030303u) << bits_before_piece(kBits, 2);
+    if constexpr (kBits & 4) codes |= (of(four[q % 2]) >> 4 * (q / 2) & 0x0f0f0f0fu) << bits_before_piece(kBits, 4);
+    if constexpr (kBits & 8) codes |= of(eight[q]);
+    return codes;
+  }
+
+ private:
+  template <int kCount, int kRows>
+  LOWBIT_INLINE static void load_plane(const uint8_t* tile, int g, int first_row, uint2 (&out)[kRows]) {
+    const uint8_t* plane = tile + bits_before_piece(kBits, kCount) * 128 + first_row * 64 + g * 8;
+#pragma unroll
+    for (int i = 0; i < rows<kCount>; i++) out[i] = load_once(reinterpret_cast<const uint2*>(plane + i * 256));
+  }
+};
+
+// Pairs of bfloat16 less a whole number, exactly: k 0, 2 and 1, 3 of four codes.
+template <int kBits, int kZero>
+LOWBIT_INLINE void integers_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+  const auto convert = [](uint32_t halves) {  // codes in bits 0..7 and 16..23
+    // 128 + the low 7 bits is a bfloat16 with them for its mantissa.
+    const uint32_t seven = (halves & 0x007f007fu) | 0x43004300u;
+    constexpr auto bf16 = [](int whole) { return __float_as_uint(static_cast<float>(whole)) & 0xffff0000u; };
+    if constexpr (kBits == 8) {  // less 128, or 256 where the eighth bit is not set
+      static_assert(kZero == 128);
+      return fma_bf16x2(seven, kBf16One, (~halves & 0x00800080u) | 0xc300c300u);
+    } else {
+      const uint32_t offset = bf16(-128 - kZero);
+      return fma_bf16x2(seven, kBf16One, offset | offset >> 16);
+    }
+  };
+  even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
+}
+
+// float8_e4m3: exponent and mantissa where bfloat16 has them, times 2^120.
+LOWBIT_INLINE void float8_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd) {
+  const auto convert = [](uint32_t halves) {
+    const uint32_t placed = (halves & 0x007f007fu) << 4 | (halves & 0x00800080u) << 8;
+    return fma_bf16x2(placed, 0x7b807b80u, 0x80008000u);
+  };
+  even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
+}
+
+// How many parts of bfloat16 hold every value of a format before its scale.
+template <Format kFormat>
+constexpr int kWeightParts = (codec_of<kFormat>::significant_bits + 7) / 8;
+
+// Parts of the 16 levels of a lookup format, in shared memory: 8 bytes each, so that all 16 lie in different banks.
+struct LevelParts {
+  uint32_t first, last;  // parts 0 and 1; part 2
+};
+
+template <Format kFormat>
+LOWBIT_INLINE void write_levels(LevelParts (&table)[16]) {
+  if (threadIdx.x >= 16) return;
+  float part[kMostParts];
+  cut(codec_of<kFormat>::level(static_cast<int>(threadIdx.x)), part);
+  table[threadIdx.x] = {upper_halves(part[0], part[1]), upper_halves(part[2], 0.0f)};
+}
+
+// A tile of a format as the lane reads it, and its chunks as fragments: a[part][...] of k-pairs of both columns.
+template <Format kFormat>
+struct LaneTile {
+  static constexpr bool kCodes = !is_float(kFormat);
+  static constexpr int kBits = codec_of<kFormat>::bits, kParts = kWeightParts<kFormat>;
+  struct Floats {
+    static constexpr int kRows = kBits == 32 ? 16 : kBits == 16 ? 8 : 1;
+    uint2 row[kRows];  // bfloat16: of two k; float32: of one; float16: of one each in x and y
+  };
+  std::conditional_t<kCodes, LaneCodes<kCodes ? kBits : 8>, Floats> words;
+
+  LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
+    if constexpr (kCodes) {
+      words.load(tile, g, t);
+    } else if constexpr (kFormat == Format::float16) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const uint8_t* row = tile + (i / 2 * 16 + t * 4 + i % 2 * 2) * 32 + g * 4;
+        words.row[i] = {load_once(reinterpret_cast<const uint32_t*>(row)),
+                        load_once(reinterpret_cast<const uint32_t*>(row + 32))};
+      }
+    } else {
+      constexpr int kRowK = 32 / kBits, kEach = 4 / kRowK;  // k of a row; rows of a lane and chunk
+#pragma unroll
+      for (int i = 0; i < Floats::kRows; i++) {
+        const int row = (i / kEach * 16 + t * 4) / kRowK + i % kEach;
+        words.row[i] = load_once(reinterpret_cast<const uint2*>(tile + row * 64 + g * 8));
+      }
+    }
+  }
+
+  LOWBIT_INLINE void fragments(int q, int t, const LevelParts* levels, uint32_t (&a)[kParts][4]) const {
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
+      if constexpr (!kCodes) {
+        floats(q, column, a);
+      } else {
+        const uint32_t bytes = words.bytes(q, column, t);
+        if constexpr (kind_of(kFormat) == CodecKind::integer)
+          integers_to_bf16<kBits, symmetric_zero(kFormat)>(bytes, a[0][column], a[0][2 + column]);
+        else if constexpr (kBits == 8) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
+        else look_up(bytes, column, levels, a);
+      }
+    }
+  }
+
+ private:
+  LOWBIT_INLINE void floats(int q, int column, uint32_t (&a)[kParts][4]) const {
+    const auto of = [column](const uint2& word) { return column ? word.y : word.x; };
+    if constexpr (kFormat == Format::bfloat16) {
+      a[0][column] = of(words.row[2 * q]), a[0][2 + column] = of(words.row[2 * q + 1]);
+    } else {
+      float part[4][kParts];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float value;
+        if constexpr (kFormat == Format::float32) {
+          value = __uint_as_float(of(words.row[4 * q + i]));
+        } else {
+          const uint2& pair = words.row[2 * q + i / 2];
+          value = float_of_half((i % 2 ? pair.y : pair.x) >> 16 * column);
+        }
+        cut(value, part[i]);
+      }
+#pragma unroll
+      for (int j = 0; j < kParts; j++)
+        a[j][column] = upper_halves(part[0][j], part[1][j]), a[j][2 + column] = upper_halves(part[2][j], part[3][j]);
+    }
+  }
+
+  LOWBIT_INLINE static void look_up(uint32_t bytes, int column, const LevelParts* levels, uint32_t (&a)[kParts][4]) {
+    LevelParts of[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) of[i] = levels[bytes >> 8 * i & 15];
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      const LevelParts &low = of[pair], &high = of[2 + pair];
+      a[0][2 * pair + column] = __byte_perm(low.first, high.first, 0x5410);
+      if constexpr (kParts > 1) a[1][2 * pair + column] = __byte_perm(low.first, high.first, 0x7632);
+      if constexpr (kParts > 2) a[2][2 * pair + column] = __byte_perm(low.last, high.last, 0x5410);
+    }
+  }
+};
+
+}  // namespace lowbit::cuda

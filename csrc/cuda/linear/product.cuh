@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// linear: a CTA makes 16 columns of up to 64 rows. Its warps take the tiles along k in turn, and their sums are added
+// at the end, in order: the same bits every time. A warp has the codes of kAhead tiles on their way, 64 bytes a lane
+// of int4 and int8, 32 KB a multiprocessor of two CTAs: what memory needs to be kept busy.
+#pragma once
+
+#include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/fragments.cuh"
+
+namespace lowbit::cuda {
+
+// kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k, of a
+// weight without zero points. kBlocks: of kRowsAtOnce rows.
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
+struct Product {
+  static_assert(kTileGroups > 0 || !kAsymmetric);
+  static constexpr bool kCodes = kXParts == 0;
+  using Sum = std::conditional_t<kCodes, int32_t, float>;
+  using Result = std::conditional_t<kTileGroups == 0, Sum, float>;
+  static constexpr int kRows = kBlocks * kRowsAtOnce, kSteps = kCodes ? kChunks / 2 : kChunks,
+                       kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
+                       kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
+                       kBits = codec_of<kFormat>::bits, kTileBytes = 128 * kBits;
+  // As many tiles ahead as 128 registers have room for: what a tile takes is its codes, scales and zero points.
+  static constexpr int kTileWords = kBits + (kTileGroups ? kScales * (1 + kAsymmetric) : 0),
+                       kWords = kBlocks == 1 ? 20 : kBlocks == 2 && kWeightParts<kFormat> == 1 && !kCodes ? 12 : 1,
+                       kRoom = kWords / kTileWords,
+                       kAhead = kRoom < 1 ? 1 : kRoom > 4 ? 4 : kRoom;
+
+  // What a warp has on its way: codes, and two columns' scales and zero points (float16).
+  struct Ahead {
+    LaneTile<kFormat> tile;
+    uint32_t scale[kScales], zero[kScales];
+  };
+
+  const LinearCall& call;
+  const uint8_t* panel;
+  const uint2* rows;  // activations of this lane and the first block
+  int64_t first_row;
+  int g, t;
+  LevelParts* levels;
+  Sum sum[kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of an asymmetric weight's zero point
+  Result result[kBlocks][4];
+
+  LOWBIT_INLINE void load(int tile, Ahead& ahead) const {
+    ahead.tile.load(panel + call.sections.codes + tile * kTileBytes, g, t);
+    if constexpr (kTileGroups > 0)
+#pragma unroll
+      for (int part = 0; part < kScales; part++) {
+        const int of_tile = tile * kScales + part >> call.group_shift, last = call.groups - 1,
+                  group = of_tile < last ? of_tile : last;
+        ahead.scale[part] = call.spec.group_size ? pair_of(call.sections.group_scale, group) : 0x3c003c00u;
+        if constexpr (kAsymmetric) ahead.zero[part] = pair_of(call.sections.zero, group);
+      }
+  }
+  LOWBIT_INLINE uint32_t pair_of(int64_t section, int group) const {
+    return *reinterpret_cast<const uint32_t*>(panel + section + (group * 16 + 2 * g) * 2);
+  }
+
+  LOWBIT_INLINE void clear() {
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[b][i] = total[b][i] = 0;
+  }
+
+  LOWBIT_INLINE void ordered(int tile, int block, int piece, uint32_t (&b)[2]) const {
+    const uint2* word = rows + ((block * call.tiles + tile) * kSteps * kPieces + piece) * 32;
+    const bool is_there = first_row + block * kRowsAtOnce + g < call.m;
+    b[0] = is_there ? word->x : 0, b[1] = is_there ? word->y : 0;
+  }
+
+  LOWBIT_INLINE void multiply(int tile, const Ahead& ahead, int step) {
+    constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
+    uint32_t a[kParts][4];
+    if constexpr (kCodes) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[0][i] = ahead.tile.words.bytes(2 * step + i / 2, i % 2, t);
+    } else {
+      ahead.tile.fragments(step, t, levels, a);
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+      for (int i = 0; i < kPieces; i++) {
+        uint32_t b[2];
+        ordered(tile, block, step * kPieces + i, b);
+        if constexpr (kCodes) {
+          multiply_u8s8(sum[block], a[0], b);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kParts; j++)  // what is left out is below 2^-24 of a product
+            if (i + j < kMostParts) multiply_bf16(sum[block], a[j], b);
+          if constexpr (kAsymmetric) multiply_bf16(total[block], {kBf16One, kBf16One, kBf16One, kBf16One}, b);
+        }
+      }
+  }
+
+  // Adds what was summed under one scale to the result: c[0], c[1] are of column 2g and rows 2t, 2t + 1.
+  LOWBIT_INLINE void scale_sums(int tile, int part, uint32_t scales, uint32_t zeros) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int64_t row = first_row + block * kRowsAtOnce + 2 * t + i % 2;
+        const float w_scale = half_of(scales, i / 2);
+        if constexpr (kCodes) {
+          if (row < call.m)
+            result[block][i] =
+                __fmaf_rn(scaled_sum(sum[block][i], call.sums[(row * call.tiles + tile) * kScales + part],
+                                     kAsymmetric ? half_of(zeros, i / 2) : 0.0f),
+                          w_scale, result[block][i]);
+        } else {
+          float whole = sum[block][i];
+          if constexpr (kAsymmetric)
+            whole = __fmaf_rn(static_cast<float>(symmetric_zero(kFormat)) - half_of(zeros, i / 2), total[block][i],
+                              whole);
+          result[block][i] = __fmaf_rn(whole, w_scale, result[block][i]);
+        }
+      }
+    clear();
+  }
+  LOWBIT_INLINE static float half_of(uint32_t pair, int column) {
+    return float_of_half(pair >> 16 * column);
+  }
+  LOWBIT_INLINE static float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
+    const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
+    const float scaled = __fmaf_rn(static_cast<float>(whole), of_row.scale, of_row.zero);
+    return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
+  }
+
+  LOWBIT_INLINE void use(int tile, const Ahead& ahead) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      multiply(tile, ahead, step);
+      if (kTileGroups && (step + 1) % kGroupSteps == 0)
+        scale_sums(tile, step / kGroupSteps, ahead.scale[step / kGroupSteps], ahead.zero[step / kGroupSteps]);
+    }
+  }
+
+  LOWBIT_INLINE void run(int warp) {
+    Ahead ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; i++)
+      if (warp + i * kLinearWarps < call.tiles) load(warp + i * kLinearWarps, ahead[i]);
+    for (int first = warp; first < call.tiles; first += kAhead * kLinearWarps)
+#pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        const int tile = first + i * kLinearWarps, next = tile + kAhead * kLinearWarps;
+        if (tile >= call.tiles) break;
+        const Ahead now = ahead[i];
+        if (next < call.tiles) load(next, ahead[i]);
+        use(tile, now);
+      }
+  }
+};
+
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
+LOWBIT_INLINE void linear(const LinearCall& call) {
+  using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kBlocks>;
+  LOWBIT_SHARED(LevelParts, levels, [16]);
+  LOWBIT_SHARED(typename P::Result, results, [kLinearWarps][P::kRows][kPanelColumns]);
+  const int64_t blocks = ceil_div(call.m, P::kRows), panel = blockIdx.x / blocks,
+                first_row = blockIdx.x % blocks * P::kRows;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (kind_of(kFormat) == CodecKind::lookup && codec_of<kFormat>::bits == 4) {
+    write_levels<kFormat>(levels);
+    __syncthreads();
+  }
+  P product{.call = call, .panel = call.weight + panel * call.sections.row_bytes,
+            .rows = static_cast<const uint2*>(call.ordered) + lane +
+                    first_row / kRowsAtOnce * call.tiles * (P::kSteps * P::kPieces * 32),
+            .first_row = first_row, .g = lane / 4, .t = lane % 4, .levels = levels};
+  product.clear();
+  for (auto& block : product.result)
+    for (auto& result : block) result = 0;
+  product.run(warp);
+#pragma unroll
+  for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      results[warp][block * kRowsAtOnce + 2 * product.t + i % 2][2 * product.g + i / 2] =
+          kTileGroups ? product.result[block][i] : static_cast<typename P::Result>(product.sum[block][i]);
+  __syncthreads();
+  for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kPanelColumns; at += kLinearThreads) {
+    const int64_t row = first_row + at / kPanelColumns, column = at % kPanelColumns;
+    const int64_t n = panel * kPanelColumns + column;
+    if (row >= call.m || n >= call.spec.n) continue;
+    typename P::Result whole = 0;  // of int32 with wrap-around: what start takes off again
+    for (const auto& of_warp : results) whole += of_warp[at / kPanelColumns][column];
+    Lacks lacks{true, 1.0f};
+    float sum;
+    if constexpr (P::kCodes) {
+      sum = kTileGroups ? whole : P::scaled_sum(whole, call.sums[row], 0.0f);
+    } else {
+      sum = whole, lacks.row_scale = call.row_scale[row];
+      if (kWeightParts<kFormat> > 1 && lacks.row_scale < 0.0f)
+        sum = sum_alone<kFormat>(call, row, n), lacks = {false, 1.0f};
+    }
+    finish<kFormat>(call, row, n, sum, lacks);
+  }
+}
+
+}  // namespace lowbit::cuda

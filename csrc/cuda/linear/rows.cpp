@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op linear: activations are put in order, then multiplied (call.hpp).
+#include "cuda/backend.hpp"
+#include "cuda/linear/call.hpp"
+#include "cuda/sources.hpp"
+#include "ops/linear.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+int x_parts(const LinearArgs& args) {
+  switch (args.x_format) {
+    case XFormat::floating: return args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
+    case XFormat::float8_row: return 1;  // the scale of the row comes in at the end
+    default: return 0;
+  }
+}
+
+LinearKind kind_of(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, 1};
+  while (kind.blocks < kind.most_blocks() && kind.blocks * kRowsAtOnce < args.m) kind.blocks *= 2;
+  return kind;
+}
+
+int log2_of(int64_t power) {
+  int log = 0;
+  while (power >> (log + 1)) log++;
+  return log;
+}
+
+// The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
+struct Room {
+  int64_t ordered, sums, rows;  // bytes
+  explicit Room(const LinearArgs& args, const LinearKind& kind)
+      : ordered(round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() * (kind.x_parts ? 2 * kind.x_parts : 1)),
+        sums(kind.x_parts ? 0
+                          : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
+                                static_cast<int64_t>(sizeof(RowSum))),
+        rows(args.m * 4) {}
+};
+
+void run_linear(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  const LinearKind kind = kind_of(args);
+  const Room room(args, kind);
+  const Workspace workspace("linear", args.place, room.ordered + room.sums + room.rows);
+  LinearCall call{.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight, .x = args.x,
+                  .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
+                  .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
+                  .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation,
+                  .bias = args.bias, .mul = args.mul, .add = args.add, .y = args.y,
+                  .ordered = workspace.at(0),
+                  .sums = static_cast<RowSum*>(workspace.at(room.ordered)),
+                  .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
+                  .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums))};
+  if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.tile_groups / kTileK);
+  const int64_t format = static_cast<int64_t>(kind.format), groups = kind.tile_groups;
+  const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts, format, groups};
+  program(args.place, of_activations, [&] { return activations_source(kind); })
+      .launch(args.place, "activations", args.m, kLinearThreads, &call);
+  const SourceKey of_product{static_cast<int64_t>(SourceKind::linear), format, kind.x_parts,
+                             groups * 2 + kind.asymmetric, kind.blocks};
+  program(args.place, of_product, [&] { return linear_source(kind); })
+      .launch(args.place, "linear", spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce), kLinearThreads, &call);
+}
+
+template <Format kFormat, bool kCodes>
+std::string_view refuses(const LinearArgs& args) {
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
+  if (kCodes && args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  return "";
+}
+
+#define LOWBIT_FLOATS(name, Codec) {"linear_" #name "_cuda", refuses<Format::name, false>, run_linear},
+#define LOWBIT_CODES(name) {"linear_" #name "_int8_cuda", refuses<Format::name, true>, run_linear},
+constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
+#undef LOWBIT_FLOATS
+#undef LOWBIT_CODES
+
+}  // namespace
+
+void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+
+}  // namespace lowbit::cuda

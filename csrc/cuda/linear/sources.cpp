@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sources.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+std::string name_of(Format format) { return std::string(kFormatNames[static_cast<int>(format)]); }
+std::string text_of(Format format) { return "lowbit::Format::" + name_of(format); }
+std::string_view text_of(bool value) { return value ? "true" : "false"; }
+
+int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
+
+}  // namespace
+
+Source activations_source(const LinearKind& kind) {
+  const std::string text = "#include \"cuda/linear/activations.cuh\"\n";
+  if (kind.x_parts == 0)
+    return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile"),
+            concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
+                                     concat("quantize_rows<", text_of(kind.format), ", ", kind.tile_groups, ">")))};
+  const bool swapped = !is_float(kind.format), alone = parts_of(kind.format) > 1;
+  return {concat("activations in ", kind.x_parts, " parts", swapped ? ", for codes" : "", alone ? " of parts" : ""),
+          concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",
+                                   concat("order_floats<", kind.x_parts, ", ", text_of(swapped), ", ", text_of(alone),
+                                          ">")))};
+}
+
+Source linear_source(const LinearKind& kind) {
+  const std::string specialised = concat("linear<", text_of(kind.format), ", ", kind.x_parts, ", ", kind.tile_groups,
+                                         ", ", text_of(kind.asymmetric), ", ", kind.blocks, ">");
+  return {concat("linear of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
+                 kind.tile_groups, " scales a tile, ",
+                 kind.x_parts ? concat("activations in ", kind.x_parts, " parts") : "int8 activations", ", ",
+                 8 * kind.blocks, " rows"),
+          concat("#include \"cuda/linear/product.cuh\"\n",
+                 kernel_text("linear", "kLinearThreads", "LinearCall", specialised))};
+}
+
+std::vector<Source> linear_sources() {
+  std::vector<Source> all;
+  const auto add = [&](LinearKind kind) {
+    add_once(all, activations_source(kind));
+    for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) all.push_back(linear_source(kind));
+  };
+  for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
+    const auto format = static_cast<Format>(number);
+    const bool integer = kind_of(format) == CodecKind::integer;
+    for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
+      if (is_float(format)) {
+        add({format, x_parts, 0, false, 1});
+        continue;
+      }
+      for (int groups = 0; groups <= (smallest_group(format) == 16 ? 4 : 2); groups = groups ? 2 * groups : 1)
+        for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++)
+          add({format, x_parts, groups, asymmetric == 1, 1});
+    }
+  }
+  return all;
+}
+
+}  // namespace lowbit::cuda

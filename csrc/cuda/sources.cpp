@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sources.hpp"
+
+#include <algorithm>
+
+namespace lowbit::cuda {
+
+std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args,
+                        std::string_view body) {
+  return concat("LOWBIT_KERNEL(", name, ", lowbit::cuda::", threads, ", lowbit::cuda::", Args, ") {\n  lowbit::cuda::",
+                body, "(args);\n}\n");
+}
+
+void add_once(std::vector<Source>& all, Source source) {
+  if (std::none_of(all.begin(), all.end(), [&](const Source& other) { return other.name == source.name; }))
+    all.push_back(std::move(source));
+}
+
+std::vector<Source> common_sources() {
+  std::vector<Source> all;
+  const auto add_rule = [&](Rule rule, int moments) {
+    for (const StateFormat format : {StateFormat::float32, StateFormat::bfloat16, StateFormat::float8})
+      all.push_back(step_source(rule, moments, format, 256));
+    all.push_back(step_source(rule, moments, StateFormat::dynamic8, 256));
+    all.push_back(step_source(rule, moments, StateFormat::dynamic4, 128));
+  };
+  add_rule(Rule::adamw, 2), add_rule(Rule::sgd, 1), add_rule(Rule::lion, 1);
+  for (const bool is_signed : {true, false}) {
+    for (const StateFormat format : {StateFormat::dynamic8, StateFormat::float8})
+      all.push_back(convert_source(format, is_signed, 256));
+    all.push_back(convert_source(StateFormat::dynamic4, is_signed, 128));
+  }
+  // bfloat16 activations, and codes: 1, and many rows
+  const auto add_linear = [&](Format format, int x_parts, int tile_groups) {
+    LinearKind kind{format, x_parts, tile_groups, false, 1};
+    add_once(all, activations_source(kind));
+    all.push_back(linear_source(kind));
+    kind.blocks = kind.most_blocks();
+    all.push_back(linear_source(kind));
+    if (x_parts) all.push_back(dequantize_source(format));
+  };
+  add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
+  add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);
+  return all;
+}
+
+}  // namespace lowbit::cuda

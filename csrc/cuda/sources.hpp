@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sources of all kernels: each a few lines that name a specialisation of the .cuh files. <op>/sources.cpp makes
+// those of an op.
+#pragma once
+
+#include <vector>
+
+#include "cuda/runtime/program.hpp"
+#include "formats/list.hpp"
+#include "formats/state_format.hpp"
+#include "rules/list.hpp"
+
+namespace lowbit::cuda {
+
+// Which sources there are: the first number of a SourceKey.
+enum class SourceKind : int64_t { step, convert, activations, linear, dequantize };
+
+// A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
+std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
+
+inline constexpr int kFloatBlock = 256;  // of formats without scales: elements are dealt out as in blocks of 256
+Source step_source(Rule rule, int moments, StateFormat format, int64_t block_size);
+Source convert_source(StateFormat format, bool is_signed, int64_t block_size);
+
+// How a call of linear is specialised. x_parts: of float activations; 0: codes.
+struct LinearKind {
+  Format format;
+  int x_parts, tile_groups;
+  bool asymmetric;
+  int blocks;  // of 8 rows, that a CTA makes
+
+  // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers.
+  int most_blocks() const {
+    const int parts = (significant_bits(format) + 7) / 8, products = x_parts * parts;
+    if (parts > 1 && tile_groups > 1) return 1;
+    if (products == 0) return tile_groups ? 2 : 4;
+    return products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 2 : 4;
+  }
+};
+Source activations_source(const LinearKind& kind);
+Source linear_source(const LinearKind& kind);
+Source dequantize_source(Format format);
+
+void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
+// What the optimizers' defaults use, and linear with the configurations that are used most.
+LOWBIT_API std::vector<Source> common_sources();
+// Every specialisation of linear that a call can ask for.
+LOWBIT_API std::vector<Source> linear_sources();
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "external/backends.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <utility>
+
+#include "external/calls.hpp"
+#include "ops/kernel.hpp"
+
+namespace lowbit::external {
+namespace {
+
+using enum ErrorKind;
+
+// A row has two plain functions of its arguments alone, so each row of others gets functions that know its place in
+// this list. 32 for each op: a package needs a handful.
+constexpr std::size_t kMostRows = 32;
+
+struct Kept {
+  Row row;
+  std::string by;
+};
+
+template <class Args>
+std::array<const Kept*, kMostRows> slots{};
+
+void put(char* text, std::size_t bytes, const char* message) {
+  std::strncpy(text, message, bytes - 1);
+  text[bytes - 1] = 0;
+}
+
+// The number that a function of others returned, and whatever it threw as a text.
+int guarded(const Function& function, const void* args, char* text, std::size_t bytes) {
+  text[0] = 0;
+  int result = 1;
+  try {
+    result = function(args, text, bytes);
+  } catch (const std::exception& error) {
+    put(text, bytes, error.what());
+  } catch (...) {
+    put(text, bytes, "it threw something that is no std::exception");
+  }
+  text[bytes - 1] = 0;
+  if (result && !text[0]) put(text, bytes, "it gave no reason");
+  return result;
+}
+
+template <class Args, std::size_t kSlot>
+std::string_view refuses(const Args& args) {
+  if (const std::string_view reason = not_offered(args); !reason.empty()) return reason;
+  const Kept& kept = *slots<Args>[kSlot];
+  if (!kept.row.refuses) return "";
+  static thread_local char text[512];  // read before the next row is asked
+  const Call<Args> call(args);
+  return guarded(kept.row.refuses, &call.c, text, sizeof text) ? text : "";
+}
+
+template <class Args, std::size_t kSlot>
+void run(const Args& args) {
+  const Kept& kept = *slots<Args>[kSlot];
+  const Call<Args> call(args);
+  char text[2048];
+  check(guarded(kept.row.run, &call.c, text, sizeof text) == 0, runtime, OpOf<Args>::name, ": the row ", kept.row.name,
+        " of ", kept.by, " failed: ", text);
+}
+
+template <class Args>
+Kernel<Args> kernel_of(const Kept& kept) {
+  static constexpr auto functions = []<std::size_t... kSlot>(std::index_sequence<kSlot...>) {
+    return std::array{Kernel<Args>{"", refuses<Args, kSlot>, run<Args, kSlot>}...};
+  }(std::make_index_sequence<kMostRows>());
+  const auto& all = slots<Args>;
+  Kernel<Args> kernel = functions[static_cast<std::size_t>(std::find(all.begin(), all.end(), &kept) - all.begin())];
+  kernel.name = kept.row.name;
+  return kernel;
+}
+
+// body.operator()<Args>() for the op of this name; false if it is not offered.
+template <class Body>
+bool with_op(std::string_view name, Body&& body) {
+#define F(field)
+#define H(field)
+#define LOWBIT_OP(op, Args, fields) \
+  if (name == #op) return body.template operator()<Args>(), true;
+  LOWBIT_OFFERED_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
+#undef F
+#undef H
+  return false;
+}
+
+// Rows are added under the lock of whoever collects them; they and their backends are never freed.
+std::deque<Kept>& all_kept() {
+  static auto* all = new std::deque<Kept>;
+  return *all;
+}
+std::atomic<void (*)()> collector{nullptr};
+std::atomic<bool> complete{false};
+std::atomic<const std::vector<const Backend*>*> own_backends{nullptr};
+
+bool has_row(std::string_view name) {
+  for (const Kept& kept : all_kept())
+    if (kept.row.name == name) return true;
+  for (const Backend* backend : *own_backends.load()) {
+#define LOWBIT_OP(op, Args) \
+  for (const auto& row : backend->op) if (row.name == name) return true;
+    LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
+  }
+  return false;
+}
+
+void check_row(const std::string& by, const Row& row, std::span<const Row> before) {
+  device_type(concat(by, ": ", row.name), row.device);
+  check(row.name.starts_with(row.op + "_") && row.name.size() > row.op.size() + 1, value, by,
+        ": the name of a row must begin with ", row.op, "_, got '", row.name, "'");
+  const auto same_name = [&](const Row& other) { return other.name == row.name; };
+  check(!has_row(row.name) && std::none_of(before.begin(), before.end(), same_name), value, by, ": there is a row '",
+        row.name, "' already");
+  check(static_cast<bool>(row.run), value, by, ": the row ", row.name, " must have a function that runs it");
+  const bool offered = with_op(row.op, [&]<class Args>() {
+    const auto same_op = [&](const Row& other) { return other.op == row.op; };
+    const auto free = std::count(slots<Args>.begin(), slots<Args>.end(), nullptr);
+    check(std::count_if(before.begin(), before.end(), same_op) < free, value, by, ": the op ", row.op, " has ",
+          kMostRows, " rows of third parties already");
+  });
+  check(offered, value, by, ": the row ", row.name, " must serve an op that is offered, got '", row.op, "'");
+}
+
+Backend backend_like(const Backend& own, const std::string& by) {
+  return {.name = by, .device = own.device, .unavailable = own.unavailable, .guard = own.guard};
+}
+
+}  // namespace
+
+void collect_with(void (*collect)()) { collector = collect; }
+
+void add(const std::string& by, std::vector<Row> rows) {
+  check(own_backends.load() && !complete, runtime, by, ": the list of backends is complete; rows are added by the ",
+        "function that a package names in the entry point group lowbit.backends");
+  for (std::size_t i = 0; i < rows.size(); i++) check_row(by, rows[i], std::span(rows).first(i));
+  for (Row& row : rows) {
+    const Kept& kept = all_kept().emplace_back(std::move(row), by);
+    with_op(kept.row.op, [&]<class Args>() { *std::find(slots<Args>.begin(), slots<Args>.end(), nullptr) = &kept; });
+  }
+}
+
+std::vector<AddedRow> added() {
+  std::vector<AddedRow> rows;
+  backends();
+  for (const auto& [row, by] : all_kept()) rows.push_back({row.name, row.op, row.device, by});
+  return rows;
+}
+
+bool is_external(const Backend& backend) {
+  for (const Kept& kept : all_kept())
+    if (kept.by == backend.name) return true;
+  return false;
+}
+
+std::vector<const Backend*> with_external(std::span<const Backend* const> own) {
+  const std::vector<const Backend*>* none = nullptr;
+  const auto* mine = new std::vector<const Backend*>(own.begin(), own.end());
+  if (!own_backends.compare_exchange_strong(none, mine)) delete mine;
+  if (auto* const collect = collector.load()) collect();
+  complete = true;
+  std::vector<const Backend*> first, behind;
+  for (const Kept& kept : all_kept()) {
+    // What a device needs around a row it needs around this one too. Of its backends the last asks least of a machine.
+    const auto like = std::find_if(own.rbegin(), own.rend(), [&](const Backend* backend) {
+      return name_of(backend->device) == kept.row.device;
+    });
+    if (like == own.rend()) continue;  // the device is not there at all: no call can be
+    auto& list = kept.row.first ? first : behind;
+    auto* backend = new Backend(backend_like(**like, kept.by));
+    with_op(kept.row.op, [&]<class Args>() {
+      const Kernel<Args> kernel = kernel_of<Args>(kept);
+      add_rows(*backend, &kernel, 1);
+    });
+    list.push_back(backend);
+  }
+  first.insert(first.end(), own.begin(), own.end());
+  first.insert(first.end(), behind.begin(), behind.end());
+  return first;
+}
+
+}  // namespace lowbit::external

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of third parties: from tables of C rows in shared libraries, or functions that the bindings wrap. They are
+// collected once, when somebody first needs the list of backends, and the list is complete from then on.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/error.hpp"
+
+namespace lowbit {
+struct Backend;
+}
+
+namespace lowbit::external {
+
+// As lowbit_row (lowbit/backend.h) has it. 0: fits, done; else the reason is in `text`.
+using Function = std::function<int(const void* args, char* text, std::size_t bytes)>;
+struct Row {
+  std::string op, name, device;
+  bool first = false;  // before the rows of this build
+  Function refuses, run;
+};
+
+struct AddedRow {
+  std::string_view name, op, device, by;
+};
+
+// The rows of a library's table; Error (value) says why it is refused, and then none of them is there.
+LOWBIT_API std::vector<Row> rows_of_library(const std::string& path);
+
+// Who collects the rows: called by the first who needs the list, with no lock held, perhaps by two threads at once.
+LOWBIT_API void collect_with(void (*collect)());
+
+// Called by that function: the rows of a package, all or, where an Error says why not, none.
+LOWBIT_API void add(const std::string& by, std::vector<Row> rows);
+LOWBIT_API std::vector<AddedRow> added();
+LOWBIT_API bool is_external(const Backend& backend);
+
+// The list of all backends, best first: rows that want to be first, this build's, the others.
+std::vector<const Backend*> with_external(std::span<const Backend* const> own);
+
+}  // namespace lowbit::external

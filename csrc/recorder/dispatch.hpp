@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What run_selected (ops/kernel.hpp) does around a row: opens a record of the call, and closes it.
+#pragma once
+
+#include <atomic>
+
+#include "recorder/call.hpp"
+
+namespace lowbit::recorder {
+
+struct Record;
+struct Ring;
+struct Thread;
+
+inline constexpr int kRing = 1, kProfile = 2;
+LOWBIT_API extern std::atomic<int> wants;  // of these two; the ring is wanted until LOWBIT_FR was read
+
+inline bool wanted() { return wants.load(std::memory_order_relaxed) != 0; }
+
+// A call of this thread while one lives; failed unless it was said to be finished.
+class LOWBIT_API Dispatch {
+ public:
+  Dispatch(std::string_view op, std::string_view row, const Place& place, const Call& call);
+  ~Dispatch() {
+    if (open_) close(false);
+  }
+  Dispatch(const Dispatch&) = delete;
+  Dispatch& operator=(const Dispatch&) = delete;
+
+  void finished() { close(true); }
+
+ private:
+  void close(bool finished);
+
+  Thread& thread_;
+  Ring* ring_ = nullptr;  // null: not recorded
+  Record* record_ = nullptr;
+  Record* profiled_ = nullptr;
+  uint64_t sequence_ = 0, profile_ = 0;
+  bool open_ = true;
+};
+
+}  // namespace lowbit::recorder

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "recorder/ring.hpp"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include "core/error.hpp"
+#include "recorder/dispatch.hpp"
+#include "recorder/folder.hpp"
+#include "recorder/profile.hpp"
+#include "recorder/watcher.hpp"
+
+namespace lowbit::recorder {
+namespace {
+
+constexpr uint32_t kDefaultRecords = 2048, kMostRecords = 1 << 20;
+
+std::atomic<Ring*> made{nullptr};
+std::atomic_flag making = ATOMIC_FLAG_INIT;
+int descriptor = -1;
+std::atomic<bool> forked{false};
+
+int environment_number(std::initializer_list<const char*> names, int otherwise) {
+  for (const char* name : names)
+    if (const char* value = std::getenv(name); value && *value) return std::atoi(value);
+  return otherwise;
+}
+
+// LOWBIT_FR: 0 is off, another number how many records are kept, rounded up to a power of two.
+uint32_t wanted_records() {
+  const char* value = std::getenv("LOWBIT_FR");
+  if (!value || !*value || std::strcmp(value, "1") == 0) return kDefaultRecords;
+  char* end = nullptr;
+  const long number = std::strtol(value, &end, 10);
+  if (*end == 0 && number >= 0 && number <= kMostRecords)
+    return number == 0 ? 0 : std::max(16u, std::bit_ceil(static_cast<uint32_t>(number)));
+  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR must be 0 (off), 1 (on) or a number of records up to %u, got '%s'\n",
+               kMostRecords, value);
+  return kDefaultRecords;
+}
+
+template <std::size_t count>
+std::string quoted(const std::string_view (&names)[count]) {
+  std::string text;
+  for (std::string_view name : names) text += concat(text.empty() ? "\"" : ", \"", name, "\"");
+  return text;
+}
+
+std::string names_of_numbers() {
+  std::string dtypes, devices;
+  for (int i = 0; i <= static_cast<int>(DType::other); i++)
+    dtypes += concat(i ? ", \"" : "\"", name_of(static_cast<DType>(i)), "\"");
+  for (const DeviceTypeInfo& device : kDeviceTypes)
+    devices += concat(devices.empty() ? "\"" : ", \"", device.name, "\"");
+  return concat("{\"state\": [", quoted(kStateNames), "], \"dtype\": [", dtypes, "], \"device\": [", devices,
+                "], \"arithmetic\": [", quoted(kArithmeticNames), "]}");
+}
+
+void copy_text(char* to, std::size_t room, std::string_view text) {
+  const std::size_t length = std::min(text.size(), room);
+  std::memcpy(to, text.data(), length);
+  std::memset(to + length, 0, room - length);
+}
+
+uint64_t wall_ns() {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+void write_header(Header& header, uint32_t records) {
+  header.version = kVersion, header.header_bytes = kHeaderBytes, header.record_bytes = sizeof(Record),
+  header.capacity = records;
+  header.pid = getpid();
+  const bool own = !forked;  // a forked worker has the variables of its parent, and is no rank
+  header.rank = own ? environment_number({"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}, -1) : -1;
+  header.world = own ? environment_number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}, 0) : 0;
+  header.wall_ns = wall_ns(), header.monotonic_ns = now_ns();
+  gethostname(header.host, sizeof header.host - 1);
+  copy_text(header.version_text, sizeof header.version_text, "lowbit flight recorder; python -m lowbit recorder DIR");
+  copy_text(header.names, sizeof header.names, names_of_numbers());
+  if (const int file = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC); file >= 0) {
+    const ssize_t got = read(file, header.command_line, sizeof header.command_line - 1);
+    if (got < 0) header.command_line[0] = 0;
+    close(file);
+  }
+  std::atomic_thread_fence(std::memory_order_release);
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+}
+
+Ring* make_ring() {
+  const uint32_t records = wanted_records();
+  if (records == 0) {
+    wants.fetch_and(~kRing);
+    return nullptr;
+  }
+  const std::size_t bytes = kHeaderBytes + std::size_t{records} * sizeof(Record);
+  Opened file = make_file(bytes);
+  void* memory = MAP_FAILED;
+  if (file.descriptor >= 0) {
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.descriptor, 0);
+    if (memory == MAP_FAILED) {
+      file.reason = concat("cannot map ", file.path, ": ", std::strerror(errno));
+      unlink(file.path.c_str());
+      close(file.descriptor);
+    }
+  }
+  if (memory == MAP_FAILED) {
+    file.path.clear();
+    std::fprintf(stderr,
+                 "lowbit recorder: %s; records are kept in memory, where a crash takes them (LOWBIT_FR_DIR names "
+                 "another folder, LOWBIT_FR=0 turns the recorder off)\n",
+                 file.reason.c_str());
+    memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  } else {
+    descriptor = file.descriptor;
+  }
+  if (memory == MAP_FAILED) {
+    wants.fetch_and(~kRing);
+    return nullptr;
+  }
+  auto* const ring = new Ring;
+  ring->header = new (memory) Header{};
+  ring->records = reinterpret_cast<Record*>(static_cast<char*>(memory) + kHeaderBytes);
+  ring->path = file.path, ring->reason = file.reason;
+  write_header(*ring->header, records);
+  return ring;
+}
+
+void in_the_child() {
+  if (descriptor >= 0) close(descriptor);  // the lock stays that of the parent
+  descriptor = -1, made = nullptr, forked = true, this_thread().number = 0;
+  making.clear();
+  forget_watcher(), forget_profiles();
+}
+[[gnu::constructor]] void watch_fork() { pthread_atfork(nullptr, nullptr, in_the_child); }
+
+// A process that ends with every call finished has nothing to tell.
+[[gnu::destructor]] void remove_at_exit() {
+  const Ring* const ring = made.load();
+  if (!ring || ring->path.empty() || ring->header->pid != getpid()) return;
+  for (uint32_t i = 0; i < ring->header->capacity; i++)
+    if (is_whole(ring->records[i].mark) && ring->records[i].state != State::finished) return;
+  unlink(ring->path.c_str());
+}
+
+}  // namespace
+
+Ring* ring_if_made() { return made.load(std::memory_order_acquire); }
+
+Ring* ring() {
+  for (;;) {
+    if (Ring* const found = made.load(std::memory_order_acquire)) return found;
+    if (!(wants.load() & kRing)) return nullptr;
+    if (making.test_and_set(std::memory_order_acquire)) {
+      sched_yield();  // another thread makes it
+      continue;
+    }
+    const bool first = !made.load();
+    if (first) made.store(make_ring(), std::memory_order_release);
+    making.clear(std::memory_order_release);
+    if (first && made.load()) watch_new_ring();
+  }
+}
+
+void fill(Record& record, const Entry& entry) {
+  const auto& [op, row, place, call, thread, group_sequence] = entry;
+  if (thread.number == 0) thread.number = static_cast<uint32_t>(syscall(SYS_gettid));
+  record.end_ns = 0;
+  record.thread = thread.number;
+  record.device_type = static_cast<uint8_t>(place.device.type), record.device_index = place.device.index;
+  record.depth = static_cast<uint8_t>(thread.depth);
+  record.arithmetic = call.arithmetic;
+  for (int i = 0; i < Call::kTensors; i++)
+    record.dtype[i] = static_cast<uint8_t>(call.dtype[i]), record.rank[i] = call.rank[i];
+  record.stream = reinterpret_cast<uint64_t>(place.stream);
+  std::memcpy(record.size, call.size.data(), sizeof record.size);
+  record.read = call.read, record.written = call.written, record.operations = call.operations;
+  std::memset(record.op, 0, sizeof record.op + sizeof record.row);  // one run of vector stores
+  std::memcpy(record.op, op.data(), std::min(op.size(), sizeof record.op));
+  std::memcpy(record.row, row.data(), std::min(row.size(), sizeof record.row));
+  record.group_sequence = group_sequence;
+  record.state.store(State::started, std::memory_order_relaxed);
+  record.start_ns = now_ns(thread);
+}
+
+// A place where a call still runs is passed by: a call that hangs stays in the ring, however many others come after it.
+// `next` counts calls in its lower bits and places that were passed by in the upper ones, so that every addition of
+// either gives one thread one place.
+Claim open_record(Ring& ring, const Entry& entry) {
+  Header& header = *ring.header;
+  uint64_t counts = header.next.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t sequence = counts & kSequenceMask;
+  for (uint32_t tries = 0; tries < header.capacity; tries++) {
+    Record& record = ring.records[((counts & kSequenceMask) + (counts >> kSequenceBits)) & (header.capacity - 1)];
+    const uint64_t mark = record.mark.load(std::memory_order_acquire);
+    if (mark == kBeingWritten || (mark != 0 && record.state.load(std::memory_order_relaxed) == State::started)) {
+      counts = header.next.fetch_add(uint64_t{1} << kSequenceBits, std::memory_order_relaxed);
+      continue;
+    }
+    record.mark.store(kBeingWritten, std::memory_order_relaxed);
+    record.tail.store(static_cast<uint32_t>(kBeingWritten), std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    fill(record, entry);
+    record.tail.store(static_cast<uint32_t>(sequence + 1), std::memory_order_release);
+    record.mark.store(sequence + 1, std::memory_order_release);
+    // While the row runs, the place of the next call comes into the cache.
+    const char* const next = reinterpret_cast<const char*>(
+        ring.records + (((counts & kSequenceMask) + (counts >> kSequenceBits) + 1) & (header.capacity - 1)));
+    for (std::size_t line = 0; line < sizeof(Record); line += 64) __builtin_prefetch(next + line, 1);
+    return {&record, sequence};
+  }
+  header.lost.fetch_add(1, std::memory_order_relaxed);
+  return {};
+}
+
+void close_record(Ring& ring, const Claim& claim, State state, Thread& thread) {
+  // The second: a child that was forked inside of the call.
+  if (!claim.record || made.load(std::memory_order_acquire) != &ring) return;
+  if (claim.record->mark.load(std::memory_order_acquire) != claim.sequence + 1) return;
+  claim.record->end_ns = now_ns(thread);
+  claim.record->state.store(state, std::memory_order_release);
+}
+
+Oldest oldest_started(const Ring& ring) {
+  Oldest oldest;
+  for (uint32_t i = 0; i < ring.header->capacity; i++) {
+    const Record& record = ring.records[i];
+    const uint64_t mark = record.mark.load(std::memory_order_acquire);
+    if (!is_whole(mark) || record.state.load() != State::started) continue;
+    if (!oldest.record || record.start_ns < oldest.start_ns) oldest = {&record, mark - 1, record.start_ns};
+  }
+  return oldest;
+}
+
+}  // namespace lowbit::recorder

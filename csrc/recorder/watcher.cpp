@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "recorder/watcher.hpp"
+
+#include <pthread.h>
+#include <semaphore.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "core/error.hpp"
+#include "recorder/ring.hpp"
+
+namespace lowbit::recorder {
+namespace {
+
+std::mutex mutex;  // of starting
+std::atomic<int64_t> timeout_ns{0};  // 0: no timeout
+std::atomic<bool> wanted{false}, running{false}, signalled{false};
+bool installed = false;
+sem_t wake;
+struct sigaction before {};
+
+// sem_post is one of the few functions that a signal handler may call.
+void on_signal(int number, siginfo_t* info, void* context) {
+  signalled = true;
+  sem_post(&wake);
+  if (before.sa_flags & SA_SIGINFO) {
+    if (before.sa_sigaction) before.sa_sigaction(number, info, context);
+  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+    before.sa_handler(number);
+  }
+}
+
+void dump(const Ring& ring, const std::string& reason) {
+  const std::string path = next_dump_path(ring);
+  const std::string failed = path.empty() ? ring.reason : write_dump(ring, path, reason);
+  std::fprintf(stderr, "lowbit recorder: %s; %s%s\n", reason.c_str(), failed.empty() ? "written to " : "not written: ",
+               failed.empty() ? path.c_str() : failed.c_str());
+}
+
+// A call is told once.
+void look(uint64_t& told) {
+  const Ring* const ring = ring_if_made();
+  if (!ring) return;
+  const Oldest oldest = oldest_started(*ring);
+  const bool asked = signalled.exchange(false);
+  const int64_t timeout = timeout_ns;
+  const int64_t age = oldest.record ? static_cast<int64_t>(now_ns() - oldest.start_ns) : 0;
+  const bool late = oldest.record && timeout > 0 && age > timeout && told != oldest.sequence + 1;
+  if (late) told = oldest.sequence + 1;
+  if (!asked && !late) return;
+  std::string what = asked ? "asked by a signal" : "";
+  if (oldest.record) {
+    const auto text = [](const auto& field) { return std::string(field, strnlen(field, sizeof field)); };
+    what += concat(asked ? ", " : "", text(oldest.record->op), " (", text(oldest.record->row), "), call ",
+                   oldest.sequence, " in thread ", oldest.record->thread, ", runs for ",
+                   static_cast<double>(age / 1000000) / 1e3, " s");
+  }
+  dump(*ring, what);
+}
+
+void watch_on() {
+  uint64_t told = 0;
+  while (running) {
+    const int64_t timeout = timeout_ns, period = timeout > 0 && timeout < 4000000000 ? timeout / 4 + 1 : 1000000000;
+    timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += static_cast<long>(period);
+    until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
+    while (sem_timedwait(&wake, &until) != 0 && errno == EINTR) continue;
+    if (running) look(told);
+  }
+}
+
+// The thread, and once the handler; a forked child has the handler already.
+void start(double seconds) {
+  const std::lock_guard lock(mutex);
+  timeout_ns = static_cast<int64_t>(seconds * 1e9), wanted = true;
+  if (running) return;
+  sem_init(&wake, 0, 0);
+  running = true;
+  sigset_t all, kept;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &kept);  // signals of the program are for its own threads
+  std::thread(watch_on).detach();
+  pthread_sigmask(SIG_SETMASK, &kept, nullptr);
+  if (installed) return;
+  installed = true;
+  struct sigaction ours {};
+  ours.sa_sigaction = on_signal, ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+  sigaction(SIGUSR1, &ours, &before);
+}
+
+}  // namespace
+
+void watch(double seconds) {
+  check(seconds >= 0 && seconds <= 1e9, ErrorKind::value, "watch: timeout must be 0 to 1e9 seconds, got ", seconds);
+  check(ring() != nullptr, ErrorKind::runtime, "watch: the recorder is off (LOWBIT_FR=0)");
+  start(seconds);
+}
+
+bool is_watched() { return running; }
+
+void watch_new_ring() {
+  if (wanted) return start(static_cast<double>(timeout_ns) / 1e9);
+  const char* value = std::getenv("LOWBIT_FR_TIMEOUT");
+  if (!value || !*value) return;
+  char* end = nullptr;
+  const double seconds = std::strtod(value, &end);
+  if (*end == 0 && seconds >= 0 && seconds <= 1e9) return start(seconds);
+  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR_TIMEOUT must be 0 to 1e9 seconds, got '%s'; nobody watches\n",
+               value);
+}
+
+void forget_watcher() {
+  new (&mutex) std::mutex;
+  running = false;
+}
+
+}  // namespace lowbit::recorder

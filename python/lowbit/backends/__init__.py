@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of other packages: what was found (`report()`), and what such a package is made with (`Api`,
+`include_dir()`, `OPS`). docs/devices.md has the rules, docs/recipes/add_a_backend.md a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowbit import _C
+from lowbit.backends.api import Api
+from lowbit.backends.report import Report, report
+
+OPS: tuple[str, ...] = _C.external.OPS
+"""Ops that other packages may add rows to."""
+
+__all__ = ["OPS", "Api", "Report", "include_dir", "report"]
+
+
+def include_dir() -> str:
+    """Return the folder to compile C rows with: ``#include <lowbit/backend.h>`` is found there.
+
+    Example:
+        >>> os.listdir(os.path.join(lowbit.backends.include_dir(), "lowbit"))
+        ['backend.h']
+    """
+    return str(Path(_C.__file__).with_name("include"))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was found, in which order, and why not."""
+
+from __future__ import annotations
+
+from lowbit import _C
+from lowbit.backends import loading
+from lowbit.backends.loading import Found
+
+
+class Report(list[Found]):
+    """One `Found` per package, in the order in which they were asked; prints as text."""
+
+    def __init__(self, packages: list[Found], autoload: str, missing: tuple[str, ...]) -> None:
+        super().__init__(packages)
+        self.autoload = autoload
+        self.missing = missing
+        """Names in LOWBIT_BACKENDS that no package has."""
+
+    def __repr__(self) -> str:
+        lines = [f"torch.backends   lowbit: {self.autoload}"]
+        lines += [f"{loading.GROUP}  {package.name} {package.version}: {told(package)}" for package in self]
+        absent = f"{loading.ALLOWED} names it, and it is not installed"
+        lines += [f"{loading.GROUP}  {name}: {absent}" for name in self.missing]
+        return "\n".join(lines if len(lines) > 1 else [*lines, f"{loading.GROUP}  no package has an entry point"])
+
+
+def told(package: Found) -> str:
+    """Say in one line what became of a package."""
+    return package.reason.partition("\n")[0] if package.reason else f"added {', '.join(package.rows)}"
+
+
+def report() -> Report:
+    """Say which packages have kernels for lowbit, what they added, and why those that added nothing did not.
+
+    Completes the list of backends, as the first op does.
+
+    Returns:
+        ``Report``, a list with an entry per package; prints as text.
+
+    Example:
+        >>> lowbit.backends.report()
+        torch.backends   lowbit: ran at import torch
+        lowbit.backends  acme-kernels 1.2: added linear_int8_acme
+    """
+    from lowbit.devices.autoload import autoload_state  # the rest is there without torch, which this asks
+
+    _C.external.added()
+    missing = (loading.allowed() or set()) - {loading.normalized(package.name) for package in loading.found}
+    return Report(loading.found, autoload_state(), tuple(sorted(missing)))
+
+
+def added_by() -> dict[str, str]:
+    """Return the package of each row that another one added."""
+    return {str(row["name"]): str(row["by"]) for row in _C.external.added()}
+
+
+def named(row: str, by: dict[str, str]) -> str:
+    """Return the name of a row as tables show it: with its package in brackets, if it is not lowbit's."""
+    return f"{row} ({by[row]})" if row in by else row

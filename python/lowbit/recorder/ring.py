@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a flight recorder (csrc/recorder/record.hpp) and its dumps, as Python objects. Needs nothing of this
+machine: names of dtypes, devices and states are in the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"lowbitFR"
+VERSION = 1
+HEADER_BYTES = 4096
+_HEAD = struct.Struct("<8s4I3iI2Q")  # magic .. monotonic_ns
+_COUNTS = struct.Struct("<2Q")  # next, lost, at 64
+_SEQUENCE_BITS = 44  # of next; above them are places that were passed by
+_TEXTS = ((128, 64), (256, 768), (1024, 2048))  # host, names, command line
+_RECORD = struct.Struct("<3QI2Bh2B3B3BQ12q3q32s48siI")
+RECORD_BYTES = _RECORD.size
+_TENSORS, _SIZES = 3, 4
+_BEING_WRITTEN = (1 << 64) - 1
+BETWEEN_TWO = {"c10d.send", "c10d.recv", "c10d.recv_any_source"}
+
+
+class RecordingError(ValueError):
+    """A file that is no whole recording; says which file, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Dtype and shape of one tensor; of more than four dimensions the last four."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    rank: int
+
+    def __str__(self) -> str:
+        more = "..., " if self.rank > len(self.shape) else ""
+        return f"{self.dtype} [{more}{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call. Times are nanoseconds of the machine's monotonic clock; ``end_ns`` is 0 of a call that has not
+    ended."""
+
+    sequence: int
+    op: str
+    row: str
+    state: str  # started, finished or failed
+    device: str
+    stream: int
+    thread: int
+    depth: int
+    start_ns: int
+    end_ns: int
+    arithmetic: str  # float, int8 or nothing
+    read: int
+    written: int
+    operations: int
+    group_sequence: int
+    tensors: tuple[Sizes, ...]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took; None of a call that has not ended."""
+        return (self.end_ns - self.start_ns) / 1e9 if self.end_ns else None
+
+    @property
+    def is_collective(self) -> bool:
+        return self.op.startswith("c10d.")
+
+    @property
+    def is_between_two(self) -> bool:
+        """A send or receive: not every rank of its group has it, and gloo does not say when it ended."""
+        return self.op in BETWEEN_TWO
+
+    @property
+    def group(self) -> str:
+        """Name of the process group of a collective."""
+        return self.row.partition(":")[2]
+
+    @property
+    def sizes(self) -> str:
+        return ", ".join(map(str, self.tensors))
+
+    def __str__(self) -> str:
+        return f"#{self.sequence} {self.op} ({self.row}) {self.sizes}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The records of one process, by sequence number, and what is known of it."""
+
+    path: str
+    host: str
+    pid: int
+    rank: int  # -1: not known
+    world: int  # 0: not known
+    wall_ns: int  # one moment on both clocks
+    monotonic_ns: int
+    taken_ns: int  # when the records were read or dumped, monotonic; 0: of a process that was gone by then
+    command_line: tuple[str, ...]
+    capacity: int
+    calls: int  # ever
+    lost: int  # calls that found no place: every one held a call that still ran
+    torn: int  # records that were being written
+    records: tuple[Record, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.taken_ns > 0
+
+    @property
+    def overwritten(self) -> int:
+        """Calls whose records are gone."""
+        return self.calls - len(self.records) - self.torn - self.lost
+
+    def wall(self, monotonic_ns: int) -> int:
+        return self.wall_ns + monotonic_ns - self.monotonic_ns
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.rank >= 0 else f"pid {self.pid}"
+
+
+def read_ring(path: str | Path) -> Recording:
+    """Read the file of a recorder, of a process that lives or is gone.
+
+    Raises:
+        RecordingError: it is none, is cut short, or has another version.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read()
+        alive = _is_locked(file.fileno())
+    recording = parse(content, str(path))
+    alive = alive and (recording.host != socket.gethostname() or Path(f"/proc/{recording.pid}").exists())
+    return replace(recording, taken_ns=_now_there(recording) if alive else 0)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether the process of a ring lives: it holds a lock on the file."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _now_there(recording: Recording) -> int:
+    """The monotonic clock of the recording's machine, by the wall clock of this one."""
+    if recording.host == socket.gethostname():
+        return time.monotonic_ns()
+    return recording.monotonic_ns + time.time_ns() - recording.wall_ns
+
+
+def parse(content: bytes, path: str = "") -> Recording:
+    """Read the bytes of a ring.
+
+    Raises:
+        RecordingError: see `read_ring`.
+    """
+    if len(content) < HEADER_BYTES or not content.startswith(MAGIC):
+        what = "cut short" if content and MAGIC.startswith(content[:8]) else "not the file of a lowbit recorder"
+        raise RecordingError(f"{path}: {what} ({len(content)} bytes)")
+    _, version, header_bytes, record_bytes, capacity, pid, rank, world, _, wall_ns, monotonic_ns = _HEAD.unpack_from(
+        content
+    )
+    if version != VERSION:
+        raise RecordingError(f"{path}: version {version} of the recorder's file, this lowbit reads version {VERSION}")
+    if header_bytes != HEADER_BYTES or record_bytes != RECORD_BYTES or len(content) < HEADER_BYTES:
+        raise RecordingError(f"{path}: records of {record_bytes} bytes, wanted {RECORD_BYTES}: the header is damaged")
+    wanted = HEADER_BYTES + capacity * RECORD_BYTES
+    if len(content) < wanted:
+        raise RecordingError(f"{path}: cut short, {len(content)} of {wanted} bytes")
+    counts, lost = _COUNTS.unpack_from(content, 64)
+    host, names, command_line = (content[at : at + room] for at, room in _TEXTS)
+    try:
+        named = json.loads(_text(names))
+    except ValueError as error:
+        raise RecordingError(f"{path}: the header is damaged: {error}") from error
+    records, torn = records_in(content[HEADER_BYTES:wanted], named)
+    return Recording(
+        path, _text(host), pid, rank, world, wall_ns, monotonic_ns, 0,
+        tuple(part.decode(errors="replace") for part in command_line.rstrip(b"\0").split(b"\0")),
+        capacity, counts & (1 << _SEQUENCE_BITS) - 1, lost, torn,
+        tuple(sorted(records, key=lambda record: record.sequence)),
+    )  # fmt: skip
+
+
+def records_in(content: bytes, names: dict[str, list[str]]) -> tuple[list[Record], int]:
+    """Return the whole records in order of their places, and how many others there were that were being written."""
+    records, torn = [], 0
+    for fields in _RECORD.iter_unpack(content):
+        mark, tail = fields[0], fields[-1]
+        if mark == 0:
+            continue
+        if mark == _BEING_WRITTEN or mark & 0xFFFFFFFF != tail:
+            torn += 1
+            continue
+        records.append(_record(fields, names))
+    return records, torn
+
+
+def _record(fields: tuple[Any, ...], names: dict[str, list[str]]) -> Record:
+    mark, start, end, thread, state, device_type, device_index, depth, arithmetic = fields[:9]
+    dtypes, ranks, stream, sizes = fields[9:12], fields[12:15], fields[15], fields[16:28]
+    read, written, operations, op, row, group_sequence = fields[28:34]
+    tensors = []
+    for i in range(_TENSORS):
+        dtype = _name(names["dtype"], dtypes[i])
+        if dtype == "other":
+            break
+        shape = sizes[_SIZES * i : _SIZES * i + min(ranks[i], _SIZES)]
+        tensors.append(Sizes(dtype, tuple(shape), ranks[i]))
+    device = _name(names["device"], device_type)
+    return Record(
+        mark - 1, _text(op), _text(row), _name(names["state"], state),
+        device if device == "cpu" else f"{device}:{device_index}",
+        stream, thread, depth, start, end, _name(names["arithmetic"], arithmetic),
+        read, written, operations, group_sequence, tuple(tensors),
+    )  # fmt: skip
+
+
+def _name(names: list[str], number: int) -> str:
+    return names[number] if number < len(names) else f"number {number}"
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode(errors="replace")
+
+
+def from_dump(content: dict[str, Any], path: str) -> Recording:
+    """The JSON that a dump has, as `read_ring` would give it.
+
+    Raises:
+        RecordingError: another version, or something is missing.
+    """
+    if content.get("lowbit_recorder") != VERSION:
+        version = content.get("lowbit_recorder")
+        raise RecordingError(f"{path}: version {version} of the recorder's dumps, this lowbit reads version {VERSION}")
+    try:
+        records = [_dumped(entry) for entry in content["records"]]
+        return Recording(
+            path, content["host"], content["pid"], content["rank"], content["world"], content["wall_ns"],
+            content["monotonic_ns"], content["taken_ns"], tuple(content["command_line"]), content["capacity"],
+            content["next"], content["lost"], 0, tuple(sorted(records, key=lambda record: record.sequence)),
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise RecordingError(f"{path}: a dump of lowbit's recorder without {error}") from error
+
+
+def _dumped(entry: dict[str, Any]) -> Record:
+    fields = {name: value for name, value in entry.items() if name not in ("index", "tensors", "device")}
+    device = entry["device"] if entry["device"] == "cpu" else f"{entry['device']}:{entry['index']}"
+    tensors = tuple(Sizes(of["dtype"], tuple(of["shape"]), of["rank"]) for of in entry["tensors"])
+    return Record(**fields, device=device, tensors=tensors)
+
+
+def default_folder() -> Path:
+    """Where recorders put their files in this environment."""
+    if chosen := os.environ.get("LOWBIT_FR_DIR"):
+        return Path(chosen)
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "lowbit"
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
+    return Path(memory) / f"lowbit-{os.geteuid()}"

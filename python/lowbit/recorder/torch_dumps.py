@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dumps of torch's own flight recorder (pickle or JSON, versions 2.x), as recordings.
+
+Written by NCCL's watchdog (TORCH_FR_DUMP_TEMP_FILE), `torch._C._distributed_c10d._dump_fr_trace`, or the debug server.
+The analyzer in torch dies on dumps of gloo, whose entries name process groups that the dump's own table of groups has
+not; here that table is read for the number of ranks alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+from lowbit.recorder.ring import Record, Recording, RecordingError, Sizes
+
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Byte": "uint8", "Char": "int8",
+    "Int": "int32", "Long": "int64", "Bool": "bool",
+}  # fmt: skip
+_NAMES = {
+    "_allgather_base": "all_gather_into_tensor",
+    "_all_gather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+}
+
+
+class _Plain(pickle.Unpickler):
+    """Containers, texts and numbers; nothing that has to be imported, so that a file runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no dump needs")
+
+
+def unpickle(content: bytes, path: str) -> Any:
+    """Load a pickle of plain values.
+
+    Raises:
+        RecordingError: it is none.
+    """
+    try:
+        return _Plain(io.BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle may raise nearly anything
+        raise RecordingError(f"{path}: not a dump of torch's flight recorder: {error}") from error
+
+
+def from_torch(content: Any, path: str) -> Recording:
+    """What a dump of torch's recorder says, as a recording of one rank; its number is at the end of the file's name.
+
+    Raises:
+        RecordingError: it has no version 2.x, or no entries.
+    """
+    version = str(content.get("version", "")) if isinstance(content, dict) else ""
+    if not version.startswith("2."):
+        raise RecordingError(f"{path}: not a dump of torch's flight recorder of version 2.x, got version {version!r}")
+    entries = content.get("entries", [])
+    try:
+        records = sorted((_record(entry) for entry in entries), key=lambda record: record.sequence)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RecordingError(f"{path}: an entry of torch's flight recorder without {error}") from error
+    number = re.search(r"(\d+)$", Path(path).stem)
+    calls = records[-1].sequence + 1 if records else 0
+    groups = content.get("pg_config") or {}
+    world = max((len(_ranks(group)) for group in groups.values()), default=0)
+    return Recording(
+        path, "", 0, int(number[1]) if number else int(content.get("rank", -1)), world, 0, 0, 0, (),
+        len(records), calls, 0, 0, tuple(records),
+    )  # fmt: skip
+
+
+def _ranks(group: Any) -> list[int]:
+    told = group.get("ranks", "[]") if isinstance(group, dict) else "[]"
+    try:
+        return list(ast.literal_eval(told)) if isinstance(told, str) else list(told)
+    except (SyntaxError, ValueError):
+        return []
+
+
+def _record(entry: dict[str, Any]) -> Record:
+    backend, _, op = entry["profiling_name"].partition(":")
+    state = "finished" if entry.get("retired") or entry["state"] == "completed" else "started"
+    created = int(entry["time_created_ns"])
+    ended = entry.get("time_discovered_completed_ns")
+    sizes, dtypes = entry["input_sizes"], entry.get("input_dtypes") or []
+    tensors = tuple(
+        Sizes(_DTYPES.get(dtype, dtype), tuple(shape), len(shape)) for shape, dtype in zip(sizes, dtypes, strict=False)
+    )
+    group = entry["process_group"]
+    return Record(
+        int(entry["record_id"]), f"c10d.{_NAMES.get(op, op)}", f"{backend}:{group[0]} {group[1]}", state, "", 0,
+        int(entry.get("thread_id") or 0), 0, created, int(ended or 0), "", 0, 0, 0,
+        -1 if entry.get("is_p2p") else int(entry["collective_seq_id"]), tensors,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of linear that together use every weight format, way of activations, number of scales a tile and of rows a CTA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.testing import LinearCase, LinearData, cached_data
+
+N, K = 37, 150  # neither fills its last panel or tile
+CASES = [
+    LinearCase(m, N, K, dtype, format, group_size, mapping, x_format, *post_ops)
+    for m, dtype, format, group_size, mapping, x_format, *post_ops in (
+        (1, "float32", "float32", 0, "symmetric", "float", None, "none", False, False),
+        (21, "bfloat16", "float32", 0, "symmetric", "float", "float32", "relu", True, False),
+        (9, "bfloat16", "bfloat16", 0, "symmetric", "float", "float32", "none", False, True),
+        (20, "float16", "float16", 0, "symmetric", "float", "dtype of x", "silu", True, True),
+        (1, "bfloat16", "int8", 0, "symmetric", "float", "dtype of x", "gelu", False, False),
+        (17, "float32", "int8", 0, "symmetric", "int8_row", "float32", "none", False, False),
+        (9, "float16", "int8", 0, "asymmetric", "int8_row_asymmetric", None, "none", False, False),
+        (5, "bfloat16", "int8", 32, "asymmetric", "int8_group", "float32", "gelu_tanh", True, True),
+        (8, "bfloat16", "int4", 128, "symmetric", "float", None, "none", False, False),
+        (33, "float32", "int4", 256, "asymmetric", "float", "float32", "none", False, False),
+        (40, "bfloat16", "int4", 32, "symmetric_no_clipping_err", "int8_group", "float32", "silu", True, False),
+        (3, "float32", "int4", 0, "symmetric", "int8_row", None, "none", False, False),
+        (1, "bfloat16", "nf4", 64, "symmetric", "float", None, "none", False, False),
+        (10, "float32", "nf4", 32, "symmetric", "float", "float32", "none", False, True),
+        (2, "float16", "fp4", 128, "symmetric", "float", None, "none", False, False),
+        (12, "bfloat16", "fp4_e2m1", 16, "symmetric", "float", None, "none", False, False),
+        (4, "bfloat16", "fp8_e4m3", 0, "symmetric", "float8_row", "float32", "none", False, False),
+        (25, "float32", "fp8_e4m3", 64, "symmetric", "float", None, "none", False, False),
+        (6, "float32", "int2", 0, "asymmetric", "int8_row", None, "none", False, False),
+        (7, "bfloat16", "int3", 32, "symmetric", "float", None, "none", False, False),
+        (16, "float16", "int5", 128, "asymmetric", "float", None, "none", False, False),
+        (2, "bfloat16", "int6", 0, "symmetric", "int8_row", None, "none", False, False),
+        (11, "bfloat16", "int7", 32, "asymmetric", "int8_row_asymmetric", None, "none", False, False),
+    )
+]
+
+
+def row_of(case: LinearCase, suffix: str) -> str:
+    return f"linear_{case.format}_{'int8_' if case.x_format.startswith('int8') else ''}{suffix}"
+
+
+def run(case: LinearCase, device: str, row: str, data: LinearData | None = None) -> Tensor:
+    """The case on a device by a row; the result on the CPU."""
+    data = cached_data(case) if data is None else data
+    there = [None if tensor is None else tensor.to(device) for tensor in (data.x, data.packed, data.bias, data.mul, data.add)]
+    x, packed, bias, mul, add = there
+    _C.force_kernel(row)
+    try:
+        y = torch.ops.lowbit.linear(x, packed, *case.op_args, bias, _C.ACTIVATIONS[case.activation], mul, add)
+    finally:
+        _C.force_kernel(None)
+    assert _C.last_kernel("linear") == row
+    return y.cpu()
