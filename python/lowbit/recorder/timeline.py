@@ -127,10 +127,12 @@ function place() {
     rect.setAttribute("width", to < from ? 0 : Math.max(to - from, 0.8));
   }
   axis.textContent = "";
-  const step = Math.pow(10, Math.floor(Math.log10((view[1] - view[0]) / 4)));
-  for (let t = Math.ceil(view[0] / step) * step; t < view[1]; t += step) {
+  const span = view[1] - view[0], power = Math.pow(10, Math.floor(Math.log10(span / 10)));
+  const step = [1, 2, 5, 10].map(by => by * power).find(width => span / width <= 10);  // 10 labels do not touch
+  for (let i = Math.ceil(view[0] / step); i * step < view[1]; i++) {
+    const t = i * step;
     const at = 100 * (t - view[0]) / (view[1] - view[0]);
-    const digits = Math.max(0, -Math.floor(Math.log10(step)));
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     make(axis, "text", {x: at + "%", y: 13, "text-anchor": "middle"}).textContent = t.toFixed(digits) + " s";
   }
 }
