@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
+#include "cuda/cudnn/library.hpp"
+#include "cuda/cudnn/plan.hpp"
 #include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/library.hpp"
@@ -39,6 +41,32 @@ py::list prebuild(const std::string& architecture, std::string_view only, bool e
   return all;
 }
 
+// A plan for dense tensors [batch, heads, length, e] on the device that a text describes; read back from its image.
+py::dict attention_plan(const std::string& device, int compute_capability, const std::array<int64_t, 7>& sizes,
+                        std::string_view dtype, bool causal, bool backward) {
+  const auto [batch, heads, kv_heads, q_length, kv_length, e, ev] = sizes;
+  cuda::AttentionShape shape{.batch = batch, .heads = heads, .kv_heads = kv_heads, .q_length = q_length,
+                             .kv_length = kv_length, .e = e, .ev = ev,
+                             .dtype = dtype == name_of(DType::float16) ? DType::float16 : DType::bfloat16,
+                             .causal = causal, .backward = backward};
+  for (int i = 0; i < cuda::AttentionShape::kTensors; i++) {
+    const auto [b, h, length, width] = shape.sizes(static_cast<cuda::AttentionShape::Tensor>(i));
+    shape.stride[static_cast<std::size_t>(i)] = {h * length * width, length * width, width};
+  }
+  const cuda::CudnnDevice on{.description = device, .compute_capability = compute_capability};
+  py::dict facts;
+  const py::gil_scoped_release nogil;
+  const cuda::Plan made = cuda::make_plan(shape, on);
+  const std::string image = made.graph ? cuda::image_of(made) : "";
+  const cuda::Plan again = made.graph ? cuda::read_plan(image, on) : made;
+  const cuda::Plan cut = made.graph ? cuda::read_plan(image.substr(0, image.size() / 2), on) : made;
+  const py::gil_scoped_acquire gil;
+  facts["refused"] = made.refused, facts["workspace"] = made.workspace, facts["image"] = py::bytes(image);
+  facts["again"] = again.refused, facts["workspace_again"] = again.workspace, facts["cut"] = cut.refused;
+  facts["most_workspace"] = cuda::most_workspace(shape);
+  return facts;
+}
+
 }  // namespace
 
 void register_cuda(py::module_& m) {
@@ -49,6 +77,11 @@ void register_cuda(py::module_& m) {
   cuda.def(
       "unavailable", [](int16_t index) { return cuda::unavailable({DeviceType::cuda, index}); }, py::arg("index"),
       "Why our kernels cannot run on this device; an empty string if they can.");
+  cuda.def("cudnn_missing", cuda::cudnn_missing, "Why no row is cuDNN's; an empty string if they are there.");
+  cuda.def("attention_plan", attention_plan, py::arg("device"), py::arg("compute_capability"), py::arg("sizes"),
+           py::arg("dtype"), py::arg("causal"), py::arg("backward"),
+           "Make a plan of cuDNN without a GPU, for the device that `device` describes (JSON, as cuDNN writes it) and "
+           "sizes (batch, heads, kv_heads, q_length, kv_length, e, ev); write its image and read it back.");
   cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",
            py::arg("every_linear") = false,
            "Compile what optimizers and linear layers use most, or all of linear (where the name begins with `only`) "

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::string_view kMagic = "lowbit cubin 1\n";
+constexpr std::string_view kMagic = "lowbit code 1\n";
 
 // FNV-1a of 128 bits. Each text ends with a byte that no text has.
 class Hash {
@@ -57,6 +57,10 @@ std::string cached_path(const std::string& source, const std::string& architectu
   for (const DeviceHeader& header : device_headers()) hash.add(header.name).add(header.text);
   hash.add(source).add(architecture).add(compile_options());
   return (folder() / concat(architecture, "-", hash.text(), ".cubin")).string();
+}
+
+std::string cached_plan_path(const std::string& plan, const std::string& device) {
+  return (folder() / concat(device, "-", Hash().add(plan).text(), ".plan")).string();
 }
 
 std::optional<std::string> read_cached(const std::string& path) {

@@ -12,6 +12,9 @@ namespace lowbit::cuda {
 // lowbit in XDG_CACHE_HOME or ~/.cache.
 std::string cached_path(const std::string& source, const std::string& architecture);
 
+// Likewise the file of a plan, which a library made for an architecture and a number of multiprocessors (`device`).
+std::string cached_plan_path(const std::string& plan, const std::string& device);
+
 std::optional<std::string> read_cached(const std::string& path);
 
 // Written aside and renamed: a reader sees all of it or nothing, and of two writers one wins. Returns why it could not

@@ -75,6 +75,14 @@ std::string architecture(Device device) {
   return concat("sm_", major, minor, major >= 9 ? "a" : "");  // a: the instructions of this generation alone too
 }
 
+int multiprocessors(Device device) { return attribute(kMultiprocessors, device); }
+
+bool is_captured(const Place& place) {
+  int status = 0;
+  ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMostDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];

@@ -20,7 +20,7 @@ using KernelHandle = struct KernelOfDriver*;
 using Function = struct FunctionOfDriver*;
 using Stream = void*;
 
-enum DeviceAttribute { kComputeMajor = 75, kComputeMinor = 76 };
+enum DeviceAttribute { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
 inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
 
 #define LOWBIT_CUDA_DRIVER(X)                                                                                       \
@@ -58,6 +58,11 @@ const std::string& unavailable(Device device);
 
 // What NVRTC calls the device's code: "sm_90a".
 std::string architecture(Device device);
+
+int multiprocessors(Device device);
+
+// Whether the stream is being captured in a CUDA graph: nothing can be loaded, allocated or waited for then.
+bool is_captured(const Place& place);
 
 // Makes the device's primary context, torch's, the current one of this thread while it lives.
 class InContext {

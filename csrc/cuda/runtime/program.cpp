@@ -18,12 +18,6 @@ bool is_on(const char* variable, bool otherwise) {
   return value && *value ? std::strcmp(value, "0") != 0 : otherwise;
 }
 
-bool is_captured(const Place& place) {
-  int status = 0;
-  ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
-  return status != 0;
-}
-
 // With one line on stderr, since it takes up to seconds in which nothing else is seen to happen.
 Compiled compile_into(const std::string& path, const Source& source, const std::string& arch) {
   const auto started = std::chrono::steady_clock::now();

@@ -2,7 +2,7 @@
 """Attention with its gradient: what scaled_dot_product_attention and flex_attention are made of.
 
 As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the
-result in float32 and one log-sum-exp per row; the scores are computed again in the backward.
+result (on a CPU in float32) and one log-sum-exp per row; the scores are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def attention(
     # p = exp(s - lse) would be off by four times as much. The result in float32: a gradient of the scores is
     # p (dp - sum of grad_out * out), and where one score is far above the others that difference is nothing but the
     # rounding of the result.
-    call["want_max_scores"] = call["real_out"] = True
+    # On a GPU both stay off: nobody there sums in another order, and results of 16 bits are what every library has.
+    call["want_max_scores"] = call["real_out"] = not q.is_cuda
     function = _TransformedAttention if compiling or transformed else _Attention
     out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))
     return out if out.dtype == q.dtype else out.to(q.dtype), lse, max_scores

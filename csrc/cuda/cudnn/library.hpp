@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuDNN itself: whether it is there, and its handles. Its functions are declared by us; graphs are cudnn-frontend's.
+#pragma once
+
+#include <string>
+
+#include "core/place.hpp"
+#include "cuda/cudnn/plan.hpp"
+
+namespace lowbit::cuda {
+
+// Why no plan can be made: not in this build, not on this machine, too old, or a release with known faults. "": it can.
+// Opens the library at the first call.
+LOWBIT_API const std::string& cudnn_missing();
+
+LOWBIT_API std::size_t cudnn_version();  // 91900 is 9.19.0; an Error if there is none
+
+// A handle of the place's device that no other thread uses, with the place's stream, while this lives. Needs the
+// device's context to be the current one. Handles cost 100 ms and are kept, for as long as the process lives.
+class HandleFor {
+ public:
+  explicit HandleFor(const Place& place);
+  ~HandleFor();
+  HandleFor(const HandleFor&) = delete;
+  HandleFor& operator=(const HandleFor&) = delete;
+  CudnnHandle get() const { return handle_; }
+
+ private:
+  Device device_;
+  CudnnHandle handle_ = nullptr;
+};
+
+}  // namespace lowbit::cuda

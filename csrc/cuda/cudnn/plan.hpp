@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans of cuDNN for attention: a plan is made for one shape in 0.4 to 1.1 s (cuDNN 9.19, one core of a Zen 4), is read
+// back in 2 ms, and runs as often as one likes. Only frontend/plan.cpp knows cudnn-frontend; a build without its
+// headers has frontend/missing.cpp in its place.
+#pragma once
+
+#include <array>
+#include <compare>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "core/dtype.hpp"
+#include "core/error.hpp"
+
+namespace lowbit::cuda {
+
+using CudnnHandle = struct HandleOfCudnn*;
+
+// Everything that a plan depends on besides cuDNN and the device. Strides in elements, of batch, head and position; the
+// last dimension is dense. lse is contiguous.
+struct AttentionShape {
+  enum Tensor { q, k, v, out, grad_out, grad_q, grad_k, grad_v, kTensors };
+
+  int64_t batch = 0, heads = 0, kv_heads = 0, q_length = 0, kv_length = 0, e = 0, ev = 0;
+  std::array<std::array<int64_t, 3>, kTensors> stride{};  // of gradients: of a backward alone
+  float scale = 1;
+  DType dtype = DType::bfloat16;
+  bool causal = false, backward = false;
+
+  friend auto operator<=>(const AttentionShape&, const AttentionShape&) = default;
+
+  std::array<int64_t, 4> sizes(Tensor tensor) const {
+    const bool keys = tensor == k || tensor == v || tensor == grad_k || tensor == grad_v;
+    const bool values = tensor == v || tensor == out || tensor == grad_out || tensor == grad_v;
+    return {batch, keys ? kv_heads : heads, keys ? kv_length : q_length, values ? ev : e};
+  }
+};
+
+// Where a plan is to run: on the device of a handle; without one on a device that a text describes, as cuDNN writes it
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), so that plans are made where no GPU is.
+struct CudnnDevice {
+  CudnnHandle handle = nullptr;
+  std::string description = {};
+  int compute_capability = 0;  // 90
+};
+
+struct Plan {
+  std::shared_ptr<const void> graph;  // none: refused says why, in cuDNN's words
+  std::string refused = {};
+  int64_t workspace = 0;  // bytes
+};
+
+// The most workspace that a plan may ask for: what gradients of q, k and v in float32, of every head, take, and 256 MiB
+// for what a device wants besides (split keys of a long row).
+LOWBIT_API int64_t most_workspace(const AttentionShape& shape);
+
+LOWBIT_API bool has_cudnn_frontend();
+LOWBIT_API Plan make_plan(const AttentionShape& shape, const CudnnDevice& device);
+LOWBIT_API std::string image_of(const Plan& plan);
+// Refused: the image is of something else, or damaged.
+LOWBIT_API Plan read_plan(const std::string& image, const CudnnDevice& device);
+
+// q, k, v, out, lse and for a backward grad_out, grad_q, grad_k, grad_v.
+void run_plan(const Plan& plan, CudnnHandle handle, std::span<void*> tensors, void* workspace);
+
+}  // namespace lowbit::cuda
