@@ -28,4 +28,5 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     compiler = f'-DLOWBIT_KERNEL_COMPILER="g++ {KERNEL_FLAGS} -shared -include {header}"'
     subprocess.run(["g++", *flags, compiler, str(HERE / "emulated_cuda.cpp"), "-o", out], check=True)
     (folder / "libnvrtc.so.13").symlink_to("libcuda.so.1")
+    subprocess.run(["g++", *flags, str(HERE / "emulated_cublas.cpp"), "-o", str(folder / "libcublasLt.so.13")], check=True)
     return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(folder / "cache")}

@@ -44,6 +44,16 @@ struct LinearCall {
   float* row_offset;  // [m]: of asymmetric codes, what column_sum is multiplied by
 };
 
+// A part of a call of many rows: some columns of the weight, decoded, times some rows of x.
+constexpr int64_t kPanelColumns = 16, kDecodedRun = 16;  // columns of a CTA; k of a thread
+constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun, kFinishedByCta = 4 * kLinearThreads;
+struct DecodedCall {
+  LinearCall call;
+  int64_t first_column, columns, first_row, rows;
+  void* decoded;    // [columns, k], of the dtype of x
+  float* products;  // [rows, columns]
+};
+
 // Scales along the k of a tile; 0: one for all k of a weight without zero points.
 constexpr int tile_groups(const WeightSpec& spec) {
   if (!spec.group_size) return spec.asymmetric ? 1 : 0;

@@ -89,6 +89,70 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     assert simulated.live_bytes(DEVICE) == before
 
 
+MANY_ROWS = [
+    LinearCase(m, n, k, dtype, format, group_size, mapping, "float", *post_ops)
+    for m, n, k, dtype, format, group_size, mapping, *post_ops in (
+        (256, 37, 150, "bfloat16", "int4", 32, "asymmetric", "float32", "silu", True, True),
+        (257, 16, 64, "float16", "int8", 0, "symmetric", None, "none", False, False),
+        (300, 33, 96, "float16", "nf4", 64, "symmetric", "dtype of x", "gelu", False, True),
+        (256, 20, 70, "bfloat16", "fp8_e4m3", 0, "symmetric", "float32", "none", False, False),
+        (260, 48, 130, "bfloat16", "bfloat16", 0, "symmetric", None, "relu", True, False),
+        (256, 17, 300, "float16", "int3", 128, "symmetric", None, "none", False, False),
+    )
+]
+
+
+def of_many_rows(case: LinearCase, data: testing.LinearData | None = None) -> torch.Tensor:
+    return run(case, DEVICE, "linear_decoded_cublas_sim", data)
+
+
+@pytest.mark.parametrize("case", MANY_ROWS, ids=str)
+def test_many_rows_are_multiplied_by_cublas(case: LinearCase) -> None:
+    """A weight is rounded once more than the budget of the CPU's rows has it; codes of one scale a column are not."""
+    data = cached_data(case)
+    exact = case.group_size == 0 and (case.format in ("int8", "bfloat16", "fp8_e4m3"))
+    eps = torch.finfo(getattr(torch, case.dtype)).eps / 2
+    weight = torch.ops.lowbit.dequantize(data.packed, *case.op_args[:5]).double()
+    rounding = 0 if exact else 1.2 * eps * (data.x.double().abs() @ weight.abs().T) * (1 if data.mul is None else data.mul.double().abs())
+    assert_within(of_many_rows(case), data.wanted, data.allowed + rounding, str(case))
+
+
+def test_many_rows_of_a_wide_weight_go_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LinearCase(256, 80, 600_000, "bfloat16", "int4", 128, "symmetric", "float", None)
+    packed = torch.zeros(_C.packed_shape(_C.LAYOUTS[_C.LAYOUT], 80, 600_000, _C.FORMATS["int4"], 128, False), dtype=torch.uint8)
+    log = tmp_path / "log"
+    monkeypatch.setenv("LOWBIT_EMULATED_NO_PRODUCTS", "1")
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
+    x = torch.zeros(256, 600_000, dtype=torch.bfloat16)
+    _C.force_kernel("linear_decoded_cublas_sim")
+    try:
+        y = torch.ops.lowbit.linear(x.to(DEVICE), packed.to(DEVICE), *case.op_args, None, 0, None, None)
+    finally:
+        _C.force_kernel(None)
+    launches = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("launch")]
+    assert launches == ["decode_columns", "finish_products"] * 2 and not y.cpu().any()
+
+
+def test_what_cublas_cannot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(m: int, dtype: str, format: str = "int4", x_format: str = "float") -> str:
+        group_size = 0 if format == "float32" else 64
+        rows = _C.explain_linear(m, 64, 128, _C.FORMATS[format], group_size, False, _C.X_FORMATS[x_format], dtype, "lowbit_sim")
+        return next(row["reason"] for row in rows if row["name"] == "linear_decoded_cublas_sim")
+
+    assert reason(255, "bfloat16") == "fewer than 256 rows"
+    assert reason(256, "float32").startswith("float32")
+    assert reason(256, "bfloat16", "float32") == "a dense weight of another dtype"
+    assert reason(256, "bfloat16", "int4", "int8_group") == "activations that are rounded to codes"
+    monkeypatch.setenv("LOWBIT_EMULATED_NO_ALGORITHM", "1")
+    assert reason(999, "bfloat16") == "cuBLAS has no algorithm for these sizes and alignments (status 15)"
+
+
+def test_a_failing_product_says_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_FAIL", "cublasLtMatmul:13")
+    with pytest.raises(RuntimeError, match="cublasLtMatmul of 257 x 16 x 64 failed: status 13 of cuBLAS"):
+        of_many_rows(MANY_ROWS[1])
+
+
 def test_a_layer_moves_there_and_back_as_it_is() -> None:
     layer = torch.nn.Linear(96, 48)
     model = torch.nn.Sequential(layer)
