@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.autotune import Plan, autoquant
+    from lowbit.devices.warmup import warmup
     from lowbit.diagnostics.compare import Comparison, compare_checkpoints
     from lowbit.diagnostics.explain import explain
     from lowbit.diagnostics.info import info
@@ -152,6 +153,7 @@ _HOME = {
     "profile": "lowbit.recorder.profile",
     "LowbitConfig": "lowbit.integrations.lowbit_config",
     "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
+    "warmup": "lowbit.devices.warmup",
 }
 _MODULES = {name: f"lowbit.{name}" for name in ("attention", "backends", "devices", "optim", "recorder")}
 __all__ = [
@@ -222,6 +224,7 @@ __all__ = [
     "quantize_checkpoint",
     "recorder",
     "scaled_dot_product_attention",
+    "warmup",
 ]
 
 if _torch is not None:

@@ -47,6 +47,7 @@ void log(const Parts&... parts) {
 struct Program {
   std::string source, log, image;
   std::vector<std::string> names, texts;
+  bool is_ptx = false;
 };
 
 std::string read(const fs::path& path) {
@@ -152,6 +153,8 @@ EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsi
 }
 
 EMULATED nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, kSuccess; }
+EMULATED nvrtcGetNumSupportedArchs(int* count) { return *count = 3, kSuccess; }
+EMULATED nvrtcGetSupportedArchs(int* known) { return known[0] = 80, known[1] = 120, known[2] = 90, kSuccess; }
 EMULATED nvrtcCreateProgram(void** program, const char* source, const char*, int headers, const char* const* texts,
                             const char* const* names) {
   auto* made = new Program;
@@ -159,9 +162,11 @@ EMULATED nvrtcCreateProgram(void** program, const char* source, const char*, int
   made->names.assign(names, names + headers), made->texts.assign(texts, texts + headers);
   return *program = made, kSuccess;
 }
-EMULATED nvrtcCompileProgram(void* handle, int, const char* const*) {
+EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options) {
   FAILS_AS_TOLD("nvrtcCompileProgram");
   auto* program = static_cast<Program*>(handle);
+  for (int i = 0; i < count; i++)
+    if (std::strstr(options[i], "--gpu-architecture=compute_")) program->is_ptx = true;
   const fs::path folder = fs::path(environment("LOWBIT_CUDA_PATH")) / ("build-" + std::to_string(getpid()));
   const std::string without = environment("LOWBIT_EMULATED_WITHOUT_BARRIER");
   int barrier = without.empty() ? -1 : std::stoi(without);
@@ -184,6 +189,11 @@ EMULATED nvrtcGetProgramLogSize(void* program, std::size_t* bytes) {
 }
 EMULATED nvrtcGetProgramLog(void* program, char* text) { return text_out(static_cast<Program*>(program)->log, text); }
 EMULATED nvrtcGetCUBINSize(void* program, std::size_t* bytes) {
-  return *bytes = static_cast<Program*>(program)->image.size(), kSuccess;
+  const auto* made = static_cast<Program*>(program);
+  return *bytes = made->is_ptx ? 0 : made->image.size(), kSuccess;
 }
 EMULATED nvrtcGetCUBIN(void* program, char* image) { return text_out(static_cast<Program*>(program)->image, image); }
+EMULATED nvrtcGetPTXSize(void* program, std::size_t* bytes) {
+  return *bytes = static_cast<Program*>(program)->image.size(), kSuccess;
+}
+EMULATED nvrtcGetPTX(void* program, char* image) { return text_out(static_cast<Program*>(program)->image, image); }

@@ -71,6 +71,24 @@ def test_a_machine_that_cannot_says_why(
     assert told.count(words) >= 2
 
 
+def test_a_gpu_that_is_newer_than_nvrtc_gets_ptx_of_the_newest_it_knows(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+    code = """
+import sys, torch
+from lowbit import _C
+from lowbit.devices import simulated
+simulated.enable()
+codes, scale = torch.zeros(8, dtype=torch.uint8, device="lowbit_sim:1"), torch.zeros(1, device="lowbit_sim:1")
+_C.force_kernel("encode_state_float8_cuda_sim")
+sys.stderr = sys.stdout
+import os; os.dup2(1, 2)
+_C.encode_state(torch.ones(8).to("lowbit_sim:1"), _C.STATE_FORMATS["float8"], True, 64, codes, scale)
+print(codes.cpu().tolist())
+"""
+    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_CAPABILITY": "130"})
+    assert "for sm_130a (as compute_120, the newest that NVRTC knows) in " in told
+    assert len(set(told.splitlines()[-1].strip("[]").split(", "))) == 1 and "[0," not in told
+
+
 def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., str], tmp_path: Path) -> None:
     told = python("from lowbit import _C; print(_C.cuda.unavailable(0))", LOWBIT_CUDA_PATH=str(tmp_path), CUDA_HOME="/nowhere")
     if told.strip():  # else this machine has one

@@ -76,6 +76,12 @@ def check(made: dict[str, str]) -> None:
     assert "warning" not in made["log"], made["log"]
 
 
+def test_an_architecture_of_the_future_gets_ptx(python: Callable[..., str], tmp_path: Path) -> None:
+    (made,) = prebuilt(python, "sm_900a", "conversion of signed float8", folder=tmp_path)
+    text = Path(made["path"]).read_bytes()
+    assert Path(made["path"]).name.startswith("sm_900a") and re.search(rb"\.target sm_1[2-9]\d", text) and b"encode_state" in text
+
+
 def test_an_architecture_that_is_none_is_refused_by_name(python: Callable[..., str], tmp_path: Path) -> None:
     code = "from lowbit import _C\ntry: _C.cuda.prebuild('sm_1')\nexcept RuntimeError as error: print(error)"
     assert re.search(r"NVRTC 1\d\.\d+ \(.*\) made no code for sm_1, error", python(code, LOWBIT_CACHE_DIR=str(tmp_path)))

@@ -23,7 +23,7 @@ struct Plans {
   Plan too_many{.graph = nullptr, .refused = concat("this process has ", kMostPlans, " plans of cuDNN already")};
   Plan captured{.graph = nullptr,
                 .refused = "there is no plan of cuDNN for these sizes yet, and none is made while a stream is captured "
-                           "in a CUDA graph: call the same once before"};
+                           "in a CUDA graph: call the same once before (lowbit.warmup)"};
 };
 
 std::string text_of(const AttentionShape& shape) {

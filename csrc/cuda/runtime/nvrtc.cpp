@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/runtime/nvrtc.hpp"
 
+#include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "core/once.hpp"
@@ -20,7 +22,11 @@ using Handle = struct ProgramOfNvrtc*;
   X(log_size, "nvrtcGetProgramLogSize", Handle program, std::size_t* bytes)                                 \
   X(log, "nvrtcGetProgramLog", Handle program, char* text)                                                  \
   X(cubin_size, "nvrtcGetCUBINSize", Handle program, std::size_t* bytes)                                    \
-  X(cubin, "nvrtcGetCUBIN", Handle program, char* image)
+  X(cubin, "nvrtcGetCUBIN", Handle program, char* image)                                                    \
+  X(ptx_size, "nvrtcGetPTXSize", Handle program, std::size_t* bytes)                                        \
+  X(ptx, "nvrtcGetPTX", Handle program, char* image)                                                        \
+  X(count_known, "nvrtcGetNumSupportedArchs", int* count)                                                   \
+  X(known, "nvrtcGetSupportedArchs", int* architectures)
 
 struct Nvrtc { LOWBIT_NVRTC(LOWBIT_FUNCTION_MEMBER) };
 
@@ -40,6 +46,24 @@ std::string text_of(Handle program, SizeGetter size, Getter get) {
   if (size(program, &bytes) != 0) return "";
   std::string text(bytes, '\0');
   return get(program, text.data()) == 0 ? text : "";
+}
+
+// What NVRTC is asked for: code, or, for an architecture that is newer than it, PTX of the newest that it knows, which
+// the driver compiles when it loads it.
+struct Target {
+  std::string architecture;
+  bool is_ptx;
+};
+
+Target target_of(const std::string& architecture) {
+  int count = 0;
+  nvrtc().count_known(&count);
+  std::vector<int> known(static_cast<std::size_t>(count));
+  if (count > 0) nvrtc().known(known.data());
+  const int wanted = architecture.starts_with("sm_") ? std::atoi(architecture.c_str() + 3) : 0;
+  const int newest = count > 0 ? *std::max_element(known.begin(), known.end()) : wanted;
+  if (wanted <= newest) return {architecture, false};
+  return {concat("compute_", newest), true};
 }
 
 // fma is where the source says it, so that a device gives the bits of the CPU's rows.
@@ -71,12 +95,16 @@ Compiled compile(const std::string& name, const std::string& source, const std::
   const int created = nvrtc().create(&program, source.c_str(), name.c_str(), static_cast<int>(names.size()),
                                      texts.data(), names.data());
   check(created == 0, ErrorKind::runtime, name, ": nvrtcCreateProgram failed: ", created);
-  const std::string target = "--gpu-architecture=" + architecture;
-  std::vector<const char*> options{target.c_str()};
+  const auto [target, is_ptx] = target_of(architecture);
+  const std::string option = "--gpu-architecture=" + target;
+  std::vector<const char*> options{option.c_str()};
   options.insert(options.end(), std::begin(kOptions), std::end(kOptions));
   const int failed = nvrtc().compile(program, static_cast<int>(options.size()), options.data());
-  Compiled made{.image = failed ? "" : text_of(program, nvrtc().cubin_size, nvrtc().cubin),
-                .log = text_of(program, nvrtc().log_size, nvrtc().log)};
+  Compiled made{.image = failed   ? ""
+                         : is_ptx ? text_of(program, nvrtc().ptx_size, nvrtc().ptx)
+                                  : text_of(program, nvrtc().cubin_size, nvrtc().cubin),
+                .log = text_of(program, nvrtc().log_size, nvrtc().log),
+                .target = target};
   nvrtc().destroy(&program);
   check(!made.image.empty(), ErrorKind::runtime, name, ": NVRTC ", compiler().version, " (", compiler().path,
         ") made no code for ", architecture, ", error ", failed, "\n", made.log);

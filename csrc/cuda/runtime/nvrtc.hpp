@@ -22,8 +22,9 @@ struct Compiler {
 const Compiler& compiler();
 
 struct Compiled {
-  std::string image;  // a cubin
-  std::string log;    // registers, spills and warnings
+  std::string image;   // a cubin, or PTX
+  std::string log;     // registers, spills and warnings
+  std::string target;  // what NVRTC was asked for: the architecture, or "compute_120" for one that it does not know yet
 };
 
 // An Error if NVRTC is missing (with where it was looked for), does not know the architecture, or refuses the source.

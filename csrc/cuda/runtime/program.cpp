@@ -24,15 +24,18 @@ Compiled compile_into(const std::string& path, const Source& source, const std::
   Compiled made = compile(source.name, source.text, arch);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   const std::string lost = write_cached(path, made.image);
-  std::fprintf(stderr, "lowbit: compiled %s for %s in %.2f s, %s %s\n", source.name.c_str(), arch.c_str(), seconds,
-               lost.empty() ? "kept in" : "not kept:", lost.empty() ? path.c_str() : lost.c_str());
+  const std::string known = made.target == arch ? "" : concat(" (as ", made.target, ", the newest that NVRTC knows)");
+  std::fprintf(stderr, "lowbit: compiled %s for %s%s in %.2f s, %s %s\n", source.name.c_str(), arch.c_str(),
+               known.c_str(), seconds, lost.empty() ? "kept in" : "not kept:",
+               lost.empty() ? path.c_str() : lost.c_str());
   return made;
 }
 
 Module load(const Place& place, const Source& source) {
   const std::string where = name_of(place.device), arch = architecture(place.device);
   check(!is_captured(place), ErrorKind::runtime, where, ": ", source.name,
-        " is not loaded yet, which a stream cannot do while it is captured in a CUDA graph: call the same once before");
+        " is not loaded yet, which a stream cannot do while it is captured in a CUDA graph: call the same once before "
+        "(lowbit.warmup)");
   const std::string path = cached_path(source.text, arch);
   Module module = nullptr;
   if (const auto image = read_cached(path))  // one that this driver cannot load is made anew

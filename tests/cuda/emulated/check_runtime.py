@@ -53,7 +53,7 @@ def test_a_kept_file_that_is_no_code_is_made_anew(capfd: pytest.CaptureFixture[s
     made = _C.cuda.prebuild("sm_90a", "conversion of unsigned float8")[0]["path"]
     assert set(cubins()) - before == {Path(made)}
     right = Path(made).read_bytes()
-    Path(made).write_bytes(b"lowbit cubin 1\n" + b"no code")
+    Path(made).write_bytes(b"lowbit code 1\n" + b"no code")
     capfd.readouterr()
     codes, scale = torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)
     _C.force_kernel("encode_state_float8_cuda_sim")
@@ -109,6 +109,6 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
 
 def test_info_says_what_was_found_and_what_not() -> None:
     info, folder = lowbit.info(), os.environ["LOWBIT_CUDA_PATH"]
-    assert info["cuda driver"] == info["cuda nvrtc"] == f"{folder}/libcuda.so.1" and info["cuda:0"] == "linear, optimizers"
+    assert info["cuda driver"] == info["cuda nvrtc"] == f"{folder}/libcuda.so.1" and info["cuda:0"] == "attention, linear, optimizers"
     for library in _C.cuda.libraries():
         assert library["path"] or f"was not found in {folder}, " in library["missing"], library
