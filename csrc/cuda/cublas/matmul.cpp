@@ -18,8 +18,9 @@ using Layout = struct LayoutOfCublasLt*;
 using Preference = struct PreferenceOfCublasLt*;
 
 // Numbers of cublasLt.h, cublas_api.h and library_types.h (13.5; the same in 12), which tests compare with the headers.
-enum { kTransposeA = 3 };                                 // CUBLASLT_MATMUL_DESC_TRANSA
-enum { kMostWorkspace = 1, kReductions = 3, kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };
+enum { kTransposeA = 3 };                      // CUBLASLT_MATMUL_DESC_TRANSA
+enum { kMostWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
+enum { kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };
 enum { kTransposed = 1, kSumsInFloat32 = 68, kReal32 = 0, kReal16 = 2, kRealBfloat16 = 14 };
 constexpr uint32_t kReducedInFloat32 = 2;  // the parts of a split k: not in place, whose order is free, not in 16 bits
 

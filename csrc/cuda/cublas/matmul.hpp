@@ -10,8 +10,8 @@
 
 namespace lowbit::cuda {
 
-// y[m, n] = sum over k of x[m, k] * w[n, k]. Rows of x and w follow each other, those of y are `y_stride` elements apart;
-// the sum is in float32.
+// y[m, n] = sum over k of x[m, k] * w[n, k], in float32. Rows of x and w follow each other, those of y are `y_stride`
+// elements apart.
 struct Matmul {
   int64_t m, n, k, y_stride;
   DType dtype;  // of x and w: bfloat16 or float16; y is float32

@@ -59,14 +59,15 @@ def _arguments(model: nn.Module, given: Any) -> tuple[tuple[Tensor, ...], dict[s
     if isinstance(given, Sequence) and all(isinstance(size, int) for size in given):
         like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
         if like is None:
-            raise ValueError("warmup: inputs must be tensors, as the model has no floating parameter to take a dtype from")
+            raise ValueError("warmup: inputs must be tensors, as the model has no floating parameter, got a shape")
         return (torch.zeros(tuple(given), dtype=like.dtype, device=like.device),), {}
     raise TypeError(f"warmup: inputs must hold tensors, dicts of arguments or shapes, got {type(given).__name__}")
 
 
 def _gradients(model: nn.Module, arguments: list[Any], result: Any) -> None:
     """Compute what a backward would, and drop it."""
-    wanted = [tensor for tensor in [*model.parameters(), *arguments] if isinstance(tensor, Tensor) and tensor.requires_grad]
+    tensors = [tensor for tensor in [*model.parameters(), *arguments] if isinstance(tensor, Tensor)]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
     outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad]
     if wanted and outputs:
         zeros = [torch.zeros_like(tensor) for tensor in outputs]
