@@ -37,7 +37,8 @@ std::vector<Source> common_sources() {
     all.push_back(linear_source(kind));
     kind.blocks = kind.most_blocks();
     all.push_back(linear_source(kind));
-    if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format));
+    if (!x_parts && !tile_groups) all.push_back(decoded_source(format, true));
+    if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format, false));
   };
   add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);

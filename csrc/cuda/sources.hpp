@@ -40,7 +40,7 @@ struct LinearKind {
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
 Source dequantize_source(Format format);
-Source decoded_source(Format format);
+Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
 // What the optimizers' defaults use, and linear with the configurations that are used most.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcublasLt.so.13 of a machine without a GPU: float32 products of bfloat16 and float16 on the host. It refuses what
+// libcublasLt.so.13 of a machine without a GPU: products of bfloat16, float16 and int8 on the host. It refuses what
 // we never ask for, and memory that is less aligned than the algorithm was found for. LOWBIT_EMULATED_FAIL (see
 // emulated_cuda.cpp) makes a function fail; LOWBIT_EMULATED_NO_ALGORITHM=1 finds none; LOWBIT_EMULATED_NO_PRODUCTS=1
 // leaves all sums 0.
@@ -77,9 +77,12 @@ EMULATED cublasLtMatmulAlgoGetHeuristic(void*, const Description* of, const Layo
                                         const Layout* d, const Preference* preference, int wanted, Heuristic* found,
                                         int* count) {
   FAILS_AS_TOLD("cublasLtMatmulAlgoGetHeuristic");
-  if (of->compute != 68 || of->scale != 0 || of->transpose_a != 1 || wanted < 1 || preference->reductions != 2 ||
-      preference->workspace == 0)
+  const bool codes = a->type == 3;
+  if (of->compute != (codes ? 72 : 68) || of->scale != (codes ? 10 : 0) || d->type != of->scale || b->type != a->type)
     return kInvalidValue;
+  if (of->transpose_a != 1 || wanted < 1 || preference->reductions != 2 || preference->workspace == 0)
+    return kInvalidValue;
+  if (codes && (a->stride % 4 != 0 || b->stride % 4 != 0)) return *count = 0, kNotSupported;
   if (a->rows != b->rows || a->columns != d->rows || b->columns != d->columns || c->rows != d->rows)
     return kInvalidValue;
   if (is_on("LOWBIT_EMULATED_NO_ALGORITHM")) return *count = 0, kNotSupported;
@@ -87,23 +90,34 @@ EMULATED cublasLtMatmulAlgoGetHeuristic(void*, const Description* of, const Layo
   for (int i = 0; i < 4; i++) found->algorithm[i] = preference->alignment[i];
   return *count = 1, 0;
 }
-EMULATED cublasLtMatmul(void*, const Description*, const float* alpha, const void* a, const Layout* of_a, const void* b,
-                        const Layout* of_b, const float* beta, const void* c, const Layout*, float* d,
+EMULATED cublasLtMatmul(void*, const Description*, const void* alpha, const void* a, const Layout* of_a, const void* b,
+                        const Layout* of_b, const void* beta, const void* c, const Layout*, void* d,
                         const Layout* of_d, const uint64_t* algorithm, void* workspace, std::size_t bytes, void*) {
   FAILS_AS_TOLD("cublasLtMatmul");
-  if (*alpha != 1 || *beta != 0 || !workspace || !bytes || of_d->type != 0 || of_a->type != of_b->type)
-    return kInvalidValue;
+  const bool codes = of_a->type == 3;
+  const float one = 1;
+  const int32_t one_code = 1, zero = 0;
+  const void* wanted = codes ? static_cast<const void*>(&one_code) : &one;
+  if (std::memcmp(alpha, wanted, 4) != 0 || std::memcmp(beta, &zero, 4) != 0) return kInvalidValue;
+  if (!workspace || !bytes) return kInvalidValue;
   if (!is_aligned(a, algorithm[0]) || !is_aligned(b, algorithm[1]) || !is_aligned(c, algorithm[2]) ||
       !is_aligned(d, algorithm[3]))
     return kInvalidValue;
   const bool without = is_on("LOWBIT_EMULATED_NO_PRODUCTS");
   for (uint64_t column = 0; column < of_d->columns; column++)
     for (uint64_t row = 0; row < of_d->rows; row++) {
+      const uint64_t of_row = row * static_cast<uint64_t>(of_a->stride),
+                     of_column = column * static_cast<uint64_t>(of_b->stride),
+                     at = column * static_cast<uint64_t>(of_d->stride) + row;
       float sum = 0;
+      int32_t sum_of_codes = 0;
       for (uint64_t k = 0; k < (without ? 0 : of_a->rows); k++)
-        sum += as_float(a, of_a->type, row * static_cast<uint64_t>(of_a->stride) + k) *
-               as_float(b, of_b->type, column * static_cast<uint64_t>(of_b->stride) + k);
-      d[column * static_cast<uint64_t>(of_d->stride) + row] = sum;
+        if (codes)
+          sum_of_codes += static_cast<const int8_t*>(a)[of_row + k] * static_cast<const int8_t*>(b)[of_column + k];
+        else
+          sum += as_float(a, of_a->type, of_row + k) * as_float(b, of_b->type, of_column + k);
+      if (codes) static_cast<int32_t*>(d)[at] = sum_of_codes;
+      else static_cast<float*>(d)[at] = sum;
     }
   return 0;
 }

@@ -35,7 +35,7 @@ HEAVIEST = (
     "linear of int7 with zero points, 2 scales a tile, activations in 3 parts, 16 rows",
     "linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of int2 with zero points, 2 scales a tile, int8 activations, 16 rows",
-    "linear of many rows of int7",
+    "linear of many rows of int7, int8 activations",
 )
 
 

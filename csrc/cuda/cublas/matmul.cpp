@@ -21,8 +21,9 @@ using Preference = struct PreferenceOfCublasLt*;
 enum { kTransposeA = 3 };                      // CUBLASLT_MATMUL_DESC_TRANSA
 enum { kMostWorkspace = 1, kReductions = 3 };  // CUBLASLT_MATMUL_PREF_, likewise
 enum { kAlignmentOfA = 5, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8 };
-enum { kTransposed = 1, kSumsInFloat32 = 68, kReal32 = 0, kReal16 = 2, kRealBfloat16 = 14 };
-constexpr uint32_t kReducedInFloat32 = 2;  // the parts of a split k: not in place, whose order is free, not in 16 bits
+enum { kTransposed = 1, kSumsInFloat32 = 68, kSumsInInt32 = 72 };
+enum { kReal32 = 0, kReal16 = 2, kInteger8 = 3, kInteger32 = 10, kRealBfloat16 = 14 };
+constexpr uint32_t kReducedIn32Bits = 2;  // the parts of a split k: not in place, whose order is free, not in 16 bits
 
 struct Heuristic {
   std::array<uint64_t, 8> algorithm;
@@ -69,13 +70,16 @@ void ensure_cublas(int status, std::string_view what) {
 class Described {
  public:
   explicit Described(const Matmul& matmul) {
-    const int type = matmul.dtype == DType::float16 ? kReal16 : kRealBfloat16;
+    const bool codes = matmul.dtype == DType::int8;
+    const int type = codes ? kInteger8 : matmul.dtype == DType::float16 ? kReal16 : kRealBfloat16;
+    const int sum = codes ? kInteger32 : kReal32;
     const int32_t transposed = kTransposed;
-    ensure_cublas(cublas().description_create(&description, kSumsInFloat32, kReal32), "cublasLtMatmulDescCreate");
+    ensure_cublas(cublas().description_create(&description, codes ? kSumsInInt32 : kSumsInFloat32, sum),
+                  "cublasLtMatmulDescCreate");
     ensure_cublas(cublas().description_set(description, kTransposeA, &transposed, sizeof transposed),
                   "cublasLtMatmulDescSetAttribute");
     create(a, type, matmul.k, matmul.n, matmul.k), create(b, type, matmul.k, matmul.m, matmul.k);
-    create(d, kReal32, matmul.n, matmul.m, matmul.y_stride);
+    create(d, sum, matmul.n, matmul.m, matmul.n);
   }
   ~Described() {
     for (const Layout layout : {a, b, d})
@@ -125,7 +129,7 @@ MatmulAlgorithm find(const Place& place, const Matmul& matmul) {
                   "cublasLtMatmulPreferenceSetAttribute");
   };
   const auto [of_w, of_x, of_y] = alignments(matmul);
-  set(kMostWorkspace, kMatmulWorkspace), set(kReductions, kReducedInFloat32), set(kAlignmentOfA, of_w);
+  set(kMostWorkspace, kMatmulWorkspace), set(kReductions, kReducedIn32Bits), set(kAlignmentOfA, of_w);
   set(kAlignmentOfB, of_x), set(kAlignmentOfC, of_y), set(kAlignmentOfD, of_y);
   Heuristic found{};
   int count = 0;
@@ -138,7 +142,7 @@ MatmulAlgorithm find(const Place& place, const Matmul& matmul) {
 }
 
 struct Algorithms {
-  using Key = std::tuple<int16_t, int64_t, int64_t, int64_t, int64_t, DType, std::array<uint32_t, 3>>;
+  using Key = std::tuple<int16_t, int64_t, int64_t, int64_t, DType, std::array<uint32_t, 3>>;
   mutable std::mutex mutex;
   mutable std::map<Key, MatmulAlgorithm> found;  // whose nodes never move
 };
@@ -148,8 +152,7 @@ struct Algorithms {
 const MatmulAlgorithm& algorithm_for(const Place& place, const Matmul& matmul) {
   static std::atomic<const Algorithms*> kept{nullptr};
   const Algorithms& algorithms = made_once(kept, [] { return Algorithms(); });
-  const Algorithms::Key key{place.device.index, matmul.m, matmul.n, matmul.k, matmul.y_stride, matmul.dtype,
-                            alignments(matmul)};
+  const Algorithms::Key key{place.device.index, matmul.m, matmul.n, matmul.k, matmul.dtype, alignments(matmul)};
   const std::lock_guard lock(algorithms.mutex);
   const auto found = algorithms.found.find(key);
   if (found != algorithms.found.end()) return found->second;
@@ -160,7 +163,7 @@ void run(const Place& place, const Matmul& matmul, void* workspace) {
   const MatmulAlgorithm& algorithm = algorithm_for(place, matmul);
   check(algorithm.refused.empty(), ErrorKind::runtime, algorithm.refused);
   const Described described(matmul);
-  const float one = 1, zero = 0;
+  const uint32_t one = matmul.dtype == DType::int8 ? 1 : std::bit_cast<uint32_t>(1.0f), zero = 0;
   ensure_cublas(cublas().matmul(handle_of(place.device), described.description, &one, matmul.w, described.a, matmul.x,
                                 described.b, &zero, matmul.y, described.d, matmul.y, described.d,
                                 algorithm.data.data(), workspace, kMatmulWorkspace, place.stream),

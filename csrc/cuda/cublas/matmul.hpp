@@ -10,13 +10,13 @@
 
 namespace lowbit::cuda {
 
-// y[m, n] = sum over k of x[m, k] * w[n, k], in float32. Rows of x and w follow each other, those of y are `y_stride`
-// elements apart.
+// y[m, n] = sum over k of x[m, k] * w[n, k]: of bfloat16 or float16 in float32, of int8 in int32. Rows follow each
+// other.
 struct Matmul {
-  int64_t m, n, k, y_stride;
-  DType dtype;  // of x and w: bfloat16 or float16; y is float32
+  int64_t m, n, k;
+  DType dtype;  // of x and w
   const void *x, *w;
-  float* y;
+  void* y;
 };
 
 inline constexpr int64_t kMatmulWorkspace = int64_t{32} << 20;  // what NVIDIA recommends for Hopper

@@ -143,7 +143,23 @@ LOWBIT_INLINE Range asymmetric_range(const LinearCall& call, int64_t row, int32_
   return {scale, __fdiv_rn(1.0f, scale), rintf(-127.0f - __fdiv_rn(lowest, scale))};
 }
 
-// Codes of k [begin, end) of a row, and their sum. What is behind the end of x has the code 0.
+// Four codes as the bytes of a word, and their sum. What is behind the end of x has the code 0.
+struct WordOfCodes {
+  uint32_t codes;
+  int32_t sum;
+};
+LOWBIT_INLINE WordOfCodes codes_of(const LinearCall& call, int64_t word, const float (&x)[4], const Range& range) {
+  WordOfCodes of{};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const f32 scaled = fma(f32{x[i]}, f32{range.inverse}, f32{range.zero_point});
+    const int32_t q = to_int(max(f32{-127.0f}, min(scaled, f32{127.0f}))).lane;
+    if (word * 4 + i < call.spec.k) of.sum += q, of.codes |= static_cast<uint32_t>(q & 0xff) << 8 * i;
+  }
+  return of;
+}
+
+// Codes of k [begin, end) of a row, and their sum.
 template <bool kIsWarp>
 LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, int64_t row, int64_t begin, int64_t end,
                              const Range& range) {
@@ -151,15 +167,10 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
   for (int64_t word = begin / 4 + team.rank(); word < end / 4; word += team.kSize) {
     float x[4];
     load_word(call, row, word, x);
-    uint32_t codes = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const f32 scaled = fma(f32{x[i]}, f32{range.inverse}, f32{range.zero_point});
-      const int32_t q = to_int(max(f32{-127.0f}, min(scaled, f32{127.0f}))).lane;
-      if (word * 4 + i < call.spec.k) sum += q, codes |= static_cast<uint32_t>(q & 0xff) << 8 * i;
-    }
+    const WordOfCodes of = codes_of(call, word, x, range);
+    sum += of.sum;
     const int64_t at = ordered_at(call, row, word, kChunks / 2) + word % 16 / 8 * 32;
-    static_cast<uint32_t*>(call.ordered)[at * 2 + word % 8 / 4] = codes;
+    static_cast<uint32_t*>(call.ordered)[at * 2 + word % 8 / 4] = of.codes;
   }
   return team.combined(Total{}, sum);
 }

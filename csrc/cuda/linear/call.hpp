@@ -50,8 +50,10 @@ constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun
 struct DecodedCall {
   LinearCall call;
   int64_t first_column, columns, first_row, rows;
-  void* decoded;    // [columns, k], of the dtype of x
-  float* products;  // [rows, columns]
+  int64_t padded_k;  // of codes a multiple of 16, as the tensor cores want it; codes behind k are 0
+  void* decoded;     // [columns, padded_k], of the dtype of x, or int8
+  int8_t* codes;     // of int8 activations: [m, padded_k]; their scales and offsets are row_scale, row_offset of call
+  void* products;    // [rows, columns], float or int32
 };
 
 // Scales along the k of a tile; 0: one for all k of a weight without zero points.

@@ -36,11 +36,12 @@ Source linear_source(const LinearKind& kind) {
                  kernel_text("linear", "kLinearThreads", "LinearCall", specialised))};
 }
 
-Source decoded_source(Format format) {
-  const std::string specialised = concat("<", text_of(format), ">");
-  return {concat("linear of many rows of ", name_of(format)),
+Source decoded_source(Format format, bool codes) {
+  const std::string specialised = concat("<", text_of(format), ", ", text_of(codes), ">");
+  return {concat("linear of many rows of ", name_of(format), codes ? ", int8 activations" : ""),
           concat("#include \"cuda/linear/decoded.cuh\"\n",
                  kernel_text("decode_columns", "kLinearThreads", "DecodedCall", "decode_columns" + specialised),
+                 codes ? kernel_text("code_rows", "kLinearThreads", "DecodedCall", "code_rows") : "",
                  kernel_text("finish_products", "kLinearThreads", "DecodedCall", "finish_products" + specialised))};
 }
 
@@ -53,7 +54,7 @@ std::vector<Source> linear_sources() {
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
     const bool integer = kind_of(format) == CodecKind::integer;
-    all.push_back(decoded_source(format));
+    for (int codes = 0; codes <= integer; codes++) all.push_back(decoded_source(format, codes == 1));
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
       if (is_float(format)) {
         add({format, x_parts, 0, false, 1});

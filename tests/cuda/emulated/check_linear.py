@@ -117,6 +117,27 @@ def test_many_rows_are_multiplied_by_cublas(case: LinearCase) -> None:
     assert_within(of_many_rows(case), data.wanted, data.allowed + rounding, str(case))
 
 
+MANY_CODES = [
+    LinearCase(m, n, k, dtype, format, 0, mapping, x_format, *post_ops)
+    for m, n, k, dtype, format, mapping, x_format, *post_ops in (
+        (256, 37, 150, "bfloat16", "int8", "symmetric", "int8_row", "float32", "silu", True, True),
+        (300, 16, 64, "float32", "int8", "symmetric", "int8_row", None, "none", False, False),
+        (257, 33, 99, "float16", "int8", "symmetric", "int8_row_asymmetric", "dtype of x", "none", False, False),
+        (256, 20, 70, "float32", "int4", "symmetric", "int8_row", None, "none", False, False),
+        (256, 20, 300, "bfloat16", "int3", "symmetric", "int8_row_asymmetric", None, "gelu", False, True),
+    )
+]
+
+
+@pytest.mark.parametrize("case", MANY_CODES, ids=str)
+def test_many_rows_of_codes_are_multiplied_by_cublas(case: LinearCase) -> None:
+    data = cached_data(case)
+    y = run(case, DEVICE, "linear_codes_cublas_sim")
+    assert_within(y, data.wanted, data.allowed, str(case))
+    if case.format == "int8" and case.activation == "none" and case.x_format == "int8_row":  # of int4 the CPU takes 8 off later
+        assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
+
+
 def test_many_rows_of_a_wide_weight_go_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = LinearCase(256, 80, 600_000, "bfloat16", "int4", 128, "symmetric", "float", None)
     packed = torch.zeros(_C.packed_shape(_C.LAYOUTS[_C.LAYOUT], 80, 600_000, _C.FORMATS["int4"], 128, False), dtype=torch.uint8)
@@ -137,12 +158,13 @@ def test_what_cublas_cannot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch)
     def reason(m: int, dtype: str, format: str = "int4", x_format: str = "float") -> str:
         group_size = 0 if format == "float32" else 64
         rows = _C.explain_linear(m, 64, 128, _C.FORMATS[format], group_size, False, _C.X_FORMATS[x_format], dtype, "lowbit_sim")
-        return next(row["reason"] for row in rows if row["name"] == "linear_decoded_cublas_sim")
+        return next(row["reason"] for row in rows if row["name"] == f"linear_{'decoded' if x_format == 'float' else 'codes'}_cublas_sim")
 
     assert reason(255, "bfloat16") == "fewer than 256 rows"
     assert reason(256, "float32").startswith("float32")
     assert reason(256, "bfloat16", "float32") == "a dense weight of another dtype"
-    assert reason(256, "bfloat16", "int4", "int8_group") == "activations that are rounded to codes"
+    assert reason(256, "bfloat16", "int4", "int8_group") == "a scale for each group of activations"
+    assert reason(256, "bfloat16", "int4", "int8_row") == "a weight with groups or zero points"
     monkeypatch.setenv("LOWBIT_EMULATED_NO_ALGORITHM", "1")
     assert reason(999, "bfloat16") == "cuBLAS has no algorithm for these sizes and alignments (status 15)"
 
