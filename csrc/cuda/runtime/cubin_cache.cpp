@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/runtime/cubin_cache.hpp"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -70,6 +71,12 @@ std::optional<std::string> read_cached(const std::string& path) {
   std::string text = std::move(all).str();
   if (!text.starts_with(kMagic)) return std::nullopt;
   return text.substr(kMagic.size());
+}
+
+std::optional<std::string> read_packed(const std::string& path) {
+  Dl_info found{};
+  if (!dladdr(reinterpret_cast<const void*>(&read_packed), &found) || !found.dli_fname) return std::nullopt;
+  return read_cached((fs::path(found.dli_fname).parent_path() / "cubins" / fs::path(path).filename()).string());
 }
 
 std::string write_cached(const std::string& path, const std::string& image) {

@@ -17,6 +17,9 @@ std::string cached_plan_path(const std::string& plan, const std::string& device)
 
 std::optional<std::string> read_cached(const std::string& path);
 
+// The file of that name in the pack that came with the library (LOWBIT_CUBIN_PACK in csrc/cuda/CMakeLists.txt).
+std::optional<std::string> read_packed(const std::string& path);
+
 // Written aside and renamed: a reader sees all of it or nothing, and of two writers one wins. Returns why it could not
 // be kept, "" if it was.
 std::string write_cached(const std::string& path, const std::string& image);

@@ -38,8 +38,9 @@ Module load(const Place& place, const Source& source) {
         "(lowbit.warmup)");
   const std::string path = cached_path(source.text, arch);
   Module module = nullptr;
-  if (const auto image = read_cached(path))  // one that this driver cannot load is made anew
-    if (driver().load_module(&module, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0) == 0) return module;
+  for (const auto& image : {read_packed(path), read_cached(path)})  // one that this driver cannot load is made anew
+    if (image && driver().load_module(&module, image->data(), nullptr, nullptr, 0, nullptr, nullptr, 0) == 0)
+      return module;
   check(is_on("LOWBIT_JIT", true), ErrorKind::runtime, where, ": there is no code of ", source.name, " for ", arch,
         " (", path, "), and LOWBIT_JIT=0 forbids to compile it; `python -m lowbit prebuild --arch ", arch,
         "` makes it");

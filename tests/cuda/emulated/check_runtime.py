@@ -74,6 +74,26 @@ def test_a_kept_file_that_is_no_code_is_made_anew(capfd: pytest.CaptureFixture[s
         ("nvrtcCompileProgram:6", r"blocks of 1024: NVRTC 13.0 \(.*libcuda.so.1\) made no code for sm_90a, error 6"),
     ],
 )  # fmt: skip
+def test_code_that_came_with_the_package_is_found_first(capfd: pytest.CaptureFixture[str]) -> None:
+    made = Path(_C.cuda.prebuild("sm_90a", "conversion of signed dynamic8")[0]["path"])
+    pack = Path(_C.__file__).resolve().parent / "cubins"
+    pack.mkdir()
+    try:
+        made.rename(pack / made.name)
+        capfd.readouterr()
+        codes, scale = torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)
+        _C.force_kernel("encode_state_dynamic8_cuda_sim")
+        try:
+            _C.encode_state(torch.ones(8).to(DEVICE), _C.STATE_FORMATS["dynamic8"], True, 256, codes, scale)
+        finally:
+            _C.force_kernel(None)
+        assert capfd.readouterr().err == "" and not made.exists() and codes.cpu().any()
+    finally:
+        for file in pack.iterdir():
+            file.unlink()
+        pack.rmdir()
+
+
 def test_a_failure_names_kernel_grid_and_device(fail: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block_size = {"cuLaunchKernel": 256, "cuLibraryLoadData": 512, "nvrtcCompileProgram": 1024}[fail.partition(":")[0]]
     monkeypatch.setenv("LOWBIT_EMULATED_FAIL", fail)
