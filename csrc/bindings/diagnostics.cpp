@@ -4,6 +4,7 @@
 #include "bindings/register.hpp"
 #include "core/bandwidth.hpp"
 #include "core/isa.hpp"
+#include "core/library.hpp"
 #include "core/parallel.hpp"
 #include "external/backends.hpp"
 #include "ops/kernel.hpp"
@@ -90,6 +91,8 @@ void register_diagnostics(py::module_& m) {
       "isa", isa,
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
+  m.def("look_in", look_in, py::arg("folders"),
+        "Folders of Python packages beside which libraries are searched; before the first call that opens a library.");
   m.def("register_torch", register_torch,
         "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
   m.def(
