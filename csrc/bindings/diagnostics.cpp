@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/register.hpp"
 #include "core/bandwidth.hpp"
 #include "core/isa.hpp"
 #include "core/library.hpp"
 #include "core/parallel.hpp"
 #include "external/backends.hpp"
+#include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
 #include "torch/registration.hpp"
@@ -19,8 +22,12 @@ namespace py = pybind11;
 py::dict isa() {
   py::dict result;
   py::list compiled;
-  for (const Backend* backend : backends())
-    if (backend->device == DeviceType::cpu && !external::is_external(*backend)) compiled.append(backend->name);
+  const auto providers = onednn::backends();
+  for (const Backend* backend : backends()) {
+    const bool provided = std::find(providers.begin(), providers.end(), backend) != providers.end();
+    if (backend->device == DeviceType::cpu && !provided && !external::is_external(*backend))
+      compiled.append(backend->name);
+  }
   result["compiled"] = compiled;
   result["detected"] = detected_isa();
   try {

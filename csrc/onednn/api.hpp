@@ -33,7 +33,7 @@ constexpr int kCpu = 1, kInOrder = 1, kUserScratchpad = 1, kStrictMath = 0;
 constexpr int kOutOfMemory = 1, kUnimplemented = 3;                             // dnnl_status_t
 constexpr int kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kInt8 = 5;             // dnnl_data_type_t
 constexpr int kAnyFormat = 1, kPanels16a16b2a = 381, kPanels16a16b = 503;       // dnnl_format_tag_t
-constexpr int kRelu = 32, kGeluTanh = 43, kSwish = 44, kGeluErf = 49;           // dnnl_alg_kind_t
+constexpr int kGeluTanh = 43, kSwish = 44;                                      // dnnl_alg_kind_t
 constexpr int kBinaryAdd = 131056, kBinaryMul = 131057;
 constexpr int kQueryImplementation = 8, kQueryInnerCount = 263, kQueryInnerBlocks = 264, kQueryInnerDims = 265;
 constexpr int kQueryWeights = 131, kQueryScratchpad = 136;                      // dnnl_query_t

@@ -30,24 +30,30 @@ Product product_of(const LinearArgs& args, const Threads& threads) {
           .add = args.add != nullptr, .threads = threads.count()};
 }
 
-// What oneDNN itself says of the call. The text lives until this thread asks again.
-std::string_view refused_by_library(const LinearArgs& args) {
-  thread_local std::shared_ptr<const Matmul> asked;
-  const Threads threads;
-  asked = matmul(product_of(args, threads));
-  return asked->reason();
+// What stands behind the product, and what oneDNN itself says of it. The text lives until this thread asks again.
+std::string_view refused_product(const LinearArgs& args) {
+  if (args.activation == Activation::relu) return "relu of oneDNN makes 0 of nan";
+  if (args.activation == Activation::gelu) return "gelu of oneDNN makes nan of inf";
+  thread_local std::string reason;
+  try {
+    const Threads threads;
+    reason = matmul(product_of(args, threads))->reason();
+  } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
+    reason = error.what();
+  }
+  return reason;
 }
 
 std::string_view refuses_float32(const LinearArgs& args) {
   if (args.weight_spec.format != Format::float32) return "another weight format";
   if (args.dtype != DType::float32) return "oneDNN multiplies a float32 weight by float32 activations alone";
-  return refused_by_library(args);
+  return refused_product(args);
 }
 
 std::string_view refuses_bfloat16(const LinearArgs& args) {
   if (args.weight_spec.format != Format::bfloat16) return "another weight format";
   if (args.dtype != DType::bfloat16) return "oneDNN multiplies a bfloat16 weight by bfloat16 activations alone";
-  return refused_by_library(args);
+  return refused_product(args);
 }
 
 std::string_view refuses_int8(const LinearArgs& args) {
@@ -57,7 +63,7 @@ std::string_view refuses_int8(const LinearArgs& args) {
   if (spec.group_size) return "oneDNN has no scales of groups for a product of codes";
   if (spec.asymmetric || args.x_format == XFormat::int8_row_asymmetric) return "asymmetric codes";
   if (spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
-  return refused_by_library(args);
+  return refused_product(args);
 }
 
 // Memory of this thread, kept between calls: a call's copy of a weight is as large as the weight, and fresh pages cost

@@ -115,10 +115,8 @@ Owned<Attributes> Matmul::attributes() {
   }
   if (of.bias) binary(kBinaryAdd, 1, of.n, kFloat32, [](const Operands& o) -> const void* { return o.bias; });
   if (of.activation != Activation::none) {
-    constexpr int kAlgorithms[] = {0, kRelu, kGeluErf, kGeluTanh, kSwish};
-    const int algorithm = kAlgorithms[static_cast<int>(of.activation)];
-    ensure(api().append_eltwise(chain.get(), algorithm, algorithm == kSwish ? 1.0f : 0.0f, 0.0f),
-           "dnnl_post_ops_append_eltwise");
+    const int algorithm = of.activation == Activation::silu ? kSwish : kGeluTanh;  // the others are refused
+    ensure(api().append_eltwise(chain.get(), algorithm, 1.0f, 0.0f), "dnnl_post_ops_append_eltwise");
     post_op_count_++;  // it has no second operand
   }
   if (of.mul) binary(kBinaryMul, of.m, of.n, type_of(of.result), [](const Operands& o) { return o.mul; });
@@ -151,7 +149,7 @@ Matmul::Matmul(const Product& product)
   }
   ensure(status, "dnnl_matmul_primitive_desc_create");
   const Owned<PrimitiveDesc> desc(made);
-  const char* implementation = nullptr;
+  const char* implementation = "";
   ensure(api().query(desc.get(), kQueryImplementation, 0, &implementation), "dnnl_primitive_desc_query");
   if (std::string_view(implementation).starts_with("ref")) {
     reason_ = concat("oneDNN has only its reference implementation of this product here, ", implementation);

@@ -83,7 +83,19 @@ def explain_linear(
     dtype: str,
     device: str = "cpu",
     row: int = 0,
+    activation: int = 0,
 ) -> list[_Choice]: ...
+def select_linear(
+    m: int,
+    n: int,
+    k: int,
+    format: int,
+    group_size: int,
+    asymmetric: bool,
+    x_format: int,
+    dtype: str,
+    device: str = "cpu",
+) -> str: ...
 def row_number(op: str, name: str) -> int: ...
 def force_kernel(name: str | None) -> str | None: ...
 def last_kernel(op: str) -> str: ...

@@ -171,7 +171,9 @@ def serves(row: str, case: LinearCase, on: str | None = None) -> bool:
     n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype, on or device)
+        weight = n, k, format, group_size, asymmetric, x_format
+        activation = _C.ACTIVATIONS[case.activation]
+        choices = _C.explain_linear(case.m, *weight, case.dtype, on or device, activation=activation)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)
