@@ -101,6 +101,22 @@ def test_threads_that_call_at_once(row: str) -> None:
     assert not errors, errors[0]
 
 
+def test_it_runs_on_the_threads_that_torch_has(onednn: None, python: Callable[..., str]) -> None:
+    code = """
+import os, torch, lowbit
+torch.set_num_threads(3)
+layer = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+lowbit.quantize_(layer, lowbit.float_weight())
+x = torch.randn(64, 1024)
+layer(x), x @ x.T, torch.randn(1 << 20).exp()
+before = len(os.listdir("/proc/self/task"))
+with lowbit.force_kernel("linear_float32_onednn"):
+    layer(x)
+print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+"""
+    assert python(code) == "0 3\n"
+
+
 def test_a_forked_child_runs_them_alone(onednn: None, python: Callable[..., str]) -> None:
     """libgomp would wait for ever for the workers that the parent had."""
     code = """
