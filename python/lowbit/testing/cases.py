@@ -141,7 +141,9 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
             )
         )
     # Rows of tiles want many rows, float32 by float32 most.
-    return cases + [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
+    cases += [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
+    # Those of oneDNN want activations of the weight's own 16 bits.
+    return cases + [LinearCase(33, 37, 100, name, name) for name in ("bfloat16", "float16")]
 
 
 device = "cpu"
