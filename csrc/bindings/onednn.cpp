@@ -20,7 +20,8 @@ py::dict facts() {
 void register_onednn(py::module_& m) {
   py::module_ onednn = m.def_submodule("onednn", "The library of oneDNN, and what is kept of it.");
   onednn.def("facts", facts, "Open the library; return its path, its version and, if it is of no use, the reason.");
-  onednn.def("kept_primitives", onednn::kept_primitives, "Return how many primitives are kept; at most MOST_KEPT.");
+  onednn.def("kept_primitives", onednn::kept_primitives,
+             "Return how many primitives this thread keeps; at most MOST_KEPT.");
   onednn.attr("MOST_KEPT") = onednn::kMostKept;
 }
 

@@ -3,7 +3,6 @@
 
 #include <list>
 #include <map>
-#include <mutex>
 
 namespace lowbit::onednn {
 namespace {
@@ -198,52 +197,32 @@ void Matmul::run(const Operands& operands, void* room) const {
 
 namespace {
 
-// The one that was asked for last comes first. Never freed: threads may outlive static destructors.
+// The one that was asked for last comes first. Each thread has its own, with no lock that a child could find held that
+// was forked meanwhile; what is large in a primitive, its code, oneDNN shares between equal ones.
 struct Cache {
   using Entry = std::pair<Product, std::shared_ptr<const Matmul>>;
-  std::mutex mutex;
   std::list<Entry> entries;
   std::map<Product, std::list<Entry>::iterator> found;
 };
-
-Cache& cache() {
-  static auto* const made = new Cache;
-  return *made;
-}
-
-std::shared_ptr<const Matmul> find(const Product& product) {
-  auto& [mutex, entries, found] = cache();
-  const std::lock_guard lock(mutex);
-  const auto at = found.find(product);
-  if (at == found.end()) return nullptr;
-  entries.splice(entries.begin(), entries, at->second);
-  return at->second->second;
-}
-
-void keep(const Product& product, std::shared_ptr<const Matmul> made) {
-  auto& [mutex, entries, found] = cache();
-  const std::lock_guard lock(mutex);
-  if (found.contains(product)) return;  // another thread made it too
-  entries.emplace_front(product, std::move(made));
-  found[product] = entries.begin();
-  if (entries.size() <= kMostKept) return;
-  found.erase(entries.back().first);
-  entries.pop_back();
-}
+thread_local Cache cache;
 
 }  // namespace
 
 std::shared_ptr<const Matmul> matmul(const Product& product) {
-  std::shared_ptr<const Matmul> made = find(product);
-  if (made) return made;
-  made = std::make_shared<const Matmul>(product);  // with no lock held: it takes milliseconds
-  keep(product, made);
-  return made;
+  auto& [entries, found] = cache;
+  if (const auto at = found.find(product); at != found.end()) {
+    entries.splice(entries.begin(), entries, at->second);
+    return at->second->second;
+  }
+  entries.emplace_front(product, std::make_shared<const Matmul>(product));
+  found[product] = entries.begin();
+  if (entries.size() > kMostKept) {
+    found.erase(entries.back().first);
+    entries.pop_back();
+  }
+  return entries.front().second;
 }
 
-std::size_t kept_primitives() {
-  const std::lock_guard lock(cache().mutex);
-  return cache().entries.size();
-}
+std::size_t kept_primitives() { return cache.entries.size(); }
 
 }  // namespace lowbit::onednn

@@ -77,7 +77,7 @@ class Matmul {
   int64_t weight_bytes_ = 0, scratchpad_bytes_ = 0;
 };
 
-// Made or found; the last kMostKept that were asked for stay.
+// Made or found; of each thread the last kMostKept that it asked for stay.
 constexpr std::size_t kMostKept = 256;
 std::shared_ptr<const Matmul> matmul(const Product& product);
 LOWBIT_API std::size_t kept_primitives();
