@@ -4,6 +4,7 @@ a reason in words, and the other rows run. The libraries are fakes of a few line
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -29,6 +30,40 @@ rows = {row["name"]: row for row in _C.kernels("linear")}
 print({rows[name]["reason"] for name in rows if name.endswith("_onednn")} == {_C.onednn.facts()["reason"]})
 print(any(row["available"] for row in rows.values()))
 """
+
+
+# Numbers of csrc/onednn/api.hpp, by oneDNN's names.
+NUMBERS = {
+    "kCpu": "dnnl_cpu", "kInOrder": "dnnl_stream_in_order", "kUserScratchpad": "dnnl_scratchpad_mode_user",
+    "kStrictMath": "dnnl_fpmath_mode_strict", "kOutOfMemory": "dnnl_out_of_memory", "kUnimplemented": "dnnl_unimplemented",
+    "kFloat16": "dnnl_f16", "kBFloat16": "dnnl_bf16", "kFloat32": "dnnl_f32", "kInt8": "dnnl_s8",
+    "kAnyFormat": "dnnl_format_tag_any", "kPanels16a16b2a": "dnnl_BA16a16b2a", "kPanels16a16b": "dnnl_BA16a16b",
+    "kGeluTanh": "dnnl_eltwise_gelu_tanh", "kSwish": "dnnl_eltwise_swish", "kBinaryAdd": "dnnl_binary_add", "kBinaryMul": "dnnl_binary_mul",
+    "kQueryImplementation": "dnnl_query_impl_info_str", "kQueryInnerCount": "dnnl_query_inner_nblks_s32",
+    "kQueryInnerBlocks": "dnnl_query_inner_blks", "kQueryInnerDims": "dnnl_query_inner_idxs",
+    "kQueryWeights": "dnnl_query_weights_md", "kQueryScratchpad": "dnnl_query_scratchpad_md",
+    "kSource": "DNNL_ARG_SRC", "kDestination": "DNNL_ARG_DST", "kWeights": "DNNL_ARG_WEIGHTS", "kScratchpad": "DNNL_ARG_SCRATCHPAD",
+    "argument_of_post_op(2)": "DNNL_ARG_ATTR_MULTIPLE_POST_OP(2) | DNNL_ARG_SRC_1",
+    "kSequential": "DNNL_RUNTIME_SEQ", "kOpenMP": "DNNL_RUNTIME_OMP", "kTbb": "DNNL_RUNTIME_TBB",
+    "kThreadPool": "DNNL_RUNTIME_THREADPOOL", "kSycl": "DNNL_RUNTIME_SYCL",
+    "sizeof(Argument)": "sizeof(dnnl_exec_arg_t)", "sizeof(Version)": "sizeof(dnnl_version_t)",
+}  # fmt: skip
+
+
+def test_numbers_are_those_of_the_headers(tmp_path: Path) -> None:
+    """torch's wheel has the headers of the oneDNN that it contains."""
+    torch = importlib.util.find_spec("torch")
+    include = Path(str(torch and torch.origin)).parent / "include"
+    if shutil.which("g++") is None or not (include / "oneapi" / "dnnl" / "dnnl.h").exists():
+        pytest.skip("no g++ on this machine, or no headers of oneDNN in torch")
+    api = (ROOT / "csrc" / "onednn" / "api.hpp").read_text()
+    assert set(re.findall(r"\b(k[A-Z]\w*) =", api)) == {name for name in NUMBERS if name.startswith("k")}
+    checks = [f'static_assert((long)(lowbit::onednn::{ours}) == (long)({theirs}), "{theirs}");' for ours, theirs in NUMBERS.items()]
+    text = "\n".join(checks).replace("lowbit::onednn::sizeof(", "sizeof(lowbit::onednn::")
+    (tmp_path / "numbers.cpp").write_text(f'#include "oneapi/dnnl/dnnl.h"\n#include "onednn/api.hpp"\n{text}\n')
+    command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{ROOT / 'csrc'}", str(tmp_path / "numbers.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
