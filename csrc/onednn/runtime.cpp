@@ -76,8 +76,7 @@ Runtime open() {
         "(pip install onednn-cpu-gomp)");
   Runtime made{.api = {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
                        .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(
-                           found.symbol("dnnl_memory_desc_get_size")),
-                       .version = reinterpret_cast<decltype(Api::version)>(found.symbol("dnnl_version"))},
+                           found.symbol("dnnl_memory_desc_get_size"))},
                .engine = nullptr,
                .openmp = version.cpu_runtime == kOpenMP ? shared_openmp(found) : OpenMP{}};
   ensure(made.api.engine_create(&made.engine, kCpu, 0), "dnnl_engine_create");

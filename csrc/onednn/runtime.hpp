@@ -13,7 +13,6 @@ namespace lowbit::onednn {
 struct Api {
   LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
   std::size_t (*desc_bytes)(const MemoryDescHandle*);
-  const Version* (*version)();
 };
 
 // Of the OpenMP that the library was built with; null in a sequential build.
