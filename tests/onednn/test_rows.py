@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +73,12 @@ def test_what_is_not_finite_reaches_its_row_and_no_other(row: str, bad: float) -
             assert not y[7].isfinite().any(), str(case)
         else:
             assert torch.equal(y[7].isfinite(), data.wanted[7].isfinite()), str(case)
+
+
+def test_nothing_is_read_behind_a_tensor(onednn: None, python: Callable[..., str]) -> None:
+    folder = Path(__file__).parent
+    code = f"import runpy, sys; sys.path.insert(0, {str(folder)!r}); runpy.run_path({str(folder / 'guarded_tensors.py')!r}, run_name='__main__')"
+    assert int(python(code)) == 27 * sum(map(len, FORMATS.values()))
 
 
 REFUSED = {
