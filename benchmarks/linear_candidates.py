@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowbit
+from lowbit import _C
 
 BASELINE = "torch fp32"
 Layer = Callable[[Tensor], Tensor]
@@ -161,7 +162,38 @@ def _ggml(library: Library, type_name: str, weight: Tensor) -> tuple[Layer, int]
     return GgmlLinear(library, type_name, packed, weight.shape[1]), packed.nbytes
 
 
+def _on_onednn(config: lowbit.formats.base.FormatConfig, row: str) -> Callable[[Tensor], tuple[Layer, int]]:
+    """Our layer, served by a row of oneDNN (docs/ops/onednn.md)."""
+
+    def make(weight: Tensor) -> tuple[Layer, int]:
+        if reason := _C.onednn.facts()["reason"]:
+            raise RuntimeError(reason)
+        layer, weight_bytes = _ours(config)(weight)
+        layer.prefer(row)
+        layer(torch.zeros(1, weight.shape[1], dtype=torch.bfloat16 if "bfloat16" in row else torch.float32))
+        if (ran := _C.last_kernel("linear")) != row:
+            raise RuntimeError(f"{row} does not fit, {ran} ran")
+        return layer, weight_bytes
+
+    return make
+
+
 PEERS = (
+    Candidate(
+        "W8A8, row of oneDNN",
+        _on_onednn(lowbit.int8_dynamic_activation_int8_weight(), "linear_int8_int8_onednn"),
+        torch.float32,
+    ),
+    Candidate(
+        "dense bf16, row of oneDNN",
+        _on_onednn(lowbit.float_weight(torch.bfloat16), "linear_bfloat16_onednn"),
+        torch.bfloat16,
+    ),
+    Candidate(
+        "dense f32, row of oneDNN",
+        _on_onednn(lowbit.float_weight(torch.float32), "linear_float32_onednn"),
+        torch.float32,
+    ),
     Candidate("torch bf16", _torch_float(torch.bfloat16), torch.bfloat16),
     Candidate("torch f16", _torch_float(torch.float16), torch.float16),
     Candidate("torch int8pack (bf16)", _torch_int8pack, torch.bfloat16),

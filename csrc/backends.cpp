@@ -5,6 +5,7 @@
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
 #include "external/backends.hpp"
+#include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "sim/backend.hpp"
 
@@ -20,7 +21,7 @@ std::span<const Backend* const> backends() {
     std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
     if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
     add(sim::backends(host));
-    return external::with_external(all);
+    return external::with_external(all, onednn::backends());
   });
 }
 

@@ -7,7 +7,7 @@
 #include "cuda/cudnn/plan.hpp"
 #include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
-#include "cuda/runtime/library.hpp"
+#include "cuda/runtime/libraries.hpp"
 
 namespace lowbit {
 namespace {
@@ -17,7 +17,7 @@ namespace py = pybind11;
 py::list libraries() {
   py::list all;
   for (std::size_t i = 0; i < std::size(cuda::kLibraryNames); i++) {
-    const cuda::Library& library = cuda::library(static_cast<cuda::LibraryName>(i));
+    const Library& library = cuda::library(static_cast<cuda::LibraryName>(i));
     py::dict facts;
     facts["name"] = cuda::kLibraryNames[i], facts["path"] = library.path, facts["missing"] = library.missing;
     all.append(facts);
@@ -71,8 +71,6 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
 
 void register_cuda(py::module_& m) {
   py::module_ cuda = m.def_submodule("cuda", "NVIDIA's libraries and the code of devices.");
-  cuda.def("look_in", cuda::look_in, py::arg("folders"),
-           "Folders of Python packages whose nvidia/*/lib is searched; before the first call that opens a library.");
   cuda.def("libraries", libraries, "Open every library; return name, path and, if missing, where it was looked for.");
   cuda.def(
       "unavailable", [](int16_t index) { return cuda::unavailable({DeviceType::cuda, index}); }, py::arg("index"),

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/register.hpp"
 #include "core/bandwidth.hpp"
 #include "core/isa.hpp"
+#include "core/library.hpp"
 #include "core/parallel.hpp"
 #include "external/backends.hpp"
+#include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
 #include "torch/registration.hpp"
@@ -18,8 +22,12 @@ namespace py = pybind11;
 py::dict isa() {
   py::dict result;
   py::list compiled;
-  for (const Backend* backend : backends())
-    if (backend->device == DeviceType::cpu && !external::is_external(*backend)) compiled.append(backend->name);
+  const auto providers = onednn::backends();
+  for (const Backend* backend : backends()) {
+    const bool provided = std::find(providers.begin(), providers.end(), backend) != providers.end();
+    if (backend->device == DeviceType::cpu && !provided && !external::is_external(*backend))
+      compiled.append(backend->name);
+  }
   result["compiled"] = compiled;
   result["detected"] = detected_isa();
   try {
@@ -90,6 +98,8 @@ void register_diagnostics(py::module_& m) {
       "isa", isa,
       "Return the instruction set levels compiled in, detected and chosen, and why the chosen one is lower, or empty.");
   m.def("threads", threads, "Return how many threads a kernel may use now, and whose they are.");
+  m.def("look_in", look_in, py::arg("folders"),
+        "Folders of Python packages beside which libraries are searched; before the first call that opens a library.");
   m.def("register_torch", register_torch,
         "Give lowbit::* to torch's dispatcher (idempotent); return per op how, or why not.");
   m.def(

@@ -10,15 +10,25 @@
 namespace lowbit {
 namespace {
 
-py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
-                        int64_t x_format_, std::string_view dtype, std::string_view device, int64_t preferred) {
-  const WeightSpec spec = weight_spec("explain_linear", n, k, format, group_size, asymmetric);
+LinearArgs call_of(std::string_view asker, int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size,
+                   bool asymmetric, int64_t x_format_, std::string_view dtype, std::string_view device) {
+  const WeightSpec spec = weight_spec(asker, n, k, format, group_size, asymmetric);
   LinearArgs args{.m = m, .weight_spec = spec, .x_format = x_format(x_format_, spec), .dtype = DType::other};
   for (DType candidate : {DType::float32, DType::bfloat16, DType::float16})
     if (name_of(candidate) == dtype) args.dtype = candidate;
-  check(args.dtype != DType::other, ErrorKind::value,
-        "explain_linear: dtype must be float32, bfloat16 or float16, got ", dtype);
-  args.place.device.type = device_type("explain_linear", device);
+  check(args.dtype != DType::other, ErrorKind::value, asker,
+        ": dtype must be float32, bfloat16 or float16, got ", dtype);
+  args.place.device.type = device_type(asker, device);
+  return args;
+}
+
+py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
+                        int64_t x_format, std::string_view dtype, std::string_view device, int64_t preferred,
+                        int64_t activation) {
+  LinearArgs args = call_of("explain_linear", m, n, k, format, group_size, asymmetric, x_format, dtype, device);
+  check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), ErrorKind::value,
+        "explain_linear: activation must be 0..", std::size(kActivationNames) - 1, ", got activation=", activation);
+  args.activation = static_cast<Activation>(activation);
   py::list rows;
   for (const Choice& choice : explain(args, preferred)) {
     py::dict row;
@@ -26,6 +36,12 @@ py::list explain_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t
     rows.append(row);
   }
   return rows;
+}
+
+std::string select_linear(int64_t m, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric,
+                          int64_t x_format, std::string_view dtype, std::string_view device) {
+  return std::string(
+      select(call_of("select_linear", m, n, k, format, group_size, asymmetric, x_format, dtype, device)).row.name);
 }
 
 }  // namespace
@@ -36,9 +52,12 @@ void register_linear(py::module_& m) {
   m.attr("ACTIVATIONS") = numbered(kActivationNames);
   m.def("explain_linear", explain_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
         arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
-        arg("row") = 0,
+        arg("row") = 0, arg("activation") = 0,
         "Say which kernel row would serve a linear call of ``m`` rows that prefers ``row`` (a row_number, 0: none), "
         "and why each other one would not.");
+  m.def("select_linear", select_linear, arg("m"), arg("n"), arg("k"), arg("format"), arg("group_size"),
+        arg("asymmetric"), arg("x_format"), arg("dtype"), arg("device") = "cpu",
+        "Name the row that would serve such a call; rows behind it are not asked.");
   m.def("row_number", number_of_row, arg("op"), arg("name"),
         "Return the number that a call prefers this row by; a ValueError lists the rows of the op.");
 }

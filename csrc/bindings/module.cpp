@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_decode(m);
   lowbit::register_diagnostics(m);
   lowbit::register_cuda(m);
+  lowbit::register_onednn(m);
   lowbit::register_recorder(m);
   lowbit::register_simulated(m);
   lowbit::register_external(m);

@@ -23,6 +23,7 @@ void register_score_program(pybind11::module_& m);
 void register_decode(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
+void register_onednn(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
 void register_simulated(pybind11::module_& m);
 void register_external(pybind11::module_& m);

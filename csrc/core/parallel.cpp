@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/fork.hpp"
 #include "core/once.hpp"
 
 // ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled
@@ -176,6 +177,8 @@ class Pool {
 };
 
 }  // namespace
+
+bool was_forked() { return forked; }
 
 int num_threads() {
   uint32_t count = 1;

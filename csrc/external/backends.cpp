@@ -163,9 +163,11 @@ bool is_external(const Backend& backend) {
   return false;
 }
 
-std::vector<const Backend*> with_external(std::span<const Backend* const> own) {
+std::vector<const Backend*> with_external(std::span<const Backend* const> own,
+                                          std::span<const Backend* const> providers) {
   const std::vector<const Backend*>* none = nullptr;
-  const auto* mine = new std::vector<const Backend*>(own.begin(), own.end());
+  auto* mine = new std::vector<const Backend*>(own.begin(), own.end());
+  mine->insert(mine->end(), providers.begin(), providers.end());
   if (!own_backends.compare_exchange_strong(none, mine)) delete mine;
   if (auto* const collect = collector.load()) collect();
   complete = true;
@@ -186,6 +188,7 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own) {
   }
   first.insert(first.end(), own.begin(), own.end());
   first.insert(first.end(), behind.begin(), behind.end());
+  first.insert(first.end(), providers.begin(), providers.end());
   return first;
 }
 

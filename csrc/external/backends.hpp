@@ -39,7 +39,9 @@ LOWBIT_API void add(const std::string& by, std::vector<Row> rows);
 LOWBIT_API std::vector<AddedRow> added();
 LOWBIT_API bool is_external(const Backend& backend);
 
-// The list of all backends, best first: rows that want to be first, this build's, the others.
-std::vector<const Backend*> with_external(std::span<const Backend* const> own);
+// The list of all backends, best first: rows that want to be first, this build's, the others, and behind them this
+// build's own `providers`, which need a library that may not be there.
+std::vector<const Backend*> with_external(std::span<const Backend* const> own,
+                                          std::span<const Backend* const> providers);
 
 }  // namespace lowbit::external

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 from lowbit import _C
 from lowbit._C import version as __version__
 
-_C.cuda.look_in(sys.path)  # where pip has NVIDIA's libraries, if it has; nothing is opened here
+_C.look_in(sys.path)  # where pip has NVIDIA's libraries and oneDNN, if it has; nothing is opened here
 
 if TYPE_CHECKING:
     from lowbit import attention, backends, devices, optim, recorder

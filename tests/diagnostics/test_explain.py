@@ -27,6 +27,7 @@ def test_explained_row_is_the_one_that_runs(m: int, dtype: torch.dtype) -> None:
     for entry, layer in zip(entries, (model[0], model[2][0]), strict=True):
         layer(torch.randn(m, layer.in_features, dtype=dtype))
         assert _C.last_kernel("linear") == entry.row
+        assert _C.select_linear(m, *layer.op_args, str(dtype).removeprefix("torch.")) == entry.row
         assert all(reason for _, reason in entry.others)
         assert len(entry.others) == len(lowbit.kernels("linear")) - 1
 

@@ -35,7 +35,7 @@ def test_row_is_within_budget_of_the_float64_reference(kernel: str) -> None:
 def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
     """Each row has every activation with every dtype, each pair with one of the 12 (bias, mul, add); 12 rows in turn have the full product.
 
-    All rows of an instruction set have one epilogue (cpu/linear/epilogue.hpp).
+    All rows of an instruction set have one epilogue (cpu/linear/epilogue.hpp). oneDNN's activations are tested in tests/onednn too.
     """
     ends = list(itertools.product((None, "float32", "dtype of x"), (False, True), (False, True)))
     for i, (dtype, activation) in enumerate(itertools.product(testing.DTYPES, testing.ACTIVATIONS)):
@@ -46,7 +46,10 @@ def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
             for m, group_size in ((5, 0), (5, 32), (70, 0), (1, 0), (1, 32))
             if _C.FORMAT_FACTS[format]["kind"] != "float" or group_size == 0
         )
-        case = next(case for case in cases if testing.serves(kernel, case))
+        case = next((case for case in cases if testing.serves(kernel, case)), None)
+        if case is None and kernel.endswith("_onednn"):  # which has not every activation and dtype
+            continue
+        assert case, f"no case of {dtype} and {activation} reaches {kernel}"
         data = cached_data(case)
         assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
 
@@ -70,7 +73,7 @@ def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: s
 
 @pytest.mark.parametrize("case", INTEGER_CASES[::4], ids=str)
 def test_rows_with_integer_arithmetic_agree_bit_for_bit(case: LinearCase) -> None:
-    rows = [str(row["name"]) for row in testing.rows("linear") if row["available"]]
+    rows = [str(row["name"]) for row in testing.rows("linear") if row["available"] and row["backend"] != "onednn"]
     results = {row: run_linear(case, cached_data(case), row) for row in rows if testing.serves(row, case)}
     first, *others = results
     for row in others:

@@ -21,11 +21,12 @@ CPP_ARROWS = {
     "external": {"external", "lowbit", "ops", "formats", "rules", "core"},
     "ops": {"ops", "recorder", "score", "formats", "rules", "core"},
     "cuda": {"cuda", "ops", "formats", "rules", "core"},
+    "onednn": {"onednn", "ops", "formats", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
-    "bindings": {"bindings", "torch", "external", "sim", "cuda", "ops", "recorder", "score", "formats", "rules", "core"},
+    "bindings": {"bindings", "torch", "external", "sim", "cuda", "onednn", "ops", "recorder", "score", "formats", "rules", "core"},
     "wheel": set(),
-    "backends.cpp": {"cpu", "cuda", "external", "sim", "ops", "core"},
+    "backends.cpp": {"cpu", "cuda", "external", "onednn", "sim", "ops", "core"},
 }
 PYTHON_ARROWS = {
     "reference": {"reference"},
@@ -194,7 +195,7 @@ def test_autoload_package_imports_nothing_at_the_top() -> None:
 
 def test_rooms_of_the_tests_mirror_the_package() -> None:
     rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    assert rooms - {"torch", "structure", "cpp", "cuda", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
+    assert rooms - {"torch", "structure", "cpp", "cuda", "onednn", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
 
 
 def test_every_instruction_set_is_asked_for_the_whole_vector() -> None:

@@ -57,7 +57,7 @@ def test_row_names_follow_op_what_target(op: str) -> None:
     for row in rows:
         assert re.fullmatch(rf"{op}_[a-z0-9]+(_[a-z0-9]+)*_{row['backend']}", str(row["name"])), row
     assert len({row["name"] for row in rows}) == len(rows)
-    isas = {row["backend"] for row in rows}
+    isas = {row["backend"] for row in rows} - {"onednn"}
     assert isas <= set(_C.isa()["compiled"]) and "scalar" in isas
     if op == "linear":
         assert isas == set(_C.isa()["compiled"]), "every instruction set serves linear"

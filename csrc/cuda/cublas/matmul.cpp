@@ -7,7 +7,7 @@
 
 #include "core/once.hpp"
 #include "cuda/runtime/driver.hpp"
-#include "cuda/runtime/library.hpp"
+#include "cuda/runtime/libraries.hpp"
 
 namespace lowbit::cuda {
 namespace {

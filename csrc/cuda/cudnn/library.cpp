@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/once.hpp"
-#include "cuda/runtime/library.hpp"
+#include "cuda/runtime/libraries.hpp"
 
 namespace lowbit::cuda {
 namespace {

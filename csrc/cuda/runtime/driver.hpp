@@ -8,7 +8,7 @@
 
 #include "core/error.hpp"
 #include "core/place.hpp"
-#include "cuda/runtime/library.hpp"
+#include "cuda/runtime/libraries.hpp"
 
 namespace lowbit::cuda {
 

@@ -31,6 +31,7 @@ def machine() -> dict[str, str]:
         "threads": str(_C.threads()["count"]),
         "lowbit": _C.version,
         "torch": str(torch.__version__),
+        "onednn": _C.onednn.facts()["version"],
     }
 
 

@@ -47,9 +47,11 @@ def info() -> Info:
     facts["devices"] = ", ".join(devices.list())
     facts |= {f"backend {package.name}": told(package) for package in report()}
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
-        if not kernel["available"] and kernel["device"] != "cuda":  # of which more is said
+        more_is_said = kernel["device"] == "cuda" or kernel["backend"] == "onednn"
+        if not kernel["available"] and not more_is_said:
             what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
             facts[what] = f"not available: {kernel['reason']}"
+    facts["oneDNN"] = _onednn()
     facts |= _cuda()
     return facts
 
@@ -62,6 +64,12 @@ def _recorder() -> str:
     if state["reason"]:
         return f"in memory alone: {state['reason']}"
     return state["path"] or f"on, makes its file in {state['folder']} at the first call"
+
+
+def _onednn() -> str:
+    """Which library was found and whether its rows can run, or where it was looked for."""
+    found = _C.onednn.facts()
+    return found["reason"] or f"{found['version']}, {found['path']}"
 
 
 def _cuda() -> dict[str, str]:

@@ -49,7 +49,7 @@ def force_kernel(name: str) -> Iterator[None]:
         ValueError: there is no row of this name (lists the rows).
 
     Example:
-        >>> with lowbit.force_kernel(lowbit.kernels("linear")[-1]["name"]):
+        >>> with lowbit.force_kernel("linear_int8_scalar"):
         ...     y = layer(x)
     """
     previous = _C.force_kernel(name)

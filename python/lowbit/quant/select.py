@@ -273,8 +273,7 @@ def serving_kernel(spec: LinearSpec, n: int, k: int, weight: torch.Tensor, *, em
         rows = [row for row in _C.kernels("dequantize") if row["available"] and row["device"] == device]
         return next(row["name"] for row in rows if row["name"].startswith("dequantize_rows_"))
     for m in (1, 64):
-        rows = _C.explain_linear(m, *spec.op_args(n, k), dtype, device)
-        names.append(next(row["name"] for row in rows if row["chosen"]))
+        names.append(_C.select_linear(m, *spec.op_args(n, k), dtype, device))
     return names[0] if names[0] == names[1] else f"{names[0]} (m=1), {names[1]}"
 
 

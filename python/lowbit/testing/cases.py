@@ -141,7 +141,9 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
             )
         )
     # Rows of tiles want many rows, float32 by float32 most.
-    return cases + [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
+    cases += [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
+    # Those of oneDNN want activations of the weight's own 16 bits.
+    return cases + [LinearCase(33, 37, 100, name, name) for name in ("bfloat16", "float16")]
 
 
 device = "cpu"
@@ -171,7 +173,9 @@ def serves(row: str, case: LinearCase, on: str | None = None) -> bool:
     n, k, format, group_size, asymmetric, x_format = case.op_args
     previous = _C.force_kernel(row)
     try:
-        choices = _C.explain_linear(case.m, n, k, format, group_size, asymmetric, x_format, case.dtype, on or device)
+        weight = n, k, format, group_size, asymmetric, x_format
+        activation = _C.ACTIVATIONS[case.activation]
+        choices = _C.explain_linear(case.m, *weight, case.dtype, on or device, activation=activation)
     finally:
         _C.force_kernel(previous)
     return any(choice["chosen"] for choice in choices)

@@ -4,7 +4,7 @@
 
 #include <cudnn_frontend.h>
 
-#include "cuda/runtime/library.hpp"
+#include "cuda/runtime/libraries.hpp"
 
 namespace cudnn_frontend {
 void* cudnn_dlhandle = nullptr;  // what it calls cuDNN through

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/library.hpp"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <sstream>
+
+namespace lowbit {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> folders_of_packages;
+
+std::vector<std::string> split(std::string_view text, char at) {
+  std::vector<std::string> parts;
+  std::istringstream in{std::string(text)};
+  for (std::string part; std::getline(in, part, at);)
+    if (!part.empty()) parts.push_back(part);
+  return parts;
+}
+
+std::string path_of(void* handle, const std::string& opened_as) {
+  link_map* map = nullptr;
+  return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] ? map->l_name : opened_as;
+}
+
+// Opens the first that can be; `missing` gets the reason of a file that is there and cannot.
+void open_in(const std::vector<std::string>& folders, const LibrarySearch& search, Library& library) {
+  std::error_code ignored;
+  for (const std::string& folder : folders)
+    for (const std::string& name : split(search.names, ' ')) {
+      const std::string path = folder + "/" + name;
+      if (library.handle || !fs::exists(path, ignored)) continue;
+      if (search.before_open) search.before_open(folder, name);
+      library.handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+      if (library.handle) library.path = path_of(library.handle, path);
+      else if (const char* reason = dlerror()) library.missing += concat(path, " cannot be loaded: ", reason, "; ");
+    }
+}
+
+void open_by_name(int flags, const LibrarySearch& search, Library& library) {
+  for (const std::string& name : split(search.names, ' ')) {
+    if (library.handle) return;
+    library.handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
+    if (library.handle) library.path = path_of(library.handle, name);
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> folders_of(const char* variable, std::string_view below) {
+  std::vector<std::string> folders;
+  if (const char* value = std::getenv(variable))
+    for (const std::string& folder : split(value, ':')) folders.push_back(concat(folder, below));
+  return folders;
+}
+
+void look_in(std::vector<std::string> site_packages) { folders_of_packages = std::move(site_packages); }
+const std::vector<std::string>& site_packages() { return folders_of_packages; }
+
+Library open_library(const LibrarySearch& search) {
+  Library library;
+  open_in(search.own, search, library);
+  open_by_name(RTLD_NOLOAD, search, library);
+  open_in(search.packages, search, library);
+  open_in(search.home, search, library);
+  open_by_name(0, search, library);
+  if (library.handle) {
+    library.missing.clear();
+    return library;
+  }
+  std::string looked;
+  for (const auto* folders : {&search.own, &search.packages, &search.home})
+    for (const std::string& folder : *folders) looked += folder + ", ";
+  library.missing += concat(split(search.names, ' ')[0], " was not found in ", looked,
+                            "nor where the system looks (", search.source, ")");
+  return library;
+}
+
+void* Library::symbol(const char* name) const {
+  check(handle != nullptr, ErrorKind::runtime, missing);
+  void* const address = dlsym(handle, name);
+  check(address != nullptr, ErrorKind::runtime, path, " has no ", name, ": it is too old");
+  return address;
+}
+
+}  // namespace lowbit

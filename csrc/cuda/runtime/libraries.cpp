@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/runtime/libraries.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+
+#include "core/once.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> folders_of_packages() {
+  std::vector<std::string> folders;
+  std::error_code ignored;
+  for (const std::string& site : site_packages())
+    for (fs::directory_iterator i(fs::path(site) / "nvidia", ignored), end; i != end; i.increment(ignored))
+      if (fs::is_directory(i->path() / "lib", ignored)) folders.push_back((i->path() / "lib").string());
+  std::sort(folders.begin(), folders.end());
+  return folders;
+}
+
+// The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it by: it is opened before it is
+// wanted.
+void open_companions(const std::string& folder, std::string_view soname) {
+  if (!soname.starts_with("libnvrtc")) return;
+  std::error_code ignored;
+  for (fs::directory_iterator i(folder, ignored), end; i != end; i.increment(ignored))
+    if (i->path().filename().string().starts_with("libnvrtc-builtins.so"))
+      dlopen(i->path().c_str(), RTLD_NOW | RTLD_GLOBAL);
+}
+
+Library open(std::string_view sonames, std::string_view source) {
+  return open_library({.names = sonames, .source = source, .own = folders_of("LOWBIT_CUDA_PATH", ""),
+                       .packages = folders_of_packages(), .home = folders_of("CUDA_HOME", "/lib64"),
+                       .before_open = open_companions});
+}
+
+}  // namespace
+
+const Library& library(LibraryName name) {
+  static std::array<std::atomic<const Library*>, std::size(kLibraryNames)> kept{};
+  return made_once(kept[static_cast<std::size_t>(name)], [name] {
+#define LOWBIT_CUDA_LIBRARY(which, sonames, source) \
+  if (name == LibraryName::which) return open(sonames, source);
+    LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)
+#undef LOWBIT_CUDA_LIBRARY
+    return Library{};
+  });
+}
+
+}  // namespace lowbit::cuda

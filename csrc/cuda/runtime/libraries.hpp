@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// NVIDIA's libraries, opened when first needed: nothing of CUDA is linked.
+#pragma once
+
+#include "core/library.hpp"
+
+namespace lowbit::cuda {
+
+// What each is called (the newest first), and where pip has it. A line here is a library of `python -m lowbit info`.
+#define LOWBIT_CUDA_LIBRARIES(X)                                                   \
+  X(driver, "libcuda.so.1", "NVIDIA's driver")                                     \
+  X(nvrtc, "libnvrtc.so.13 libnvrtc.so.12", "pip install nvidia-cuda-nvrtc")       \
+  X(cublas_lt, "libcublasLt.so.13 libcublasLt.so.12", "pip install nvidia-cublas") \
+  X(cudnn, "libcudnn.so.9", "pip install nvidia-cudnn-cu13")                       \
+  X(cusparse_lt, "libcusparseLt.so.0", "pip install nvidia-cusparselt-cu13")
+
+#define LOWBIT_CUDA_LIBRARY(name, sonames, source) name,
+enum class LibraryName { LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY) };
+#undef LOWBIT_CUDA_LIBRARY
+#define LOWBIT_CUDA_LIBRARY(name, sonames, source) #name,
+inline constexpr std::string_view kLibraryNames[] = {LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)};
+#undef LOWBIT_CUDA_LIBRARY
+
+// Opened at the first call: a folder of LOWBIT_CUDA_PATH; what the process has loaded (torch brings most of it);
+// nvidia/*/lib in the folders of look_in(); CUDA_HOME; wherever the system looks.
+LOWBIT_API const Library& library(LibraryName name);
+
+}  // namespace lowbit::cuda

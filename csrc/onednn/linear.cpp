@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op linear. What the op has and oneDNN has not is refused here; how oneDNN does the rest: matmul.hpp.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "core/bits.hpp"
+#include "core/parallel.hpp"
+#include "formats/format.hpp"
+#include "onednn/backend.hpp"
+#include "onednn/matmul.hpp"
+#include "onednn/operands.hpp"
+
+namespace lowbit::onednn {
+namespace {
+
+constexpr int64_t kMostCodesK = 1 << 17;  // an int32 holds the sum of so many products of codes, 128 * 127 at most
+
+Weights weights_of(const WeightSpec& spec) {
+  return spec.format == Format::float32    ? Weights::float32_panels
+         : spec.format == Format::bfloat16 ? Weights::bfloat16_panels
+                                           : Weights::int8_rows;
+}
+
+Product product_of(const LinearArgs& args, const Threads& threads) {
+  const WeightSpec& spec = args.weight_spec;
+  return {.weights = weights_of(spec), .m = args.m, .n = spec.n, .k = spec.padded_k(), .result = args.dtype,
+          .activation = args.activation, .bias = args.bias != nullptr, .mul = args.mul != nullptr,
+          .add = args.add != nullptr, .threads = threads.count()};
+}
+
+// What stands behind the product, and what oneDNN itself says of it. The text lives until this thread asks again.
+std::string_view refused_product(const LinearArgs& args) {
+  if (args.activation == Activation::relu) return "relu of oneDNN makes 0 of nan";
+  if (args.activation == Activation::gelu) return "gelu of oneDNN makes nan of inf";
+  thread_local std::string reason;
+  try {
+    const Threads threads;
+    reason = matmul(product_of(args, threads))->reason();
+  } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
+    reason = error.what();
+  }
+  return reason;
+}
+
+std::string_view refuses_float32(const LinearArgs& args) {
+  if (args.weight_spec.format != Format::float32) return "another weight format";
+  if (args.dtype != DType::float32) return "oneDNN multiplies a float32 weight by float32 activations alone";
+  return refused_product(args);
+}
+
+std::string_view refuses_bfloat16(const LinearArgs& args) {
+  if (args.weight_spec.format != Format::bfloat16) return "another weight format";
+  if (args.dtype != DType::bfloat16) return "oneDNN multiplies a bfloat16 weight by bfloat16 activations alone";
+  return refused_product(args);
+}
+
+std::string_view refuses_int8(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  if (spec.format != Format::int8) return "another weight format";
+  if (stays_float(args.x_format)) return "float activations";
+  if (spec.group_size) return "oneDNN has no scales of groups for a product of codes";
+  if (spec.asymmetric || args.x_format == XFormat::int8_row_asymmetric) return "asymmetric codes";
+  if (spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  return refused_product(args);
+}
+
+// Memory of this thread, kept between calls: a call's copy of a weight is as large as the weight, and fresh pages cost
+// as much as the product of a few rows.
+class Room {
+ public:
+  ~Room() { std::free(data_); }
+  char* of(int64_t bytes) {
+    if (bytes_ >= bytes) return data_;
+    std::free(std::exchange(data_, nullptr));
+    bytes_ = 0;
+    data_ = static_cast<char*>(std::aligned_alloc(4096, static_cast<std::size_t>(round_up(bytes, 4096))));
+    if (!data_) throw std::bad_alloc();
+    bytes_ = round_up(bytes, 4096);
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+thread_local Room room;
+
+// Parts of a room, each 64-byte aligned.
+struct Parts {
+  char* begin = nullptr;
+  int64_t bytes = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* const part = begin ? reinterpret_cast<T*>(begin + bytes) : nullptr;
+    bytes += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return part;
+  }
+};
+
+// What `take` takes: counted first, then in the room of this thread.
+template <class Call, class Take>
+Call in_room(Take&& take) {
+  Parts counted;
+  take(counted);
+  Parts parts{room.of(counted.bytes)};
+  return take(parts);
+}
+
+int64_t row_bytes(const LinearArgs& args, int64_t k) { return k * static_cast<int64_t>(size_of(args.dtype)); }
+
+// Rows of x with zeros behind them up to padded k: a weight's padding, multiplied by what lies behind a row of x, may
+// give nan.
+void pad_rows(const LinearArgs& args, char* to) {
+  const WeightSpec& spec = args.weight_spec;
+  const int64_t from_row = row_bytes(args, spec.k), to_row = row_bytes(args, spec.padded_k());
+  parallel_for(args.m, threads_for(args.m * spec.padded_k()), [&](int64_t row) {
+    std::memcpy(to + row * to_row, static_cast<const char*>(args.x) + row * from_row,
+                static_cast<std::size_t>(from_row));
+    std::memset(to + row * to_row + from_row, 0, static_cast<std::size_t>(to_row - from_row));
+  });
+}
+
+const float* float_bias(const LinearArgs& args, float* room_for_it) {
+  if (!args.bias || args.bias_dtype == DType::float32) return static_cast<const float*>(args.bias);
+  widen(static_cast<const char*>(args.bias), args.bias_dtype, args.weight_spec.n, args.weight_spec.n, room_for_it);
+  return room_for_it;
+}
+
+void run_floats(const LinearArgs& args) {
+  const Threads threads;
+  const auto product = matmul(product_of(args, threads));
+  const WeightSpec& spec = args.weight_spec;
+  const bool padded = spec.k != spec.padded_k();
+  struct Call {
+    char *library, *x;
+    float* bias;
+  };
+  const auto [library, x, bias] = in_room<Call>([&](Parts& parts) {
+    const int64_t x_bytes = padded ? args.m * row_bytes(args, spec.padded_k()) : 0;
+    return Call{parts.take<char>(product->room_bytes()), parts.take<char>(x_bytes), parts.take<float>(spec.n)};
+  });
+  if (padded) pad_rows(args, x);
+  product->run({.x = padded ? x : args.x, .weight = args.weight, .row_scale = nullptr, .column_scale = nullptr,
+                .bias = float_bias(args, bias), .mul = args.mul, .add = args.add, .y = args.y},
+               library);
+}
+
+void run_int8(const LinearArgs& args) {
+  const Threads threads;
+  const auto product = matmul(product_of(args, threads));
+  const WeightSpec& spec = args.weight_spec;
+  struct Call {
+    char* library;
+    int8_t *x, *weight;
+    float *row_scale, *column_scale, *bias;
+  };
+  const int64_t stored_n = spec.panels() * kPanelColumns;
+  const Call call = in_room<Call>([&](Parts& parts) {
+    return Call{parts.take<char>(product->room_bytes()), parts.take<int8_t>(args.m * spec.padded_k()),
+                parts.take<int8_t>(stored_n * spec.padded_k()), parts.take<float>(args.m),
+                parts.take<float>(stored_n), parts.take<float>(spec.n)};
+  });
+  quantize_rows(args, call.x, call.row_scale);
+  rows_of_panels(spec, args.weight, call.weight, call.column_scale);
+  product->run({.x = call.x, .weight = call.weight, .row_scale = call.row_scale, .column_scale = call.column_scale,
+                .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add, .y = args.y},
+               call.library);
+}
+
+constexpr Kernel<LinearArgs> kRows[] = {{"linear_int8_int8_onednn", refuses_int8, run_int8},
+                                        {"linear_float32_onednn", refuses_float32, run_floats},
+                                        {"linear_bfloat16_onednn", refuses_bfloat16, run_floats}};
+
+}  // namespace
+
+void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+
+}  // namespace lowbit::onednn

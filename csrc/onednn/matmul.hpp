@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// A product of oneDNN with everything behind it in one primitive, made once for all that it depends on.
+#pragma once
+
+#include <array>
+#include <compare>
+#include <memory>
+#include <string>
+
+#include "onednn/runtime.hpp"
+#include "ops/linear.hpp"
+
+namespace lowbit::onednn {
+
+// How the weight lies. Panels are our own (formats/format.hpp), which oneDNN has a name for where codes are floats.
+enum class Weights { float32_panels, bfloat16_panels, int8_rows };
+
+// All that a primitive depends on.
+struct Product {
+  Weights weights;
+  int64_t m, n, k;  // k with padding
+  DType result;     // of y, mul and add
+  Activation activation;
+  bool bias, mul, add;
+  int threads;
+  friend auto operator<=>(const Product&, const Product&) = default;
+};
+
+// Tensors of a call, as the primitive reads them: rows without gaps.
+struct Operands {
+  const void* x;              // [m, k]: float32, bfloat16 or int8
+  const void* weight;
+  const float* row_scale;     // [m], of int8
+  const float* column_scale;  // [n], of int8
+  const float* bias;          // [n]
+  const void *mul, *add;      // [m, n]
+  void* y;
+};
+
+// Destroyed by the function of the library that its type has.
+struct Destroy {
+  void operator()(MemoryDesc desc) const { runtime().api.desc_destroy(desc); }
+  void operator()(Memory memory) const { runtime().api.memory_destroy(memory); }
+  void operator()(PostOps post_ops) const { runtime().api.post_ops_destroy(post_ops); }
+  void operator()(Attributes attributes) const { runtime().api.attr_destroy(attributes); }
+  void operator()(PrimitiveDesc desc) const { runtime().api.primitive_desc_destroy(desc); }
+  void operator()(Primitive primitive) const { runtime().api.primitive_destroy(primitive); }
+  void operator()(Stream stream) const { runtime().api.stream_destroy(stream); }
+};
+template <class Handle>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
+
+class Matmul {
+ public:
+  explicit Matmul(const Product& product);
+  const std::string& reason() const { return reason_; }  // why oneDNN cannot run it; "" if it can
+  int64_t room_bytes() const { return weight_bytes_ + scratchpad_bytes_; }
+  void run(const Operands& operands, void* room) const;  // room: room_bytes() of the caller, 64-byte aligned
+
+ private:
+  struct PostOp {  // its second operand: desc, and where in Operands it is
+    Owned<MemoryDesc> desc;
+    const void* (*operand)(const Operands&);
+  };
+  static constexpr int kMostPostOps = 6;
+
+  void append(PostOps chain, int algorithm, int64_t rows, int64_t columns, int type,
+              const void* (*operand)(const Operands&));
+  Owned<Attributes> attributes();
+
+  Product product_;
+  std::string reason_;
+  Owned<MemoryDesc> x_, weight_, read_weight_, y_, scratchpad_;  // read_weight_: as the primitive wants it
+  std::array<PostOp, kMostPostOps> post_ops_;
+  int post_op_count_ = 0;
+  Owned<Primitive> reorder_, matmul_;
+  int64_t weight_bytes_ = 0, scratchpad_bytes_ = 0;
+};
+
+// Made or found; of each thread the last kMostKept that it asked for stay.
+constexpr std::size_t kMostKept = 256;
+std::shared_ptr<const Matmul> matmul(const Product& product);
+LOWBIT_API std::size_t kept_primitives();
+
+}  // namespace lowbit::onednn

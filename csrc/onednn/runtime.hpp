@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// oneDNN as this process has it: the library, opened when first asked for, and whose threads it runs on.
+#pragma once
+
+#include <string>
+
+#include "core/library.hpp"
+#include "core/place.hpp"
+#include "onednn/api.hpp"
+
+namespace lowbit::onednn {
+
+struct Api {
+  LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
+  std::size_t (*desc_bytes)(const MemoryDescHandle*);
+};
+
+// Of the OpenMP that the library was built with; null in a sequential build.
+struct OpenMP {
+  void (*set_num_threads)(int) = nullptr;
+  int (*get_max_threads)() = nullptr;
+  int (*in_parallel)() = nullptr;
+};
+
+struct Runtime {
+  Api api;
+  Engine engine;
+  OpenMP openmp;
+};
+const Runtime& runtime();  // RuntimeError: why it is not there
+
+// Where the library was found and what it is, or why it is of no use; opens it.
+struct Facts {
+  std::string path, version, reason;
+};
+LOWBIT_API const Facts& facts();
+const std::string& unavailable(Device device);
+
+// The status of a call that must not fail.
+void ensure(int status, std::string_view function);
+
+// The threads of one call, which primitives are made for and run with: those of lowbit's own kernels here and now, one
+// where OpenMP cannot give more (in a parallel region, in a forked child).
+class Threads {
+ public:
+  Threads();
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads();
+  int count() const { return count_; }
+
+ private:
+  int before_ = 0, count_ = 1;
+};
+
+}  // namespace lowbit::onednn
