@@ -13,6 +13,7 @@ std::span<const Backend* const> backends();
 // of the host then.
 bool is_emulated();
 
+void add_attention_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_optim_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);

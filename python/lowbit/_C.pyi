@@ -219,6 +219,17 @@ class _Cuda:
     def libraries(self) -> list[dict[str, str]]: ...
     def unavailable(self, index: int) -> str: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
+    def prebuild_attention(
+        self,
+        architecture: str,
+        dtype: str,
+        e: int,
+        ev: int,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
+        mask_mod: Sequence[int] = ...,
+        mask_captured: Sequence[Tensor] = ...,
+    ) -> list[dict[str, str]]: ...
 
 cuda: _Cuda
 

@@ -20,7 +20,7 @@ CPP_ARROWS = {
     "recorder": {"recorder", "core"},
     "external": {"external", "lowbit", "ops", "formats", "rules", "core"},
     "ops": {"ops", "recorder", "score", "formats", "rules", "core"},
-    "cuda": {"cuda", "ops", "formats", "rules", "core"},
+    "cuda": {"cuda", "ops", "score", "formats", "rules", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
     "bindings": {"bindings", "torch", "external", "sim", "cuda", "ops", "recorder", "score", "formats", "rules", "core"},

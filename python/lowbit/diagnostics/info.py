@@ -67,5 +67,5 @@ def _recorder() -> str:
 def _cuda() -> dict[str, str]:
     """What was found of NVIDIA's libraries, and whether our kernels run on the first device."""
     reason = _C.cuda.unavailable(0)
-    facts = {"cuda:0": f"not available: {reason}" if reason else "linear, optimizers"}
+    facts = {"cuda:0": f"not available: {reason}" if reason else "linear, optimizers, attention"}
     return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}
