@@ -24,5 +24,7 @@ step "optimizers"
 python "$OLDPWD/benchmarks/bench_optim.py" --device cuda --parameters 512 --rounds 8 --out optim_cuda.json || code=$?
 step "linear layers"
 python "$OLDPWD/benchmarks/bench_linear_cuda.py" --rounds 5 --out linear_cuda.json || code=$?
+step "attention"
+python "$OLDPWD/benchmarks/bench_attention_cuda.py" --rounds 5 --out attention_cuda.json || code=$?
 step "done"
 exit "$code"

@@ -13,7 +13,7 @@
 namespace lowbit::cuda {
 
 // Which sources there are: the first number of a SourceKey.
-enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded };
+enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention };
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -43,7 +43,8 @@ Source dequantize_source(Format format);
 Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
-// What the optimizers' defaults use, and linear with the configurations that are used most.
+void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
+// What the optimizers' defaults use, and linear and attention with the configurations that are used most.
 LOWBIT_API std::vector<Source> common_sources();
 // Every specialisation of linear that a call can ask for.
 LOWBIT_API std::vector<Source> linear_sources();

@@ -22,6 +22,7 @@ constexpr Word kWords[] = {
     {"GLOBAL", "", "__global"},
     {"LAYOUT", "const long long*", "__global const long*"},
     {"FAULT", "int*", "volatile __global int*"},
+    {"GRADIENT", "float*", "__global float*"},
     {"Float", "float", "float"},
     {"Int", "int", "int"},
     {"Long", "long long", "long"},
@@ -177,7 +178,7 @@ class Printer {
     for (std::size_t i = 0; i < captured().size(); i++)
       text_ += concat("GLOBAL const ", element_of(call_.captured()[i].dtype).type, "* t", i, ", ");
     for (std::size_t i = 0; i < captured().size(); i++)
-      if (gradient_ && captured()[i].type == 'f') text_ += concat("GLOBAL float* d", i, ", ");
+      if (gradient_ && captured()[i].type == 'f') text_ += concat("GRADIENT d", i, ", ");
     text_ += "LAYOUT layout, FAULT fault) {\n";
   }
 
@@ -261,12 +262,14 @@ class Printer {
 
 }  // namespace
 
-std::string score_source_prelude(SourceLanguage language) {
+std::string score_source_prelude(SourceLanguage language, bool adds) {
   const bool cuda = language == SourceLanguage::cuda;
   std::string text = cuda ? "" : "#pragma OPENCL FP_CONTRACT OFF\n";
-  for (const Word& word : kWords) text += concat("#define ", word.name, " ", cuda ? word.cuda : word.opencl, "\n");
+  for (const Word& word : kWords)
+    if (adds || word.name != "GRADIENT")
+      text += concat("#define ", word.name, " ", cuda ? word.cuda : word.opencl, "\n");
   for (std::string_view shared : kShared) text += concat("DEVICE ", shared, "\n");
-  return concat(text, kPrelude.substr(1), cuda ? kAddCuda : kAddOpencl);
+  return concat(text, kPrelude.substr(1), !adds ? "" : cuda ? kAddCuda : kAddOpencl);
 }
 
 std::string score_source(const ScoreCall& call, SourceLanguage language, bool gradient) {

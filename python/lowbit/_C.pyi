@@ -235,6 +235,17 @@ class _Cuda:
         self, device: str, compute_capability: int, sizes: Sequence[int], dtype: str, causal: bool, backward: bool
     ) -> dict[str, object]: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
+    def prebuild_attention(
+        self,
+        architecture: str,
+        dtype: str,
+        e: int,
+        ev: int,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
+        mask_mod: Sequence[int] = ...,
+        mask_captured: Sequence[Tensor] = ...,
+    ) -> list[dict[str, str]]: ...
 
 cuda: _Cuda
 

@@ -20,6 +20,7 @@
 #include <random>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 struct alignas(8) uint2 { unsigned x, y; };
@@ -40,6 +41,11 @@ struct Fiber {
   // Of this collective operation and the one before, which another thread may not have read yet.
   std::array<uint32_t, 6> deposit[2];
   std::vector<char> stack = std::vector<char>(kStack);
+  struct Copy {
+    void* to;
+    const void* from;  // null: zeros
+  };
+  std::vector<Copy> copies;  // that it has not waited for
 };
 
 inline std::vector<Fiber> fibers;
@@ -47,6 +53,8 @@ inline unsigned current = 0;
 inline jmp_buf scheduler;
 inline void (*body)(const void*) = nullptr;
 inline const void* arguments = nullptr;
+inline bool failed = false;  // a thread has ended the launch
+inline std::minstd_rand coins;
 
 inline void wait(State state) {
   fibers[current].state = state;
@@ -79,7 +87,9 @@ inline void release(unsigned from, unsigned to, State state) {
 
 inline bool run_cta(unsigned threads, std::mt19937& random) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
-  for (Fiber& fiber : fibers) fiber.state = State::runs, fiber.begun = false, fiber.collectives = 0;
+  failed = false, coins.seed(random());
+  for (Fiber& fiber : fibers)
+    fiber.state = State::runs, fiber.begun = false, fiber.collectives = 0, fiber.copies.clear();
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
   for (uint64_t asleep = 0;;) {
@@ -94,6 +104,7 @@ inline bool run_cta(unsigned threads, std::mt19937& random) {
       if (fibers[i].state == State::at_barrier) release(0, threads, State::at_barrier);
     }
     for (const Fiber& fiber : fibers) done &= fiber.state == State::done;
+    if (failed) return false;
     if (done) return true;
     if (!any && !asleep) return false;
     if (!any) asleep = 0;
@@ -138,6 +149,7 @@ inline Dim blockIdx;
 #define threadIdx (Dim{on_host::current})
 
 #define LOWBIT_SHARED(Type, name, extents) auto& name = on_host::shared<Type extents, __LINE__>()
+#define LOWBIT_DYNAMIC_SHARED(Type, name) auto& name = on_host::shared<Type, __LINE__>()
 #define LOWBIT_KERNEL(name, threads, Args) extern "C" void name(const Args& args)
 
 inline void __syncthreads() { on_host::wait(on_host::State::at_barrier); }
@@ -163,6 +175,21 @@ inline int __float2int_rn(float a) {  // nan: 0; what does not fit: the nearest 
   return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(std::nearbyintf(a));
 }
 
+// What printed score programs use besides.
+#define __device__
+#define __forceinline__ inline
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+template <class T>
+T __ldg(const T* p) { return *p; }
+inline int atomicExch(int* p, int value) { return std::exchange(*p, value); }
+template <class T>
+T atomicAdd(T* p, T value) { return std::exchange(*p, *p + value); }
+inline unsigned atomicMax(unsigned* p, unsigned value) { return std::exchange(*p, std::max(*p, value)); }
+inline double __longlong_as_double(long long a) { return __builtin_bit_cast(double, a); }
+inline long long __double2ll_rn(double a) { return std::llrint(a); }
+
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   unsigned out = 0;
@@ -171,6 +198,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 
 #include "mma_on_host.hpp"
+#include "tiles_on_host.hpp"
 
 // What the emulated driver calls; false: threads wait for each other for ever, or left others waiting.
 extern "C" inline __attribute__((used)) bool lowbit_run_grid(void (*kernel)(const void*), const void* args,

@@ -141,6 +141,10 @@ EMULATED cuLibraryGetKernel(void** kernel, void* module, const char* name) {
   return body ? (*kernel = new Kernel{loaded, name, body}, kSuccess) : kNotFound;
 }
 EMULATED cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, kSuccess; }
+EMULATED cuFuncSetAttribute(void*, int attribute, int value) {
+  constexpr int kMostOfAnAda = 99 << 10;  // the least of all architectures
+  return attribute == 8 && value <= kMostOfAnAda ? kSuccess : kInvalidValue;
+}
 EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                         unsigned, void* stream, void** arguments, void**) {
   const auto* kernel = static_cast<const Kernel*>(function);

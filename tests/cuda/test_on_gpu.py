@@ -7,6 +7,9 @@ import copy
 
 import pytest
 import torch
+from attention_calls import CASES as ATTENTION
+from attention_calls import AttentionCase, assert_right, expected, make_data
+from attention_calls import run as run_attention
 from linear_calls import CASES, row_of, run
 from optim_steps import RULES, step
 
@@ -112,6 +115,41 @@ def test_a_model_is_quantized_there_called_in_a_graph_and_differentiated() -> No
         assert model(torch.randn(3, 256, device="cuda")).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention_is_within_budget_of_float64(case: AttentionCase) -> None:
+    data = make_data(case)
+    first, second = (run_attention(case, data, "cuda") for _ in range(2))
+    assert_right(case, first, expected(case, data))
+    assert all(torch.equal(first[name], second[name]) for name in first)  # the same bits
+
+
+def test_flex_attention_in_a_graph_and_with_gradients() -> None:
+    torch.manual_seed(0)
+    bias = torch.randn(4, 1024, device="cuda", requires_grad=True)
+    mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 300), None, None, 512, 512, device="cuda")
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def call() -> torch.Tensor:
+        return lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h, q - k + 512], mask)
+
+    wanted = call().detach()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        call()
+        with torch.cuda.graph(graph):
+            out = call()
+        out.zero_()
+        graph.replay()
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    call().sum().backward()
+    assert all(t.grad.isfinite().all() and t.grad.any() for t in (q, k, v, bias))
+
+
+def test_what_attention_does_not_serve_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="inputs are neither bfloat16 nor float16"):
+        lowbit.flex_attention(*(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(3)))
+
+
 def test_other_ops_say_that_they_are_for_the_cpu() -> None:
     with pytest.raises(ValueError, match="must be on the CPU, got cuda:0"):
-        lowbit.flex_attention(*(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(3)))
+        lowbit.QuantizedKVCache("int8").append(0, *(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(2)))

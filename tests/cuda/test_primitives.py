@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instructions of cuda/device/mma.cuh: what the emulation makes of them, against torch, and against silicon where there is some."""
+"""The instructions of cuda/device/mma.cuh and tiles.cuh: what the emulation makes of them, against torch, and against silicon where there is some."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -27,16 +28,39 @@ LOWBIT_INLINE void primitives(const uint32_t* in, uint32_t* out) {
   out[8] = fma_bf16x2(0x43004300u | (in[0] & 0x7f007fu), 0x3f803f80u, 0xc308c308u);
   out[9] = __float_as_uint(float_of_half(in[1]));
 }
+// in: 32 rows of 16 bytes, four matrices; then a[4], b[2] of float16 and two floats per lane.
+LOWBIT_INLINE void tiles(const uint32_t* in, uint32_t* out) {
+  LOWBIT_SHARED(uint16_t, rows, [64][8]);
+  const uint32_t *given = in + 128 + threadIdx.x * 8, lane = threadIdx.x;
+  copy_async(rows[lane], reinterpret_cast<const uint16_t*>(in + lane * 4), true);
+  copy_async(rows[32 + lane], reinterpret_cast<const uint16_t*>(in), false);
+  wait_for_copies();
+  __syncthreads();
+  uint32_t straight[4], transposed[4], nothing[4];
+  load_matrices(straight, rows[lane]), load_transposed(transposed, rows[lane]), load_matrices(nothing, rows[32 + lane]);
+  const uint32_t a[4] = {given[0], given[1], given[2], given[3]}, b[2] = {given[4], given[5]};
+  float c[4] = {1, 2, 3, 4};
+  multiply_f16(c, a, b);
+  const float low = __uint_as_float(given[6]), high = __uint_as_float(given[7]);
+  out += lane * 16;
+  for (int i = 0; i < 4; i++) out[i] = straight[i], out[4 + i] = transposed[i], out[8 + i] = __float_as_uint(c[i]);
+  out[12] = pair_of_bf16(low, high), out[13] = pair_of_f16(low, high);
+  out[14] = __float_as_uint(power_of_2(low)), out[15] = nothing[0] | nothing[1] | nothing[2] | nothing[3];
+}
 """
 ON_HOST = BODY + """
 struct Args { const uint32_t* in; uint32_t* out; };
 LOWBIT_KERNEL(kernel, 32, Args) { primitives(args.in, args.out); }
-extern "C" bool run(const uint32_t* in, uint32_t* out) {
+LOWBIT_KERNEL(tile_kernel, 32, Args) { tiles(args.in, args.out); }
+extern "C" bool run(const uint32_t* in, uint32_t* out, bool of_tiles) {
   const Args args{in, out};
-  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(kernel), &args, 1, 32, 0);
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(of_tiles ? tile_kernel : kernel), &args, 1, 32, 0);
 }
 """
-ON_GPU = BODY + 'extern "C" __global__ void kernel(const unsigned* in, unsigned* out) { primitives(in, out); }'
+ON_GPU = BODY + """
+extern "C" __global__ void kernel(const unsigned* in, unsigned* out) { primitives(in, out); }
+extern "C" __global__ void tile_kernel(const unsigned* in, unsigned* out) { tiles(in, out); }
+"""
 
 
 def words() -> torch.Tensor:
@@ -49,17 +73,42 @@ def words() -> torch.Tensor:
     return words
 
 
+def tile_words() -> torch.Tensor:
+    """As `tiles` takes them; the first float of a lane is what 2 is raised to."""
+    random = torch.Generator().manual_seed(1)
+    rows = torch.randint(-(2**31), 2**31 - 1, (128,), generator=random).int()
+    factors = torch.randint(-64, 64, (32, 12), generator=random).half().view(torch.int32)
+    floats = torch.randn(32, 2, generator=random) * torch.tensor([20.0, 1000.0])
+    floats[:3, 1] = torch.tensor([65520.0, 2.0**-25, torch.inf])
+    return torch.cat([rows, torch.cat([factors, floats.view(torch.int32)], 1).flatten()])
+
+
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine")
     folder = tmp_path_factory.mktemp("primitives")
-    (folder / "kernel.cpp").write_text('#include "core/bits.hpp"\n' + ON_HOST)
+    headers = "".join(f'#include "{name}"\n' for name in ("core/bits.hpp", "cuda/device/tiles.cuh"))
+    (folder / "kernel.cpp").write_text(headers + ON_HOST)
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-include", str(HERE / "cuda_on_host.hpp"), f"-I{CSRC}"]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
-    given, out = words().numpy(), numpy.zeros((32, 10), numpy.int32)
-    assert ctypes.CDLL(str(folder / "kernel.so")).run(given.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p))
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def run_on_host(on_host: ctypes.CDLL, words: torch.Tensor, results: int, of_tiles: bool) -> torch.Tensor:
+    given, out = words.numpy(), numpy.zeros((32, results), numpy.int32)
+    assert on_host.run(given.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), of_tiles)
     return torch.from_numpy(out)
+
+
+@pytest.fixture(scope="module")
+def emulated(on_host: ctypes.CDLL) -> torch.Tensor:
+    return run_on_host(on_host, words(), 10, False)
+
+
+@pytest.fixture(scope="module")
+def emulated_tiles(on_host: ctypes.CDLL) -> torch.Tensor:
+    return run_on_host(on_host, tile_words(), 16, True)
 
 
 def bytes_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -104,13 +153,57 @@ def test_conversions(emulated: torch.Tensor) -> None:
     assert torch.equal(emulated[:, 9].contiguous().view(torch.float32), wanted)
 
 
+def test_matrices_are_loaded_as_they_lie_and_transposed(emulated_tiles: torch.Tensor) -> None:
+    matrices = tile_words()[:128].view(torch.int16).view(4, 8, 8)
+    for results, of in ((emulated_tiles[:, :4], matrices), (emulated_tiles[:, 4:8], matrices.transpose(1, 2))):
+        lanes = [[of[i, lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2].contiguous().view(torch.int32).item() for i in range(4)] for lane in range(32)]
+        assert results.tolist() == lanes
+    assert not emulated_tiles[:, 15].any()  # what is not there is 0
+
+
+def test_products_of_float16_are_those_of_the_matrices(emulated_tiles: torch.Tensor) -> None:
+    given = tile_words()[128:].view(32, 8)[:, :6].contiguous().view(torch.float16).double().view(32, 6, 2)
+    a, b = torch.zeros(16, 16, dtype=torch.double), torch.zeros(16, 8, dtype=torch.double)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for half in range(2):
+            k = slice(half * 8 + 2 * t, half * 8 + 2 * t + 2)
+            a[g, k], a[g + 8, k], b[k, g] = given[lane, 2 * half], given[lane, 2 * half + 1], given[lane, 4 + half]
+    whole = a @ b
+    wanted = [[1 + i + whole[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2].item() for i in range(4)] for lane in range(32)]
+    assert emulated_tiles[:, 8:12].contiguous().view(torch.float32).tolist() == wanted
+
+
+def test_pairs_are_rounded_to_nearest_and_powers_of_2_are_close(emulated_tiles: torch.Tensor) -> None:
+    floats = tile_words()[128:].view(32, 8)[:, 6:].contiguous().view(torch.float32)
+    for column, dtype in ((12, torch.bfloat16), (13, torch.float16)):
+        assert torch.equal(emulated_tiles[:, column].contiguous().view(dtype).view(32, 2), floats.to(dtype))
+    powers = emulated_tiles[:, 14].contiguous().view(torch.float32)
+    torch.testing.assert_close(powers.double(), torch.exp2(floats[:, 0].double()), rtol=2.0**-22, atol=0)
+
+
+def compiled(name: str) -> Callable[..., None]:
+    names = ("cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/mma.cuh", "cuda/device/kernel.cuh", "cuda/device/tiles.cuh")
+    headers = [(CSRC / header).read_text() for header in names]
+    text = "".join(line for header in headers for line in header.splitlines(keepends=True) if not line.startswith(("#include", "#pragma once")))
+    return torch.cuda._compile_kernel(text + ON_GPU, name, nvcc_options=["-std=c++20", "-default-device"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_silicon_gives_the_bits_of_the_emulation(emulated: torch.Tensor) -> None:
-    headers = [(CSRC / name).read_text() for name in ("cuda/device/std.cuh", "core/bits.hpp", "cuda/device/mma.cuh")]
-    text = "".join(line for header in headers for line in header.splitlines(keepends=True) if not line.startswith(("#include", "#pragma once")))
-    kernel = torch.cuda._compile_kernel(text + ON_GPU, "kernel", nvcc_options=["-std=c++20", "-default-device"])
+    kernel = compiled("kernel")
     given = words().cuda()
     out = torch.zeros(32, 10, dtype=torch.int32, device="cuda")
     kernel((1, 1, 1), (32, 1, 1), (given, out))
     assert torch.equal(out.cpu(), emulated)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_silicon_gives_the_bits_of_emulated_tiles(emulated_tiles: torch.Tensor) -> None:
+    out = torch.zeros(32, 16, dtype=torch.int32, device="cuda")
+    compiled("tile_kernel")((1, 1, 1), (32, 1, 1), (tile_words().cuda(), out))
+    powers, wanted = (t[:, 14].contiguous().view(torch.float32) for t in (out.cpu(), emulated_tiles))
+    assert torch.equal(out.cpu()[:, :14], emulated_tiles[:, :14]) and torch.equal(out.cpu()[:, 15], emulated_tiles[:, 15])
+    torch.testing.assert_close(powers, wanted, rtol=2.0**-21, atol=0)

@@ -21,6 +21,7 @@ using Function = struct FunctionOfDriver*;
 using Stream = void*;
 
 enum DeviceAttribute { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
+enum FunctionAttribute { kMostSharedBytes = 8 };
 inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of more than 4 KB
 
 #define LOWBIT_CUDA_DRIVER(X)                                                                                       \
@@ -37,6 +38,7 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
     options, void** option_values, unsigned)                                                                        \
   X(get_kernel, "cuLibraryGetKernel", KernelHandle* kernel, Module module, const char* name)                        \
   X(get_function, "cuKernelGetFunction", Function* function, KernelHandle kernel)                                   \
+  X(set_attribute, "cuFuncSetAttribute", Function function, int attribute, int value)                               \
   X(is_capturing, "cuStreamIsCapturing", Stream stream, int* status)                                                \
   X(launch, "cuLaunchKernel", Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, \
     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra)       \

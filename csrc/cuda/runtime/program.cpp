@@ -58,24 +58,28 @@ struct Programs {
 
 }  // namespace
 
-Function Program::function(const char* kernel) const {
+Function Program::function(const char* kernel, int shared_bytes) const {
   const std::lock_guard lock(mutex_);
   if (const auto found = functions_.find(kernel); found != functions_.end()) return found->second;
   KernelHandle handle = nullptr;
   Function function = nullptr;
   ensure(driver().get_kernel(&handle, module_, kernel), concat(name_, ": finding ", kernel));
   ensure(driver().get_function(&function, handle), concat(name_, ": the function of ", kernel));
+  if (shared_bytes > 48 << 10)  // what every function may have
+    ensure(driver().set_attribute(function, kMostSharedBytes, shared_bytes),
+           concat(name_, ": ", shared_bytes, " bytes of shared memory for ", kernel));
   return functions_.emplace(kernel, function).first->second;
 }
 
-void Program::launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args) const {
-  const Function wanted = function(kernel);
+void Program::launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
+                     int shared_bytes) const {
+  const Function wanted = function(kernel, shared_bytes);
   void* arguments[] = {const_cast<void*>(args)};
   const auto what = [&] {
     return concat(name_of(place.device), ": ", kernel, " of ", name_, ", ", ctas, " CTAs of ", threads, " threads");
   };
   const Result failed = driver().launch(wanted, static_cast<unsigned>(ctas), 1, 1, static_cast<unsigned>(threads), 1, 1,
-                                        0, place.stream, arguments, nullptr);
+                                        static_cast<unsigned>(shared_bytes), place.stream, arguments, nullptr);
   if (failed) ensure(failed, what());
   static std::atomic<const bool*> waits{nullptr};
   if (made_once(waits, [] { return is_on("LOWBIT_SYNC", false); }) && !is_captured(place))

@@ -22,11 +22,13 @@ class Program {
  public:
   Program(std::string name, Module module) : name_(std::move(name)), module_(module) {}
 
-  // A kernel by its name in the source; `args` is the struct that it takes. Nothing is waited for.
-  void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args) const;
+  // A kernel by its name in the source; `args` is the struct that it takes, `shared_bytes` its dynamic shared memory,
+  // the same in every launch. Nothing is waited for.
+  void launch(const Place& place, const char* kernel, int64_t ctas, int threads, const void* args,
+              int shared_bytes = 0) const;
 
  private:
-  Function function(const char* kernel) const;
+  Function function(const char* kernel, int shared_bytes) const;
 
   std::string name_;
   Module module_;

@@ -43,8 +43,8 @@ def create_block_mask(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, bool: True where the score counts. It may capture tensors.
         B, H: batches and query heads that the mask tells apart; None for 1, which serves all.
         Q_LEN, KV_LEN: lengths.
-        device: of the result; default, and all that is done here, the CPU. Others go to torch, and so do calls inside
-            torch.vmap or torch.func.
+        device: of the result, default the CPU. On others a mask_mod that captures no tensors is served by the CPU and
+            the result moved; the rest goes to torch, and so do calls inside torch.vmap or torch.func.
         BLOCK_SIZE: queries and keys of a block, or one number for both.
         separate_full_blocks: False: full blocks are listed as partial ones.
 
@@ -62,7 +62,10 @@ def create_block_mask(
     rest = {
         name: value for name, (value, default) in given.items() if value != default
     }  # what older torch does not know is not handed on
-    if device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not traced and device.type not in ("cpu", "meta") and _captures_nothing(mask_mod):
+        return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", BLOCK_SIZE, **rest).to(device)
+    if traced or device.type != "cpu":
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
     _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
@@ -77,6 +80,13 @@ def create_block_mask(
             made, dq_kv_order=dq_kv_order
         )
     return made
+
+
+def _captures_nothing(mask_mod: Callable[..., Any]) -> bool:
+    try:
+        return not bind("create_block_mask", mask_mod, mask=True).captured
+    except (UnknownOp, TypeError):  # what is no function of four indices torch is to say
+        return False
 
 
 def block_classes(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention on the CPU: any score_mod and BlockMask, forward and backward, in eager mode, without a compiler."""
+"""flex_attention: any score_mod and BlockMask, forward and backward, in eager mode, without a compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from lowbit import devices
 from lowbit.attention.compiled import compiled_attention
 from lowbit.attention.packed import with_documents
-from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
+from lowbit.attention.plain import DTYPES, autocast_device, is_plain, softmax_scale
 from lowbit.attention.run_mods import WHOLE, run_mods
 from lowbit.score.program_cache import positional_arguments
 
@@ -99,10 +99,11 @@ def flex_attention(
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    if not torch.is_autocast_enabled("cpu"):
+    device = autocast_device(tensors[0])
+    if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(
-        tensor.to(torch.get_autocast_dtype("cpu")) if isinstance(tensor, Tensor) else tensor for tensor in tensors
+        tensor.to(torch.get_autocast_dtype(device)) if isinstance(tensor, Tensor) else tensor for tensor in tensors
     )
 
 
@@ -176,7 +177,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise NotImplementedError(
                 f"{_NAME}: {name} must be dense: flex_attention does not support NestedTensor inputs; see cu_seqlens"
             )
-        devices.check(_NAME, name, tensor.device, meta=True)
+        devices.check(_NAME, name, tensor.device, kernel="attention_forward", meta=True)
         if tensor.dim() != 4:
             raise NotImplementedError(
                 f"NYI: query, key, and value must be 4D tensors ({_NAME}: {name} has shape {list(tensor.shape)})"

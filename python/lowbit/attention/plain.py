@@ -42,6 +42,11 @@ def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     )
 
 
+def autocast_device(query: Any) -> str:
+    """The type of device whose autocast a call is in: that of its query, the CPU's for all but CUDA."""
+    return "cuda" if isinstance(query, Tensor) and query.is_cuda else "cpu"
+
+
 def softmax_scale(op: str, scale: Any, head_dim: int) -> float:
     """The factor of the scores: ``scale``, or 1 / sqrt(head_dim) for None.
 

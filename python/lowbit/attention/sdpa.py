@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowbit import devices
-from lowbit.attention.plain import DTYPES, is_plain, softmax_scale
+from lowbit.attention.plain import DTYPES, autocast_device, is_plain, softmax_scale
 from lowbit.ops.attention import attention
 
 _NAME = "scaled_dot_product_attention"
@@ -56,13 +56,13 @@ def scaled_dot_product_attention(
         >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
         >>> lowbit.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     """
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value, attn_mask = (_autocast(tensor) for tensor in (query, key, value, attn_mask))
+    if torch.is_autocast_enabled(device := autocast_device(query)):
+        query, key, value, attn_mask = (_autocast(tensor, device) for tensor in (query, key, value, attn_mask))
     if attn_mask is None and dropout_p == 0.0 and is_plain(query, key, value, enable_gqa):
         return attention(query, key, value, scale=softmax_scale(_NAME, scale, query.shape[3]), causal=is_causal)[0]
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if isinstance(attn_mask, CausalBias):
-        attn_mask, is_causal = _of_causal_bias(attn_mask, query.shape[-2], key.shape[-2])
+        attn_mask, is_causal = _of_causal_bias(attn_mask, query, key.shape[-2])
     q, k, v, leading = _to_heads(query, key, value, enable_gqa)
     q, k, v = _with_columns(q), _with_columns(k), _with_columns(v)
     mask = None if attn_mask is None else _to_mask(attn_mask, leading, q.shape[:2], query.shape[-2], key.shape[-2])
@@ -77,7 +77,7 @@ def _with_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.shape[-1] > 0 else torch.nn.functional.pad(tensor, (0, 1))
 
 
-def _autocast(tensor: Any) -> Any:
+def _autocast(tensor: Any, device: str) -> Any:
     if (
         not isinstance(tensor, Tensor)
         or isinstance(tensor, CausalBias)
@@ -85,7 +85,7 @@ def _autocast(tensor: Any) -> Any:
         or tensor.dtype == torch.float64
     ):
         return tensor
-    return tensor.to(torch.get_autocast_dtype("cpu"))
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _check(
@@ -102,7 +102,7 @@ def _check(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(tensor).__name__}")
     for name, tensor in tensors.items():
-        devices.check(_NAME, name, tensor.device, meta=True)
+        devices.check(_NAME, name, tensor.device, kernel="attention_forward", meta=True)
         if tensor.is_nested:
             raise ValueError(f"{_NAME}: {name} must be a dense tensor, got a nested one")
         if tensor.dim() < 2:
@@ -137,8 +137,9 @@ def _check(
         )
 
 
-def _of_causal_bias(bias: CausalBias, q_len: int, kv_len: int) -> tuple[Tensor | None, bool]:
+def _of_causal_bias(bias: CausalBias, query: Tensor, kv_len: int) -> tuple[Tensor | None, bool]:
     """torch's CausalBias as attn_mask and is_causal."""
+    q_len = query.shape[-2]
     if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
         raise ValueError(
             f"{_NAME}: attn_mask must be a CausalBias of lengths {q_len}, {kv_len}, got {bias.seq_len_q}, "
@@ -146,7 +147,7 @@ def _of_causal_bias(bias: CausalBias, q_len: int, kv_len: int) -> tuple[Tensor |
         )
     if bias.variant == CausalVariant.UPPER_LEFT or q_len == kv_len:
         return None, True
-    return bias._materialize("cpu"), False
+    return bias._materialize(query.device if query.is_cuda else "cpu"), False
 
 
 def _to_heads(

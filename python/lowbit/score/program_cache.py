@@ -67,7 +67,9 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
     captured = Captured(mod.tensors) if isinstance(mod, Subgraph) else captured_by(mod)
     argument = _MASK if mask else _SCORE
     for tensor in captured.tensors:
-        devices.check(op, f"tensors captured by {argument}", tensor.device, error=RuntimeError)
+        devices.check(
+            op, f"tensors captured by {argument}", tensor.device, kernel="attention_forward", error=RuntimeError
+        )
     key = None if captured.key is None else (mask, dtype == torch.float64, *_surroundings(), captured.key)
     program = _programs.get(key) if key is not None else None
     if program is None:

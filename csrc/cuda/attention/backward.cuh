@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward, from q, k, v, grad_out, lse and D = sum of grad_out * out - grad_lse, per tile of scores:
+//   p = exp(s - lse), times what makes them add up to 1 where lse is large (a mask of finfo.min);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
+//   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
+// Two passes, nothing is added by two CTAs: one keeps a tile of keys and values, and queries and grad_out pass, for the
+// heads of a group one after the other; the other keeps queries and grad_out, and keys and values pass. Scores lie with
+// what stays as rows, so that they are the left factor of the next product as they are.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+
+namespace lowbit::cuda {
+
+// kCaptured: a pass for the gradients of captured tensors, to which Mods::gradient adds, and for nothing else.
+template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured>
+struct Backward {
+  static constexpr BackwardShape kShape = backward_shape(kE, kEv);
+  static constexpr int kRows = kShape.kStaying, kScores = kShape.passing / 8;
+  static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
+                       kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
+  static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
+
+  struct Passing {
+    SharedRows<kShape.passing, kE> left;     // queries or keys
+    SharedRows<kShape.passing, kEv> right;   // grad_out or values
+  };
+  struct Shared {
+    SharedRows<kRows, kE> left;
+    SharedRows<kRows, kEv> right;
+    Passing passing[kShape.stages];
+  };
+  static_assert(sizeof(Shared) == kShape.bytes());
+
+  // Where the pass is: a tile of scores, and for keys the head of the group that its queries are of.
+  struct Visit {
+    int h;
+    TileStep step;
+    TilePlace at;
+  };
+
+  const AttentionCall& call;
+  Shared& shared;
+  int b, first_head, part;
+  TileStep stays;
+  float grad[1][2 * kPairs][4], grad_values[1][kKeysStay ? 2 * kValuePairs : 2][4];
+
+  LOWBIT_INLINE int row_of(int i) const { return warp_of_cta() * 16 + lane_of_warp() / 4 + i / 2 * 8; }
+  LOWBIT_INLINE int column_of(int n, int i) const { return n * 8 + lane_of_warp() % 4 * 2 + i % 2; }
+
+  // The next visible tile from `visit` on; false after the last.
+  LOWBIT_INLINE bool find_next(Visit& visit) const {
+    const Tiling& tiling = kKeysStay ? call.q_tiles : call.kv_tiles;
+    for (const int end = kKeysStay ? first_head + call.group : first_head + 1; visit.h < end;
+         visit.h++, visit.step = TileStep()) {
+      for (; visit.step.index < static_cast<int>(tiling.count); visit.step.next(tiling)) {
+        const TileStep &q = kKeysStay ? visit.step : stays, &k = kKeysStay ? stays : visit.step;
+        if (!find_tile(call, b, visit.h, q, k, visit.at)) continue;
+        visit.at.cut |= visit.at.rows < (kKeysStay ? kShape.passing : kRows) ||
+                        visit.at.cols < (kKeysStay ? kRows : kShape.passing);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  LOWBIT_INLINE void copy(const Visit& visit, Passing& to) const {
+    const int kv_head = visit.h / call.group;
+    if constexpr (kKeysStay) {
+      to.left.copy(head_rows(call.q, b, visit.h) + visit.at.q0 * call.q.row, call.q.row, visit.at.rows);
+      to.right.copy(head_rows(call.grad_out, b, visit.h) + visit.at.q0 * call.grad_out.row, call.grad_out.row,
+                    visit.at.rows);
+    } else {
+      to.left.copy(head_rows(call.k, b, kv_head) + visit.at.k0 * call.k.row, call.k.row, visit.at.cols);
+      to.right.copy(head_rows(call.v, b, kv_head) + visit.at.k0 * call.v.row, call.v.row, visit.at.cols);
+    }
+  }
+
+  LOWBIT_INLINE void copy_staying() const {
+    const int begin = stays.begin(kKeysStay ? call.kv_tiles : call.q_tiles),
+              size = stays.size(kKeysStay ? call.kv_tiles : call.q_tiles), kv_head = first_head / call.group;
+    if constexpr (kKeysStay) {
+      shared.left.copy(head_rows(call.k, b, kv_head) + begin * call.k.row, call.k.row, size);
+      shared.right.copy(head_rows(call.v, b, kv_head) + begin * call.v.row, call.v.row, size);
+    } else {
+      shared.left.copy(head_rows(call.q, b, first_head) + begin * call.q.row, call.q.row, size);
+      shared.right.copy(head_rows(call.grad_out, b, first_head) + begin * call.grad_out.row, call.grad_out.row, size);
+    }
+  }
+
+  // Raw products s and gradients dp of the probabilities to probabilities after dropout and gradients of raw scores.
+  LOWBIT_INLINE void differentiate(const TilePlace& at, float (&s)[1][kScores][4], float (&dp)[1][kScores][4]) const {
+    const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
+    const RowStatistics* statistics = call.statistics + head;
+    const float* unit = call.unit + head;
+#pragma unroll
+    for (int n = 0; n < kScores; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row = row_of(i), column = column_of(n, i);
+        const int q = at.q0 + (kKeysStay ? column : row), k = at.k0 + (kKeysStay ? row : column);
+        const int last_q = at.q0 + at.rows - 1;
+        const RowStatistics of_row = statistics[q < last_q ? q : last_q];
+        const float raw = s[0][n][i], seen = modified<Mods>(call, at, raw, q, k);
+        float p = power_of_2(((Mods::kFolds ? seen * call.scale : seen) - of_row.lse) * kLog2e), kept = 1;
+        if (of_row.has_rest()) p *= unit[q < last_q ? q : last_q];
+        if (seen == minus_infinity()) p = 0;
+        if constexpr (Mods::kDropout) kept = dropout_factor(call, at, q, k);
+        float ds = p * (dp[0][n][i] * kept - of_row.delta);
+        if constexpr (Mods::kScore)
+          ds = seen == minus_infinity() ? 0.0f : Mods::gradient(call, raw * call.scale, ds, b, at.h, q, k);
+        s[0][n][i] = p * kept, dp[0][n][i] = ds;
+      }
+  }
+
+  // What the probabilities of rows of large lse add up to, of queries that stay: before anybody needs it.
+  LOWBIT_INLINE void find_units() const {
+    const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
+    const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
+    bool wanted = false;
+    for (int row = 0; row < rows; row++) wanted |= call.statistics[head + row].has_rest();
+    if (!wanted) return;
+    float lse[2], total[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = row_of(2 * half) < rows ? row_of(2 * half) : rows - 1;
+      lse[half] = call.statistics[head + row].lse, total[half] = 0;
+    }
+    copy_staying();
+    for (Visit visit{first_head, {}, {}}; find_next(visit); visit.step.next(call.kv_tiles)) {
+      copy(visit, shared.passing[0]);
+      wait_for_copies();
+      __syncthreads();  // keys are there
+      float s[1][kScores][4];
+      clear(s);
+      multiply_rows<dtype, kE>(s, shared.left.data + warp_of_cta() * 16 * kStride, shared.passing[0].left.data);
+#pragma unroll
+      for (int n = 0; n < kScores; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float seen =
+              modified<Mods>(call, visit.at, s[0][n][i], q0 + row_of(i), visit.at.k0 + column_of(n, i));
+          total[i / 2] += power_of_2(((Mods::kFolds ? seen * call.scale : seen) - lse[i / 2]) * kLog2e);
+        }
+      __syncthreads();  // everybody is done with them
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      total[half] += __shfl_xor_sync(kWarp, total[half], 1);
+      total[half] += __shfl_xor_sync(kWarp, total[half], 2);
+      if (call.sink) total[half] += power_of_2((call.sink[first_head] - lse[half]) * kLog2e);
+      if (lane_of_warp() % 4 == 0 && row_of(2 * half) < rows)
+        call.unit[head + row_of(2 * half)] = __fdiv_rn(1.0f, total[half]);
+    }
+  }
+
+  LOWBIT_INLINE void run() {
+    if constexpr (!kKeysStay && !kCaptured) find_units();
+    clear(grad), clear(grad_values);
+    Visit next{first_head, {}, {}}, now;
+    bool more = find_next(next);
+    if (!more) return;
+    copy_staying();
+    copy(next, shared.passing[0]);
+    const int pairs = smaller_pairs(kE / 16, kPairs), value_pairs = smaller_pairs(kEv / 16, kValuePairs);
+    const uint16_t *left = shared.left.data + warp_of_cta() * 16 * kStride,
+                   *right = shared.right.data + warp_of_cta() * 16 * kValueStride;
+    for (int stage = 0; more; stage = (stage + 1) % kShape.stages) {
+      now = next;
+      wait_for_copies();
+      __syncthreads();  // the tile is there, and everybody is done with the one before
+      next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
+      more = find_next(next);
+      if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
+      Passing& passing = shared.passing[stage];
+      float s[1][kScores][4], dp[1][kScores][4];
+      clear(s), clear(dp);
+      multiply_rows<dtype, kE>(s, left, passing.left.data);
+      multiply_rows<dtype, kEv>(dp, right, passing.right.data);
+      differentiate(now.at, s, dp);
+      if constexpr (kKeysStay)
+        multiply_onto<dtype, kValueStride>(grad_values, s, passing.right.data + part * kValuePairs * 16, value_pairs);
+      if constexpr (!kCaptured)
+        multiply_onto<dtype, kStride>(grad, dp, passing.left.data + part * kPairs * 16, pairs);
+    }
+  }
+  LOWBIT_INLINE int smaller_pairs(int all, int most) const {  // of this part
+    return static_cast<int>(smaller(most, all - part * most));
+  }
+
+  template <int kColumns>
+  LOWBIT_INLINE void store(const HeadRows& to, const float (&from)[1][kColumns][4], int h, int first, int columns,
+                           float scale) const {
+    const Tiling& tiling = kKeysStay ? call.kv_tiles : call.q_tiles;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      if (row_of(i) >= stays.size(tiling)) continue;
+#pragma unroll
+      for (int n = 0; n < kColumns; n++)
+        if (first + n * 8 < columns)
+          store_pair<dtype>(to, dtype, b, h, stays.begin(tiling) + row_of(i), first + column_of(n, 0),
+                            from[0][n][i] * scale, from[0][n][i + 1] * scale);
+    }
+  }
+  LOWBIT_INLINE void finish() const {
+    const int h = kKeysStay ? first_head / call.group : first_head;
+    store(kKeysStay ? call.grad_k : call.grad_q, grad, h, part * kPairs * 16, kE, call.scale);
+    if constexpr (kKeysStay) store(call.grad_v, grad_values, h, part * kValuePairs * 16, kEv, 1.0f);
+  }
+};
+
+// Under causality the first keys and the last queries have most to do.
+template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured = false>
+LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
+  using B = Backward<dtype, kE, kEv, Mods, kKeysStay, kCaptured>;
+  LOWBIT_DYNAMIC_SHARED(typename B::Shared, shared);
+  const Tiling& tiling = kKeysStay ? call.kv_tiles : call.q_tiles;
+  const int each = kKeysStay ? call.heads / call.group : call.heads, parts = kCaptured ? 1 : B::kShape.parts;
+  const int task = static_cast<int>(blockIdx.x) / parts, heads = call.batch * each, turn = task / heads;
+  const int index = kKeysStay ? turn : static_cast<int>(tiling.count) - 1 - turn;
+  const auto per_block = static_cast<int>(tiling.per_block);
+  B backward{.call = call, .shared = shared, .b = task % heads / each,
+             .first_head = task % heads % each * (kKeysStay ? call.group : 1),
+             .part = static_cast<int>(blockIdx.x) % parts,
+             .stays = {index, index / per_block, index % per_block}};
+  backward.run();
+  if constexpr (!kCaptured) backward.finish();
+  check_fault<Mods>(call);
+}
+
+}  // namespace lowbit::cuda

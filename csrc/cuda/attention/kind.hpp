@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the kernels of an attention call are specialised, and their sources.
+#pragma once
+
+#include "cuda/attention/call.hpp"
+#include "cuda/sources.hpp"
+#include "ops/attention.hpp"
+
+namespace lowbit {
+struct ScoreCall;
+}
+
+namespace lowbit::cuda {
+
+enum class AttentionKernel : int64_t { prepare, statistics, sink, captured_ends, forward, backward, captured };
+
+struct AttentionKind {
+  DType dtype;
+  int e, ev;
+  const ScoreCall *score = nullptr, *mask = nullptr;
+  DType bias = DType::other;  // dtype of the call's mask
+  bool dropout = false, scales = false;  // scales: by what is not above 0, so that it cannot be left to the exponent
+
+  bool folds() const { return !score && !mask && bias == DType::other && !scales; }
+  ForwardShape forward() const { return forward_shape(e, ev, folds()); }
+  BackwardShape backward() const { return backward_shape(e, ev); }
+  SourceKey key(AttentionKernel kernel) const;
+};
+
+AttentionKind kind_of(const AttentionForwardArgs& args);
+LOWBIT_API Source attention_source(const AttentionKind& kind, AttentionKernel kernel);
+
+}  // namespace lowbit::cuda

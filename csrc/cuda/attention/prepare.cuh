@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// What attention needs before its tiles: classes of the blocks that a block mask lists, a row of them to a CTA; in the
+// backward what it knows of every row besides lse, and afterwards the gradient of the sink.
+#pragma once
+
+#include "cuda/attention/scores.cuh"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE void read_list(const AttentionCall& call, const ListCall& list, uint8_t* row, uint8_t what) {
+  if (!list.counts) return;
+  const int64_t at = blockIdx.x, i = at % call.class_rows, h = at / call.class_rows % call.class_heads,
+                b = at / call.class_rows / call.class_heads;
+  const int count = list.counts[b * list.count_stride[0] + h * list.count_stride[1] + i * list.count_stride[2]];
+  if (count < 0 || count > list.most) fail();
+  for (int j = static_cast<int>(threadIdx.x); j < count; j += kAttentionThreads) {
+    const int block = list.indices[b * list.index_stride[0] + h * list.index_stride[1] + i * list.index_stride[2] +
+                                   j * list.index_stride[3]];
+    if (block < 0 || block >= call.class_columns) fail();
+    else row[block] = what;
+  }
+}
+
+LOWBIT_INLINE void attention_prepare(const AttentionCall& call) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && call.fault) *call.fault = 0;
+  if (!call.classes) return;
+  uint8_t* row = call.classes + blockIdx.x * call.class_columns;
+  for (int64_t j = threadIdx.x; j < call.class_columns; j += kAttentionThreads) row[j] = 0;
+  __syncthreads();
+  read_list(call, call.lists[0], row, 1);
+  __syncthreads();  // a block of both lists is full
+  read_list(call, call.lists[1], row, 2);
+}
+
+LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
+  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
+}
+
+// D = sum of grad_out * out - grad_lse, a warp for each row; grad_out in 16 bits where it is float32.
+template <DType dtype, int kEv>
+LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
+  const int64_t length = call.q_tiles.length,
+                at = static_cast<int64_t>(blockIdx.x) * kAttentionWarps + warp_of_cta();
+  if (at >= length * call.heads * call.batch) return;
+  const int64_t row = at % length, h = at / length % call.heads, b = at / length / call.heads;
+  const int64_t out = b * call.out.batch + h * call.out.head + row * call.out.row,
+                given = b * call.given.batch + h * call.given.head + row * call.given.row;
+  float sum = 0;
+  for (int column = lane_of_warp() * 2; column < kEv; column += 64) {
+    float grad[2];
+    for (int i = 0; i < 2; i++) {
+      grad[i] = load_real(call.given.data, call.out_dtype, given + column + i);
+      sum = __fmaf_rn(load_real(call.out.data, call.out_dtype, out + column + i), grad[i], sum);
+    }
+    if (call.out_dtype == DType::float32)
+      store_pair<dtype>(call.grad_out, dtype, static_cast<int>(b), static_cast<int>(h), static_cast<int>(row), column,
+                        grad[0], grad[1]);
+  }
+#pragma unroll
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(kWarp, sum, step);
+  if (lane_of_warp() != 0) return;
+  const float lse = call.lse[at];
+  call.statistics[at] = {lse == minus_infinity() ? 0.0f : lse,
+                         sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
+}
+
+// - sum over b and q of exp(sink - lse) D: a CTA for each head, in an order of its own.
+LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
+  LOWBIT_SHARED(double, sums, [kAttentionThreads]);
+  const int64_t length = call.q_tiles.length, h = blockIdx.x;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < call.batch * length; i += kAttentionThreads) {
+    const int64_t at = (i / length * call.heads + h) * length + i % length;
+    if (call.lse[at] == minus_infinity()) continue;
+    const RowStatistics of_row = call.statistics[at];
+    const float p = expf(call.sink[h] - of_row.lse) * (of_row.has_rest() ? call.unit[at] : 1.0f);
+    sum -= static_cast<double>(p) * of_row.delta;
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 1; i < kAttentionThreads; i++) sum += sums[i];
+  call.grad_sink[h] = static_cast<float>(sum);
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the ops attention_forward and attention_backward. Nothing is read on the host: block lists and indices of
+// mods are checked on the device, where one that is out of range ends the launch with an error.
+#include <cmath>
+
+#include "cuda/attention/kind.hpp"
+#include "cuda/backend.hpp"
+#include "score/program.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+HeadRows rows_of(const TensorView& tensor) {
+  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+}
+
+CapturedCall captured_of(const ScoreCall* call) {
+  CapturedCall made{};
+  int64_t* layout = made.layout;
+  for (int i = 0; call && i < call->captured_count(); i++) {
+    const TensorView& tensor = call->captured()[i];
+    made.tensors[i] = tensor.data;
+    for (int d = 0; d < tensor.rank; d++) *layout++ = tensor.shape[d];
+    for (int d = 0; d < tensor.rank; d++) *layout++ = tensor.stride[d];
+  }
+  return made;
+}
+
+ListCall list_of(const TensorView& counts, const TensorView& indices) {
+  if (!counts) return {};
+  return {counts.as<const int32_t>(), indices.as<const int32_t>(),
+          {counts.stride[0], counts.stride[1], counts.stride[2]},
+          {indices.stride[0], indices.stride[1], indices.stride[2], indices.stride[3]},
+          indices.size(3)};
+}
+
+// The memory that a call needs besides its tensors.
+struct Room {
+  int64_t fault = 16, classes = 0, statistics = 0, unit = 0, grad_out = 0, captured = 0;  // bytes
+  int64_t at_statistics() const { return fault + round_up(classes, 16); }
+  int64_t at_unit() const { return at_statistics() + round_up(statistics, 16); }
+  int64_t at_grad_out() const { return at_unit() + round_up(unit, 16); }
+  int64_t at_captured() const { return at_grad_out() + round_up(grad_out, 16); }
+  int64_t all() const { return at_captured() + captured; }
+};
+
+int64_t class_count(const AttentionForwardArgs& args) {
+  const TensorView& counts = args.lists.kv_num_blocks;
+  return counts ? counts.numel() * ceil_div(args.kv_length(), args.lists.kv_block) : 0;
+}
+
+AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, int q_tile, int kv_tile) {
+  const BlockLists& lists = args.lists;
+  const bool blocks = static_cast<bool>(lists.kv_num_blocks);
+  AttentionCall call{.q = rows_of(args.q), .k = rows_of(args.k), .v = rows_of(args.v), .out = rows_of(args.out),
+                     .q_tiles = Tiling(args.q_length(), blocks ? lists.q_block : 0, q_tile),
+                     .kv_tiles = Tiling(args.kv_length(), blocks ? lists.kv_block : 0, kv_tile)};
+  call.batch = static_cast<int32_t>(args.batch()), call.heads = static_cast<int32_t>(args.heads()),
+  call.group = static_cast<int32_t>(args.group()), call.causal = args.causal, call.out_dtype = args.out.dtype,
+  call.scale = static_cast<float>(args.scale), call.lse = args.lse.as<float>(),
+  call.max_scores = args.max_scores.as<float>(), call.sink = args.sink.as<const float>(), call.bias = args.mask.data;
+  for (int d = 0; d < 4; d++) call.bias_stride[d] = args.mask ? args.mask.stride[d] : 0;
+  call.seed = args.seed.as<const int64_t>(), call.dropped = static_cast<uint64_t>(args.dropout_p * 0x1p32),
+  call.kept = args.dropout_p < 1 ? static_cast<float>(1 / (1 - args.dropout_p)) : 0.0f;
+  call.score = captured_of(args.score_mod), call.mask = captured_of(args.mask_mod);
+  call.fault = static_cast<int32_t*>(workspace.at(0));
+  if (!blocks) return call;
+  const TensorView& counts = lists.kv_num_blocks;
+  call.classes = static_cast<uint8_t*>(workspace.at(Room().fault));
+  call.class_columns = ceil_div(args.kv_length(), lists.kv_block), call.class_rows = counts.size(2),
+  call.class_heads = counts.size(1);
+  call.class_head = call.class_heads > 1 ? call.class_rows * call.class_columns : 0,
+  call.class_batch = counts.size(0) > 1 ? call.class_heads * call.class_rows * call.class_columns : 0;
+  call.lists[0] = list_of(counts, lists.kv_indices),
+  call.lists[1] = list_of(lists.full_kv_num_blocks, lists.full_kv_indices);
+  return call;
+}
+
+// The program of one of the kernels of a call.
+struct Launcher {
+  const Place& place;
+  const AttentionKind& kind;
+  const AttentionCall& call;
+
+  void operator()(AttentionKernel kernel, const char* name, int64_t ctas, int shared_bytes = 0) const {
+    if (ctas == 0) return;
+    program(place, kind.key(kernel), [&] { return attention_source(kind, kernel); })
+        .launch(place, name, ctas, kAttentionThreads, &call, shared_bytes);
+  }
+};
+
+void prepare(const AttentionForwardArgs& args, const Launcher& launch) {
+  if (args.lists.kv_num_blocks || args.score_mod || args.mask_mod)
+    launch(AttentionKernel::prepare, "prepare", args.lists.kv_num_blocks ? args.lists.kv_num_blocks.numel() : 1);
+}
+
+void run_forward(const AttentionForwardArgs& args) {
+  const AttentionKind kind = kind_of(args);
+  const ForwardShape shape = kind.forward();
+  const Workspace workspace("attention_forward", args.place, Room{.classes = class_count(args)}.all());
+  const AttentionCall call = call_of(args, workspace, shape.q_tile(), shape.kv_tile);
+  const Launcher launch{args.place, kind, call};
+  prepare(args, launch);
+  launch(AttentionKernel::forward, "attention_forward", args.batch() * args.heads() * call.q_tiles.count,
+         shape.bytes());
+}
+
+AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
+                            int q_tile, int kv_tile) {
+  const AttentionForwardArgs& forward = args.forward;
+  AttentionCall call = call_of(forward, workspace, q_tile, kv_tile);
+  call.grad_q = rows_of(args.grad_q), call.grad_k = rows_of(args.grad_k), call.grad_v = rows_of(args.grad_v);
+  call.grad_lse = args.grad_lse.as<const float>(), call.grad_sink = args.grad_sink.as<float>();
+  call.statistics = static_cast<RowStatistics*>(workspace.at(room.at_statistics()));
+  call.unit = static_cast<float*>(workspace.at(room.at_unit()));
+  call.given = call.grad_out = rows_of(args.grad_out);
+  if (args.grad_out.dtype == forward.q.dtype) return call;
+  const int64_t ev = forward.ev(), length = forward.q_length();
+  call.grad_out = {workspace.at(room.at_grad_out()), forward.heads() * length * ev, length * ev, ev};
+  return call;
+}
+
+// CTAs that add to one address wait for each other.
+int64_t copies_of(const TensorView& gradient) { return gradient.numel() <= 1024 ? 64 : 1; }
+
+int64_t captured_bytes(const AttentionBackwardArgs& args) {
+  if (!args.wants_captured()) return 0;
+  int64_t bytes = kMostCaptured * 4;
+  for (const TensorView& gradient : args.grad_captured)
+    if (gradient) bytes += copies_of(gradient) * gradient.numel() * static_cast<int64_t>(sizeof(ExactSum));
+  return bytes;
+}
+
+// A pass to find the largest value, one to add them all.
+void differentiate_captured(const AttentionBackwardArgs& args, const AttentionKind& kind, AttentionCall call,
+                            char* memory) {
+  const AttentionForwardArgs& forward = args.forward;
+  call.largest = reinterpret_cast<uint32_t*>(memory);
+  auto* sums = reinterpret_cast<ExactSum*>(memory + kMostCaptured * 4);
+  int64_t most = 0;
+  for (std::size_t i = 0; i < args.grad_captured.size(); i++) {
+    const TensorView& gradient = args.grad_captured[i];
+    if (!gradient) continue;
+    call.gradients[i] = {sums, gradient.data, gradient.numel(), copies_of(gradient), gradient.dtype};
+    sums += call.gradients[i].copies * call.gradients[i].count, most = larger(most, gradient.numel());
+  }
+  const int64_t ctas = forward.batch() * forward.heads() * call.q_tiles.count;
+  const double steps = static_cast<double>(forward.score_mod->program().backward.steps.size()),
+               adds = static_cast<double>(forward.batch() * forward.heads() * forward.q_length()) *
+                      static_cast<double>(forward.kv_length()) * steps;  // to one element, at most
+  call.sum_bits = 61 - (adds > 1 ? std::ilogb(adds) : 0);
+  const Launcher launch{args.place, kind, call};
+  launch(AttentionKernel::captured_ends, "captured_start", larger(1, ceil_div(most, kAttentionThreads)));
+  for (const bool adds : {false, true})
+    call.adds = adds, launch(AttentionKernel::captured, "attention_captured", ctas, kind.backward().bytes());
+  launch(AttentionKernel::captured_ends, "captured_finish", larger(1, ceil_div(most, kAttentionThreads)));
+}
+
+void run_backward(const AttentionBackwardArgs& args) {
+  const AttentionForwardArgs& forward = args.forward;
+  const AttentionKind kind = kind_of(forward);
+  const BackwardShape shape = kind.backward();
+  const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
+                rows = heads * forward.q_length();
+  const Room room{.classes = class_count(forward),
+                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
+                  .grad_out = args.grad_out.dtype == forward.q.dtype ? 0 : rows * forward.ev() * 2,
+                  .captured = captured_bytes(args)};
+  const Workspace workspace("attention_backward", args.place, room.all());
+  const AttentionCall by_keys = backward_call(args, workspace, room, shape.passing, shape.kStaying),
+                      by_queries = backward_call(args, workspace, room, shape.kStaying, shape.passing);
+  const Launcher launch_keys{args.place, kind, by_keys}, launch_queries{args.place, kind, by_queries};
+  prepare(forward, launch_queries);
+  launch_queries(AttentionKernel::statistics, "row_statistics", ceil_div(rows, kAttentionWarps));
+  launch_queries(AttentionKernel::backward, "attention_queries", heads * by_queries.q_tiles.count * shape.parts,
+                 shape.bytes());  // finds units for the others
+  launch_keys(AttentionKernel::backward, "attention_keys", kv_heads * by_keys.kv_tiles.count * shape.parts,
+              shape.bytes());
+  if (args.grad_sink) launch_queries(AttentionKernel::sink, "sink_gradient", forward.heads());
+  if (args.wants_captured())
+    differentiate_captured(args, kind, by_queries, static_cast<char*>(workspace.at(room.at_captured())));
+}
+
+bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
+
+// Rows are copied 16 bytes at a time.
+bool is_aligned(const TensorView& tensor) {
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  for (int d = 0; d < 3; d++)
+    aligned &= tensor.size(d) <= 1 || tensor.stride[d] * static_cast<int64_t>(size_of(tensor.dtype)) % 16 == 0;
+  return aligned || tensor.numel() == 0;
+}
+
+bool fits_call(const ScoreCall* call) {
+  if (!call) return true;
+  int numbers = 0;
+  for (int i = 0; i < call->captured_count(); i++) numbers += 2 * call->captured()[i].rank;
+  return call->captured_count() <= kMostCaptured && numbers <= kMostLayout;
+}
+
+std::string_view refuses(const AttentionForwardArgs& args) {
+  if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16)
+    return "inputs are neither bfloat16 nor float16";
+  if (!fits_head_dim(args.q.size(3)) || !fits_head_dim(args.ev()))
+    return "head dims must be multiples of 16, at most 256";
+  if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))
+    return "rows of q, k and v must begin at multiples of 16 bytes";
+  if (!fits_call(args.score_mod) || !fits_call(args.mask_mod))
+    return "a mod captures more than 16 tensors, or 48 dimensions of all together";
+  if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || class_count(args) >= INT32_MAX)
+    return "more than 2^31 rows or blocks";
+  return "";
+}
+
+std::string_view refuses_backward(const AttentionBackwardArgs& args) {
+  if (args.grad_mask) return "a gradient of mask is wanted";
+  for (const TensorView& tensor : {args.grad_out, args.grad_q, args.grad_k, args.grad_v})
+    if (!is_aligned(tensor)) return "rows of gradients must begin at multiples of 16 bytes";
+  return refuses(args.forward);
+}
+
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_cuda", refuses, run_forward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
+    {"attention_backward_tiles_cuda", refuses_backward, run_backward}};
+
+}  // namespace
+
+void add_attention_rows(Backend& backend) {
+  add_rows(backend, kForward, std::size(kForward)), add_rows(backend, kBackward, std::size(kBackward));
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// One score, from the product of query and key to what the softmax is taken of: score_mod, mask_mod, a mask,
+// causality; and dropout. The kernels are made for Mods, whose functions call the printed programs.
+#pragma once
+
+#include "core/random.hpp"
+#include "cuda/attention/tile.cuh"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
+
+// A call without any: scores are products times a scale > 0, which goes into the exponent.
+struct NoMods {
+  static constexpr bool kFolds = true, kScore = false, kMask = false, kDropout = false;
+  static constexpr DType kBias = DType::other;  // dtype of the call's mask
+};
+
+// A captured tensor, as a printed function takes it.
+struct Elements {
+  const void* data;
+  template <class T>
+  LOWBIT_INLINE operator const T*() const { return static_cast<const T*>(data); }
+};
+
+// In place of where a gradient is added up (d<n> of score/print.hpp): it is not wanted.
+struct NoSum {
+  LOWBIT_INLINE explicit operator bool() const { return false; }
+  LOWBIT_INLINE NoSum operator+(int64_t) const { return *this; }
+};
+LOWBIT_INLINE void add_to(NoSum, float) {}
+
+template <DType dtype>
+LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
+  const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
+                     k * call.bias_stride[3];
+  if constexpr (dtype == DType::boolean) return static_cast<const uint8_t*>(call.bias)[at] ? 0.0f : minus_infinity();
+  else if constexpr (dtype == DType::float32) return static_cast<const float*>(call.bias)[at];
+  else if constexpr (dtype == DType::float64) return static_cast<float>(static_cast<const double*>(call.bias)[at]);
+  else if constexpr (dtype == DType::bfloat16) return float_from_bfloat16(static_cast<const uint16_t*>(call.bias)[at]);
+  else return float_of_half(static_cast<const uint16_t*>(call.bias)[at]);
+}
+
+LOWBIT_INLINE bool is_hidden(const AttentionCall& call, const TilePlace& at, int q, int k) {
+  return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
+}
+
+// What the softmax is taken of; where Mods folds, without the scale. A mod is not asked about what is not there.
+template <class Mods>
+LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, float product, int q, int k) {
+  float s = product;
+  if constexpr (!Mods::kFolds) {
+    s *= call.scale;
+    const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
+    const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
+    if constexpr (Mods::kScore) s = Mods::score(call, s, at.b, at.h, some_q, some_k);
+    if constexpr (Mods::kMask)
+      if (at.partial) s = Mods::mask(call, s, at.b, at.h, some_q, some_k);
+    if constexpr (Mods::kBias != DType::other) s += bias_of<Mods::kBias>(call, at.b, at.h, some_q, some_k);
+  }
+  return at.cut && is_hidden(call, at, q, k) ? minus_infinity() : s;
+}
+
+// What a difference of scores is multiplied by to be a power of 2. Of differences: where scores are large, each of them
+// times log2(e) would be off by more than 1.
+template <class Mods>
+LOWBIT_INLINE float exponent_factor(const AttentionCall& call) { return Mods::kFolds ? call.scale * kLog2e : kLog2e; }
+
+// What dropout multiplies a probability by.
+LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
+  const auto seed = static_cast<uint64_t>(*call.seed);
+  auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q),
+                           static_cast<uint32_t>(at.b * call.heads + at.h), 0},
+                          {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  const uint32_t low = k & 1 ? words[1] : words[0], high = k & 1 ? words[3] : words[2];
+  return (k & 2 ? high : low) < call.dropped ? 0.0f : call.kept;
+}
+
+// After the last tile: a gather was out of range, or an integer was divided by zero.
+template <class Mods>
+LOWBIT_INLINE void check_fault(const AttentionCall& call) {
+  if constexpr (Mods::kScore || Mods::kMask)
+    if (*static_cast<volatile int32_t*>(call.fault)) fail();
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/kind.hpp"
+#include "score/print.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+// Everything that the text of a program depends on.
+class ProgramHash {
+ public:
+  explicit ProgramHash(const ScoreCall* call) {
+    if (!call) return;
+    const ScorePlan& plan = call->program().forward;
+    add(call->program().is_mask), add(static_cast<int64_t>(plan.steps.size()));
+    for (const ScoreStep& step : plan.steps) {
+      add(step.op), add(step.type), add(step.immediate), add(step.operand_count), add(step.out);
+      for (int i = 0; i < step.operand_count; i++) add(step.operands[i]);
+    }
+    for (const ScoreConstant& constant : plan.constants) add(constant.type), add(constant.bits);
+    for (int i = 0; i < call->captured_count(); i++)
+      add(static_cast<int64_t>(call->captured()[i].dtype)), add(call->captured()[i].rank);
+  }
+  int64_t value() const { return static_cast<int64_t>(state_); }
+
+ private:
+  void add(ScoreOperand operand) { add(static_cast<int64_t>(operand.rate)), add(operand.at); }
+  void add(int64_t number) {  // the finalizer of splitmix64
+    state_ += static_cast<uint64_t>(number) + 0x9e3779b97f4a7c15;
+    state_ = (state_ ^ state_ >> 30) * 0xbf58476d1ce4e5b9;
+    state_ = (state_ ^ state_ >> 27) * 0x94d049bb133111eb;
+    state_ ^= state_ >> 31;
+  }
+  uint64_t state_ = 0;
+};
+
+std::string text_of(DType dtype) {
+  return concat("lowbit::DType::", dtype == DType::boolean ? "boolean" : name_of(dtype));
+}
+std::string_view text_of(bool value) { return value ? "true" : "false"; }
+
+enum class Gradient { none, of_score, of_captured };
+
+// A function of Mods that calls a printed one with what the call says that it captured.
+std::string calling(const ScoreCall& call, std::string_view name, std::string_view printed, Gradient of) {
+  const bool gradient = of != Gradient::none;
+  const std::string_view captured = call.program().is_mask ? "call.mask" : "call.score";
+  std::string text = concat("  LOWBIT_INLINE static float ", name,
+                            "(const lowbit::cuda::AttentionCall& call, float s, ", gradient ? "float ds, " : "",
+                            "int b, int h, int q, int k) {\n    return ", printed, "(s, ",
+                            gradient ? "ds, " : "", "b, h, q, k, ");
+  for (int i = 0; i < call.captured_count(); i++)
+    text += concat("lowbit::cuda::Elements{", captured, ".tensors[", i, "]}, ");
+  for (int i = 0; gradient && i < call.captured_count(); i++)
+    if (call.program().graph.captured[i].type == 'f')
+      text += of == Gradient::of_captured ? concat("lowbit::cuda::Sums{call, ", i, "}, ") : "lowbit::cuda::NoSum(), ";
+  return concat(text, "reinterpret_cast<const long long*>(", captured, ".layout), call.fault);\n  }\n");
+}
+
+std::string mods_text(const AttentionKind& kind, Gradient gradient) {
+  std::string text, functions;
+  const auto add = [&](const ScoreCall& call, std::string_view name, std::string_view printed, Gradient of) {
+    functions += calling(call, name, printed, of);
+    text += score_source(call, SourceLanguage::cuda, of != Gradient::none);
+  };
+  if (kind.score || kind.mask)
+    text = concat("#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum", "\n",
+                  score_source_prelude(SourceLanguage::cuda, false));
+  if (kind.score) add(*kind.score, "score", "score_mod", Gradient::none);
+  if (kind.score && gradient != Gradient::none) add(*kind.score, "gradient", "score_mod_gradient", gradient);
+  if (kind.mask) add(*kind.mask, "mask", "mask_mod", Gradient::none);
+  return concat(text, "struct Mods : lowbit::cuda::NoMods {\n  static constexpr bool kFolds = ", text_of(kind.folds()),
+                ", kScore = ", text_of(kind.score != nullptr), ", kMask = ", text_of(kind.mask != nullptr),
+                ", kDropout = ", text_of(kind.dropout), ";\n  static constexpr lowbit::DType kBias = ",
+                text_of(kind.bias), ";\n", functions, "};\n");
+}
+
+std::string attention_kernel(std::string_view name, std::string_view body) {
+  return kernel_text(name, "kAttentionThreads", "AttentionCall", body);
+}
+
+}  // namespace
+
+AttentionKind kind_of(const AttentionForwardArgs& args) {
+  return {.dtype = args.q.dtype, .e = static_cast<int>(args.q.size(3)), .ev = static_cast<int>(args.ev()),
+          .score = args.score_mod, .mask = args.mask_mod, .bias = args.mask.dtype, .dropout = args.dropout_p > 0,
+          .scales = !(args.scale > 0)};
+}
+
+SourceKey AttentionKind::key(AttentionKernel kernel) const {
+  const int64_t sizes = (static_cast<int64_t>(dtype) * 512 + e) * 512 + ev,
+                flags = (static_cast<int64_t>(bias) * 2 + dropout) * 2 + scales;
+  const int64_t mods = (score ? 1 : 0) + (mask ? 2 : 0);
+  const bool of_mods = kernel >= AttentionKernel::forward;
+  return {static_cast<int64_t>(SourceKind::attention), static_cast<int64_t>(kernel) << 32 | sizes,
+          of_mods ? flags << 2 | mods : 0, of_mods ? ProgramHash(score).value() : 0,
+          of_mods ? ProgramHash(mask).value() : 0};
+}
+
+Source attention_source(const AttentionKind& kind, AttentionKernel kernel) {
+  const std::string sizes = concat(text_of(kind.dtype), ", ", kind.e, ", ", kind.ev),
+                    what = concat(name_of(kind.dtype), ", head dims ", kind.e, " and ", kind.ev,
+                                  kind.score ? ", a score_mod" : "", kind.mask ? ", a mask_mod" : "",
+                                  kind.bias != DType::other ? concat(", a mask of ", name_of(kind.bias)) : "",
+                                  kind.dropout ? ", dropout" : "", kind.scales ? ", any scale" : "");
+  const std::string prepare = "#include \"cuda/attention/prepare.cuh\"\n";
+  switch (kernel) {
+    case AttentionKernel::prepare:
+      return {"classes of blocks of attention", prepare + attention_kernel("prepare", "attention_prepare")};
+    case AttentionKernel::sink:
+      return {"gradient of a sink", prepare + attention_kernel("sink_gradient", "sink_gradient")};
+    case AttentionKernel::statistics:
+      return {concat("rows of the attention backward of ", name_of(kind.dtype), ", head dim ", kind.ev),
+              prepare + attention_kernel("row_statistics",
+                                         concat("row_statistics<", text_of(kind.dtype), ", ", kind.ev, ">"))};
+    case AttentionKernel::forward:
+      return {concat("attention forward of ", what),
+              concat("#include \"cuda/attention/forward.cuh\"\n", mods_text(kind, Gradient::none),
+                     attention_kernel("attention_forward", concat("attention_forward<", sizes, ", Mods>")))};
+    case AttentionKernel::captured_ends:
+      return {"gradients of captured tensors",
+              concat("#include \"cuda/attention/captured.cuh\"\n", attention_kernel("captured_start", "captured_start"),
+                     attention_kernel("captured_finish", "captured_finish"))};
+    case AttentionKernel::captured:
+      return {concat("gradients of captured tensors of ", what),
+              concat("#include \"cuda/attention/backward.cuh\"\n#include \"cuda/attention/captured.cuh\"\n",
+                     mods_text(kind, Gradient::of_captured),
+                     attention_kernel("attention_captured",
+                                      concat("attention_backward<", sizes, ", Mods, false, true>")))};
+    default: break;
+  }
+  return {concat("attention backward of ", what),
+          concat("#include \"cuda/attention/backward.cuh\"\n", mods_text(kind, Gradient::of_score),
+                 attention_kernel("attention_keys", concat("attention_backward<", sizes, ", Mods, true>")),
+                 attention_kernel("attention_queries", concat("attention_backward<", sizes, ", Mods, false>")))};
+}
+
+void add_attention_sources(std::vector<Source>& all) {
+  for (const int e : {64, 128}) {
+    const AttentionKind kind{DType::bfloat16, e, e};
+    for (const auto kernel : {AttentionKernel::forward, AttentionKernel::statistics, AttentionKernel::backward})
+      all.push_back(attention_source(kind, kernel));
+  }
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// What forward and backward do with tiles: rows to shared memory, products of tiles, which tiles are visited.
+#pragma once
+
+#include "cuda/attention/call.hpp"
+#include "cuda/device/kernel.cuh"
+#include "cuda/device/tiles.cuh"
+#include "cuda/device/vector.cuh"
+
+namespace lowbit::cuda {
+
+template <int kRows, int kColumns>
+struct SharedRows {
+  static constexpr int kStride = kColumns + kRowPad;
+  alignas(16) uint16_t data[kRows * kStride];
+
+  // `rows` of them, zeros behind.
+  LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
+    constexpr int kPieces = kColumns / 8;
+#pragma unroll 1  // addresses of all pieces would stay in registers
+    for (int first = 0; first < kRows * kPieces; first += kAttentionThreads) {
+      const int at = first + static_cast<int>(threadIdx.x), row = at / kPieces, piece = at % kPieces;
+      if (kRows * kPieces % kAttentionThreads && at >= kRows * kPieces) break;
+      copy_async(data + row * kStride + piece * 8, from + (row < rows ? row * stride : 0) + piece * 8, row < rows);
+    }
+  }
+};
+
+LOWBIT_INLINE int lane_of_warp() { return static_cast<int>(threadIdx.x) % 32; }
+LOWBIT_INLINE int warp_of_cta() { return static_cast<int>(threadIdx.x) / 32; }
+
+template <int kStride>
+LOWBIT_INLINE void load_rows(uint32_t (&a)[4], const uint16_t* rows, int k) {
+  const int lane = lane_of_warp();
+  load_matrices(a, rows + lane % 16 * kStride + k + lane / 16 * 8);
+}
+
+// c += a b^T for one step of 16 k; a: of kM times 16 rows, b: 16 kPairs rows in shared memory.
+template <DType dtype, int kStride, int kM, int kColumns>
+LOWBIT_INLINE void multiply_step(float (&c)[kM][kColumns][4], const uint32_t (&a)[kM][4], const uint16_t* b, int k) {
+  const int lane = lane_of_warp();
+#pragma unroll
+  for (int n = 0; n < kColumns; n += 2) {
+    uint32_t of_b[4];
+    load_matrices(of_b, b + (n * 8 + lane % 8 + lane / 16 * 8) * kStride + k + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int m = 0; m < kM; m++) {
+      multiply_16<dtype>(c[m][n], a[m], {of_b[0], of_b[1]});
+      multiply_16<dtype>(c[m][n + 1], a[m], {of_b[2], of_b[3]});
+    }
+  }
+}
+
+// c = a b^T, both in shared memory, over kK columns; a: the first row of this warp.
+template <DType dtype, int kK, int kM, int kColumns>
+LOWBIT_INLINE void multiply_rows(float (&c)[kM][kColumns][4], const uint16_t* a, const uint16_t* b) {
+  constexpr int kStride = kK + kRowPad;
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    uint32_t of_a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; m++) load_rows<kStride>(of_a[m], a + m * 16 * kStride, k);
+    multiply_step<dtype, kStride>(c, of_a, b, k);
+  }
+}
+
+// c += a b; a: scores in registers, b: rows in shared memory, from a column on; `pairs` of 16 columns are there.
+template <DType dtype, int kStride, int kM, int kScores, int kColumns>
+LOWBIT_INLINE void multiply_onto(float (&c)[kM][kColumns][4], const float (&a)[kM][kScores][4], const uint16_t* b,
+                                 int pairs) {
+  const int lane = lane_of_warp();
+#pragma unroll
+  for (int k = 0; k < kScores; k += 2) {
+    uint32_t of_a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        of_a[m][i] = pair_of<dtype>(a[m][k + i / 2][i % 2 * 2], a[m][k + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 2) {
+      if (n / 2 >= pairs) break;
+      uint32_t of_b[4];
+      load_transposed(of_b, b + (k * 8 + lane % 16) * kStride + n * 8 + lane / 16 * 8);
+#pragma unroll
+      for (int m = 0; m < kM; m++) {
+        multiply_16<dtype>(c[m][n], of_a[m], {of_b[0], of_b[1]});
+        multiply_16<dtype>(c[m][n + 1], of_a[m], {of_b[2], of_b[3]});
+      }
+    }
+  }
+}
+
+template <int kM, int kColumns>
+LOWBIT_INLINE void clear(float (&c)[kM][kColumns][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; m++)
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[m][n][i] = 0;
+}
+
+LOWBIT_INLINE const uint16_t* head_rows(const HeadRows& rows, int b, int h) {
+  return static_cast<const uint16_t*>(rows.data) + b * rows.batch + h * rows.head;
+}
+
+// Two neighbouring elements of a row of out or a gradient.
+template <DType dtype>
+LOWBIT_INLINE void store_pair(const HeadRows& rows, DType stored, int b, int h, int row, int column, float low,
+                              float high) {
+  const int64_t at = b * rows.batch + h * rows.head + row * rows.row + column;
+  if (stored == DType::float32) {
+    *reinterpret_cast<uint2*>(static_cast<float*>(rows.data) + at) = {__float_as_uint(low), __float_as_uint(high)};
+  } else {
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(rows.data) + at) = pair_of<dtype>(low, high);
+  }
+}
+
+// A tile of a Tiling, one after the other without a division.
+struct TileStep {
+  int index = 0, block = 0, within = 0;
+
+  LOWBIT_INLINE void next(const Tiling& tiling) {
+    index++, within++;
+    if (within == static_cast<int>(tiling.per_block)) within = 0, block++;
+  }
+  LOWBIT_INLINE int begin(const Tiling& tiling) const {
+    return block * static_cast<int>(tiling.block) + within * static_cast<int>(tiling.tile);
+  }
+  LOWBIT_INLINE int size(const Tiling& tiling) const {
+    const int64_t rest = smaller(tiling.length, (block + int64_t{1}) * tiling.block) - begin(tiling);
+    return static_cast<int>(smaller(tiling.tile, rest));
+  }
+};
+
+// Where a tile of scores stands.
+struct TilePlace {
+  int b, h, q0, rows, k0, cols;
+  bool partial;  // mask_mod has to be asked
+  bool cut;      // by the ends of q and k, or by causality
+};
+
+constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;
+
+LOWBIT_INLINE uint8_t class_of(const AttentionCall& call, int b, int h, int64_t q_block, int64_t kv_block) {
+  if (!call.classes) return kPartialBlock;
+  return call.classes[b * call.class_batch + h * call.class_head + q_block * call.class_columns + kv_block];
+}
+
+// False if no score of the tile is visible.
+LOWBIT_INLINE bool find_tile(const AttentionCall& call, int b, int h, const TileStep& q, const TileStep& k,
+                             TilePlace& at) {
+  at = {b, h, q.begin(call.q_tiles), q.size(call.q_tiles), k.begin(call.kv_tiles), k.size(call.kv_tiles), false, false};
+  if (call.causal && at.k0 >= at.q0 + at.rows) return false;
+  const uint8_t block = class_of(call, b, h, q.block, k.block);
+  at.partial = block == kPartialBlock;
+  at.cut = call.causal && at.k0 + at.cols > at.q0 + 1;
+  return block != kEmptyBlock;
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 16-bit floats between global memory, shared memory and the tensor cores. Tests give each instruction a
+// meaning on the host.
+//
+// Of lane (g, t) of a warp, a matrix of 8 x 8 is the pair of row g, columns 2t and 2t + 1: what mma.cuh takes for 8
+// rows or columns and 8 k.
+#pragma once
+
+#include "core/dtype.hpp"
+#include "cuda/device/mma.cuh"
+
+#ifdef __CUDACC_RTC__
+namespace lowbit::cuda {
+
+LOWBIT_INLINE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Four matrices: lane l says where row l % 8 of matrix l / 8 begins, on a multiple of 16 bytes.
+LOWBIT_INLINE void load_matrices(uint32_t (&to)[4], const uint16_t* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+// Each of them transposed.
+LOWBIT_INLINE void load_transposed(uint32_t (&to)[4], const uint16_t* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// 16 bytes from global to shared memory, or zeros; there once this thread has waited for them.
+LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+}
+LOWBIT_INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// c += a b of float16 pairs: 16 k.
+LOWBIT_INLINE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Two floats, rounded to nearest even, side by side.
+LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// 2^a to 2 ulp; 0 where that is subnormal.
+LOWBIT_INLINE float power_of_2(float a) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(a));
+  return power;
+}
+
+// Ends the launch with an error, which whoever waits for the device is told: an argument in its memory is wrong.
+LOWBIT_INLINE void fail() { asm volatile("trap;"); }
+
+}  // namespace lowbit::cuda
+#endif
+
+namespace lowbit::cuda {
+
+template <DType dtype>
+LOWBIT_INLINE void multiply_16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (dtype == DType::bfloat16) multiply_bf16(c, a, b);
+  else multiply_f16(c, a, b);
+}
+template <DType dtype>
+LOWBIT_INLINE uint32_t pair_of(float low, float high) {
+  if constexpr (dtype == DType::bfloat16) return pair_of_bf16(low, high);
+  else return pair_of_f16(low, high);
+}
+
+}  // namespace lowbit::cuda
