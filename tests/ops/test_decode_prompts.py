@@ -36,12 +36,12 @@ def row(request: pytest.FixtureRequest) -> str:
 
 def dtype_of(row: str) -> str:
     """The only dtype of q that a row of tiles takes; one of those of a row of float32."""
-    return row.split("_")[2] if "_amx" in row else "bfloat16"
+    return row.split("_")[2] if testing.multiplies_parts(row) else "bfloat16"
 
 
 def cases(row: str) -> list[Case]:
     """Each shape in both formats with three of the options, in both layouts and all dtypes of q that the row takes."""
-    dtypes = [dtype_of(row)] if "_amx" in row else testing.DTYPES
+    dtypes = [dtype_of(row)] if testing.multiplies_parts(row) else testing.DTYPES
     made = []
     for index, (shape, format, part) in enumerate(itertools.product(SHAPES, FORMATS, range(3))):
         option = OPTIONS[(index // 3 + 2 * part) % len(OPTIONS)]
@@ -62,7 +62,7 @@ def budget(case: Case, data: Data, row: str) -> tuple[Tensor, Tensor]:
     if case.option == "float mask":
         score = score + 8 * U * data.call["mask"].double().abs().amax(-1, keepdim=True)
     sums = (case.shape[4] + 20) * U
-    if "_amx" in row:
+    if testing.multiplies_parts(row):
         part = 2.0**-9 if "_bfloat16_" in row else 2.0**-16  # of each key, value and probability
         score, sums = score + 2 * part * magnitude, sums + 2 * part
     allowed = (2 * score + sums) * (p @ v)
@@ -133,7 +133,7 @@ def test_tokens_that_no_query_sees_are_not_read(row: str, format: str) -> None:
 
 def test_a_prompt_over_no_tokens_gives_zeros(row: str) -> None:
     q, out, lse = torch.randn(1, 2, 70, 64), torch.ones(1, 2, 70, 32), torch.ones(1, 2, 70)
-    if "_amx" in row:
+    if testing.multiplies_parts(row):
         pytest.skip(f"{row}: wants 32 keys")
     k, v, scale = (torch.empty(1, 2, 0, n, dtype=t) for n, t in ((64, torch.int8), (32, torch.int8), (1, torch.float32)))
     with forced(row):

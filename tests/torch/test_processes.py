@@ -196,7 +196,7 @@ def test_lowered_isa_is_honoured_and_reported(python: Callable[..., str]) -> Non
 
 def test_an_unknown_isa_is_named_by_every_op_and_by_info(python: Callable[..., str]) -> None:
     code = f"try:\n    {SETUP.strip().replace(chr(10), chr(10) + '    ')}\nexcept ValueError as error:\n    print(error)"
-    wanted = "LOWBIT_ISA must be one of amx, avx512_vnni, avx512, avx2_vnni, avx2, scalar, got 'foo'"
+    wanted = "LOWBIT_ISA must be one of amx, avx512_bf16, avx512_vnni, avx512, avx2_vnni, avx2, scalar, got 'foo'"
     assert wanted in python(code, LOWBIT_ISA="foo")
     assert f"none, every op fails ({wanted})" in python("import lowbit; print(lowbit.info())", LOWBIT_ISA="foo")
 

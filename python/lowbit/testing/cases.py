@@ -142,6 +142,9 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
         )
     # Rows of tiles want many rows, float32 by float32 most.
     cases += [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
+    # Rows of bfloat16 alone want many rows of it.
+    floats = [of for of in format_cases() if of[1] in (0, 64) and of[3] == "float"]
+    cases += [LinearCase(70, 37, 100, "bfloat16", *of) for of in floats]
     # Those of oneDNN want activations of the weight's own 16 bits.
     return cases + [LinearCase(33, 37, 100, name, name) for name in ("bfloat16", "float16")]
 
@@ -163,9 +166,14 @@ def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
 
 def fewest_scores(row: str) -> tuple[int, int]:
     """From how many queries and keys on a row of attention takes a call."""
-    if "_amx" not in row:
+    if not multiplies_parts(row):
         return 1, 1
-    return (32, 256) if "_float16_" in row else (17, 32)
+    return (32, 256) if "_float16_" in row else (17, 32) if row.endswith("_amx") else (33, 32)
+
+
+def multiplies_parts(row: str) -> bool:
+    """Whether a row multiplies bfloat16, or several parts of it, in tiles."""
+    return row.endswith(("_amx", "_avx512_bf16"))
 
 
 def serves(row: str, case: LinearCase, on: str | None = None) -> bool:

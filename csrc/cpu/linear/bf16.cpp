@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op linear by products of bfloat16 on vectors: activations of bfloat16, and weights that are exact in it.
+// More parts would be more products, which FMAs of float32 make as fast.
+#include LOWBIT_ISA_HEADER
+
+#include "cpu/linear/amx_fma.hpp"
+#include "cpu/rows.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+template <Format kFormat>
+std::string_view refuses(const LinearArgs& args) {
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  if (args.x_format != XFormat::floating || args.dtype != DType::bfloat16) return "activations are not bfloat16";
+  if (args.m < kFewestRows) return "fewer than 16 rows: FMAs of float32 are as fast";
+  return args.weight_spec.group_size && args.weight_spec.group_size < kHalfK ? "groups of less than 32" : "";
+}
+
+template <Format kFormat>
+void add_row(Backend& backend, std::string_view name) {
+  if constexpr (parts_of(kFormat) == 1) {
+    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_amx_fma};
+    add_rows(backend, &row, 1);
+  }
+}
+
+}  // namespace
+
+void linear_bf16_rows(Backend& backend) {
+#define LOWBIT_FORMAT(name, Codec) add_row<Format::name>(backend, LOWBIT_ROW("linear_" #name));
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
+}
+
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
