@@ -39,7 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     walk kernel rows a share, every LOWBIT_TEST_EVERY-th."""
     for_device = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
     every, walking = int(os.environ.get("LOWBIT_TEST_EVERY", "1")), itertools.count()
-    items[:] = [item for item in for_device if item.path.parent.name not in ("ops", "score") or next(walking) % every == 0]
+    items[:] = [item for item in for_device if not _walks(item) or next(walking) % every == 0]
+
+
+def _walks(item: pytest.Item) -> bool:
+    return item.path.parent.name in ("ops", "score") or item.get_closest_marker("walks") is not None
 
 
 _ROWS = testing.rows("linear")

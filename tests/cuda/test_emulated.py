@@ -45,6 +45,7 @@ def barriers() -> list[str]:
     return [path.parent.name for path in files for _ in re.findall(r"__syncthreads\(\);", path.read_text())]
 
 
+@pytest.mark.walks
 @pytest.mark.parametrize("number", range(len(barriers())))
 def test_without_a_barrier_the_checks_fail(number: int, emulated: dict[str, str], tmp_path: Path) -> None:
     op = {"device": "linear"}.get(barriers()[number], barriers()[number])
