@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "level_zero/runtime/driver.hpp"
+
+#include <array>
+#include <cstdio>
+
+#include "core/once.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+constexpr int kGpu = 1;
+constexpr uint64_t kForEver = UINT64_MAX;
+
+std::string meaning(Result result) {
+  switch (result) {
+    case kDeviceLost: return "the device is lost: nothing can run on it until this process ends";
+    case kOutOfHostMemory: return "no memory of the host is left";
+    case kOutOfDeviceMemory: return "no memory of the device is left";
+    case kModuleBuildFailure: return "the driver could not build the module";
+    case kUninitialized: return "there is no driver";
+  }
+  return "ze_result_t";
+}
+
+Api open_api() {
+  const Library& found = loader();
+  const Api opened{LOWBIT_LEVEL_ZERO(LOWBIT_FUNCTION_FOUND)};
+  const Result failed = opened.init(0);
+  check(failed != kUninitialized, ErrorKind::runtime, found.path, " found no driver of a GPU (zeInit: ",
+        meaning(failed), "); Intel's is in the package intel-level-zero-gpu or intel-opencl-icd");
+  ensure(failed, "zeInit");
+  return opened;
+}
+
+template <class Handle, class Get>
+std::vector<Handle> all_of(Get&& get, std::string_view what) {
+  uint32_t count = 0;
+  ensure(get(&count, static_cast<Handle*>(nullptr)), what);
+  std::vector<Handle> all(count);
+  if (count) ensure(get(&count, all.data()), what);
+  return all;
+}
+
+Gpu make_gpu(Context context, DeviceHandle handle, std::string name, std::string driver) {
+  Gpu made{std::move(name), std::move(driver), context, handle, nullptr, nullptr, new std::mutex};
+  const QueueDescription queue{};
+  ensure(api().create_list(context, handle, &queue, &made.list), "zeCommandListCreateImmediate");
+  const EventPoolDescription pool_of{};
+  EventPool pool = nullptr;
+  ensure(api().create_event_pool(context, &pool_of, 1, &handle, &pool), "zeEventPoolCreate");
+  const EventDescription event_of{};
+  ensure(api().create_event(pool, &event_of, &made.done), "zeEventCreate");
+  return made;
+}
+
+// Contexts, lists and events stay for as long as the process lives.
+std::vector<Gpu> find_gpus() {
+  std::vector<Gpu> found;
+  for (DriverHandle driver : all_of<DriverHandle>(api().drivers, "zeDriverGet")) {
+    DriverProperties of_driver;
+    ensure(api().driver_properties(driver, &of_driver), "zeDriverGetProperties");
+    Context context = nullptr;
+    const auto devices = all_of<DeviceHandle>(
+        [&](uint32_t* count, DeviceHandle* to) { return api().devices(driver, count, to); }, "zeDeviceGet");
+    for (DeviceHandle device : devices) {
+      DeviceProperties of;
+      ensure(api().device_properties(device, &of), "zeDeviceGetProperties");
+      if (of.type != kGpu) continue;
+      const ContextDescription context_of{};
+      if (!context) ensure(api().create_context(driver, &context_of, &context), "zeContextCreate");
+      found.push_back(make_gpu(context, device, of.name, concat(of_driver.version, "-", of.vendor, "-", of.device)));
+    }
+  }
+  check(!found.empty(), ErrorKind::runtime, "Level Zero's drivers have no GPU");
+  return found;
+}
+
+std::string reason_of(Device device) {
+  try {
+    gpu(device);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+const Library& loader() {
+  static std::atomic<const Library*> kept{nullptr};
+  return made_once(kept, [] {
+    return open_library({.names = "libze_loader.so.1", .source = "apt install libze1 (or level-zero)",
+                         .own = folders_of("LOWBIT_LEVEL_ZERO_PATH", ""), .packages = {}, .home = {}});
+  });
+}
+
+const Api& api() {
+  static std::atomic<const Api*> kept{nullptr};
+  return made_once(kept, open_api);
+}
+
+const std::vector<Gpu>& gpus() {
+  static std::atomic<const std::vector<Gpu>*> kept{nullptr};
+  return made_once(kept, find_gpus);
+}
+
+const Gpu& gpu(Device device) {
+  const auto count = static_cast<int>(gpus().size());
+  check(device.index < count, ErrorKind::runtime, "there is no ", name_of(device), ", Level Zero has ", count, " GPUs");
+  return gpus()[static_cast<std::size_t>(device.index)];
+}
+
+const std::string& unavailable(Device device) {
+  static std::array<std::atomic<const std::string*>, 64> kept{};
+  const int index = device.index < 64 ? device.index : 63;
+  return made_once(kept[static_cast<std::size_t>(index)], [&] { return reason_of(device); });
+}
+
+int device_count() {
+  return unavailable(Device{DeviceType::level_zero, 0}).empty() ? static_cast<int>(gpus().size()) : 0;
+}
+
+void ensure(Result result, std::string_view what) {
+  if (result == 0) [[likely]] return;
+  char code[16];
+  std::snprintf(code, sizeof code, "0x%08x", static_cast<unsigned>(result));
+  throw Error(ErrorKind::runtime, concat(what, " failed: ", meaning(result), " (", code, ")"));
+}
+
+void wait(Device device) {
+  const Gpu& on = gpu(device);
+  const std::lock_guard lock(*on.mutex);
+  ensure(api().append_barrier(on.list, on.done, 0, nullptr), concat(name_of(device), ": zeCommandListAppendBarrier"));
+  ensure(api().wait_for_event(on.done, kForEver), concat(name_of(device), ": waiting for its work"));
+  ensure(api().reset_event(on.done), concat(name_of(device), ": zeEventHostReset"));
+}
+
+Facts facts() {
+  Facts found{loader().path, unavailable(Device{DeviceType::level_zero, 0}), {}};
+  if (found.reason.empty())
+    for (const Gpu& one : gpus()) found.names.push_back(one.name);
+  return found;
+}
+
+}  // namespace lowbit::level_zero
