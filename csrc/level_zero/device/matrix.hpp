@@ -16,7 +16,7 @@ constexpr int kLanes = LOWBIT_LANES;
 #define LOWBIT_CONVERGENT __attribute__((device, convergent))
 
 LOWBIT_CONVERGENT uint32_t block_read(const Global<uint32_t>* from) __asm__("_Z26intel_sub_group_block_readPU3AS1Kj");
-LOWBIT_CONVERGENT Vector<uint32_t, 2> block_read2(const Global<uint32_t>* from)
+LOWBIT_CONVERGENT u32x2 block_read2(const Global<uint32_t>* from)
     __asm__("_Z27intel_sub_group_block_read2PU3AS1Kj");
 LOWBIT_CONVERGENT u32x4 block_read4(const Global<uint32_t>* from) __asm__("_Z27intel_sub_group_block_read4PU3AS1Kj");
 LOWBIT_CONVERGENT u32x8 block_read8(const Global<uint32_t>* from) __asm__("_Z27intel_sub_group_block_read8PU3AS1Kj");

@@ -12,6 +12,7 @@ using Vector = T __attribute__((ext_vector_type(count)));
 using f32x8 = Vector<float, 8>;
 using i32x8 = Vector<int32_t, 8>;
 using u32x8 = Vector<uint32_t, 8>;
+using u32x2 = Vector<uint32_t, 2>;
 using u32x4 = Vector<uint32_t, 4>;
 using u16x8 = Vector<uint16_t, 8>;
 

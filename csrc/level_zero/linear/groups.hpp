@@ -13,7 +13,7 @@ namespace lowbit::level_zero {
 using cuda::LinearCall;
 using cuda::RowSum;
 
-constexpr int kTeams = 8;  // sub-groups of a work-group, which take the tiles along k in turn
+constexpr int kTeams = 8;  // sub-groups of a work-group
 
 // Scale and zero point of one column and part of a tile.
 struct Scale {
@@ -78,9 +78,9 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int6
 }
 
 // Of what the sub-groups summed, 32 bits each: floats, or integers where codes have one scale for all k.
-template <bool kCodes, int kRows>
+template <bool kCodes, int kSums, int kRows>
 LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int64_t first_column, int64_t first_row,
-                               const uint32_t (&sums)[kTeams][kRows][kPanelColumns], const LevelParts* levels,
+                               const uint32_t (&sums)[kSums][kRows][kPanelColumns], const LevelParts* levels,
                                int threads) {
   for (int at = static_cast<int>(threadIdx.x); at < kRows * static_cast<int>(kPanelColumns); at += threads) {
     const int column = at % static_cast<int>(kPanelColumns), of_block = at / static_cast<int>(kPanelColumns);
@@ -89,10 +89,10 @@ LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int
     float sum = 0.0f, row_scale = 1.0f;
     if (kCodes && scales_per_tile() == 0) {
       uint32_t whole = 0;  // with wrap-around: what start takes off again
-      for (int team = 0; team < kTeams; team++) whole += sums[team][of_block][column];
+      for (int i = 0; i < kSums; i++) whole += sums[i][of_block][column];
       sum = scaled_dot(static_cast<int32_t>(whole), row_sum(call.sums + row), 0.0f);
     } else {
-      for (int team = 0; team < kTeams; team++) sum += __uint_as_float(sums[team][of_block][column]);
+      for (int i = 0; i < kSums; i++) sum += __uint_as_float(sums[i][of_block][column]);
     }
     if constexpr (!kCodes) {
       row_scale = call.row_scale[row];

@@ -30,37 +30,40 @@ LOWBIT_INLINE Words load_words(const uint8_t* from) {
                     __builtin_shufflevector(upper, lower, 1, 3, 5, 7, 9, 11, 13, 15));
   }
 }
-// Four of them, twice; two of them, four times.
-LOWBIT_INLINE Words load_four(const uint8_t* from) {
-  if constexpr (kSides == 1) {
-    const u32x4 rows = block_read4(global<uint32_t>(from));
-    return {{__builtin_shufflevector(rows, rows, 0, 1, 2, 3, 0, 1, 2, 3)}};
-  } else {
-    const u32x8 rows = block_read8(global<uint32_t>(from));
-    return words_of(__builtin_shufflevector(rows, rows, 0, 2, 4, 6, 0, 2, 4, 6),
-                    __builtin_shufflevector(rows, rows, 1, 3, 5, 7, 1, 3, 5, 7));
-  }
+// Four of them, and two.
+struct FourWords {
+  u32x4 side[kSides];
+};
+struct TwoWords {
+  u32x2 side[kSides];
+};
+
+LOWBIT_INLINE FourWords load_four(const uint8_t* from) {
+  if constexpr (kSides == 1) return {{block_read4(global<uint32_t>(from))}};
+  const u32x8 rows = block_read8(global<uint32_t>(from));
+  FourWords words;
+  words.side[0] = rows.even, words.side[kSides - 1] = rows.odd;
+  return words;
 }
-LOWBIT_INLINE Words load_two(const uint8_t* from) {
-  if constexpr (kSides == 1) {
-    const Vector<uint32_t, 2> rows = block_read2(global<uint32_t>(from));
-    return {{__builtin_shufflevector(rows, rows, 0, 1, 0, 1, 0, 1, 0, 1)}};
-  } else {
-    const u32x4 rows = block_read4(global<uint32_t>(from));
-    return words_of(__builtin_shufflevector(rows, rows, 0, 2, 0, 2, 0, 2, 0, 2),
-                    __builtin_shufflevector(rows, rows, 1, 3, 1, 3, 1, 3, 1, 3));
-  }
+LOWBIT_INLINE TwoWords load_two(const uint8_t* from) {
+  if constexpr (kSides == 1) return {{block_read2(global<uint32_t>(from))}};
+  const u32x4 rows = block_read4(global<uint32_t>(from));
+  TwoWords words;
+  words.side[0] = rows.even, words.side[kSides - 1] = rows.odd;
+  return words;
 }
 
 // 16 k of a column: pairs of bfloat16, of each part.
 struct Chunk {
-  u32x8 part[kSides][cuda::kMostParts];
+  u32x8 part[cuda::kMostParts];
 };
 
 // Codes of a tile, or of a half of it where they are bytes: the rows of the plane of 8 or 4 bits, of that of 2 bits and
 // of that of 1 bit (formats/codec.hpp). Of floats nothing: they are read where they are multiplied.
 struct Codes {
-  Words whole, two, one;
+  Words whole;
+  FourWords two;
+  TwoWords one;
 
   LOWBIT_INLINE static bool of_half() { return code_bits() == 8; }
 
@@ -82,8 +85,15 @@ struct Codes {
     const uint32_t from = 4 * half;
     if (count == 8) return whole.side[side];
     u32x8 codes = 0;
-    if (count & 1) codes |= one.side[side] >> (kOne + from) & 0x01010101u;
-    if (count & 2) codes |= (two.side[side] >> (kTwo + from) & 0x03030303u) << static_cast<uint32_t>(count & 1);
+    if (count & 1) {
+      const u32x2 rows = one.side[side];
+      codes |= __builtin_shufflevector(rows, rows, 0, 1, 0, 1, 0, 1, 0, 1) >> (kOne + from) & 0x01010101u;
+    }
+    if (count & 2) {
+      const u32x4 rows = two.side[side];
+      codes |= (__builtin_shufflevector(rows, rows, 0, 1, 2, 3, 0, 1, 2, 3) >> (kTwo + from) & 0x03030303u)
+               << static_cast<uint32_t>(count & 1);
+    }
     if (count & 4) codes |= (whole.side[side] >> from & 0x0f0f0f0fu) << static_cast<uint32_t>(count & 3);
     return codes;
   }
@@ -137,13 +147,13 @@ LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[cuda::kMostPar
   }
 }
 
-LOWBIT_INLINE void float32_chunk(const uint8_t* from, Chunk& chunk) {
+LOWBIT_INLINE void float32_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
   const Words first = load_words(from), second = load_words(from + 512);
 #pragma unroll
   for (int side = 0; side < kSides; side++) {
     const u32x8 a = first.side[side], b = second.side[side];
     cut_pairs(__builtin_bit_cast(f32x8, __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)),
-              __builtin_bit_cast(f32x8, __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)), chunk.part[side]);
+              __builtin_bit_cast(f32x8, __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)), chunk[side].part);
   }
 }
 
@@ -151,12 +161,12 @@ LOWBIT_INLINE f32x8 floats_of_halves(u16x8 halves) {
   return __builtin_convertvector(__builtin_bit_cast(Vector<_Float16, 8>, halves), f32x8);
 }
 
-LOWBIT_INLINE void float16_chunk(const uint8_t* from, Chunk& chunk) {
+LOWBIT_INLINE void float16_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
   const auto read = [from](int at) { return block_read8_16(global<uint16_t>(from + at)); };
   if constexpr (kSides == 1) {
     const u16x8 a = read(0), b = read(256);
     cut_pairs(floats_of_halves(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)),
-              floats_of_halves(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)), chunk.part[0]);
+              floats_of_halves(__builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)), chunk[0].part);
   } else {  // of each k columns l and l + 8
     const u16x8 a = read(0), b = read(128), c = read(256), d = read(384);
     const u16x8 even_ab = __builtin_shufflevector(a, b, 0, 4, 8, 12, 1, 5, 9, 13),
@@ -164,38 +174,54 @@ LOWBIT_INLINE void float16_chunk(const uint8_t* from, Chunk& chunk) {
                 even_cd = __builtin_shufflevector(c, d, 0, 4, 8, 12, 1, 5, 9, 13),
                 odd_cd = __builtin_shufflevector(c, d, 2, 6, 10, 14, 3, 7, 11, 15);
     cut_pairs(floats_of_halves(__builtin_shufflevector(even_ab, even_cd, 0, 1, 2, 3, 8, 9, 10, 11)),
-              floats_of_halves(__builtin_shufflevector(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11)), chunk.part[0]);
+              floats_of_halves(__builtin_shufflevector(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11)), chunk[0].part);
     cut_pairs(floats_of_halves(__builtin_shufflevector(even_ab, even_cd, 4, 5, 6, 7, 12, 13, 14, 15)),
               floats_of_halves(__builtin_shufflevector(odd_ab, odd_cd, 4, 5, 6, 7, 12, 13, 14, 15)),
-              chunk.part[kSides - 1]);
+              chunk[kSides - 1].part);
   }
 }
 
-// Chunk `which` of a half tile.
-LOWBIT_INLINE void make_chunk(const Codes& codes, const uint8_t* tile, int half, int which, const LevelParts* levels,
-                              Chunk& chunk) {
-  const uint8_t* from = tile + (half * 2 + which) * (code_bits() * 32);  // of floats
-  if (has_bfloat16()) {
-    const Words words = load_words(from);
-#pragma unroll
-    for (int side = 0; side < kSides; side++) chunk.part[side][0] = words.side[side];
-  } else if (has_floats()) {
+// A chunk of a weight of floats.
+LOWBIT_INLINE void float_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
+  if (!has_bfloat16()) {
     if (code_bits() == 32) float32_chunk(from, chunk);
     else float16_chunk(from, chunk);
+    return;
+  }
+  const Words words = load_words(from);
+#pragma unroll
+  for (int side = 0; side < kSides; side++) chunk[side].part[0] = words.side[side];
+}
+
+// Of one column of codes: four words of a half tile.
+LOWBIT_INLINE Chunk chunk_of(u32x4 words, const LevelParts* levels) {
+  Chunk chunk;
+  if (has_levels())
+    look_up(words, levels, chunk.part);
+  else if (has_float8())
+    chunk.part[0] = interleaved(upper_halves<4>(float8(words, 0), float8(words, 1)),
+                                upper_halves<4>(float8(words, 2), float8(words, 3)));
+  else
+    chunk.part[0] = interleaved(upper_halves<4>(integers(words, 0), integers(words, 1)),
+                                upper_halves<4>(integers(words, 2), integers(words, 3)));
+  return chunk;
+}
+
+// body(first side, count of sides, chunks) for chunk `which` of a half tile: of floats both sides are read at once, of
+// codes one after the other takes fewer registers.
+template <class Body>
+LOWBIT_INLINE void for_chunks(const Codes& codes, const uint8_t* tile, int half, int which, const LevelParts* levels,
+                              Body&& body) {
+  if (has_floats()) {
+    Chunk chunk[kSides];
+    float_chunk(tile + (half * 2 + which) * (code_bits() * 32), chunk);
+    body(0, kSides, chunk);
   } else {
 #pragma unroll
     for (int side = 0; side < kSides; side++) {
       const u32x8 bytes = codes.bytes(side, half);
-      const u32x4 words = which ? bytes.hi : bytes.lo;
-      u32x8(&part)[cuda::kMostParts] = chunk.part[side];
-      if (has_levels())
-        look_up(words, levels, part);
-      else if (has_float8())
-        part[0] = interleaved(upper_halves<4>(float8(words, 0), float8(words, 1)),
-                              upper_halves<4>(float8(words, 2), float8(words, 3)));
-      else
-        part[0] = interleaved(upper_halves<4>(integers(words, 0), integers(words, 1)),
-                              upper_halves<4>(integers(words, 2), integers(words, 3)));
+      const Chunk chunk = chunk_of(which ? bytes.hi : bytes.lo, levels);
+      body(side, 1, &chunk);
     }
   }
 }
