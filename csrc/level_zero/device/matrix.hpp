@@ -13,8 +13,6 @@ namespace lowbit::level_zero {
 
 constexpr int kLanes = LOWBIT_LANES;
 
-#define LOWBIT_CONVERGENT __attribute__((device, convergent))
-
 LOWBIT_CONVERGENT uint32_t block_read(const Global<uint32_t>* from) __asm__("_Z26intel_sub_group_block_readPU3AS1Kj");
 LOWBIT_CONVERGENT u32x2 block_read2(const Global<uint32_t>* from)
     __asm__("_Z27intel_sub_group_block_read2PU3AS1Kj");

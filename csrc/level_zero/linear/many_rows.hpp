@@ -47,8 +47,8 @@ LOWBIT_INLINE void linear_of_many(const LinearCall& call) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
   LOWBIT_SHARED(ManyRowsMemory<kCodes>, memory, [1]);
   write_levels<kCodes>(call, levels);
-  const int64_t blocks = ceil_div(call.m, kManyRows), panel = blockIdx.x / blocks,
-                first_row = blockIdx.x % blocks * kManyRows;
+  const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kManyRows));
+  const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kManyRows;
   const int team = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
   Product<kCodes, 8, kManyBlocks> product(call, panel, first_row + team * (kManyBlocks * 8), lane, levels);
   const bool has_rows = product.first_row < call.m;

@@ -136,7 +136,8 @@ template <bool kCodes, int kRows>
 LOWBIT_INLINE void linear(const LinearCall& call) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
   LOWBIT_SHARED(uint32_t, sums, [kTeams][kRows][kPanelColumns]);
-  const int64_t blocks = ceil_div(call.m, kRows), panel = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kRows;
+  const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kRows));
+  const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kRows;
   const int thread = static_cast<int>(threadIdx.x), team = thread / kTeamLanes;
   if (!kCodes && has_levels()) {
     if (thread < 16) levels[thread] = level_parts(call.spec.format, thread);

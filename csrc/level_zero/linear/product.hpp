@@ -189,7 +189,8 @@ LOWBIT_INLINE void linear(const LinearCall& call) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
   LOWBIT_SHARED(uint32_t, sums, [kTeams][kRows][kPanelColumns]);
   write_levels<kCodes>(call, levels);
-  const int64_t blocks = ceil_div(call.m, kRows), panel = blockIdx.x / blocks, first_row = blockIdx.x % blocks * kRows;
+  const auto group = static_cast<uint32_t>(blockIdx.x), blocks = static_cast<uint32_t>(ceil_div(call.m, kRows));
+  const int64_t panel = group / blocks, first_row = int64_t{group % blocks} * kRows;
   const int team = static_cast<int>(threadIdx.x) / kLanes;
   Product<kCodes, kRows, 1> product(call, panel, first_row, static_cast<int>(threadIdx.x) % kLanes, levels);
   product.take_turns(team);
