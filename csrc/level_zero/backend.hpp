@@ -9,6 +9,7 @@ namespace lowbit::level_zero {
 // first call that has a tensor there.
 std::span<const Backend* const> backends();
 
+void add_linear_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);
 
 }  // namespace lowbit::level_zero

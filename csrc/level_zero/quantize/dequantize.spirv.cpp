@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // All of a packed weight as float32, a kernel for each format.
+#define LOWBIT_LANES 16
 #include "cuda/quantize/dequantize.cuh"
 #include "formats/list.hpp"
 
 namespace lowbit::cuda {
 
 #define LOWBIT_FORMAT(name, Codec) \
-  LOWBIT_MODULE_KERNEL(dequantize_##name, 16, kDequantizeThreads, DequantizeCall, dequantize<Format::name>)
+  LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) { dequantize<Format::name>(args); }
 LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 

@@ -42,8 +42,27 @@ std::vector<Handle> all_of(Get&& get, std::string_view what) {
   return all;
 }
 
-Gpu make_gpu(Context context, DeviceHandle handle, std::string name, std::string driver) {
-  Gpu made{std::move(name), std::move(driver), context, handle, nullptr, nullptr, new std::mutex};
+// Level Zero does not say which extensions of sub-groups a device has: by the PCI ids of those that have dpas.
+int lanes_of(const DeviceProperties& of) {
+  constexpr uint32_t kIntel = 0x8086;
+  struct Range {
+    uint32_t first, last;
+    int lanes;
+  };
+  constexpr Range kKnown[] = {{0x5690, 0x56c2, 8},    // Xe-HPG: Arc A, Data Center GPU Flex
+                              {0x7d51, 0x7d51, 8},    // Xe-LPG+: Arrow Lake-H
+                              {0x0b69, 0x0b6e, 16},   // Xe-HPC: Data Center GPU Max
+                              {0x0bd0, 0x0be5, 16},
+                              {0x6420, 0x64b0, 16},   // Xe2: Lunar Lake
+                              {0xe202, 0xe223, 16}};  // Xe2: Arc B
+  for (const auto [first, last, lanes] : kKnown)
+    if (of.vendor == kIntel && of.device >= first && of.device <= last) return lanes;
+  return 0;
+}
+
+Gpu make_gpu(Context context, DeviceHandle handle, const DeviceProperties& of, uint32_t driver) {
+  Gpu made{of.name, concat(driver, "-", of.vendor, "-", of.device), context, handle, nullptr, nullptr, new std::mutex,
+           lanes_of(of)};
   const QueueDescription queue{};
   ensure(api().create_list(context, handle, &queue, &made.list), "zeCommandListCreateImmediate");
   const EventPoolDescription pool_of{};
@@ -69,7 +88,7 @@ std::vector<Gpu> find_gpus() {
       if (of.type != kGpu) continue;
       const ContextDescription context_of{};
       if (!context) ensure(api().create_context(driver, &context_of, &context), "zeContextCreate");
-      found.push_back(make_gpu(context, device, of.name, concat(of_driver.version, "-", of.vendor, "-", of.device)));
+      found.push_back(make_gpu(context, device, of, of_driver.version));
     }
   }
   check(!found.empty(), ErrorKind::runtime, "Level Zero's drivers have no GPU");

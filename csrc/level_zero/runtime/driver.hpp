@@ -27,12 +27,15 @@ struct Gpu {
   CommandList list;
   Event done;
   std::mutex* mutex;  // of the list and of done
+  int dpas_lanes;     // of a sub-group that multiplies by dpas; 0: none is known to
 };
 
 // Every GPU of every driver, in the order of the loader; an Error if there is none.
 const std::vector<Gpu>& gpus();
 const Gpu& gpu(Device device);  // an Error if there is no such one
 LOWBIT_API int device_count();  // 0 where there is no loader, no driver or no GPU
+
+inline int dpas_lanes(const Place& place) { return gpu(place.device).dpas_lanes; }
 
 // Why our kernels cannot run there; "" if they can.
 const std::string& unavailable(Device device);

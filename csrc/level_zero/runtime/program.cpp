@@ -5,11 +5,11 @@
 
 #include "core/disk_cache.hpp"
 #include "core/once.hpp"
+#include "level_zero/runtime/specialise.hpp"
 
 namespace lowbit::level_zero {
 namespace {
 
-constexpr uint32_t kOpSpecConstant = 50, kOpDecorate = 71, kSpecId = 1, kFirstInstruction = 5;
 constexpr const char* kFlags = "-ze-opt-level=2";
 
 // All that what is built depends on.
@@ -86,24 +86,8 @@ struct Programs {
   mutable std::map<Key, Program> loaded;  // whose nodes never move
 };
 
-}  // namespace
-
-std::vector<uint32_t> specialise(std::span<const uint32_t> given, std::span<const int32_t> values) {
-  std::vector<uint32_t> words(given.begin(), given.end());
-  std::map<uint32_t, uint32_t> number_of;  // of the constant that an id is
-  for (std::size_t at = kFirstInstruction; at < words.size(); at += words[at] >> 16) {
-    const uint32_t op = words[at] & 0xffff;
-    if (op == kOpDecorate && words[at + 2] == kSpecId) number_of[words[at + 1]] = words[at + 3];
-    if (op != kOpSpecConstant) continue;
-    const auto found = number_of.find(words[at + 2]);
-    if (found != number_of.end() && found->second < values.size())
-      words[at + 3] = static_cast<uint32_t>(values[found->second]);
-  }
-  return words;
-}
-
-const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants,
-                       std::span<const uint32_t> mods) {
+const Program& find(const Place& place, std::string_view module, std::span<const int32_t> constants,
+                    std::span<const uint32_t> mods) {
   static std::atomic<const Programs*> kept{nullptr};
   const Programs& programs = made_once(kept, [] { return Programs(); });
   const Gpu& on = gpu(place.device);
@@ -115,8 +99,18 @@ const Program& program(const Place& place, std::string_view module, std::span<co
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
   const std::span<const uint32_t> words = find_module(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  const Image image{std::string(module), specialise(words, constants), mods};
+  const Image image{std::string(module), specialised(words, constants), mods};
   return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
+}
+
+}  // namespace
+
+const Program& program(const Place& place, std::string_view module) { return find(place, module, {}, {}); }
+const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants) {
+  return find(place, module, constants, {});
+}
+const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods) {
+  return find(place, module, {}, mods);
 }
 
 void Program::launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,

@@ -29,13 +29,12 @@ class Program {
   mutable std::map<std::string, KernelHandle, std::less<>> kernels_;
 };
 
-// One of the library's modules, with these values of its constants by number (device/specialise.hpp); those that are not
-// given keep their own. `mods`: a module of the functions that it imports (score/spirv.hpp), linked to it.
-const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants = {},
-                       std::span<const uint32_t> mods = {});
-
-// Words of a module with other values of its constants.
-std::vector<uint32_t> specialise(std::span<const uint32_t> words, std::span<const int32_t> values);
+// One of the library's modules.
+const Program& program(const Place& place, std::string_view module);
+// With these values of its constants by number (runtime/specialise.hpp).
+const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants);
+// Linked with a module of the functions that it imports (score/spirv.hpp).
+const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods);
 
 // The words of a module of the library by its name; empty if there is none.
 LOWBIT_API std::span<const uint32_t> find_module(std::string_view name);

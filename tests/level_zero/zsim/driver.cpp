@@ -49,7 +49,9 @@ ze_result_t driver_properties(ze_driver_handle_t, ze_driver_properties_t* to) {
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t device_properties(ze_device_handle_t, ze_device_properties_t* to) {
-  to->type = ZE_DEVICE_TYPE_GPU, to->vendorId = 0x8086, to->deviceId = 0, to->flags = 0;
+  to->type = ZE_DEVICE_TYPE_GPU, to->vendorId = 0x8086, to->flags = 0;
+  const char* id = std::getenv("ZSIM_DEVICE");  // its PCI id: whose rows are chosen
+  to->deviceId = id ? static_cast<uint32_t>(std::strtoul(id, nullptr, 0)) : 0;
   to->maxMemAllocSize = uint64_t{1} << 34, to->numThreadsPerEU = 8, to->physicalEUSimdWidth = 16;
   to->numEUsPerSubslice = 1, to->numSubslicesPerSlice = 1, to->numSlices = 1;
   std::snprintf(to->name, sizeof to->name, "zsim");

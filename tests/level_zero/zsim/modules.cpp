@@ -3,6 +3,8 @@
 #include "modules.hpp"
 
 #include <cstring>
+#include <fstream>
+#include <iterator>
 
 namespace zsim {
 namespace {
@@ -35,6 +37,16 @@ std::vector<std::string> modules_in(std::string image) {
     found.push_back(image.substr(at, bytes));
     at += bytes;
   }
+  return found;
+}
+
+// What the device has and the CPU lacks: a module in the file ZSIM_LINK, linked to every other.
+const std::string& emulation() {
+  static const std::string found = [] {
+    const char* path = std::getenv("ZSIM_LINK");
+    std::ifstream file(path ? path : "", std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }();
   return found;
 }
 
@@ -71,14 +83,16 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     if (spirv.empty()) return ZE_RESULT_ERROR_INVALID_NATIVE_BINARY;
   }
   const OpenCl& cl = *opencl();
+  std::vector<std::string> all = spirv;
+  if (!emulation().empty()) all.push_back(emulation());
   std::vector<cl_program> programs;
   cl_int failed = CL_SUCCESS;
-  for (std::size_t i = 0; i < spirv.size() && !failed; i++) {
-    cl_program program = cl.clCreateProgramWithIL(cl.context, spirv[i].data(), spirv[i].size(), &failed);
-    if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants)
+  for (std::size_t i = 0; i < all.size() && !failed; i++) {
+    cl_program program = cl.clCreateProgramWithIL(cl.context, all[i].data(), all[i].size(), &failed);
+    if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants && i < spirv.size())
       failed = set_constants(program, constants[i]);
     if (failed) break;
-    if (spirv.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, "-cl-std=CL2.0", nullptr, nullptr);
+    if (all.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, "-cl-std=CL2.0", nullptr, nullptr);
     else failed = cl.clCompileProgram(program, 1, &cl.device, "-cl-std=CL2.0", 0, nullptr, nullptr, nullptr, nullptr);
     if (failed && log) (*log)->text = log_of(program);
     programs.push_back(program);
