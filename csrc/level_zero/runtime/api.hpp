@@ -10,7 +10,8 @@ namespace lowbit::level_zero {
 
 using Result = int;  // ze_result_t: 0 is success
 inline constexpr Result kUninitialized = 0x78000001, kOutOfHostMemory = 0x70000002, kOutOfDeviceMemory = 0x70000003,
-                        kDeviceLost = 0x70000001, kModuleBuildFailure = 0x70000004;
+                        kDeviceLost = 0x70000001, kModuleBuildFailure = 0x70000004,
+                        kNoSuchKernel = 0x78000011, kUnresolved = 0x78000018;
 
 using DriverHandle = struct DriverOfLoader*;
 using DeviceHandle = struct DeviceOfLoader*;

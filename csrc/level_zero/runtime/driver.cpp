@@ -19,8 +19,10 @@ std::string meaning(Result result) {
     case kOutOfDeviceMemory: return "no memory of the device is left";
     case kModuleBuildFailure: return "the driver could not build the module";
     case kUninitialized: return "there is no driver";
+    case kNoSuchKernel: return "the module has no kernel of that name";
+    case kUnresolved: return "the module lacks a function that it calls";
   }
-  return "ze_result_t";
+  return "an error of Level Zero";
 }
 
 Api open_api() {
