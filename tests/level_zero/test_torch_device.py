@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lowbit import _C
+
+LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
 HERE = Path(__file__).parent
 
 
@@ -110,8 +113,7 @@ print((torch.ones(2) + 1).tolist())
     assert python(code, **zsim).splitlines() == ["True"] * 4 + ["[2.0, 2.0]"]
 
 
-def test_torchs_own_xpu_is_asked_for_its_queues(zsim: dict[str, str], python: Callable[..., str]) -> None:
-    """Rows for xpu stand in the list, and say on a torch without it why they cannot run."""
+def test_rows_for_torchs_own_xpu_need_such_a_torch(zsim: dict[str, str], python: Callable[..., str]) -> None:
     code = """
 from lowbit import _C
 rows = {row["name"]: row for row in _C.kernels("linear") if row["backend"].startswith("level_zero")}
@@ -119,4 +121,14 @@ ours = {name for name, row in rows.items() if row["device"] == "lowbit_ze" and r
 theirs = {name for name, row in rows.items() if row["device"] == "xpu"}
 print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name]["reason"] for name in theirs})
 """
-    assert python(code, **zsim).startswith("True {'this torch is not built for xpu")
+    assert python(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
+
+
+def test_rows_for_torchs_own_xpu_wait_for_its_queues(zsim: dict[str, str], tmp_path: Path) -> None:
+    library = tmp_path / "libc10_xpu.so"
+    subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
+    linked = [library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
+    command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / "xpu_tensors.cpp", *linked, "-o", tmp_path / "program"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "program"], env=os.environ | zsim, capture_output=True, text=True, check=True)
+    assert done.stdout == "dequantize_panels_level_zero_xpu 0\n", done.stdout + done.stderr
