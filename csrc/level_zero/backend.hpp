@@ -10,6 +10,7 @@ namespace lowbit::level_zero {
 std::span<const Backend* const> backends();
 
 void add_linear_rows(Backend& backend);
+void add_optim_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);
 
 }  // namespace lowbit::level_zero
