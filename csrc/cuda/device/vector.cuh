@@ -62,6 +62,11 @@ LOWBIT_INLINE i32 count_down_above(i32 n, f32 a, f32 b) { return {n.lane - (a.la
 LOWBIT_INLINE i32 negate_where_negative(i32 a, f32 b) { return {__float_as_int(b.lane) < 0 ? -a.lane : a.lane}; }
 
 constexpr uint32_t kWarp = 0xffffffffu;
+#ifdef LOWBIT_LANES  // of a sub-group of an Intel GPU
+constexpr int kWarpLanes = LOWBIT_LANES;
+#else
+constexpr int kWarpLanes = 32;
+#endif
 
 // A table of 8 entries lies across 8 lanes, one each, and is read by a shuffle: nothing of it is in memory. The 8 lanes
 // share what it is scaled by, and all lanes of the warp read at once.

@@ -16,7 +16,7 @@ struct Convert {
   }
 
   LOWBIT_INLINE static void encode(const ConvertArgs& args) {
-    LOWBIT_SHARED(int32_t, warps, [kStepThreads / 32]);
+    LOWBIT_SHARED(int32_t, warps, [kStepWarps]);
     const int64_t at = first_element(), left = args.numel - at;
     f32 value[n];
     load_floats(args.values, DType::float32, at, left, value);

@@ -119,18 +119,20 @@ LOWBIT_INLINE float scale_at(const float* scale, int64_t at, int64_t numel) {
   return at / kBlock * kBlock < numel ? scale[at / kBlock] : 0.0f;
 }
 
+constexpr int kStepWarps = kStepThreads / kWarpLanes;
+
 // The largest of kLanes neighbouring threads, in each of them. `warps`: of this use alone until the next barrier.
 template <int kLanes>
 LOWBIT_INLINE int32_t largest_of_block(int32_t bits, int32_t* warps) {
 #pragma unroll
-  for (int step = (kLanes < 32 ? kLanes : 32) / 2; step; step /= 2) {
+  for (int step = (kLanes < kWarpLanes ? kLanes : kWarpLanes) / 2; step; step /= 2) {
     const int32_t other = __shfl_xor_sync(kWarp, bits, step);
     bits = other > bits ? other : bits;
   }
-  if constexpr (kLanes > 32) {
-    constexpr int kWarps = kLanes / 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x % 32 == 0) warps[warp] = bits;
+  if constexpr (kLanes > kWarpLanes) {
+    constexpr int kWarps = kLanes / kWarpLanes;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+    if (threadIdx.x % kWarpLanes == 0) warps[warp] = bits;
     __syncthreads();
     for (int i = 0; i < kWarps; i++) {
       const int32_t other = warps[warp / kWarps * kWarps + i];

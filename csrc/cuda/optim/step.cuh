@@ -82,11 +82,11 @@ struct Update {
     if constexpr (k < kMoments) read<k>(value[k], factor[k]), read_from<k + 1>(value, factor);
   }
   template <int k>
-  LOWBIT_INLINE void write_from(f32 (&value)[kMoments + 1][n], int32_t (*warps)[kStepThreads / 32]) const {
+  LOWBIT_INLINE void write_from(f32 (&value)[kMoments + 1][n], int32_t (*warps)[kStepWarps]) const {
     if constexpr (k < kMoments) write<k>(value[k], warps[k]), write_from<k + 1>(value, warps);
   }
 
-  LOWBIT_INLINE void run(int32_t (*warps)[kStepThreads / 32]) const {
+  LOWBIT_INLINE void run(int32_t (*warps)[kStepWarps]) const {
     f32 p[n], g[n], value[kMoments + 1][n], factor[kMoments + 1][n];
     load_floats(tensor.grad, tensor.grad_dtype, at, left, g);
     load_floats(tensor.param, tensor.param_dtype, at, left, p);
@@ -132,7 +132,7 @@ LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>&
   constexpr int kChunk = kStepThreads * ThisUpdate::n;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
   // Of two chunks in turn, so that one barrier each is enough.
-  LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepThreads / 32]);
+  LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   for (int64_t chunk = first; chunk < first + kTaskElements && chunk < tensor.numel; chunk += kChunk) {
     const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * ThisUpdate::n;
     ThisUpdate{tensor, constants, at, tensor.numel - at}.run(warps[chunk / kChunk & 1]);

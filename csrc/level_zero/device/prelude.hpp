@@ -71,6 +71,7 @@ using size_t = std::size_t;
 #define LOWBIT_CONVERGENT __attribute__((device, convergent))
 
 __device__ size_t opencl_local_id(uint32_t dimension) __asm__("_Z12get_local_idj");
+__device__ uint32_t opencl_lane() __asm__("_Z22get_sub_group_local_idv");
 __device__ size_t opencl_group_id(uint32_t dimension) __asm__("_Z12get_group_idj");
 LOWBIT_CONVERGENT void opencl_barrier(uint32_t fence) __asm__("_Z7barrierj");
 LOWBIT_CONVERGENT int32_t opencl_shuffle_xor(int32_t value, uint32_t lanes) __asm__("_Z27intel_sub_group_shuffle_xorij");
@@ -107,7 +108,7 @@ LOWBIT_INLINE void __syncthreads() { opencl_barrier(1); }  // local memory
 LOWBIT_INLINE int32_t __shfl_xor_sync(uint32_t, int32_t value, int lanes) { return opencl_shuffle_xor(value, lanes); }
 LOWBIT_INLINE float __shfl_xor_sync(uint32_t, float value, int lanes) { return opencl_shuffle_xor(value, lanes); }
 LOWBIT_INLINE float __shfl_sync(uint32_t, float value, int lane, int width) {  // of the lane's own `width` lanes
-  const uint32_t own = static_cast<uint32_t>(opencl_local_id(0)) % 32;
+  const uint32_t own = opencl_lane();
   return opencl_shuffle(value, own / width * width + lane);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // encode_state and decode_state: <op>_<format>_<signed>.
-#define LOWBIT_LANES 32
+#define LOWBIT_LANES 16
 #include "cuda/optim/convert.cuh"
 #include "level_zero/optim/call.hpp"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_step by the update of CUDA: a work-group is a CTA, a sub-group of 32 a warp.
+// optim_step by the update of CUDA: a work-group is a CTA, a sub-group of 16 a warp.
 #pragma once
 
-#define LOWBIT_LANES 32
+#define LOWBIT_LANES 16
 #include "cuda/optim/step.cuh"
 #include "level_zero/optim/call.hpp"
 
