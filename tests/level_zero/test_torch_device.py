@@ -28,17 +28,6 @@ def test_checks(zsim: dict[str, str]) -> None:
     assert "ze_validation" not in (done.stdout + done.stderr).lower() and "zsim:" not in done.stderr, done.stderr
 
 
-def test_any_call_of_linear_is_within_budget_there(zsim: dict[str, str]) -> None:
-    """A test of tests/ops, of shapes, formats and options as they come, by the rows of the device."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", "any_call", str(HERE.parent / "ops/test_linear.py")],
-        env=os.environ | zsim | {"LOWBIT_TEST_DEVICE": "lowbit_ze:0"}, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    ran = set(re.search(r"rows that ran on lowbit_ze:0: (.*)", done.stdout)[1].split())
-    assert len({row for row in ran if re.fullmatch(r"linear_.*_level_zero", row)}) >= 8, ran
-
-
 @pytest.mark.parametrize("first, second", [("simulated", "level_zero"), ("level_zero", "simulated")])
 def test_one_of_our_devices_in_a_process(first: str, second: str, zsim: dict[str, str], python: Callable[..., str]) -> None:
     names = {"simulated": "lowbit_sim", "level_zero": "lowbit_ze"}
