@@ -27,7 +27,7 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
         from lowbit.devices import simulated
 
         simulated.enable()
-    if DEVICE.startswith("lowbit_ze"):
+    elif DEVICE.startswith("lowbit_ze"):
         from lowbit.devices import level_zero
 
         level_zero.enable()

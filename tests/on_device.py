@@ -2,7 +2,8 @@
 """Tests of the CPU's ops on another device: LOWBIT_TEST_DEVICE=lowbit_sim:1 runs them there, test code unchanged.
 
 Every call of an op, of `_C` or of torch's, gets its tensors copied to the device, with their storages as they are, runs
-there, and has what it wrote copied back. The rows that tests walk are those of the device.
+there, and has what it wrote copied back. The rows that tests walk are those of the device; an op that has none there
+stays on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import _C, testing
+from lowbit import _C, devices, testing
 
 _FUNCTIONS = (
     "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode", "kv_quantize", "kv_dequantize",
@@ -94,12 +95,20 @@ def use(name: str) -> None:
     """Let every op run on the device of this name from now on."""
     device = torch.device(name)
     testing.cases.device = device.type
-    for function in _FUNCTIONS:
+
+    def runs_there(function: str) -> bool:
+        return devices.has_kernels(device) or any(function.startswith(op) and testing.rows(op) for op in _C.OPS)
+
+    for function in filter(runs_there, _FUNCTIONS):
         setattr(_C, function, _wrapped(getattr(_C, function), device))
-    _Step.device, _Step.there = device, _C.OptimStep
-    _C.OptimStep = _Step
+    if runs_there("optim_step"):
+        _Step.device, _Step.there = device, _C.OptimStep
+        _C.OptimStep = _Step
     for row in _C.register_torch():
-        op = getattr(torch.ops.lowbit, row["op"].removeprefix("lowbit::")).default
+        name = str(row["op"]).removeprefix("lowbit::")
+        if not runs_there(name):
+            continue
+        op = getattr(torch.ops.lowbit, name).default
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that a kernel takes the place of another
-            _library.impl(op.name().removeprefix("lowbit::"), _wrapped(op, device), "CPU")
+            _library.impl(name, _wrapped(op, device), "CPU")

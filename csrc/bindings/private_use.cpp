@@ -82,7 +82,7 @@ void register_private_use(py::module_& parent) {
         "Return a DLPack capsule of a CPU tensor over device memory; it owns nothing, and may be read and written "
         "inside a run only.");
   py::class_<Run>(m, "Run", "Until it is deleted, the host may touch the memory of a device.")
-      .def(py::init<int, int64_t>(), arg("device"), arg("stream"));
+      .def(py::init<int, int64_t>(), arg("device"), arg("stream"), py::call_guard<py::gil_scoped_release>());
   m.def("usage", usage, arg("device"),
         "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
   m.def("reset_peak", [](int device) { private_use().reset_peak(device); }, arg("device"),
