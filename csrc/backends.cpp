@@ -5,6 +5,7 @@
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
 #include "external/backends.hpp"
+#include "level_zero/backend.hpp"
 #include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "sim/backend.hpp"
@@ -20,6 +21,7 @@ std::span<const Backend* const> backends() {
     add(cuda::backends());
     std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
     if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
+    for (const Backend* backend : level_zero::emulated_backends()) host.push_back(backend);
     add(sim::backends(host));
     return external::with_external(all, onednn::backends());
   });
