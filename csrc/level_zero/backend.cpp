@@ -11,7 +11,7 @@ std::span<const Backend* const> emulated_backends() {
   return made_once(kept, [] {
     if (!is_emulated()) return std::vector<const Backend*>{};
     auto* backend = new Backend{
-        .name = "level_zero", .device = DeviceType::simulated, .unavailable = unavailable, .guard = nullptr};
+        .name = "level_zero", .device = DeviceType::cpu, .unavailable = unavailable, .guard = nullptr};
     add_linear_rows(*backend);
     return std::vector<const Backend*>{backend};
   });

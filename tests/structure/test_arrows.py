@@ -27,7 +27,7 @@ CPP_ARROWS = {
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
     "bindings": {"bindings", "torch", "external", "sim", "cuda", "onednn", "ops", "recorder", "score", "formats", "rules", "core"},
     "wheel": set(),
-    "backends.cpp": {"cpu", "cuda", "external", "onednn", "sim", "ops", "core"},
+    "backends.cpp": {"cpu", "cuda", "level_zero", "external", "onednn", "sim", "ops", "core"},
 }
 PYTHON_ARROWS = {
     "reference": {"reference"},

@@ -43,7 +43,7 @@ struct LinearKind {
   }
   // In the order of constants.hpp.
   std::array<int32_t, 9> constants(Format format) const {
-    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, scales_per_tile, asymmetric, is_float(format),
+    return {bits(format), (significant_bits(format) + 7) / 8, lanes ? x_parts : 0, scales_per_tile, asymmetric, is_float(format),
             format == Format::bfloat16, kind_of(format) == CodecKind::lookup && bits(format) == 4,
             format == Format::fp8_e4m3};
   }

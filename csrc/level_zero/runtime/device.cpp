@@ -94,10 +94,7 @@ std::vector<Gpu> find_gpus() {
   return gpus;
 }
 
-// Of the simulated device all numbers are the first GPU of the emulation.
-std::size_t number_of(Device device) {
-  return device.type == DeviceType::simulated ? 0 : static_cast<std::size_t>(device.index);
-}
+std::size_t number_of(Device device) { return static_cast<std::size_t>(device.index); }
 
 const std::vector<Gpu>& gpus() {
   static std::atomic<const std::vector<Gpu>*> kept{nullptr};

@@ -75,7 +75,8 @@ void Program::launch(const Place& place, const char* kernel_name, int64_t groups
                      std::size_t bytes) const {
   const std::lock_guard lock(mutex_);
   const ze::Kernel wanted = kernel(kernel_name);
-  const auto what = concat("level_zero: ", kernel_name, " of ", name_, ", ", groups, " groups of ", threads, " threads");
+  const auto what =
+      concat("level_zero: ", kernel_name, " of ", name_, ", ", groups, " groups of ", threads, " threads");
   ensure(api().set_group_size(wanted, static_cast<uint32_t>(threads), 1, 1), what);
   ensure(api().set_argument(wanted, 0, bytes, args), what);
   const ze::GroupCount count{static_cast<uint32_t>(groups), 1, 1};

@@ -39,6 +39,7 @@ struct ze::KernelObject {
 
 namespace {
 
+constexpr uint32_t kDevices = 8;  // as many as there are simulated devices; all are one
 constexpr int kBuildFailure = 0x70000004, kLinkFailure = 0x70000005, kUnknown = 0x7ffffffe,
               kInvalidKernelName = 0x78000011, kInvalidArgument = 0x78000004;
 
@@ -139,9 +140,9 @@ int zeDriverGet(uint32_t* count, ze::Driver* drivers) {
 }
 
 int zeDeviceGet(ze::Driver, uint32_t* count, ze::Device* devices) {
-  static ze::DeviceObject device;
-  *count = machine().queue ? 1 : 0;
-  if (devices && *count) *devices = &device;
+  static ze::DeviceObject made[kDevices];
+  *count = machine().queue ? kDevices : 0;
+  for (uint32_t i = 0; devices && i < *count; i++) devices[i] = &made[i];
   return failure("zeDeviceGet");
 }
 
