@@ -43,9 +43,9 @@ struct LinearKind {
   }
   // In the order of constants.hpp.
   std::array<int32_t, 9> constants(Format format) const {
-    return {bits(format), (significant_bits(format) + 7) / 8, lanes ? x_parts : 0, scales_per_tile, asymmetric, is_float(format),
-            format == Format::bfloat16, kind_of(format) == CodecKind::lookup && bits(format) == 4,
-            format == Format::fp8_e4m3};
+    return {bits(format), (significant_bits(format) + 7) / 8, lanes ? x_parts : 0, scales_per_tile,
+            asymmetric, is_float(format), format == Format::bfloat16,
+            kind_of(format) == CodecKind::lookup && bits(format) == 4, format == Format::fp8_e4m3};
   }
   bool sums_rows() const { return codes || asymmetric; }
 };
