@@ -19,9 +19,9 @@ std::span<const Backend* const> backends() {
     const auto add = [&](std::span<const Backend* const> some) { all.insert(all.end(), some.begin(), some.end()); };
     add(cpu::backends());
     add(cuda::backends());
+    add(level_zero::backends());
     std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
     if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
-    for (const Backend* backend : level_zero::emulated_backends()) host.push_back(backend);
     add(sim::backends(host));
     return external::with_external(all, onednn::backends());
   });

@@ -5,10 +5,12 @@
 
 namespace lowbit::level_zero {
 
-// Rows for memory of the host, where a driver of tests runs kernels on it (runtime/device.hpp); else none. There is no
-// device of torch for Intel GPUs yet.
-std::span<const Backend* const> emulated_backends();
+// Intel GPUs, as torch's device xpu and as our own, lowbit_ze. Asking for it loads nothing: the loader is opened by the
+// first call that has a tensor there.
+std::span<const Backend* const> backends();
 
 void add_linear_rows(Backend& backend);
+void add_optim_rows(Backend& backend);
+void add_quantize_rows(Backend& backend);
 
 }  // namespace lowbit::level_zero

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with an Intel GPU that is not there: a driver of Level Zero (zsim) that runs SPIR-V by OpenCL on the CPU.
-
-Its OpenCL is Intel's runtime for CPUs, which takes SPIR-V with sub-groups: `pip install intel-opencl-rt intel-cmplr-lib-rt`
-(0.8 GB, Intel's licence: for tests alone) into an environment that LOWBIT_INTEL_OPENCL names.
-"""
+"""A machine with one GPU of Level Zero: zsim, our own driver, over Intel's OpenCL for CPUs, behind the real loader."""
 
 from __future__ import annotations
 
@@ -15,31 +11,38 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent / "zsim"
+ZSIM = Path(__file__).parent / "zsim"
 
 
-def _missing() -> str:
-    if not os.environ.get("LOWBIT_INTEL_OPENCL"):
-        return "LOWBIT_INTEL_OPENCL does not name an environment with Intel's OpenCL runtime"
-    if not _runtime().exists():
-        return f"{_runtime()} is not there"
-    if not find_library("OpenCL") or not Path("/usr/include/CL/cl.h").exists():
-        return "no libOpenCL.so.1 or CL/cl.h (Debian: ocl-icd-libopencl1, opencl-c-headers)"
-    return "" if shutil.which("g++") else "no g++ on this machine"
-
-
-def _runtime() -> Path:
-    return Path(os.environ["LOWBIT_INTEL_OPENCL"], "lib", "libintelocl.so")
+def missing() -> str:
+    """Why there is no such machine here, or nothing."""
+    folder = os.environ.get("LOWBIT_LEVEL_ZERO_OPENCL")
+    if not folder:
+        return "LOWBIT_LEVEL_ZERO_OPENCL names no folder with libintelocl.so (tools/level_zero_env FOLDER makes one)"
+    if not Path(folder, "libintelocl.so").exists():
+        return f"no libintelocl.so in {folder} (LOWBIT_LEVEL_ZERO_OPENCL)"
+    if not find_library("ze_loader"):
+        return "no libze_loader.so.1 (apt install libze1)"
+    headers = [name for name in ("level_zero/ze_api.h", "CL/cl.h") if not Path("/usr/include", name).exists()]
+    if headers:
+        return f"no {' and '.join(headers)} (apt install libze-dev opencl-c-headers)"
+    return "" if shutil.which("g++") else "no g++"
 
 
 @pytest.fixture(scope="session")
 def zsim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process on that machine; LOWBIT_ZSIM_DEVICE is for the test to set."""
-    if reason := _missing():
+    """Return the environment of a process on that machine, with the loader's validation on."""
+    if reason := missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("zsim")
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{HERE.parents[2] / 'csrc'}"]
-    library = str(folder / "libze_loader.so.1")
-    subprocess.run(["g++", *flags, str(HERE / "zsim.cpp"), "-o", library, "-l:libOpenCL.so.1"], check=True)
-    (folder / "intel.icd").write_text(f"{_runtime()}\n")  # the one that is shipped has a placeholder in it
-    return {"LOWBIT_LEVEL_ZERO_PATH": str(folder), "OCL_ICD_VENDORS": str(folder), "LOWBIT_ZSIM_DPAS": str(HERE / "dpas.cl")}
+    driver = folder / "libze_intel_gpu_zsim.so"
+    sources = [str(path) for path in sorted(ZSIM.glob("*.cpp"))]
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", *sources, "-o", str(driver), "-ldl"]
+    subprocess.run(command, check=True)
+    return {
+        "ZE_ENABLE_ALT_DRIVERS": str(driver),
+        "ZE_ENABLE_VALIDATION_LAYER": "1",
+        "ZE_ENABLE_PARAMETER_VALIDATION": "1",
+        "ZSIM_OPENCL": str(Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so")),
+        "LOWBIT_CACHE_DIR": str(folder / "cache"),
+    }
