@@ -35,8 +35,8 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "file, device", [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc")]
 )
-def test_checks(file: str, device: str, zsim: dict[str, str], dpas: str) -> None:
-    has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": dpas} if PCI_IDS[device] else {}
+def test_checks(file: str, device: str, zsim: dict[str, str], request: pytest.FixtureRequest) -> None:
+    has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim" / file)]
     done = subprocess.run(command, env=os.environ | zsim | has_dpas, capture_output=True, text=True, timeout=900, check=False)
     said = done.stdout[-8000:] + done.stderr[-4000:]
