@@ -27,6 +27,10 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
         from lowbit.devices import simulated
 
         simulated.enable()
+    if DEVICE.startswith("lowbit_ze"):
+        from lowbit.devices import level_zero
+
+        level_zero.enable()
     on_device.use(DEVICE)
 
     def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -50,6 +50,11 @@ const std::string& emulation() {
   return found;
 }
 
+const char* build_flags() {
+  const char* given = std::getenv("ZSIM_FLAGS");
+  return given ? given : "-cl-std=CL2.0";
+}
+
 cl_int set_constants(cl_program program, const ze_module_constants_t* constants) {
   for (uint32_t i = 0; constants && i < constants->numConstants; i++)
     if (const cl_int failed = opencl()->clSetProgramSpecializationConstant(program, constants->pConstantIds[i], 4,
@@ -92,8 +97,8 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants && i < spirv.size())
       failed = set_constants(program, constants[i]);
     if (failed) break;
-    if (all.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, "-cl-std=CL2.0", nullptr, nullptr);
-    else failed = cl.clCompileProgram(program, 1, &cl.device, "-cl-std=CL2.0", 0, nullptr, nullptr, nullptr, nullptr);
+    if (all.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, build_flags(), nullptr, nullptr);
+    else failed = cl.clCompileProgram(program, 1, &cl.device, build_flags(), 0, nullptr, nullptr, nullptr, nullptr);
     if (failed && log) (*log)->text = log_of(program);
     programs.push_back(program);
   }
