@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear on zsim, on a device without dpas, on one of Xe-HPC and on one of Xe-HPG, whose dpas is shuffles in OpenCL C (dpas.cl).
+
+The modules are those that a GPU gets. What this cannot see: what dpas does with numbers on silicon.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PCI_IDS = {"without dpas": "", "pvc": "0x0bd5", "dg2": "0x5690"}
+
+
+@pytest.fixture(scope="session")
+def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What dpas does as a module that zsim links to every other."""
+    tools = ("clang-15", "llvm-spirv-15")
+    if missing := [tool for tool in tools if not shutil.which(tool)]:
+        pytest.skip(f"{' and '.join(missing)} not found, to make a module of dpas.cl")
+    code, module = (tmp_path_factory.mktemp("dpas") / name for name in ("dpas.bc", "dpas.spv"))
+    flags = ["--target=spir64", "-x", "cl", "-cl-std=CL2.0", "-Xclang", "-finclude-default-header", "-ffp-contract=off", "-O2", "-c", "-emit-llvm"]
+    subprocess.run(["clang-15", *flags, str(HERE / "dpas.cl"), "-o", str(code)], check=True)
+    subprocess.run(["llvm-spirv-15", "--spirv-max-version=1.2", "--spirv-ext=+SPV_INTEL_subgroups", str(code), "-o", str(module)], check=True)
+    return str(module)
+
+
+@pytest.mark.parametrize(
+    "file, device", [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc")]
+)
+def test_checks(file: str, device: str, zsim: dict[str, str], request: pytest.FixtureRequest) -> None:
+    has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim" / file)]
+    done = subprocess.run(command, env=os.environ | zsim | has_dpas, capture_output=True, text=True, timeout=900, check=False)
+    said = done.stdout[-8000:] + done.stderr[-4000:]
+    assert done.returncode == 0 and re.search(r"[1-9]\d* passed", done.stdout), said
+    assert "ze_validation" not in said.lower() and "zsim:" not in done.stderr, said
