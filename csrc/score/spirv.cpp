@@ -7,16 +7,20 @@
 namespace lowbit {
 namespace {
 
-// A function that takes out of `captured` what the printed one wants.
-std::string calling(const ScoreFunction& function, std::string_view printed) {
-  const int count = function.call->captured_count();
+// The printed function, and one that takes out of `captured` what it wants.
+std::string text_of(const ScoreFunction& function) {
+  const std::string_view gradient = function.gradient ? "gradient" : "score";
   std::string text = concat("float exported(float score, ", function.gradient ? "float gradient, " : "",
-                            "int b, int h, int q, int k, __global const unsigned long* captured) {\n  return ",
-                            printed, "(score, ", function.gradient ? "gradient, " : "", "b, h, q, k, ");
+                            "int b, int h, int q, int k, __global const unsigned long* captured) {\n  return ");
+  if (!function.call) return concat(text, gradient, ";\n}\n");
+  const int count = function.call->captured_count();
+  text += concat(function.call->program().is_mask ? "mask_mod" : "score_mod", function.gradient ? "_gradient" : "",
+                 "(score, ", function.gradient ? "gradient, " : "", "b, h, q, k, ");
   for (int i = 0; i < count; i++) text += concat("captured[", 1 + i, "], ");
   for (int i = 0; function.gradient && i < count; i++)
     if (function.call->program().graph.captured[i].type == 'f') text += concat("captured[", 1 + count + i, "], ");
-  return concat(text, "captured + ", 1 + 2 * count, ", captured[0]);\n}\n");
+  return concat(score_source(*function.call, SourceLanguage::opencl, function.gradient), text, "captured + ",
+                1 + 2 * count, ", captured[0]);\n}\n");
 }
 
 }  // namespace
@@ -25,9 +29,7 @@ std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions) {
   spirv::Compiler compiler;
   compiler.read(concat("#define GRADIENT __global float*\n", score_source_prelude(SourceLanguage::opencl, false)));
   for (const ScoreFunction& function : functions) {
-    const std::string printed = concat(function.call->program().is_mask ? "mask_mod" : "score_mod",
-                                       function.gradient ? "_gradient" : "");
-    compiler.read(score_source(*function.call, SourceLanguage::opencl, function.gradient) + calling(function, printed));
+    compiler.read(text_of(function));
     compiler.export_function("exported", function.name);
   }
   return compiler.module().words();

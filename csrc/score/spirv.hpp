@@ -19,7 +19,7 @@
 namespace lowbit {
 
 struct ScoreFunction {
-  const ScoreCall* call;
+  const ScoreCall* call;  // null: returns what it is given
   bool gradient;
   std::string name;  // that the module exports
 };

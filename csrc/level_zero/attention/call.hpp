@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of attention get, the same text for host and device, and the sizes of their tiles.
+#pragma once
+
+#include "cuda/attention/call.hpp"
+
+namespace lowbit::level_zero {
+
+constexpr int kSubGroup = 16, kAttentionThreads = 128, kSubGroups = kAttentionThreads / kSubGroup;
+constexpr int kKeys = 2, kKvTile = kSubGroup * kKeys;  // keys of a lane, of a tile
+
+// Of the forward, for head dims up to `columns`: each sub-group has `rows` queries, as much as registers hold.
+struct ForwardShape {
+  int columns;
+  constexpr int rows() const { return columns <= 64 ? 4 : columns <= 128 ? 2 : 1; }
+  constexpr int q_tile() const { return rows() * kSubGroups; }
+};
+
+// What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
+struct ModTable {
+  static constexpr int kGradients = 1;
+  const uint64_t* words = nullptr;
+};
+
+struct AttentionCall : cuda::AttentionCallOf<ModTable> {
+  int32_t e = 0, ev = 0;
+  DType dtype = DType::other, bias_dtype = DType::other;  // of q, k and v; of the mask of the call
+};
+
+// Before the mods of a call are asked: their table is written. The words are as many as a launch may be given.
+struct TableCall {
+  static constexpr int kMost = 192;
+  int32_t* fault;
+  uint64_t* table;
+  int64_t count;
+  uint64_t words[kMost];
+};
+
+}  // namespace lowbit::level_zero

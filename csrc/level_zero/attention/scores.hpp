@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// One score, from the product of query and key to what the softmax is taken of: score_mod and mask_mod, which a driver
+// links to the module (score/spirv.hpp), a mask, causality.
+#pragma once
+
+#include "cuda/attention/place.cuh"
+#include "level_zero/attention/call.hpp"
+#include "level_zero/device/vectors.hpp"
+
+namespace lowbit::level_zero {
+
+extern "C" __device__ float score_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
+extern "C" __device__ float mask_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
+
+constexpr int32_t kBlockList = -2;  // in place of a captured tensor in the fault: a list of blocks
+
+LOWBIT_INLINE void refuse(const AttentionCall& call) { call.fault[1] = kBlockList, call.fault[0] = 1; }
+
+LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
+  if (dtype == DType::float32) return global<float>(from)[at];
+  const uint16_t bits = global<uint16_t>(from)[at];
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
+}
+
+LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
+  const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
+                     k * call.bias_stride[3];
+  if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : cuda::minus_infinity();
+  return load_real(call.bias, call.bias_dtype, at);
+}
+
+// A mod is not asked about what is not there.
+template <bool kMods>
+LOWBIT_INLINE float modified(const AttentionCall& call, const cuda::TilePlace& at, float product, int q, int k) {
+  float s = product * call.scale;
+  const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
+  const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
+  if constexpr (kMods) {
+    if (call.score.words) s = score_mod(s, at.b, at.h, some_q, some_k, global<uint64_t>(call.score.words));
+    if (call.mask.words && at.partial)
+      s = mask_mod(s, at.b, at.h, some_q, some_k, global<uint64_t>(call.mask.words));
+  }
+  if (call.bias) s += bias_of(call, at.b, at.h, some_q, some_k);
+  return at.cut && cuda::is_hidden(call, at, q, k) ? cuda::minus_infinity() : s;
+}
+
+}  // namespace lowbit::level_zero
