@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward: a work-group has a tile of queries of one head and passes over the keys that it may see with a running
-// softmax; all in float32. Keys and then values of a tile lie in the same local memory. Of a sub-group's scores a lane
-// has every sixteenth key, of its sums every sixteenth column; probabilities go from lane to lane.
+// softmax. Keys and then values of a tile lie in the same local memory.
 #pragma once
 
+#include "level_zero/attention/running.hpp"
 #include "level_zero/attention/scores.hpp"
 
 namespace lowbit::level_zero {
@@ -11,27 +11,18 @@ namespace lowbit::level_zero {
 template <int kColumns, bool kMods>
 struct Forward {
   static constexpr ForwardShape kShape{kColumns};
-  static constexpr int kRows = kShape.rows(), kSums = kColumns / kSubGroup;
-  static constexpr int kStride = kColumns + 4;  // keys of neighbouring lanes in different banks
+  static constexpr int kRows = kShape.rows();
+  using Sums = Running<kColumns, kRows>;
 
   struct Shared {
     alignas(16) float q[kShape.q_tile()][kColumns];
-    alignas(16) float keys[kKvTile][kStride];  // or values
+    SharedTile<kColumns> tile;
   };
 
   const AttentionCall& call;
   Shared& shared;
-  int thread, lane, first;  // first: query of this sub-group in the tile
-  float out[kRows][kSums], top[kRows], total[kRows];
-
-  LOWBIT_INLINE void start() {
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      top[r] = cuda::minus_infinity(), total[r] = 0;
-#pragma unroll
-      for (int c = 0; c < kSums; c++) out[r][c] = 0;
-    }
-  }
+  int thread, first;  // first: query of this sub-group in the tile
+  Sums sums;
 
   // `rows` of them, zeros behind and beside.
   template <int kTileRows, int kTo>
@@ -45,84 +36,13 @@ struct Forward {
     }
   }
 
-  LOWBIT_INLINE void multiply_keys(float (&s)[kRows][kKeys]) const {
+  // each(row, key, score) for every score of a tile.
+  template <class Each>
+  LOWBIT_INLINE void for_each(const cuda::TilePlace& at, typename Sums::Scores& s, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
-      for (int j = 0; j < kKeys; j++) s[r][j] = 0;
-    for (int i = 0; i < call.e; i += 4) {
-      Vector<float, 4> keys[kKeys];
-#pragma unroll
-      for (int j = 0; j < kKeys; j++)
-        keys[j] = *reinterpret_cast<const Vector<float, 4>*>(&shared.keys[lane + j * kSubGroup][i]);
-#pragma unroll
-      for (int r = 0; r < kRows; r++) {
-        const auto q = *reinterpret_cast<const Vector<float, 4>*>(&shared.q[first + r][i]);
-#pragma unroll
-        for (int j = 0; j < kKeys; j++)
-#pragma unroll
-          for (int x = 0; x < 4; x++) s[r][j] = __fmaf_rn(q[x], keys[j][x], s[r][j]);
-      }
-    }
-  }
-
-  LOWBIT_INLINE void modify(const cuda::TilePlace& at, float (&s)[kRows][kKeys]) const {
-#pragma unroll
-    for (int r = 0; r < kRows; r++)
-#pragma unroll
-      for (int j = 0; j < kKeys; j++)
-        s[r][j] = modified<kMods>(call, at, s[r][j], at.q0 + first + r, at.k0 + lane + j * kSubGroup);
-  }
-
-  // Scores to powers of e, sums and the result in relation to the largest score so far.
-  LOWBIT_INLINE void softmax(float (&s)[kRows][kKeys]) {
-#pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      float largest = top[r];
-#pragma unroll
-      for (int j = 0; j < kKeys; j++) largest = fmaxf(largest, s[r][j]);
-#pragma unroll
-      for (int step = kSubGroup / 2; step; step /= 2) largest = fmaxf(largest, shuffled_xor(largest, step));
-      const float base = largest == cuda::minus_infinity() ? 0.0f : largest;
-      const float shrink = power_of_2((top[r] - base) * cuda::kLog2e);
-      top[r] = largest, total[r] *= shrink;
-#pragma unroll
-      for (int c = 0; c < kSums; c++) out[r][c] *= shrink;
-#pragma unroll
-      for (int j = 0; j < kKeys; j++) {
-        s[r][j] = power_of_2((s[r][j] - base) * cuda::kLog2e);
-        total[r] += s[r][j];
-      }
-    }
-  }
-
-  LOWBIT_INLINE void drop(const cuda::TilePlace& at, float (&s)[kRows][kKeys]) const {
-    if (call.dropped == 0) return;
-#pragma unroll
-    for (int r = 0; r < kRows; r++)
-#pragma unroll
-      for (int j = 0; j < kKeys; j++)
-        s[r][j] *= cuda::dropout_factor(call, at, at.q0 + first + r, at.k0 + lane + j * kSubGroup);
-  }
-
-  // Columns in two turns where they are many: their values would not fit the registers.
-  LOWBIT_INLINE void multiply_values(const float (&p)[kRows][kKeys]) {
-    constexpr int kTurn = kSums < 8 ? kSums : 8;
-#pragma unroll
-    for (int turn = 0; turn < kSums; turn += kTurn)
-#pragma unroll
-      for (int j = 0; j < kKeys; j++)
-        for (int i = 0; i < kSubGroup; i++) {
-          float of_key[kRows];
-#pragma unroll
-          for (int r = 0; r < kRows; r++) of_key[r] = shuffled(p[r][j], i);
-#pragma unroll
-          for (int c = turn; c < turn + kTurn; c++) {
-            const float value = shared.keys[j * kSubGroup + i][lane + c * kSubGroup];
-#pragma unroll
-            for (int r = 0; r < kRows; r++) out[r][c] = __fmaf_rn(of_key[r], value, out[r][c]);
-          }
-        }
+      for (int j = 0; j < kKeys; j++) each(at.q0 + first + r, at.k0 + sums.lane + j * kSubGroup, s[r][j]);
   }
 
   LOWBIT_INLINE void run(int b, int h, const cuda::TileStep& q_step) {
@@ -131,49 +51,43 @@ struct Forward {
       if (!cuda::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
       __syncthreads();  // everybody is done with the values before
-      load(shared.keys, call.k, b, h / call.group, at.k0, at.cols, call.e);
+      load(shared.tile.rows, call.k, b, h / call.group, at.k0, at.cols, call.e);
       __syncthreads();
-      float s[kRows][kKeys];
-      multiply_keys(s);
+      typename Sums::Scores s;
+      sums.multiply_keys(shared.tile, call.e, s);
       __syncthreads();
-      load(shared.keys, call.v, b, h / call.group, at.k0, at.cols, call.ev);
-      modify(at, s);
-      softmax(s);
-      drop(at, s);
+      load(shared.tile.rows, call.v, b, h / call.group, at.k0, at.cols, call.ev);
+      for_each(at, s, [&](int q, int k, float& score) { score = modified<kMods>(call, at, score, q, k); });
+      sums.softmax(s);
+      if (call.dropped)
+        for_each(at, s, [&](int q, int k, float& score) { score *= cuda::dropout_factor(call, at, q, k); });
       __syncthreads();
-      multiply_values(s);
+      sums.multiply_values(shared.tile, s);
     }
   }
 
   LOWBIT_INLINE void finish(int b, int h, int q0, int rows) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      float sum = total[r];
-#pragma unroll
-      for (int step = kSubGroup / 2; step; step /= 2) sum += shuffled_xor(sum, step);
-      if (first + r < rows) store_row(b, h, q0 + first + r, r, sum);
+      const float total = sum_of_lanes(sums.total[r]);
+      if (first + r < rows) store_row(b, h, q0 + first + r, r, total);
     }
   }
 
-  LOWBIT_INLINE void store_row(int b, int h, int row, int r, float sum) const {
-    const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
-    float base = top[r], scale = 1;
-    if (call.max_scores && lane == 0) call.max_scores[at] = sum != sum && base - base == 0 ? sum : base;
-    if (call.sink) {
-      const float sink = call.sink[h];
-      base = sink > base ? sink : base;
-      if (base != cuda::minus_infinity()) {
-        scale = power_of_2((top[r] - base) * cuda::kLog2e);
-        sum = sum * scale + power_of_2((sink - base) * cuda::kLog2e);
-      }
-    }
-    if (call.lse && lane == 0) call.lse[at] = base + logf(sum);
-    const float by = sum == 0 ? 0.0f : scale / sum;
-    const int64_t begin = b * call.out.batch + h * call.out.head + row * call.out.row;
+  LOWBIT_INLINE void store_row(int b, int h, int row, int r, float total) const {
+    const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row,
+                  begin = b * call.out.batch + h * call.out.head + row * call.out.row;
+    const float top = sums.top[r];
+    if (call.max_scores && sums.lane == 0) call.max_scores[at] = total != total && top - top == 0 ? total : top;
+    RowEnd end{top, total};
+    if (call.sink) end.add_sink(call.sink[h]);
+    if (call.lse && sums.lane == 0) call.lse[at] = end.lse();
+    const float by = end.factor();
 #pragma unroll
-    for (int c = 0; c < kSums; c++)
-      if (lane + c * kSubGroup < call.ev)
-        store_real(call.out.data, call.out_dtype, begin + lane + c * kSubGroup, out[r][c] * by);
+    for (int c = 0; c < Sums::kSums; c++) {
+      const int column = sums.lane + c * kSubGroup;
+      if (column < call.ev) store_real(call.out.data, call.out_dtype, begin + column, sums.out[r][c] * by);
+    }
   }
 };
 
@@ -189,10 +103,11 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   const cuda::TileStep q_step{index, index / per_block, index % per_block};
   const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles);
   const auto thread = static_cast<int>(threadIdx.x);
-  F forward{.call = call, .shared = shared, .thread = thread, .lane = thread % kSubGroup,
-            .first = thread / kSubGroup * F::kRows};
+  const int first = thread / kSubGroup * F::kRows;
+  F forward{.call = call, .shared = shared, .thread = thread, .first = first,
+            .sums = {.q = shared.q + first, .lane = thread % kSubGroup}};
   forward.load(shared.q, call.q, b, h, q0, rows, call.e);
-  forward.start();
+  forward.sums.start();
   forward.run(b, h, q_step);
   forward.finish(b, h, q0, rows);
 }

@@ -3,9 +3,7 @@
 // links to the module (score/spirv.hpp), a mask, causality.
 #pragma once
 
-#include "cuda/attention/place.cuh"
-#include "level_zero/attention/call.hpp"
-#include "level_zero/device/vectors.hpp"
+#include "level_zero/attention/running.hpp"
 
 namespace lowbit::level_zero {
 
@@ -15,12 +13,6 @@ extern "C" __device__ float mask_mod(float score, int b, int h, int q, int k, co
 constexpr int32_t kBlockList = -2;  // in place of a captured tensor in the fault: a list of blocks
 
 LOWBIT_INLINE void refuse(const AttentionCall& call) { call.fault[1] = kBlockList, call.fault[0] = 1; }
-
-LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
-  if (dtype == DType::float32) return global<float>(from)[at];
-  const uint16_t bits = global<uint16_t>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
-}
 
 LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
   const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
