@@ -14,7 +14,8 @@ constexpr int32_t kBlockList = -2;  // in place of a captured tensor in the faul
 
 LOWBIT_INLINE void refuse(const AttentionCall& call) { call.fault[1] = kBlockList, call.fault[0] = 1; }
 
-LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
+template <class Call>
+LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
                      k * call.bias_stride[3];
   if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : cuda::minus_infinity();
