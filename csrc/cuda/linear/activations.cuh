@@ -179,14 +179,13 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 
-// kTileGroups: sums of a tile (call.hpp); 0: one of all k.
-template <Format kFormat, int kTileGroups>
-LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
+// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k. code_offset: kCodeOffset of the weight.
+template <bool kParts>
+LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
-  constexpr bool kParts = kTileGroups > 0;
   const Team<kParts> team{warps};
   const WeightSpec& spec = call.spec;
-  const int64_t row = blockIdx.x, padded = call.tiles * kTileK, part = kParts ? kTileK / kTileGroups : padded;
+  const int64_t row = blockIdx.x, padded = call.tiles * kTileK, part = kParts ? kTileK / tile_groups : padded;
   const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
   Range range{};
   if (call.x_format == XFormat::int8_row_asymmetric) range = asymmetric_range(call, row, warps);
@@ -207,10 +206,15 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
       const float scaled = range.scale * static_cast<float>(sum);
       if (team.rank() == 0)
         call.sums[(row * padded + at) / part] = {
-            .scale = range.scale, .zero = kCodeOffset<kFormat> == 0 && !spec.asymmetric ? -8.0f * scaled : 0.0f,
-            .sum = spec.asymmetric ? scaled : 0.0f, .start = -kCodeOffset<kFormat> * sum};
+            .scale = range.scale, .zero = code_offset == 0 && !spec.asymmetric ? -8.0f * scaled : 0.0f,
+            .sum = spec.asymmetric ? scaled : 0.0f, .start = -code_offset * sum};
     }
   }
+}
+
+template <Format kFormat, int kTileGroups>
+LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
+  quantize_rows<(kTileGroups > 0)>(call, kTileGroups, kCodeOffset<kFormat>);
 }
 
 }  // namespace lowbit::cuda

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// What device sources take from CUDA C++ and the C++ library, for clang that makes SPIR-V (tools/spirv), which includes
+// it first: the words of CUDA by functions of OpenCL, which are declared by their mangled names. Headers of the library
+// are this one under their names.
+#pragma once
+
+#define __global__ __attribute__((global))
+#define __device__ __attribute__((device))
+#define __shared__ __attribute__((shared))
+#define LOWBIT_INLINE __device__ inline __attribute__((always_inline))
+#define LOWBIT_ALWAYS_INLINE LOWBIT_INLINE
+#define LOWBIT_API
+#define __forceinline__ inline __attribute__((always_inline))
+
+// A kernel takes one struct by value. Every module says LOWBIT_LANES, the size of its sub-groups: tools/spirv asks the
+// device for it.
+#define LOWBIT_TEXT_OF(value) #value
+#define LOWBIT_TEXT(value) LOWBIT_TEXT_OF(value)
+#define LOWBIT_KERNEL(name, threads, Args) \
+  extern "C" __global__ __attribute__((assume("lowbit_lanes=" LOWBIT_TEXT(LOWBIT_LANES)))) void name(const Args args)
+#define LOWBIT_SHARED(Type, name, extents) __shared__ Type name extents __attribute__((aligned(16)))
+
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long;
+using uint64_t = unsigned long;
+
+constexpr int32_t INT32_MAX = 0x7fffffff, INT32_MIN = -INT32_MAX - 1;
+constexpr float FLT_MAX = 0x1.fffffep127f;
+
+namespace std {
+
+using size_t = decltype(sizeof(0));
+
+template <class T, size_t count>
+constexpr size_t size(const T (&)[count]) { return count; }
+
+template <class T, size_t count>
+struct array {
+  T element[count];
+  constexpr T& operator[](size_t i) { return element[i]; }
+  constexpr const T& operator[](size_t i) const { return element[i]; }
+};
+
+struct string_view {
+  const char* text;
+  constexpr string_view(const char* text) : text(text) {}
+};
+
+template <bool, class A, class> struct choose { using type = A; };
+template <class A, class B> struct choose<false, A, B> { using type = B; };
+template <bool condition, class A, class B>
+using conditional_t = typename choose<condition, A, B>::type;
+
+LOWBIT_INLINE void* memcpy(void* to, const void* from, size_t bytes) { return __builtin_memcpy(to, from, bytes); }
+
+}  // namespace std
+
+using size_t = std::size_t;
+
+#define LOWBIT_CONVERGENT __attribute__((device, convergent))
+
+__device__ size_t opencl_local_id(uint32_t dimension) __asm__("_Z12get_local_idj");
+__device__ size_t opencl_group_id(uint32_t dimension) __asm__("_Z12get_group_idj");
+LOWBIT_CONVERGENT void opencl_barrier(uint32_t fence) __asm__("_Z7barrierj");
+LOWBIT_CONVERGENT int32_t opencl_shuffle_xor(int32_t value, uint32_t lanes) __asm__("_Z27intel_sub_group_shuffle_xorij");
+LOWBIT_CONVERGENT float opencl_shuffle_xor(float value, uint32_t lanes) __asm__("_Z27intel_sub_group_shuffle_xorfj");
+LOWBIT_CONVERGENT float opencl_shuffle(float value, uint32_t lane) __asm__("_Z23intel_sub_group_shufflefj");
+__device__ float opencl_fma(float a, float b, float c) __asm__("_Z3fmafff");
+__device__ float opencl_sqrt(float a) __asm__("_Z4sqrtf");
+__device__ float rintf(float a) __asm__("_Z4rintf");
+__device__ float erfcf(float a) __asm__("_Z4erfcf");
+__device__ float tanhf(float a) __asm__("_Z4tanhf");
+__device__ float expf(float a) __asm__("_Z3expf");
+
+struct uint2 {
+  uint32_t x, y;
+};
+
+struct ThreadIndex {
+  struct X {
+    LOWBIT_INLINE operator uint32_t() const { return static_cast<uint32_t>(opencl_local_id(0)); }
+  } x;
+};
+struct GroupIndex {
+  struct X {
+    LOWBIT_INLINE operator int64_t() const { return static_cast<int64_t>(opencl_group_id(0)); }
+  } x;
+};
+#define threadIdx ThreadIndex{}
+#define blockIdx GroupIndex{}
+
+LOWBIT_INLINE void __syncthreads() { opencl_barrier(1); }  // local memory
+LOWBIT_INLINE int32_t __shfl_xor_sync(uint32_t, int32_t value, int lanes) { return opencl_shuffle_xor(value, lanes); }
+LOWBIT_INLINE float __shfl_xor_sync(uint32_t, float value, int lanes) { return opencl_shuffle_xor(value, lanes); }
+LOWBIT_INLINE float __shfl_sync(uint32_t, float value, int lane, int width) {  // of the lane's own `width` lanes
+  const uint32_t own = static_cast<uint32_t>(opencl_local_id(0)) % 32;
+  return opencl_shuffle(value, own / width * width + lane);
+}
+
+// Compiled without contraction; division and root are rounded to nearest (the host asks for it: runtime).
+LOWBIT_INLINE float __fdiv_rn(float a, float b) { return a / b; }
+LOWBIT_INLINE float __fsqrt_rn(float a) { return opencl_sqrt(a); }
+LOWBIT_INLINE float __fmaf_rn(float a, float b, float c) { return opencl_fma(a, b, c); }
+LOWBIT_INLINE int32_t __float_as_int(float a) { return __builtin_bit_cast(int32_t, a); }
+LOWBIT_INLINE uint32_t __float_as_uint(float a) { return __builtin_bit_cast(uint32_t, a); }
+LOWBIT_INLINE float __int_as_float(int32_t a) { return __builtin_bit_cast(float, a); }
+LOWBIT_INLINE float __uint_as_float(uint32_t a) { return __builtin_bit_cast(float, a); }
+LOWBIT_INLINE float __int2float_rn(int32_t a) { return static_cast<float>(a); }
+LOWBIT_INLINE int32_t __float2int_rn(float a) { return static_cast<int32_t>(rintf(a)); }
+LOWBIT_INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t bytes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) bytes |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return bytes;
+}
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
+  return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations before products: those of CUDA (cuda/linear/activations.cuh), and what else products here want of rows.
+#pragma once
+
+#include "cuda/linear/activations.cuh"
+
+namespace lowbit::level_zero {
+
+using cuda::LinearCall;
+
+// Codes, with one sum of a row or with sums of tiles and their parts.
+template <bool kParts>
+LOWBIT_INLINE void code_rows(const LinearCall& call) {
+  const auto code_bits = static_cast<int>((call.sections.row_bytes - call.sections.codes) / (call.tiles * 128));
+  cuda::quantize_rows<kParts>(call, cuda::tile_groups(call.spec), code_bits == 4 ? 0 : 1 << (code_bits - 1));
+}
+
+// Float32 as they are multiplied one by one: [m, padded k], zeros behind k.
+LOWBIT_INLINE void widen_rows(const LinearCall& call) {
+  LOWBIT_SHARED(int32_t, warps, [cuda::kLinearWarps]);
+  const int64_t row = blockIdx.x, padded = call.tiles * kTileK;
+  const bool float8 = call.x_format == XFormat::float8_row;
+  cuda::Range range{1.0f, 1.0f, 0.0f};
+  if (float8) range = cuda::Range::symmetric(cuda::largest_of_row(call, row, warps), E4M3::largest);
+  if (threadIdx.x == 0) call.row_scale[row] = range.scale;
+  for (int64_t k = threadIdx.x; k < padded; k += cuda::kLinearThreads) {
+    float x = k < call.spec.k ? cuda::load_as_float(call.x, call.dtype, row * call.spec.k + k) : 0.0f;
+    if (float8) x = E4M3::decode(E4M3::encode(cuda::f32{x * range.inverse})).lane;
+    static_cast<float*>(call.ordered)[row * padded + k] = x;
+  }
+}
+
+// Sums of float activations that share a zero point, in the units in which they are multiplied (row_scale). A thread
+// makes one.
+LOWBIT_INLINE void sum_rows(const LinearCall& call) {
+  const int per_tile = cuda::tile_groups(call.spec);
+  const int64_t per_row = int64_t{call.tiles} * per_tile, length = kTileK / per_tile,
+                at = blockIdx.x * cuda::kLinearThreads + threadIdx.x;
+  if (at >= call.m * per_row) return;
+  const int64_t row = at / per_row, begin = at % per_row * length, end = smaller(begin + length, call.spec.k);
+  const float up = call.row_scale[row] < 1.0f ? 0x1p60f : 1.0f;
+  float sum = 0.0f;
+  for (int64_t k = begin; k < end; k++)
+    sum += cuda::load_as_float(call.x, call.dtype, row * call.spec.k + k) * up;
+  call.sums[at].sum = sum;
+}
+
+}  // namespace lowbit::level_zero

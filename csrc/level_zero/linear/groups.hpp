@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// What becomes of the sums of a work-group: scales of groups along k, the sums of its sub-groups added in order, and
+// what the epilogue of CUDA does (cuda/linear/epilogue.cuh). The formula of one sum is that of cuda/linear/call.hpp:
+// w_scale * (scale * (dot + start) + zero - w_zero * sum).
+#pragma once
+
+#include "cuda/linear/epilogue.cuh"
+#include "level_zero/device/vectors.hpp"
+#include "level_zero/linear/levels.hpp"
+
+namespace lowbit::level_zero {
+
+using cuda::LinearCall;
+using cuda::RowSum;
+
+constexpr int kTeams = 8;  // sub-groups of a work-group
+
+// Scale and zero point of one column and part of a tile.
+struct Scale {
+  float scale, zero;
+
+  LOWBIT_INLINE Scale(const LinearCall& call, const uint8_t* panel, int part, int column)
+      : scale(1.0f), zero(static_cast<float>(zero_of_symmetric())) {
+    const int of_part = part >> call.group_shift, group = of_part < call.groups ? of_part : call.groups - 1;
+    const auto half_at = [&](int64_t section) {
+      return cuda::float_of_half(global<uint16_t>(panel + section)[group * kPanelColumns + column]);
+    };
+    if (call.spec.group_size) scale = half_at(call.sections.group_scale);
+    if (has_zero_points()) zero = half_at(call.sections.zero);
+  }
+};
+
+LOWBIT_INLINE RowSum row_sum(const RowSum* from) {  // one load of 16 bytes
+  return __builtin_bit_cast(RowSum, *global<u32x4>(from));
+}
+
+// What a weight's zero point is less of: of a symmetric one, but of int4 codes later (cuda/linear/activations.cuh).
+template <bool kCodes>
+LOWBIT_INLINE float taken_off() {
+  return kCodes && code_bits() == 4 ? 0.0f : static_cast<float>(zero_of_symmetric());
+}
+
+LOWBIT_INLINE float scaled_dot(int32_t dot, const RowSum& row, float zero) {
+  const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(row.start));
+  const float scaled = __fmaf_rn(static_cast<float>(whole), row.scale, row.zero);
+  return has_zero_points() ? __fmaf_rn(zero - taken_off<true>(), -row.sum, scaled) : scaled;
+}
+
+// result + what a part of a tile gave one row and column, times its scale.
+LOWBIT_INLINE float add_part(float result, int32_t dot, const RowSum* row, const Scale& of) {
+  return __fmaf_rn(scaled_dot(dot, row_sum(row), of.zero), of.scale, result);
+}
+LOWBIT_INLINE float add_part(float result, float sum, const RowSum* row, const Scale& of) {
+  if (has_zero_points()) sum = __fmaf_rn(taken_off<false>() - of.zero, row_sum(row).sum, sum);
+  return __fmaf_rn(sum, of.scale, result);
+}
+
+// The sum of a row that holds inf or nan, weight by weight, of a format of several parts; without the column's scale.
+LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int64_t row, int column,
+                              const LevelParts* levels) {
+  float sum = 0.0f;
+  for (int64_t k = 0; k < call.spec.k; k++) {
+    const int at = static_cast<int>(k % kTileK);
+    const uint8_t* tile = panel + call.sections.codes + k / kTileK * (128 * code_bits());
+    float weight;
+    if (!has_floats()) {
+      const uint32_t code = global<uint8_t>(tile)[at / 4 % 8 * 64 + column * 4 + at % 4] >> at / 32 * 4 & 15;
+      const Scale of(call, panel, static_cast<int>(k / (call.spec.group_size ? call.spec.group_size : call.spec.k)) << call.group_shift, column);
+      weight = whole_level(levels[code]) * of.scale;
+    } else if (code_bits() == 32) {
+      weight = global<float>(tile)[at * kPanelColumns + column];
+    } else {
+      weight = cuda::float_of_half(global<uint16_t>(tile)[at * kPanelColumns + column]);
+    }
+    sum = __fmaf_rn(cuda::load_as_float(call.x, call.dtype, row * call.spec.k + k), weight, sum);
+  }
+  return sum;
+}
+
+// Of what the sub-groups summed, 32 bits each: floats, or integers where codes have one scale for all k.
+template <bool kCodes, int kSums, int kRows>
+LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int64_t first_column, int64_t first_row,
+                               const uint32_t (&sums)[kSums][kRows][kPanelColumns], const LevelParts* levels,
+                               int threads) {
+  for (int at = static_cast<int>(threadIdx.x); at < kRows * static_cast<int>(kPanelColumns); at += threads) {
+    const int column = at % static_cast<int>(kPanelColumns), of_block = at / static_cast<int>(kPanelColumns);
+    const int64_t row = first_row + of_block, n = first_column + column;
+    if (row >= call.m || n >= call.spec.n) continue;
+    float sum = 0.0f, row_scale = 1.0f;
+    if (kCodes && scales_per_tile() == 0) {
+      uint32_t whole = 0;  // with wrap-around: what start takes off again
+      for (int i = 0; i < kSums; i++) whole += sums[i][of_block][column];
+      sum = scaled_dot(static_cast<int32_t>(whole), row_sum(call.sums + row), 0.0f);
+    } else {
+      for (int i = 0; i < kSums; i++) sum += __uint_as_float(sums[i][of_block][column]);
+    }
+    if constexpr (!kCodes) {
+      row_scale = call.row_scale[row];
+      if (weight_parts() > 1 && row_scale < 0.0f) sum = sum_alone(call, panel, row, column, levels), row_scale = 1.0f;
+    }
+    if (!has_floats()) {
+      sum *= global<float>(panel + call.sections.column_scale)[column];
+      if (call.x_format == XFormat::int8_row_asymmetric)
+        sum = __fmaf_rn(call.row_offset[row], global<float>(panel + call.sections.column_sum)[column], sum);
+    }
+    cuda::finish<Format::float32>(call, row, n, sum, {.column_scale = false, .row_scale = row_scale});
+  }
+}
+
+}  // namespace lowbit::level_zero

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The 16 levels of a lookup format of half bytes, in shared memory.
+#pragma once
+
+#include "cuda/linear/activations.cuh"
+#include "level_zero/linear/constants.hpp"
+
+namespace lowbit::level_zero {
+
+// Cut into parts: 8 bytes each.
+struct LevelParts {
+  uint32_t first, last;  // parts 0 and 1; part 2
+};
+
+LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
+  const float level = format == Format::nf4   ? Nf4::level(code)
+                      : format == Format::fp4 ? Fp4::level(code)
+                                              : Fp4E2M1::level(code);
+  float part[cuda::kMostParts];
+  cuda::cut(level, part);
+  return {cuda::upper_halves(part[0], part[1]), cuda::upper_halves(part[2], 0.0f)};
+}
+
+// A level is what its parts add up to.
+LOWBIT_INLINE float whole_level(const LevelParts& parts) {
+  const float lower = __uint_as_float(parts.first & 0xffff0000u) + __uint_as_float(parts.last << 16);
+  return __uint_as_float(parts.first << 16) + lower;
+}
+
+}  // namespace lowbit::level_zero

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#define LOWBIT_LANES 8
+#include "level_zero/linear/many_rows.hpp"
+
+LOWBIT_KERNEL(linear_1, lowbit::level_zero::kTeamThreads, lowbit::cuda::LinearCall) { lowbit::level_zero::linear<false, 1>(args); }
+LOWBIT_KERNEL(linear_8, lowbit::level_zero::kTeamThreads, lowbit::cuda::LinearCall) { lowbit::level_zero::linear<false, 8>(args); }
+LOWBIT_KERNEL(linear_many, lowbit::level_zero::kTeamThreads, lowbit::cuda::LinearCall) { lowbit::level_zero::linear_of_many<false>(args); }

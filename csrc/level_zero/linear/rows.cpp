@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the op linear: activations are put in order, then multiplied (cuda/linear/call.hpp), by dpas where the device
+// has it.
+#include "cuda/linear/call.hpp"
+#include "level_zero/backend.hpp"
+#include "level_zero/runtime/program.hpp"
+#include "ops/linear.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+using cuda::LinearCall;
+using cuda::RowSum;
+
+constexpr int kActivationThreads = 256, kTeams = 8;  // as activations.spirv.cpp and product.hpp have them
+constexpr int64_t kFewestOfMany = 64;                // rows from which on a weight is decoded once for many
+
+// How a call is run. lanes: of a sub-group that multiplies by dpas; 0: without.
+struct LinearKind {
+  int lanes, x_parts, scales_per_tile;
+  bool codes, asymmetric;
+
+  LinearKind(const LinearArgs& args, int lanes)
+      : lanes(lanes), x_parts(0), scales_per_tile(is_float(args.weight_spec.format) ? 0 : cuda::tile_groups(args.weight_spec)),
+        codes(!stays_float(args.x_format)), asymmetric(args.weight_spec.asymmetric) {
+    if (args.x_format == XFormat::float8_row) x_parts = 1;  // the scale of the row comes in at the end
+    else if (!codes) x_parts = args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
+  }
+
+  int64_t many_rows() const { return lanes == 16 ? 128 : 64; }
+  int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kFewestOfMany ? many_rows() : 8; }
+  const char* kernel(int64_t m) const { return m == 1 ? "linear_1" : rows_at_once(m) == 8 ? "linear_8" : "linear_many"; }
+  int threads() const { return kTeams * (lanes ? lanes : 16); }
+  std::string_view module() const {
+    switch (lanes) {
+      case 8: return codes ? "linear_codes_dpas8" : "linear_floats_dpas8";
+      case 16: return codes ? "linear_codes_dpas16" : "linear_floats_dpas16";
+      default: return codes ? "linear_codes_portable" : "linear_floats_portable";
+    }
+  }
+  // In the order of constants.hpp.
+  std::array<int32_t, 9> constants(Format format) const {
+    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, scales_per_tile, asymmetric, is_float(format),
+            format == Format::bfloat16, kind_of(format) == CodecKind::lookup && bits(format) == 4,
+            format == Format::fp8_e4m3};
+  }
+  bool sums_rows() const { return codes || asymmetric; }
+};
+
+// The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
+struct Room {
+  int64_t ordered, sums, rows;  // bytes
+  Room(const LinearArgs& args, const LinearKind& kind) {
+    const int64_t m = round_up(args.m, larger(kind.rows_at_once(args.m), 8)), tiles = args.weight_spec.tiles(),
+                  bytes = kind.codes ? 1 : kind.lanes ? 2 * kind.x_parts : 4;
+    ordered = m * args.weight_spec.padded_k() * bytes;
+    sums = kind.sums_rows() ? m * larger(tiles * kind.scales_per_tile, 1) * static_cast<int64_t>(sizeof(RowSum)) : 0;
+    rows = round_up(args.m * 4, 16);
+  }
+};
+
+int log2_of(int64_t power) {
+  int log = 0;
+  while (power >> (log + 1)) log++;
+  return log;
+}
+
+void order_activations(const LinearArgs& args, const LinearKind& kind, const LinearCall& call) {
+  const Program& kernels = program(args.place, "linear_activations");
+  const auto launch = [&](const char* kernel, int64_t groups) {
+    kernels.launch(args.place, kernel, groups, kActivationThreads, &call, sizeof call);
+  };
+  if (kind.codes) return launch(kind.scales_per_tile ? "code_groups" : "code_rows", args.m);
+  constexpr const char* kOrdered[] = {"order_1", "order_2", "order_3"};
+  launch(kind.lanes ? kOrdered[kind.x_parts - 1] : "widen_rows", args.m);
+  if (kind.asymmetric) launch("sum_rows", ceil_div(args.m * call.tiles * kind.scales_per_tile, kActivationThreads));
+}
+
+void run_linear(const LinearArgs& args, int lanes) {
+  const WeightSpec& spec = args.weight_spec;
+  const LinearKind kind(args, lanes);
+  const Room room(args, kind);
+  const Workspace workspace("linear", args.place, room.ordered + room.sums + 2 * room.rows);
+  LinearCall call{.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight, .x = args.x,
+                  .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
+                  .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
+                  .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation,
+                  .bias = args.bias, .mul = args.mul, .add = args.add, .y = args.y,
+                  .ordered = workspace.at(0), .sums = static_cast<RowSum*>(workspace.at(room.ordered)),
+                  .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
+                  .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums + room.rows))};
+  if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.scales_per_tile / kTileK);
+  order_activations(args, kind, call);
+  program(args.place, kind.module(), kind.constants(spec.format))
+      .launch(args.place, kind.kernel(args.m), spec.panels() * ceil_div(args.m, kind.rows_at_once(args.m)),
+              kind.threads(), &call, sizeof call);
+}
+
+void run_dpas(const LinearArgs& args) { run_linear(args, dpas_lanes(args.place)); }
+void run_portable(const LinearArgs& args) { run_linear(args, 0); }
+
+template <Format kFormat, bool kCodes>
+std::string_view refuses(const LinearArgs& args) {
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
+  if (kCodes && args.weight_spec.k > cuda::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  return "";
+}
+template <Format kFormat, bool kCodes>
+std::string_view refuses_dpas(const LinearArgs& args) {
+  const std::string_view reason = refuses<kFormat, kCodes>(args);
+  return !reason.empty() || dpas_lanes(args.place) ? reason : "the device has no dpas";
+}
+
+#define LOWBIT_FLOATS(name, Codec)                                                        \
+  {"linear_" #name "_dpas_level_zero", refuses_dpas<Format::name, false>, run_dpas}, \
+  {"linear_" #name "_level_zero", refuses<Format::name, false>, run_portable},
+#define LOWBIT_CODES(name)                                                                    \
+  {"linear_" #name "_int8_dpas_level_zero", refuses_dpas<Format::name, true>, run_dpas}, \
+  {"linear_" #name "_int8_level_zero", refuses<Format::name, true>, run_portable},
+constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
+#undef LOWBIT_FLOATS
+#undef LOWBIT_CODES
+
+}  // namespace
+
+void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+
+}  // namespace lowbit::level_zero

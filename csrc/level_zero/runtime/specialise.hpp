@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers that become constants of a module before a device compiles it (device/specialise.hpp).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace lowbit::level_zero {
+
+// A SPIR-V module in which each OpSpecConstant of 32 bits has the value constants[its SpecId]; those behind the last
+// keep their own.
+std::vector<uint32_t> specialised(std::span<const uint32_t> words, std::span<const int32_t> constants);
+
+}  // namespace lowbit::level_zero
