@@ -58,15 +58,13 @@ LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k
   return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
 }
 
-// What dropout multiplies a probability by.
-template <class Call>
-LOWBIT_INLINE float dropout_factor(const Call& call, const TilePlace& at, int q, int k) {
-  const auto seed = static_cast<uint64_t>(*call.seed);
-  auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q),
-                           static_cast<uint32_t>(at.b * call.heads + at.h), 0},
-                          {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+// The random number of a probability: below what is dropped of 2^32, it is.
+LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
+  const auto key = static_cast<uint64_t>(seed);
+  auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q), static_cast<uint32_t>(head), 0},
+                          {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)});
   const uint32_t low = k & 1 ? words[1] : words[0], high = k & 1 ? words[3] : words[2];
-  return (k & 2 ? high : low) < call.dropped ? 0.0f : call.kept;
+  return k & 2 ? high : low;
 }
 
 template <class Call>

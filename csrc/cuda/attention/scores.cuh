@@ -41,6 +41,11 @@ LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int 
   else return float_of_half(static_cast<const uint16_t*>(call.bias)[at]);
 }
 
+// What dropout multiplies a probability by.
+LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
+  return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
+}
+
 // What the softmax is taken of; where Mods folds, without the scale. A mod is not asked about what is not there.
 template <class Mods>
 LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, float product, int q, int k) {

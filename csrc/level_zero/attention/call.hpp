@@ -9,12 +9,21 @@ namespace lowbit::level_zero {
 constexpr int kSubGroup = 16, kAttentionThreads = 128, kSubGroups = kAttentionThreads / kSubGroup;
 constexpr int kKeys = 2, kKvTile = kSubGroup * kKeys;  // keys of a lane, of a tile
 
+constexpr int kMostColumns = 256;  // head dims
+
 // Of the forward, for head dims up to `columns`: each sub-group has `rows` queries, as much as registers hold.
 struct ForwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 4 : columns <= 128 ? 2 : 1; }
   constexpr int q_tile() const { return rows() * kSubGroups; }
+  constexpr const char* kernel(const char* const (&names)[3]) const { return names[columns / 128]; }
 };
+// Which of the kernels for 64, 128 and 256 columns.
+constexpr ForwardShape forward_shape(int64_t head_dim) {
+  return {head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMostColumns};
+}
+
+constexpr int32_t kBlockListFault = -2;  // in place of a captured tensor in the fault: a list of blocks
 
 // What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
 struct ModTable {

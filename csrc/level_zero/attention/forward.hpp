@@ -60,7 +60,9 @@ struct Forward {
       for_each(at, s, [&](int q, int k, float& score) { score = modified<kMods>(call, at, score, q, k); });
       sums.softmax(s);
       if (call.dropped)
-        for_each(at, s, [&](int q, int k, float& score) { score *= cuda::dropout_factor(call, at, q, k); });
+        for_each(at, s, [&](int q, int k, float& p) {
+          p *= dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k) < call.dropped ? 0.0f : call.kept;
+        });
       __syncthreads();
       sums.multiply_values(shared.tile, s);
     }

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/place.cuh"
 #include "level_zero/attention/call.hpp"
+#include "level_zero/device/floats.hpp"
 #include "level_zero/device/vectors.hpp"
 
 namespace lowbit::level_zero {
@@ -12,7 +13,7 @@ namespace lowbit::level_zero {
 LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
   if (dtype == DType::float32) return global<float>(from)[at];
   const uint16_t bits = global<uint16_t>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : cuda::float_of_half(bits);
 }
 LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
   if (dtype == DType::float32) global<float>(to)[at] = value;
@@ -21,7 +22,7 @@ LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
 
 LOWBIT_INLINE float largest_of_lanes(float value) {
 #pragma unroll
-  for (int step = kSubGroup / 2; step; step /= 2) value = fmaxf(value, shuffled_xor(value, step));
+  for (int step = kSubGroup / 2; step; step /= 2) value = larger_of(value, shuffled_xor(value, step));
   return value;
 }
 LOWBIT_INLINE float sum_of_lanes(float value) {
@@ -81,7 +82,7 @@ struct Running {
     for (int r = 0; r < kRows; r++) {
       float largest = top[r];
 #pragma unroll
-      for (int j = 0; j < kKeys; j++) largest = fmaxf(largest, s[r][j]);
+      for (int j = 0; j < kKeys; j++) largest = larger_of(largest, s[r][j]);
       largest = largest_of_lanes(largest);
       const float base = largest == cuda::minus_infinity() ? 0.0f : largest, shrink = exponential(top[r] - base);
       top[r] = largest, total[r] *= shrink;
@@ -127,7 +128,7 @@ struct RowEnd {
     scale = exponential(before - top);
     total = total * scale + exponential(sink - top);
   }
-  LOWBIT_INLINE float lse() const { return top + logf(total); }
+  LOWBIT_INLINE float lse() const { return top + logarithm(total); }
   LOWBIT_INLINE float factor() const { return total == 0 ? 0.0f : scale / total; }
 };
 

@@ -10,9 +10,16 @@ namespace lowbit::level_zero {
 extern "C" __device__ float score_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
 extern "C" __device__ float mask_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
 
-constexpr int32_t kBlockList = -2;  // in place of a captured tensor in the fault: a list of blocks
+LOWBIT_INLINE void refuse(const AttentionCall& call) {
+  global<int32_t>(call.fault)[1] = kBlockListFault, global<int32_t>(call.fault)[0] = 1;
+}
 
-LOWBIT_INLINE void refuse(const AttentionCall& call) { call.fault[1] = kBlockList, call.fault[0] = 1; }
+// By one work-group, before anything that may note a fault.
+LOWBIT_INLINE void write_table(const TableCall& call) {
+  if (threadIdx.x < 4) global<int32_t>(call.fault)[threadIdx.x] = 0;
+  for (int at = static_cast<int>(threadIdx.x); at < call.count; at += kAttentionThreads)
+    global<uint64_t>(call.table)[at] = call.words[at];
+}
 
 template <class Call>
 LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
@@ -20,6 +27,11 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
                      k * call.bias_stride[3];
   if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : cuda::minus_infinity();
   return load_real(call.bias, call.bias_dtype, at);
+}
+
+// Once in a module, not for every score of a lane.
+__device__ __attribute__((noinline)) inline uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
+  return cuda::dropout_draw(seed, head, q, k);
 }
 
 // A mod is not asked about what is not there.

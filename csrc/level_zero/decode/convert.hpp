@@ -25,7 +25,7 @@ LOWBIT_INLINE RowPlace row_place(const KvCodesCall& call) {
 LOWBIT_INLINE float stored_scale(const KvCodesCall& call, int64_t at, float scale, bool writes) {
   const KvRows& to = call.codes;
   if (writes) store_real(to.scales.data, to.scale_dtype, at, scale);
-  return to.scale_dtype == DType::float32 ? scale : float_of_half(half_of_float(scale));
+  return to.scale_dtype == DType::float32 ? scale : cuda::float_of_half(half_of_float(scale));
 }
 
 LOWBIT_INLINE int code_of(float x, float inverse, float low, float high) {
@@ -38,7 +38,7 @@ LOWBIT_INLINE float inverse_of(float scale) { return scale != 0 && scale == scal
 struct Extreme {
   float high = 0, low = 0, poison = 0;
 
-  LOWBIT_INLINE void add(float x) { high = fmaxf(high, x), low = fmaxf(low, -x), poison = __fmaf_rn(x, 0.0f, poison); }
+  LOWBIT_INLINE void add(float x) { high = larger_of(high, x), low = larger_of(low, -x), poison = __fmaf_rn(x, 0.0f, poison); }
   LOWBIT_INLINE float value() const {
     const float top = largest_of_lanes(high), bottom = largest_of_lanes(low);
     return (top >= bottom ? top : -bottom) + sum_of_lanes(poison);

@@ -133,7 +133,7 @@ LOWBIT_INLINE void decode_combine(const DecodeCall& call) {
   const auto h = static_cast<int>(at / call.length % call.heads), b = static_cast<int>(at / call.length / call.heads);
   const float* from = call.partial + at * call.splits * (ev + 2);
   float top = cuda::minus_infinity(), total = 0;
-  for (int i = 0; i < call.splits; i++) top = fmaxf(top, from[i * (ev + 2) + ev]);
+  for (int i = 0; i < call.splits; i++) top = larger_of(top, from[i * (ev + 2) + ev]);
   const float base = top == cuda::minus_infinity() ? 0.0f : top;
   for (int i = 0; i < call.splits; i++)
     total += from[i * (ev + 2) + ev + 1] * exponential(from[i * (ev + 2) + ev] - base);
