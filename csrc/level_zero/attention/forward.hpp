@@ -38,7 +38,7 @@ struct Forward {
 
   // each(row, key, score) for every score of a tile.
   template <class Each>
-  LOWBIT_INLINE void for_each(const cuda::TilePlace& at, typename Sums::Scores& s, Each each) const {
+  LOWBIT_INLINE void for_each(const cuda::TilePlace& at, Scores<kRows>& s, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -53,8 +53,8 @@ struct Forward {
       __syncthreads();  // everybody is done with the values before
       load(shared.tile.rows, call.k, b, h / call.group, at.k0, at.cols, call.e);
       __syncthreads();
-      typename Sums::Scores s;
-      sums.multiply_keys(shared.tile, call.e, s);
+      Scores<kRows> s;
+      multiply_rows(s, sums.q, shared.tile, sums.lane, call.e);
       __syncthreads();
       load(shared.tile.rows, call.v, b, h / call.group, at.k0, at.cols, call.ev);
       for_each(at, s, [&](int q, int k, float& score) { score = modified<kMods>(call, at, score, q, k); });
@@ -64,7 +64,7 @@ struct Forward {
           p *= dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k) < call.dropped ? 0.0f : call.kept;
         });
       __syncthreads();
-      sums.multiply_values(shared.tile, s);
+      multiply_onto<kRows, kColumns>(sums.out, s, shared.tile, sums.lane);
     }
   }
 

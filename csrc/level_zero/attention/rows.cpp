@@ -22,8 +22,8 @@ void run_forward(const AttentionForwardArgs& args) {
     program(args.place, "attention_prepare")
         .launch(args.place, "make_classes", args.lists.kv_num_blocks.numel(), kAttentionThreads, &call, sizeof call);
   mods.program("attention_forward", "attention_forward_mods")
-      .launch(args.place, shape.kernel({"forward_64", "forward_128", "forward_256"}), args.batch() * args.heads() * call.q_tiles.count,
-              kAttentionThreads, &call, sizeof call);
+      .launch(args.place, shape.kernel({"forward_64", "forward_128", "forward_256"}),
+              args.batch() * args.heads() * call.q_tiles.count, kAttentionThreads, &call, sizeof call);
   mods.check_fault();
 }
 

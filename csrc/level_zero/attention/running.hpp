@@ -37,47 +37,80 @@ struct SharedTile {
   alignas(16) float rows[kKvTile][kColumns + 4];  // keys of neighbouring lanes in different banks
 };
 
+template <int kRows>
+using Scores = float[kRows][kKeys];
+template <int kRows, int kColumns>
+using RowSums = float[kRows][kColumns / kSubGroup];
+
+template <int kRows, int kCount>
+LOWBIT_INLINE void clear(float (&of)[kRows][kCount]) {
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+#pragma unroll
+    for (int i = 0; i < kCount; i++) of[r][i] = 0;
+}
+
+// Scores: products of a sub-group's rows and those of the tile.
+template <int kRows, int kColumns>
+LOWBIT_INLINE void multiply_rows(Scores<kRows>& s, const float (*rows)[kColumns], const SharedTile<kColumns>& tile,
+                                 int lane, int columns) {
+  using Four = Vector<float, 4>;
+  clear(s);
+  for (int i = 0; i < columns; i += 4) {
+    Four key[kKeys];
+#pragma unroll
+    for (int j = 0; j < kKeys; j++) key[j] = *reinterpret_cast<const Four*>(&tile.rows[lane + j * kSubGroup][i]);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      const Four of_row = *reinterpret_cast<const Four*>(&rows[r][i]);
+#pragma unroll
+      for (int j = 0; j < kKeys; j++)
+#pragma unroll
+        for (int x = 0; x < 4; x++) s[r][j] = __fmaf_rn(of_row[x], key[j][x], s[r][j]);
+    }
+  }
+}
+
+// sums += p times the rows of the tile. Columns in two turns where they are many: their values would not fit the
+// registers.
+template <int kRows, int kColumns>
+LOWBIT_INLINE void multiply_onto(float (&sums)[kRows][kColumns / kSubGroup], const Scores<kRows>& p,
+                                 const SharedTile<kColumns>& tile, int lane) {
+  constexpr int kSums = kColumns / kSubGroup, kTurn = kSums < 8 ? kSums : 8;
+#pragma unroll
+  for (int turn = 0; turn < kSums; turn += kTurn)
+#pragma unroll
+    for (int j = 0; j < kKeys; j++)
+      for (int i = 0; i < kSubGroup; i++) {
+        float of_key[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; r++) of_key[r] = shuffled(p[r][j], i);
+#pragma unroll
+        for (int c = turn; c < turn + kTurn; c++) {
+          const float value = tile.rows[j * kSubGroup + i][lane + c * kSubGroup];
+#pragma unroll
+          for (int r = 0; r < kRows; r++) sums[r][c] = __fmaf_rn(of_key[r], value, sums[r][c]);
+        }
+      }
+}
+
 template <int kColumns, int kRows>
 struct Running {
   static constexpr int kSums = kColumns / kSubGroup;
-  using Scores = float[kRows][kKeys];
 
   const float (*q)[kColumns];  // in local memory
   int lane;
-  float out[kRows][kSums], top[kRows], total[kRows];
+  RowSums<kRows, kColumns> out;
+  float top[kRows], total[kRows];
 
   LOWBIT_INLINE void start() {
+    clear(out);
 #pragma unroll
-    for (int r = 0; r < kRows; r++) {
-      top[r] = cuda::minus_infinity(), total[r] = 0;
-#pragma unroll
-      for (int c = 0; c < kSums; c++) out[r][c] = 0;
-    }
-  }
-
-  LOWBIT_INLINE void multiply_keys(const SharedTile<kColumns>& keys, int columns, Scores& s) const {
-    using Four = Vector<float, 4>;
-#pragma unroll
-    for (int r = 0; r < kRows; r++)
-#pragma unroll
-      for (int j = 0; j < kKeys; j++) s[r][j] = 0;
-    for (int i = 0; i < columns; i += 4) {
-      Four key[kKeys];
-#pragma unroll
-      for (int j = 0; j < kKeys; j++) key[j] = *reinterpret_cast<const Four*>(&keys.rows[lane + j * kSubGroup][i]);
-#pragma unroll
-      for (int r = 0; r < kRows; r++) {
-        const Four of_q = *reinterpret_cast<const Four*>(&q[r][i]);
-#pragma unroll
-        for (int j = 0; j < kKeys; j++)
-#pragma unroll
-          for (int x = 0; x < 4; x++) s[r][j] = __fmaf_rn(of_q[x], key[j][x], s[r][j]);
-      }
-    }
+    for (int r = 0; r < kRows; r++) top[r] = cuda::minus_infinity(), total[r] = 0;
   }
 
   // Scores to powers of e, sums and the result in relation to the largest score so far.
-  LOWBIT_INLINE void softmax(Scores& s) {
+  LOWBIT_INLINE void softmax(Scores<kRows>& s) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       float largest = top[r];
@@ -94,26 +127,6 @@ struct Running {
         total[r] += s[r][j];
       }
     }
-  }
-
-  // Columns in two turns where they are many: their values would not fit the registers.
-  LOWBIT_INLINE void multiply_values(const SharedTile<kColumns>& values, const Scores& p) {
-    constexpr int kTurn = kSums < 8 ? kSums : 8;
-#pragma unroll
-    for (int turn = 0; turn < kSums; turn += kTurn)
-#pragma unroll
-      for (int j = 0; j < kKeys; j++)
-        for (int i = 0; i < kSubGroup; i++) {
-          float of_key[kRows];
-#pragma unroll
-          for (int r = 0; r < kRows; r++) of_key[r] = shuffled(p[r][j], i);
-#pragma unroll
-          for (int c = turn; c < turn + kTurn; c++) {
-            const float value = values.rows[j * kSubGroup + i][lane + c * kSubGroup];
-#pragma unroll
-            for (int r = 0; r < kRows; r++) out[r][c] = __fmaf_rn(of_key[r], value, out[r][c]);
-          }
-        }
   }
 };
 

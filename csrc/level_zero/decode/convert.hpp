@@ -38,7 +38,9 @@ LOWBIT_INLINE float inverse_of(float scale) { return scale != 0 && scale == scal
 struct Extreme {
   float high = 0, low = 0, poison = 0;
 
-  LOWBIT_INLINE void add(float x) { high = larger_of(high, x), low = larger_of(low, -x), poison = __fmaf_rn(x, 0.0f, poison); }
+  LOWBIT_INLINE void add(float x) {
+    high = larger_of(high, x), low = larger_of(low, -x), poison = __fmaf_rn(x, 0.0f, poison);
+  }
   LOWBIT_INLINE float value() const {
     const float top = largest_of_lanes(high), bottom = largest_of_lanes(low);
     return (top >= bottom ? top : -bottom) + sum_of_lanes(poison);

@@ -79,8 +79,8 @@ struct Decode {
       __syncthreads();  // everybody is done with the values before
       load(call.k, first, count);
       __syncthreads();
-      typename Sums::Scores s;
-      sums.multiply_keys(shared.tile, columns, s);
+      Scores<1> s;
+      multiply_rows(s, sums.q, shared.tile, sums.lane, columns);
       __syncthreads();
       load(call.v, first, count);
 #pragma unroll
@@ -90,7 +90,7 @@ struct Decode {
       }
       sums.softmax(s);
       __syncthreads();
-      sums.multiply_values(shared.tile, s);
+      multiply_onto<1, kColumns>(sums.out, s, shared.tile, sums.lane);
     }
   }
 
