@@ -8,6 +8,8 @@
 namespace lowbit::level_zero {
 
 extern "C" __device__ float score_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
+extern "C" __device__ float score_mod_gradient(float score, float gradient, int b, int h, int q, int k,
+                                               const Global<uint64_t>* captured);
 extern "C" __device__ float mask_mod(float score, int b, int h, int q, int k, const Global<uint64_t>* captured);
 
 LOWBIT_INLINE void refuse(const AttentionCall& call) {

@@ -4,6 +4,8 @@
 
 #include "core/dtype.hpp"
 
+#define LOWBIT_INLINED __attribute__((always_inline))  // a lambda: what it refers to stays in registers
+
 namespace lowbit::level_zero {
 
 __device__ float opencl_exp2(float a) __asm__("_Z4exp2f");
@@ -19,5 +21,8 @@ LOWBIT_INLINE float shuffled(float value, int lane) { return opencl_shuffle(valu
 LOWBIT_INLINE float shuffled_xor(float value, int lanes) {
   return opencl_shuffle_xor(value, static_cast<uint32_t>(lanes));
 }
+
+// A barrier for local and for global memory.
+LOWBIT_INLINE void barrier_of_all_memory() { opencl_barrier(3); }
 
 }  // namespace lowbit::level_zero
