@@ -9,6 +9,7 @@
 #define __shared__ __attribute__((shared))
 #define LOWBIT_INLINE __device__ inline __attribute__((always_inline))
 #define LOWBIT_ALWAYS_INLINE LOWBIT_INLINE
+#define LOWBIT_LAMBDA __attribute__((always_inline))  // behind its parameters
 #define LOWBIT_API
 #define __forceinline__ inline __attribute__((always_inline))
 
@@ -67,7 +68,8 @@ using size_t = std::size_t;
 __device__ size_t opencl_local_id(uint32_t dimension) __asm__("_Z12get_local_idj");
 __device__ size_t opencl_group_id(uint32_t dimension) __asm__("_Z12get_group_idj");
 LOWBIT_CONVERGENT void opencl_barrier(uint32_t fence) __asm__("_Z7barrierj");
-LOWBIT_CONVERGENT int32_t opencl_shuffle_xor(int32_t value, uint32_t lanes) __asm__("_Z27intel_sub_group_shuffle_xorij");
+LOWBIT_CONVERGENT int32_t opencl_shuffle_xor(int32_t value, uint32_t lanes)
+    __asm__("_Z27intel_sub_group_shuffle_xorij");
 LOWBIT_CONVERGENT float opencl_shuffle_xor(float value, uint32_t lanes) __asm__("_Z27intel_sub_group_shuffle_xorfj");
 LOWBIT_CONVERGENT float opencl_shuffle(float value, uint32_t lane) __asm__("_Z23intel_sub_group_shufflefj");
 __device__ float opencl_fma(float a, float b, float c) __asm__("_Z3fmafff");

@@ -15,17 +15,19 @@ LOWBIT_INLINE void code_rows(const LinearCall& call) {
   cuda::quantize_rows<kParts>(call, cuda::tile_groups(call.spec), code_bits == 4 ? 0 : 1 << (code_bits - 1));
 }
 
-// Float32 as they are multiplied one by one: [m, padded k], zeros behind k.
+// Float32 as they are multiplied one by one: [m, padded k], zeros behind k. Those of a row below 2^-60 times 2^60, so
+// that products are not subnormal.
 LOWBIT_INLINE void widen_rows(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [cuda::kLinearWarps]);
   const int64_t row = blockIdx.x, padded = call.tiles * kTileK;
   const bool float8 = call.x_format == XFormat::float8_row;
-  cuda::Range range{1.0f, 1.0f, 0.0f};
-  if (float8) range = cuda::Range::symmetric(cuda::largest_of_row(call, row, warps), E4M3::largest);
-  if (threadIdx.x == 0) call.row_scale[row] = range.scale;
+  const int32_t amax = cuda::largest_of_row(call, row, warps);
+  const cuda::Range range = cuda::Range::symmetric(amax, E4M3::largest);
+  const float up = amax < (127 - 60) << 23 ? 0x1p60f : 1.0f;
+  if (threadIdx.x == 0) call.row_scale[row] = float8 ? range.scale : 1.0f / up;
   for (int64_t k = threadIdx.x; k < padded; k += cuda::kLinearThreads) {
     float x = k < call.spec.k ? cuda::load_as_float(call.x, call.dtype, row * call.spec.k + k) : 0.0f;
-    if (float8) x = E4M3::decode(E4M3::encode(cuda::f32{x * range.inverse})).lane;
+    x = float8 ? E4M3::decode(E4M3::encode(cuda::f32{x * range.inverse})).lane : x * up;
     static_cast<float*>(call.ordered)[row * padded + k] = x;
   }
 }

@@ -15,6 +15,11 @@ using cuda::RowSum;
 
 constexpr int kTeams = 8;  // sub-groups of a work-group
 
+#define LOWBIT_LINEAR(name, ...)                                                    \
+  LOWBIT_KERNEL(name, lowbit::level_zero::kTeamThreads, lowbit::cuda::LinearCall) { \
+    lowbit::level_zero::__VA_ARGS__(args);                                          \
+  }
+
 // Scale and zero point of one column and part of a tile.
 struct Scale {
   float scale, zero;
@@ -65,8 +70,8 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int6
     float weight;
     if (!has_floats()) {
       const uint32_t code = global<uint8_t>(tile)[at / 4 % 8 * 64 + column * 4 + at % 4] >> at / 32 * 4 & 15;
-      const Scale of(call, panel, static_cast<int>(k / (call.spec.group_size ? call.spec.group_size : call.spec.k)) << call.group_shift, column);
-      weight = whole_level(levels[code]) * of.scale;
+      const int64_t part = call.spec.group_size ? k * scales_per_tile() / kTileK : 0;
+      weight = whole_level(levels[code]) * Scale(call, panel, static_cast<int>(part), column).scale;
     } else if (code_bits() == 32) {
       weight = global<float>(tile)[at * kPanelColumns + column];
     } else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear of many rows by dpas: a work-group makes 16 columns of 128 rows (dg2: 64), 16 (8) of each sub-group. Together they decode 4
-// tiles of the weight into shared memory, half a tile each, and then multiply them by their own rows.
+// linear of many rows by dpas: a work-group makes 16 columns of 128 rows (dg2: 64), 16 (8) of each sub-group. Together
+// they decode 4 tiles of the weight into shared memory, half a tile each, and then multiply them by their own rows.
 #pragma once
 
 #include "level_zero/linear/product.hpp"
@@ -30,13 +30,14 @@ LOWBIT_INLINE void decode_half(const uint8_t* tile, int half, int lane, const Le
       to.factor[0][0][side][lane] = as_activations_are_ordered(codes.bytes(side, half));
   } else {
     for (int which = 0; which < 2; which++) {
-      for_chunks(codes, tile, half, which, levels, [&](int first, int sides, const Chunk* chunk) __attribute__((always_inline)) {
+      for_chunks(codes, tile, half, which, levels, [&](int first, int sides, const Chunk* chunk) LOWBIT_LAMBDA {
 #pragma unroll
         for (int part = 0; part < cuda::kMostParts; part++)
           if (part < weight_parts())
 #pragma unroll
             for (int side = 0; side < kSides; side++)
-              if (side < sides) to.factor[which][part][first + side][lane] = chunk[side].part[part];
+              if (side < sides)
+                to.factor[which][part][first + side][lane] = chunk[side].part[part];
       });
     }
   }
@@ -62,10 +63,13 @@ LOWBIT_INLINE void linear_of_many(const LinearCall& call) {
       const DecodedHalf& decoded = memory[0].halves[i];
       for (int which = kCodes; which < 2; which++) {
         if constexpr (kCodes)
-          product.multiply_codes(tile, half, [&](int side) __attribute__((always_inline)) { return decoded.factor[0][0][side][lane]; });
+          product.multiply_codes(tile, half,
+                                 [&](int side) LOWBIT_LAMBDA { return decoded.factor[0][0][side][lane]; });
         else
           product.multiply_floats(tile, half, which, 0, kSides,
-                                  [&](int side, int part) __attribute__((always_inline)) { return decoded.factor[which][part][side][lane]; });
+                                  [&](int side, int part) LOWBIT_LAMBDA {
+                                    return decoded.factor[which][part][side][lane];
+                                  });
         product.end_chunk(tile, half, which);
       }
     }

@@ -49,7 +49,8 @@ LOWBIT_INLINE void weights_at(const uint8_t* tile, uint32_t codes, int k, int co
     else if (has_levels())
       weight[i] = whole_level(levels[code]);
     else
-      weight[i] = has_float8() ? float8_value(code) : static_cast<float>(static_cast<int32_t>(code) - zero_of_symmetric());
+      weight[i] = has_float8() ? float8_value(code)
+                               : static_cast<float>(static_cast<int32_t>(code) - zero_of_symmetric());
   }
 }
 

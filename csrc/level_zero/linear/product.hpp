@@ -121,12 +121,15 @@ struct Product {
   LOWBIT_INLINE void use(const Codes& codes, int tile, int half) {
     for (int which = kCodes; which < 2; which++) {
       if constexpr (kCodes) {
-        multiply_codes(tile, half, [&](int side) __attribute__((always_inline)) { return as_activations_are_ordered(codes.bytes(side, half)); });
-      } else {
-        for_chunks(codes, tile_at(tile), half, which, levels, [&](int first, int sides, const Chunk* chunk) __attribute__((always_inline)) {
-          multiply_floats(tile, half, which, first, sides,
-                          [&](int side, int part) __attribute__((always_inline)) { return chunk[side - first].part[part]; });
+        multiply_codes(tile, half, [&](int side) LOWBIT_LAMBDA {
+          return as_activations_are_ordered(codes.bytes(side, half));
         });
+      } else {
+        const auto multiply = [&](int first, int sides, const Chunk* chunk) LOWBIT_LAMBDA {
+          multiply_floats(tile, half, which, first, sides,
+                          [&](int side, int part) LOWBIT_LAMBDA { return chunk[side - first].part[part]; });
+        };
+        for_chunks(codes, tile_at(tile), half, which, levels, multiply);
       }
       end_chunk(tile, half, which);
     }

@@ -21,7 +21,8 @@ struct LinearKind {
   bool codes, asymmetric;
 
   LinearKind(const LinearArgs& args, int lanes)
-      : lanes(lanes), x_parts(0), scales_per_tile(is_float(args.weight_spec.format) ? 0 : cuda::tile_groups(args.weight_spec)),
+      : lanes(lanes), x_parts(0),
+        scales_per_tile(is_float(args.weight_spec.format) ? 0 : cuda::tile_groups(args.weight_spec)),
         codes(!stays_float(args.x_format)), asymmetric(args.weight_spec.asymmetric) {
     if (args.x_format == XFormat::float8_row) x_parts = 1;  // the scale of the row comes in at the end
     else if (!codes) x_parts = args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
@@ -29,7 +30,9 @@ struct LinearKind {
 
   int64_t many_rows() const { return lanes == 16 ? 128 : 64; }
   int64_t rows_at_once(int64_t m) const { return m == 1 ? 1 : lanes && m >= kFewestOfMany ? many_rows() : 8; }
-  const char* kernel(int64_t m) const { return m == 1 ? "linear_1" : rows_at_once(m) == 8 ? "linear_8" : "linear_many"; }
+  const char* kernel(int64_t m) const {
+    return m == 1 ? "linear_1" : rows_at_once(m) == 8 ? "linear_8" : "linear_many";
+  }
   int threads() const { return kTeams * (lanes ? lanes : 16); }
   std::string_view module() const {
     switch (lanes) {
