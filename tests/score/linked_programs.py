@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import opencl
+import pytest
 import torch
 from printed_programs import Program
 from score_programs import K0, Q0, B, H
+from tests.level_zero import opencl
 from torch import Tensor
 
 from lowbit import _C
@@ -37,7 +38,10 @@ class Linked:
     """Programs in one module, linked."""
 
     def __init__(self, programs: Sequence[Program], folder: Path) -> None:
-        self.device, self.programs, functions, text = opencl.device(), programs, [], ""
+        if reason := opencl.missing():
+            pytest.skip(reason)
+        self.programs, functions = programs, []
+        text = "typedef struct { ulong scores, gradient, out, captured; int cols, q0, k0; } Call;\n"
         for number, (code, captured) in enumerate(programs):
             tensors, is_mask = [tensor.detach() for tensor in captured], _C.score_program_explain(code)["is_mask"]
             for gradient in (False,) if is_mask else (False, True):
@@ -46,17 +50,15 @@ class Linked:
                 given = "scores[i], gradient[i]" if gradient else "scores[i]"
                 text += (
                     f"float {name}(float, {'float, ' * gradient}int, int, int, int, __global const ulong*);\n"
-                    f"__kernel void run_{name}(ulong s, ulong g, ulong o, ulong c, int cols, int q0, int k0) {{\n"
-                    "  __global const float *scores = (__global const float*)s, *gradient = (__global const float*)g;\n"
+                    f"__kernel void run_{name}(const Call c) {{\n"
+                    "  __global const float *scores = (__global const float*)c.scores, *gradient = (__global const float*)c.gradient;\n"
                     "  const int i = get_global_id(0);\n"
-                    f"  ((__global float*)o)[i] = {name}({given}, {B}, {H}, q0 + i / cols, k0 + i % cols, "
-                    "(__global const ulong*)c);\n}\n"
+                    f"  ((__global float*)c.out)[i] = {name}({given}, {B}, {H}, c.q0 + i / c.cols, c.k0 + i % c.cols, "
+                    "(__global const ulong*)c.captured);\n}\n"
                 )
         words = _C.score_programs_spirv(functions)
         validate(words, folder)
-        parts = [self.device.compiled(words), self.device.compiled(text, b"-cl-std=CL2.0")]
-        self.program = self.device.linked(parts)
-        self.device.release(*parts)
+        self.program = opencl.machine().program(words, text)
 
     def run(
         self, number: int, scores: Tensor, gradient: Tensor | None = None, q0: int = Q0, k0: int = K0
@@ -69,10 +71,6 @@ class Linked:
         layout = [number for tensor in captured for number in (*tensor.shape, *tensor.stride())]
         at = lambda tensor: 0 if tensor is None else tensor.data_ptr()  # noqa: E731
         table = torch.tensor([at(fault), *map(at, captured), *map(at, sums), *layout])
-        self.device.run(
-            self.program,
-            f"run_{'mod' if gradient is None else 'gradient'}_{number}",
-            scores.numel(),
-            [*(ctypes.c_uint64(at(t)) for t in (scores, gradient, out, table)), *map(ctypes.c_int, (scores.shape[1], q0, k0))],
-        )
+        argument = struct.pack("<4Q3i4x", *map(at, (scores, gradient, out, table)), scores.shape[1], q0, k0)
+        opencl.machine().launch(self.program, f"run_{'mod' if gradient is None else 'gradient'}_{number}", scores.numel(), 1, argument)
         return out, sums, fault.tolist()
