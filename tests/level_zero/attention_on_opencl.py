@@ -19,7 +19,7 @@ from lowbit.score.program_cache import bind
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 8, None: 9}
 THREADS, SUB_GROUPS, KEYS = 128, 8, 32
 CALL = "<42q3i?b2xf4x5Q4q2Qf4x4Q5q20q4q3QQQqqb7xQi?3x2i2b6x"
-TABLE_WORDS = 192
+TABLE_WORDS = 128
 
 
 def at(tensor: Tensor | None) -> int:
@@ -56,7 +56,7 @@ class Mods:
         for which, tensors in enumerate(self.captured):
             layout = [number for tensor in tensors for number in (*tensor.shape, *tensor.stride())]
             words = [at(self.faults[which]), *map(at, tensors), *[0] * len(tensors), *layout]
-            argument = struct.pack(f"<QQq{TABLE_WORDS}q", at(self.faults[which]), at(self.tables[which]), len(words), *words, *[0] * (TABLE_WORDS - len(words)))
+            argument = struct.pack(f"<QQ{TABLE_WORDS}q", at(self.faults[which]), at(self.tables[which]), *words, *[0] * (TABLE_WORDS - len(words)))
             launch("attention_prepare", "write_table", 1, argument)
 
     def table(self, which: int) -> int:

@@ -71,10 +71,11 @@ class Machine:
             raise RuntimeError(f"clCompileProgram: {error}{self.log(program)}")
         return program
 
+    @functools.cache  # noqa: B019: there is one machine
     def of_module(self, module: bytes) -> c_void_p:
         return self.compiled(self.make("CreateProgramWithIL", self.context, module, c_size_t(len(module))))
 
-    @functools.cache  # noqa: B019: there is one machine
+    @functools.cache  # noqa: B019
     def of_text(self, text: str) -> c_void_p:
         source = c_char_p(text.encode())
         return self.compiled(self.make("CreateProgramWithSource", self.context, c_uint32(1), byref(source), None))

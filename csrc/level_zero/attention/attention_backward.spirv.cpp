@@ -3,7 +3,8 @@
 #include "level_zero/attention/backward.hpp"
 
 namespace lz = lowbit::level_zero;
-LOWBIT_KERNEL(keys_64, lz::kAttentionThreads, lz::AttentionCall) { lz::attention_backward<64, false, true>(args); }
-LOWBIT_KERNEL(keys_128, lz::kAttentionThreads, lz::AttentionCall) { lz::attention_backward<128, false, true>(args); }
-LOWBIT_KERNEL(queries_64, lz::kAttentionThreads, lz::AttentionCall) { lz::attention_backward<64, false, false>(args); }
-LOWBIT_KERNEL(queries_128, lz::kAttentionThreads, lz::AttentionCall) { lz::attention_backward<128, false, false>(args); }
+using lz::AttentionCall, lz::kAttentionThreads;
+LOWBIT_KERNEL(keys_64, kAttentionThreads, AttentionCall) { lz::attention_backward<64, false, true>(args); }
+LOWBIT_KERNEL(keys_128, kAttentionThreads, AttentionCall) { lz::attention_backward<128, false, true>(args); }
+LOWBIT_KERNEL(queries_64, kAttentionThreads, AttentionCall) { lz::attention_backward<64, false, false>(args); }
+LOWBIT_KERNEL(queries_128, kAttentionThreads, AttentionCall) { lz::attention_backward<128, false, false>(args); }

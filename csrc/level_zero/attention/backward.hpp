@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: a tile of keys stays with its work-group while those of the queries of its heads pass, for the gradients of
-// keys and values; a tile of queries stays while keys pass, for theirs. Nothing is added up between work-groups. Of what
-// passes, first the other factor of the gradients of probabilities lies in local memory (grad_out, values), then that of
-// scores (queries, keys).
+// Backward: a tile of keys stays with its work-group while those of the queries of its heads pass, for the gradients
+// of keys and values; a tile of queries stays while keys pass, for theirs. Nothing is added up between work-groups. Of
+// what passes, first the other factor of the gradients of probabilities lies in local memory (grad_out, values), then
+// that of scores (queries, keys).
 #pragma once
 
 #include "level_zero/attention/scores.hpp"
@@ -82,7 +82,8 @@ struct Backward {
       const cuda::RowStatistics of_row = call.statistics[row];
       float p = hidden ? 0.0f : exponential(seen - of_row.lse), kept = 1;
       if (of_row.has_rest()) p *= call.unit[row];
-      if (call.dropped) kept = dropout_draw(*call.seed, b * call.heads + at.h, q, k) < call.dropped ? 0 : call.kept;
+      if (call.dropped)
+        kept = cuda::dropout_draw(*call.seed, b * call.heads + at.h, q, k) < call.dropped ? 0 : call.kept;
       float ds = hidden ? 0.0f : p * (dp[r][j] * kept - of_row.delta);
       if constexpr (kMods)
         if (call.score.words && !hidden)
@@ -149,19 +150,19 @@ struct Backward {
       }
     });
     const int h = kKeysStay ? first_head / call.group : first_head;
-    store(kKeysStay ? call.grad_k : call.grad_q, grad, h, begin, rows, call.e, call.scale);
-    if constexpr (kKeysStay) store(call.grad_v, grad_values, h, begin, rows, call.ev, 1.0f);
+    store(kKeysStay ? call.grad_k : call.grad_q, grad, shared.left, h, begin, rows, call.e, call.scale);
+    if constexpr (kKeysStay) store(call.grad_v, grad_values, shared.right, h, begin, rows, call.ev, 1.0f);
   }
 
-  LOWBIT_INLINE void store(const cuda::HeadRows& to, const RowSums<kRows, kColumns>& from, int h, int begin, int rows,
-                           int columns, float scale) const {
-    const int64_t at = b * to.batch + h * to.head + (begin + first) * to.row + lane;
+  // A gradient takes the place of the rows that stayed.
+  LOWBIT_INLINE void store(const cuda::HeadRows& to, const RowSums<kRows, kColumns>& from,
+                           float (&place)[kShape.tile()][kColumns], int h, int begin, int rows, int columns,
+                           float scale) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
-      for (int c = 0; c < kColumns / kSubGroup; c++)
-        if (first + r < rows && lane + c * kSubGroup < columns)
-          store_real(to.data, call.dtype, at + r * to.row + c * kSubGroup, from[r][c] * scale);
+      for (int c = 0; c < kColumns / kSubGroup; c++) place[first + r][lane + c * kSubGroup] = from[r][c] * scale;
+    store_rows(to, call.dtype, b * to.batch + h * to.head + begin * to.row, place, rows, columns);
   }
 };
 

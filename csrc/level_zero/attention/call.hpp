@@ -32,7 +32,9 @@ struct BackwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 2 : 1; }
   constexpr int tile() const { return rows() * kSubGroups; }
+  constexpr const char* kernel(const char* const (&names)[2]) const { return names[columns / 128]; }
 };
+constexpr BackwardShape backward_shape(int64_t head_dim) { return {head_dim <= 64 ? 64 : kMostBackwardColumns}; }
 
 // What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
 struct ModTable {
@@ -47,10 +49,9 @@ struct AttentionCall : cuda::AttentionCallOf<ModTable> {
 
 // Before the mods of a call are asked: their table is written. The words are as many as a launch may be given.
 struct TableCall {
-  static constexpr int kMost = 192;
+  static constexpr int kMost = 128;
   int32_t* fault;
   uint64_t* table;
-  int64_t count;
   uint64_t words[kMost];
 };
 

@@ -61,35 +61,37 @@ struct Forward {
       sums.softmax(s);
       if (call.dropped)
         for_each(at, s, [&](int q, int k, float& p) {
-          p *= dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k) < call.dropped ? 0.0f : call.kept;
+          const uint32_t draw = cuda::dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k);
+          p *= draw < call.dropped ? 0.0f : call.kept;
         });
       __syncthreads();
       multiply_onto<kRows, kColumns>(sums.out, s, shared.tile, sums.lane);
     }
   }
 
+  // The result takes the place of the queries.
   LOWBIT_INLINE void finish(int b, int h, int q0, int rows) {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const float total = sum_of_lanes(sums.total[r]);
-      if (first + r < rows) store_row(b, h, q0 + first + r, r, total);
+      const float by = finish_row(b, h, q0 + first + r, r, total, first + r < rows);
+#pragma unroll
+      for (int c = 0; c < Sums::kSums; c++) shared.q[first + r][sums.lane + c * kSubGroup] = sums.out[r][c] * by;
     }
+    store_rows(call.out, call.out_dtype, b * call.out.batch + h * call.out.head + q0 * call.out.row, shared.q, rows,
+               call.ev);
   }
 
-  LOWBIT_INLINE void store_row(int b, int h, int row, int r, float total) const {
-    const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row,
-                  begin = b * call.out.batch + h * call.out.head + row * call.out.row;
+  // What the sums of a row are multiplied by.
+  LOWBIT_INLINE float finish_row(int b, int h, int row, int r, float total, bool is_there) const {
+    const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
+    const bool writes = is_there && sums.lane == 0;
     const float top = sums.top[r];
-    if (call.max_scores && sums.lane == 0) call.max_scores[at] = total != total && top - top == 0 ? total : top;
+    if (call.max_scores && writes) call.max_scores[at] = total != total && top - top == 0 ? total : top;
     RowEnd end{top, total};
     if (call.sink) end.add_sink(call.sink[h]);
-    if (call.lse && sums.lane == 0) call.lse[at] = end.lse();
-    const float by = end.factor();
-#pragma unroll
-    for (int c = 0; c < Sums::kSums; c++) {
-      const int column = sums.lane + c * kSubGroup;
-      if (column < call.ev) store_real(call.out.data, call.out_dtype, begin + column, sums.out[r][c] * by);
-    }
+    if (call.lse && writes) call.lse[at] = end.lse();
+    return end.factor();
   }
 };
 

@@ -12,7 +12,7 @@
 namespace lowbit::level_zero {
 namespace {
 
-// score_mod and mask_mod as SPIR-V, kept for good, as programs of the device are.
+// score_mod, its gradient and mask_mod as SPIR-V, kept for good, as programs of the device are.
 std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask) {
   static std::mutex mutex;
   static std::map<std::array<int64_t, 2>, std::vector<uint32_t>> known;
@@ -20,7 +20,8 @@ std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask
   const std::lock_guard lock(mutex);
   std::vector<uint32_t>& words = known[key];
   if (words.empty()) {
-    const ScoreFunction functions[] = {{score, false, "score_mod"}, {mask, false, "mask_mod"}};
+    const ScoreFunction functions[] = {
+        {score, false, "score_mod"}, {score, true, "score_mod_gradient"}, {mask, false, "mask_mod"}};
     words = score_spirv(functions);
   }
   return words;
@@ -35,11 +36,10 @@ CallMods::CallMods(const Place& place, const ScoreCall* score, const ScoreCall* 
 }
 
 void CallMods::write(const ScoreCall* call, int which) const {
-  TableCall args{.fault = fault(which), .table = table(which), .count = 0, .words = {}};
+  TableCall args{.fault = fault(which), .table = table(which), .words = {}};
   if (call) {
     const std::vector<uint64_t> words = score_table(*call, fault(which));
     std::ranges::copy(words, args.words);
-    args.count = static_cast<int64_t>(words.size());
   }
   level_zero::program(place_, "attention_prepare")
       .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
@@ -50,12 +50,12 @@ const Program& CallMods::program(std::string_view module, std::string_view with_
   return level_zero::program(place_, with_mods, words_of(score_, mask_));
 }
 
-void CallMods::check_fault() const {
+void CallMods::check_fault(std::string_view op) const {
   if (!faults_) return;
   int32_t noted[2][4] = {};
   copy_to_host(place_, noted, memory_, sizeof noted);
   check(!noted[0][0] || noted[0][1] != kBlockListFault, ErrorKind::value,
-        "attention_forward: kv_num_blocks or kv_indices, full ones too, have numbers that are out of range");
+        op, ": kv_num_blocks or kv_indices, or those of full blocks, have numbers that are out of range");
   for (int which = 0; which < 2; which++) {
     const ScoreCall* call = which ? mask_ : score_;
     if (!call || !noted[which][0]) continue;
@@ -69,7 +69,7 @@ std::string_view refuses_mod(const ScoreCall* call) {
   if (!call) return "";
   int words = 1;
   for (int i = 0; i < call->captured_count(); i++) words += 2 + 2 * call->captured()[i].rank;
-  return words <= TableCall::kMost ? "" : "a mod captures tensors of more than 90 dimensions together";
+  return words <= TableCall::kMost ? "" : "a mod captures tensors and dimensions of them, more than 63 together";
 }
 
 }  // namespace lowbit::level_zero

@@ -26,7 +26,7 @@ class CallMods {
   // `module`, or where there are mods `with_mods`, linked with them.
   const Program& program(std::string_view module, std::string_view with_mods) const;
   // After the kernels, which it waits for: throws what a mod or a list of blocks did that it must not.
-  void check_fault() const;
+  void check_fault(std::string_view op) const;
 
  private:
   int32_t* fault(int which) const { return static_cast<int32_t*>(memory_) + 4 * which; }

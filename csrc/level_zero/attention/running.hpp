@@ -130,6 +130,17 @@ struct Running {
   }
 };
 
+// `rows` rows in local memory to a tensor, once all threads have written them.
+template <int kRows, int kColumns>
+LOWBIT_INLINE void store_rows(const cuda::HeadRows& to, DType dtype, int64_t begin,
+                              const float (&from)[kRows][kColumns], int rows, int columns) {
+  __syncthreads();
+  for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kAttentionThreads) {
+    const int r = at / kColumns, column = at % kColumns;
+    if (r < rows && column < columns) store_real(to.data, dtype, begin + r * to.row + column, from[r][column]);
+  }
+}
+
 // What a sink, a score without a value, makes of a row: `scale` is of its result.
 struct RowEnd {
   float top, total, scale = 1;

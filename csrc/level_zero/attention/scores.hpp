@@ -16,11 +16,13 @@ LOWBIT_INLINE void refuse(const AttentionCall& call) {
   global<int32_t>(call.fault)[1] = kBlockListFault, global<int32_t>(call.fault)[0] = 1;
 }
 
-// By one work-group, before anything that may note a fault.
+// By one thread, before anything that may note a fault: what a launch is given has no addresses but in registers.
 LOWBIT_INLINE void write_table(const TableCall& call) {
-  if (threadIdx.x < 4) global<int32_t>(call.fault)[threadIdx.x] = 0;
-  for (int at = static_cast<int>(threadIdx.x); at < call.count; at += kAttentionThreads)
-    global<uint64_t>(call.table)[at] = call.words[at];
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++) global<int32_t>(call.fault)[i] = 0;
+#pragma unroll
+  for (int i = 0; i < TableCall::kMost; i++) global<uint64_t>(call.table)[i] = call.words[i];
 }
 
 template <class Call>
@@ -29,11 +31,6 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
                      k * call.bias_stride[3];
   if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : cuda::minus_infinity();
   return load_real(call.bias, call.bias_dtype, at);
-}
-
-// Once in a module, not for every score of a lane.
-__device__ __attribute__((noinline)) inline uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
-  return cuda::dropout_draw(seed, head, q, k);
 }
 
 // A mod is not asked about what is not there.

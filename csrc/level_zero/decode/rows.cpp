@@ -56,7 +56,7 @@ void run_decode(const DecodeArgs& args) {
                 kAttentionThreads, &call, sizeof call);
   program(args.place, "kv_codes")
       .launch(args.place, "decode_combine", ceil_div(rows, kSubGroups), kAttentionThreads, &call, sizeof call);
-  mods.check_fault();
+  mods.check_fault("decode");
 }
 
 template <class Args>
@@ -95,9 +95,10 @@ std::string_view refuses_decode(const DecodeArgs& args) {
 std::string_view refuses_quantize(const KvQuantizeArgs&) { return ""; }
 std::string_view refuses_dequantize(const KvDequantizeArgs& args) { return is_aligned(args.codes) ? "" : kUnaligned; }
 
-constexpr Kernel<DecodeArgs> kDecode[] = {{"decode_level_zero", refuses_decode, run_decode}};
-constexpr Kernel<KvQuantizeArgs> kQuantize[] = {{"kv_quantize_level_zero", refuses_quantize, run_quantize}};
-constexpr Kernel<KvDequantizeArgs> kDequantize[] = {{"kv_dequantize_level_zero", refuses_dequantize, run_dequantize}};
+constexpr Kernel<DecodeArgs> kDecode[] = {{"decode_splits_level_zero", refuses_decode, run_decode}};
+constexpr Kernel<KvQuantizeArgs> kQuantize[] = {{"kv_quantize_rows_level_zero", refuses_quantize, run_quantize}};
+constexpr Kernel<KvDequantizeArgs> kDequantize[] = {
+    {"kv_dequantize_rows_level_zero", refuses_dequantize, run_dequantize}};
 
 }  // namespace
 
