@@ -5,6 +5,7 @@
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"
 #include "external/backends.hpp"
+#include "level_zero/backend.hpp"
 #include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "sim/backend.hpp"
@@ -18,6 +19,7 @@ std::span<const Backend* const> backends() {
     const auto add = [&](std::span<const Backend* const> some) { all.insert(all.end(), some.begin(), some.end()); };
     add(cpu::backends());
     add(cuda::backends());
+    add(level_zero::backends());
     std::vector<const Backend*> host(cpu::backends().begin(), cpu::backends().end());
     if (cuda::is_emulated()) host.insert(host.end(), cuda::backends().begin(), cuda::backends().end());
     add(sim::backends(host));

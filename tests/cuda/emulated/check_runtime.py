@@ -53,7 +53,7 @@ def test_a_kept_file_that_is_no_code_is_made_anew(capfd: pytest.CaptureFixture[s
     made = _C.cuda.prebuild("sm_90a", "conversion of unsigned float8")[0]["path"]
     assert set(cubins()) - before == {Path(made)}
     right = Path(made).read_bytes()
-    Path(made).write_bytes(b"lowbit code 1\n" + b"no code")
+    Path(made).write_bytes(b"lowbit code 2\n" + b"no code")
     capfd.readouterr()
     codes, scale = torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)
     _C.force_kernel("encode_state_float8_cuda_sim")

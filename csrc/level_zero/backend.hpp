@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "ops/kernel.hpp"
+
+namespace lowbit::level_zero {
+
+// Intel GPUs, as torch's device xpu and as our own, lowbit_ze. Asking for it loads nothing: the loader is opened by the
+// first call that has a tensor there.
+std::span<const Backend* const> backends();
+
+void add_linear_rows(Backend& backend);
+void add_quantize_rows(Backend& backend);
+
+}  // namespace lowbit::level_zero

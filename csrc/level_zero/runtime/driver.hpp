@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loader of Level Zero, its drivers and their GPUs. Nothing is linked: the loader is opened by the first call that
+// asks, never at import.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/library.hpp"
+#include "core/place.hpp"
+#include "level_zero/runtime/api.hpp"
+
+namespace lowbit::level_zero {
+
+// libze_loader.so.1: in a folder of LOWBIT_LEVEL_ZERO_PATH, loaded already, or wherever the system looks.
+LOWBIT_API const Library& loader();
+
+struct Api { LOWBIT_LEVEL_ZERO(LOWBIT_FUNCTION_MEMBER) };
+const Api& api();  // initialised; an Error if there is no loader, or no driver
+
+// A GPU with what its calls need. Its list runs in order: what is appended sees all that was appended before.
+struct Gpu {
+  std::string name, driver;  // driver: its version, for the cache
+  Context context;
+  DeviceHandle handle;
+  CommandList list;
+  Event done;
+  std::mutex* mutex;  // of the list and of done
+  int dpas_lanes;     // of a sub-group that multiplies by dpas; 0: none is known to
+};
+
+// Every GPU of every driver, in the order of the loader; an Error if there is none.
+const std::vector<Gpu>& gpus();
+const Gpu& gpu(Device device);  // an Error if there is no such one
+LOWBIT_API int device_count();  // 0 where there is no loader, no driver or no GPU
+
+inline int dpas_lanes(const Place& place) { return gpu(place.device).dpas_lanes; }
+
+// Why our kernels cannot run there; "" if they can.
+const std::string& unavailable(Device device);
+
+// An Error that says what was tried and what the result means, unless it is success.
+void ensure(Result result, std::string_view what);
+
+// Until all that was given to the device so far is done.
+LOWBIT_API void wait(Device device);
+
+// What Python is told.
+struct Facts {
+  std::string path, reason;  // of the loader; why there is no GPU
+  std::vector<std::string> names;
+};
+LOWBIT_API Facts facts();
+
+}  // namespace lowbit::level_zero

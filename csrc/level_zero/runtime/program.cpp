@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "level_zero/runtime/program.hpp"
+
+#include <cstring>
+
+#include "core/disk_cache.hpp"
+#include "core/once.hpp"
+#include "level_zero/runtime/specialise.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+constexpr const char* kFlags = "-ze-opt-level=2";
+
+// All that what is built depends on.
+struct Image {
+  std::string name;
+  std::vector<uint32_t> words;
+  std::span<const uint32_t> mods;
+};
+
+std::string_view bytes_of(std::span<const uint32_t> words) {
+  return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
+}
+
+// What the driver says of a build, without its last line feed and zero.
+std::string log_text(BuildLog log) {
+  std::size_t bytes = 0;
+  if (!log || api().read_log(log, &bytes, nullptr) != 0) return "";
+  std::string text(bytes, '\0');
+  if (bytes && api().read_log(log, &bytes, text.data()) != 0) text.clear();
+  while (!text.empty() && (text.back() == '\0' || text.back() == '\n')) text.pop_back();
+  return text;
+}
+
+Module create(const Gpu& on, const ModuleDescription& description, std::string_view name) {
+  Module module = nullptr;
+  BuildLog log = nullptr;
+  const Result failed = api().create_module(on.context, on.handle, &description, &module, &log);
+  const std::string text = log_text(log);
+  if (log) api().destroy_log(log);
+  if (failed) ensure(failed, concat(on.name, ": building ", name, text.empty() ? "" : concat(" (the driver: ", text, ")")));
+  return module;
+}
+
+Module build(const Gpu& on, const Image& image) {
+  const auto as_bytes = [](std::span<const uint32_t> words) { return reinterpret_cast<const uint8_t*>(words.data()); };
+  if (image.mods.empty()) {
+    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words), .flags = kFlags};
+    return create(on, alone, image.name);
+  }
+  const std::size_t bytes[] = {image.words.size() * 4, image.mods.size_bytes()};
+  const uint8_t* images[] = {as_bytes(image.words), as_bytes(image.mods)};
+  const char* flags[] = {kFlags, kFlags};
+  const void* constants[] = {nullptr, nullptr};
+  const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = flags, .constants = constants};
+  return create(on, {.header = {Kind::module, &both}}, image.name);
+}
+
+std::string native_image(Module module) {
+  std::size_t bytes = 0;
+  if (api().native_binary(module, &bytes, nullptr) != 0) return "";
+  std::string image(bytes, '\0');
+  return api().native_binary(module, &bytes, reinterpret_cast<uint8_t*>(image.data())) == 0 ? image : "";
+}
+
+// From the cache, which is asked for whole files alone: a driver may die of half a module.
+Module load(const Gpu& on, const Image& image) {
+  Hash hash;
+  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(kFlags);
+  const std::string path = (cache_folder("level_zero") / concat(image.name, "-", hash.text(), ".native")).string();
+  if (const auto kept = read_cached(path)) {
+    const ModuleDescription native{.format = ModuleFormat::native, .bytes = kept->size(),
+                                   .image = reinterpret_cast<const uint8_t*>(kept->data())};
+    Module module = nullptr;
+    if (api().create_module(on.context, on.handle, &native, &module, nullptr) == 0) return module;
+  }
+  const Module made = build(on, image);
+  if (const std::string native = native_image(made); !native.empty()) write_cached(path, native);
+  return made;
+}
+
+struct Programs {
+  using Key = std::pair<const Gpu*, std::string>;
+  mutable std::mutex mutex;
+  mutable std::map<Key, Program> loaded;  // whose nodes never move
+};
+
+const Program& find(const Place& place, std::string_view module, std::span<const int32_t> constants,
+                    std::span<const uint32_t> mods) {
+  static std::atomic<const Programs*> kept{nullptr};
+  const Programs& programs = made_once(kept, [] { return Programs(); });
+  const Gpu& on = gpu(place.device);
+  std::string key(module);
+  key.append(1, '\0').append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
+  key.append(1, '\0').append(bytes_of(mods));
+  const std::lock_guard lock(programs.mutex);
+  Programs::Key wanted(&on, std::move(key));
+  if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
+  const std::span<const uint32_t> words = find_module(module);
+  check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
+  const Image image{std::string(module), specialised(words, constants), mods};
+  return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
+}
+
+}  // namespace
+
+const Program& program(const Place& place, std::string_view module) { return find(place, module, {}, {}); }
+const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants) {
+  return find(place, module, constants, {});
+}
+const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods) {
+  return find(place, module, {}, mods);
+}
+
+void Program::launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
+                     std::size_t bytes) const {
+  const Gpu& on = gpu(place.device);
+  const auto what = [&] {
+    return concat(name_of(place.device), ": ", kernel, " of ", name_, ", ", groups, " groups of ", threads, " threads");
+  };
+  const std::lock_guard lock(mutex_);  // arguments are set in the kernel itself
+  auto found = kernels_.find(kernel);
+  if (found == kernels_.end()) {
+    const KernelDescription description{.name = kernel};
+    KernelHandle made = nullptr;
+    if (const Result failed = api().create_kernel(module_, &description, &made)) ensure(failed, what());
+    ensure(api().set_indirect_access(made, kIndirectAccess), "zeKernelSetIndirectAccess");
+    found = kernels_.emplace(kernel, made).first;
+  }
+  const GroupCount count{static_cast<uint32_t>(groups)};
+  const std::lock_guard list_lock(*on.mutex);
+  Result failed = api().set_group_size(found->second, static_cast<uint32_t>(threads), 1, 1);
+  if (!failed) failed = api().set_argument(found->second, 0, bytes, args);
+  if (!failed) failed = api().append_launch(on.list, found->second, &count, nullptr, 0, nullptr);
+  if (!failed) failed = api().append_barrier(on.list, nullptr, 0, nullptr);
+  if (failed) ensure(failed, what());
+}
+
+}  // namespace lowbit::level_zero

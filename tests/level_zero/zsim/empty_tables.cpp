@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loader wants every table of a driver, also of what nobody calls here.
+#define ZSIM_EMPTY(getter) extern "C" __attribute__((visibility("default"))) int getter(int, void*) { return 0; }
+
+ZSIM_EMPTY(zeGetDeviceExpProcAddrTable) ZSIM_EMPTY(zeGetEventExpProcAddrTable)
+ZSIM_EMPTY(zeGetFabricEdgeExpProcAddrTable) ZSIM_EMPTY(zeGetFabricVertexExpProcAddrTable)
+ZSIM_EMPTY(zeGetFenceProcAddrTable) ZSIM_EMPTY(zeGetImageExpProcAddrTable) ZSIM_EMPTY(zeGetImageProcAddrTable)
+ZSIM_EMPTY(zeGetKernelExpProcAddrTable) ZSIM_EMPTY(zeGetPhysicalMemProcAddrTable)
+ZSIM_EMPTY(zeGetSamplerProcAddrTable) ZSIM_EMPTY(zeGetVirtualMemProcAddrTable) ZSIM_EMPTY(zesGetDeviceProcAddrTable)
+ZSIM_EMPTY(zesGetDiagnosticsProcAddrTable) ZSIM_EMPTY(zesGetDriverProcAddrTable)
+ZSIM_EMPTY(zesGetEngineProcAddrTable) ZSIM_EMPTY(zesGetFabricPortProcAddrTable) ZSIM_EMPTY(zesGetFanProcAddrTable)
+ZSIM_EMPTY(zesGetFirmwareProcAddrTable) ZSIM_EMPTY(zesGetFrequencyProcAddrTable) ZSIM_EMPTY(zesGetLedProcAddrTable)
+ZSIM_EMPTY(zesGetMemoryProcAddrTable) ZSIM_EMPTY(zesGetPerformanceFactorProcAddrTable)
+ZSIM_EMPTY(zesGetPowerProcAddrTable) ZSIM_EMPTY(zesGetPsuProcAddrTable) ZSIM_EMPTY(zesGetRasProcAddrTable)
+ZSIM_EMPTY(zesGetSchedulerProcAddrTable) ZSIM_EMPTY(zesGetStandbyProcAddrTable)
+ZSIM_EMPTY(zesGetTemperatureProcAddrTable) ZSIM_EMPTY(zetGetCommandListProcAddrTable)
+ZSIM_EMPTY(zetGetContextProcAddrTable) ZSIM_EMPTY(zetGetDebugProcAddrTable) ZSIM_EMPTY(zetGetDeviceProcAddrTable)
+ZSIM_EMPTY(zetGetKernelProcAddrTable) ZSIM_EMPTY(zetGetMetricGroupExpProcAddrTable)
+ZSIM_EMPTY(zetGetMetricGroupProcAddrTable) ZSIM_EMPTY(zetGetMetricProcAddrTable)
+ZSIM_EMPTY(zetGetMetricQueryPoolProcAddrTable) ZSIM_EMPTY(zetGetMetricQueryProcAddrTable)
+ZSIM_EMPTY(zetGetMetricStreamerProcAddrTable) ZSIM_EMPTY(zetGetModuleProcAddrTable)
+ZSIM_EMPTY(zetGetTracerExpProcAddrTable)

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// Modules and kernels of zsim: SPIR-V built, linked and run by OpenCL.
+#include "modules.hpp"
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+namespace zsim {
+namespace {
+
+constexpr char kNative[] = "zsim native\n";
+
+std::string log_of(cl_program program) {
+  std::size_t bytes = 0;
+  const OpenCl& cl = *opencl();
+  cl.clGetProgramBuildInfo(program, cl.device, CL_PROGRAM_BUILD_LOG, 0, nullptr, &bytes);
+  std::string text(bytes, '\0');
+  if (bytes) cl.clGetProgramBuildInfo(program, cl.device, CL_PROGRAM_BUILD_LOG, bytes, text.data(), nullptr);
+  return text;
+}
+
+std::string native_of(const std::vector<std::string>& spirv) {
+  std::string image = kNative;
+  for (const std::string& one : spirv) image += std::to_string(one.size()) + "\n" + one;
+  return image;
+}
+
+// The modules in a native binary; none if it is not one.
+std::vector<std::string> modules_in(std::string image) {
+  std::vector<std::string> found;
+  if (image.rfind(kNative, 0) != 0) return found;
+  for (std::size_t at = sizeof kNative - 1; at < image.size();) {
+    const std::size_t bytes = std::strtoull(image.c_str() + at, nullptr, 10);
+    at = image.find('\n', at) + 1;
+    if (at + bytes > image.size()) return {};
+    found.push_back(image.substr(at, bytes));
+    at += bytes;
+  }
+  return found;
+}
+
+// What the device has and the CPU lacks: a module in the file ZSIM_LINK, linked to every other.
+const std::string& emulation() {
+  static const std::string found = [] {
+    const char* path = std::getenv("ZSIM_LINK");
+    std::ifstream file(path ? path : "", std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }();
+  return found;
+}
+
+cl_int set_constants(cl_program program, const ze_module_constants_t* constants) {
+  for (uint32_t i = 0; constants && i < constants->numConstants; i++)
+    if (const cl_int failed = opencl()->clSetProgramSpecializationConstant(program, constants->pConstantIds[i], 4,
+                                                                            constants->pConstantValues[i]))
+      return failed;
+  return CL_SUCCESS;
+}
+
+}  // namespace
+
+ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_module_desc_t* description,
+                          ze_module_handle_t* to, ze_module_build_log_handle_t* log) {
+  const std::lock_guard lock(everything);
+  if (!description || !to) return ZE_RESULT_ERROR_INVALID_NULL_POINTER;
+  if (log) *log = new _ze_module_build_log_handle_t;
+  if (is_lost) return ZE_RESULT_ERROR_DEVICE_LOST;
+  if (fails("build")) {
+    if (log) (*log)->text = "zsim was told to fail";
+    return ZE_RESULT_ERROR_MODULE_BUILD_FAILURE;
+  }
+  std::vector<std::string> spirv;
+  const ze_module_constants_t* const* constants = &description->pConstants;
+  const auto* linked = static_cast<const ze_module_program_exp_desc_t*>(description->pNext);
+  if (linked && linked->stype == ZE_STRUCTURE_TYPE_MODULE_PROGRAM_EXP_DESC) {
+    for (uint32_t i = 0; i < linked->count; i++)
+      spirv.emplace_back(reinterpret_cast<const char*>(linked->pInputModules[i]), linked->inputSizes[i]);
+    constants = linked->pConstants;
+  } else {
+    spirv.emplace_back(reinterpret_cast<const char*>(description->pInputModule), description->inputSize);
+    if (description->format == ZE_MODULE_FORMAT_NATIVE) spirv = modules_in(spirv[0]);
+    if (spirv.empty()) return ZE_RESULT_ERROR_INVALID_NATIVE_BINARY;
+  }
+  const OpenCl& cl = *opencl();
+  std::vector<std::string> all = spirv;
+  if (!emulation().empty()) all.push_back(emulation());
+  std::vector<cl_program> programs;
+  cl_int failed = CL_SUCCESS;
+  for (std::size_t i = 0; i < all.size() && !failed; i++) {
+    cl_program program = cl.clCreateProgramWithIL(cl.context, all[i].data(), all[i].size(), &failed);
+    if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants && i < spirv.size())
+      failed = set_constants(program, constants[i]);
+    if (failed) break;
+    if (all.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, "-cl-std=CL2.0", nullptr, nullptr);
+    else failed = cl.clCompileProgram(program, 1, &cl.device, "-cl-std=CL2.0", 0, nullptr, nullptr, nullptr, nullptr);
+    if (failed && log) (*log)->text = log_of(program);
+    programs.push_back(program);
+  }
+  cl_program program = programs.empty() ? nullptr : programs[0];
+  if (!failed && programs.size() > 1) {
+    program = cl.clLinkProgram(cl.context, 1, &cl.device, "", static_cast<cl_uint>(programs.size()), programs.data(),
+                               nullptr, nullptr, &failed);
+    if (failed && log && program) (*log)->text = log_of(program);
+  }
+  if (failed) return ZE_RESULT_ERROR_MODULE_BUILD_FAILURE;
+  *to = new _ze_module_handle_t{program, std::move(spirv)};
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t destroy_module(ze_module_handle_t module) {
+  const std::lock_guard lock(everything);
+  opencl()->clReleaseProgram(module->program);
+  delete module;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t native_binary(ze_module_handle_t module, std::size_t* bytes, uint8_t* to) {
+  const std::string image = native_of(module->spirv);
+  if (to) std::memcpy(to, image.data(), *bytes < image.size() ? *bytes : image.size());
+  *bytes = image.size();
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t read_log(ze_module_build_log_handle_t log, std::size_t* bytes, char* to) {
+  if (to) std::memcpy(to, log->text.c_str(), *bytes < log->text.size() + 1 ? *bytes : log->text.size() + 1);
+  *bytes = log->text.size() + 1;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t destroy_log(ze_module_build_log_handle_t log) {
+  delete log;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t create_kernel(ze_module_handle_t module, const ze_kernel_desc_t* description, ze_kernel_handle_t* to) {
+  const std::lock_guard lock(everything);
+  cl_int failed = CL_SUCCESS;
+  cl_kernel kernel = opencl()->clCreateKernel(module->program, description->pKernelName, &failed);
+  if (failed) return ZE_RESULT_ERROR_INVALID_KERNEL_NAME;
+  *to = new _ze_kernel_handle_t{kernel, description->pKernelName};
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t destroy_kernel(ze_kernel_handle_t kernel) {
+  const std::lock_guard lock(everything);
+  opencl()->clReleaseKernel(kernel->kernel);
+  delete kernel;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t kernel_properties(ze_kernel_handle_t kernel, ze_kernel_properties_t* to) {
+  cl_uint arguments = 0;
+  opencl()->clGetKernelInfo(kernel->kernel, CL_KERNEL_NUM_ARGS, sizeof arguments, &arguments, nullptr);
+  to->numKernelArgs = arguments;
+  to->localMemSize = to->privateMemSize = to->spillMemSize = 0;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t set_group_size(ze_kernel_handle_t kernel, uint32_t x, uint32_t y, uint32_t z) {
+  if (!x || !y || !z || uint64_t{x} * y * z > kMostGroup) return ZE_RESULT_ERROR_INVALID_GROUP_SIZE_DIMENSION;
+  kernel->group[0] = x, kernel->group[1] = y, kernel->group[2] = z;
+  return ZE_RESULT_SUCCESS;
+}
+
+ze_result_t set_argument(ze_kernel_handle_t kernel, uint32_t index, std::size_t bytes, const void* value) {
+  const std::lock_guard lock(everything);
+  const cl_int failed = opencl()->clSetKernelArg(kernel->kernel, index, bytes, value);
+  if (failed == CL_INVALID_ARG_INDEX) return ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_INDEX;
+  return failed ? ZE_RESULT_ERROR_INVALID_KERNEL_ARGUMENT_SIZE : ZE_RESULT_SUCCESS;
+}
+
+ze_result_t set_indirect_access(ze_kernel_handle_t kernel, ze_kernel_indirect_access_flags_t flags) {
+  kernel->is_indirect = flags != 0;
+  return ZE_RESULT_SUCCESS;
+}
+
+// With the arguments that it has now. Pointers in a struct are followed only where the client has said so.
+std::function<ze_result_t()> launch(ze_kernel_handle_t kernel, const ze_group_count_t& groups) {
+  cl_int failed = CL_SUCCESS;
+  cl_kernel copy = opencl()->clCloneKernel(kernel->kernel, &failed);
+  std::size_t local[3], global[3];
+  const uint32_t counts[] = {groups.groupCountX, groups.groupCountY, groups.groupCountZ};
+  for (int i = 0; i < 3; i++) local[i] = kernel->group[i], global[i] = counts[i] * local[i];
+  const bool is_indirect = kernel->is_indirect;
+  return [=, name = kernel->name] {
+    const OpenCl& cl = *opencl();
+    cl_int result = failed;
+    if (!result) result = cl.clEnqueueNDRangeKernel(cl.queue, copy, 3, nullptr, global, local, 0, nullptr, nullptr);
+    if (!result) result = cl.clFinish(cl.queue);
+    cl.clReleaseKernel(copy);
+    if (result || !is_indirect) std::fprintf(stderr, "zsim: %s: OpenCL error %d%s\n", name.c_str(), result,
+                                             is_indirect ? "" : ", and no indirect access was asked for");
+    return result || !is_indirect ? ZE_RESULT_ERROR_UNKNOWN : ZE_RESULT_SUCCESS;
+  };
+}
+
+}  // namespace zsim
