@@ -15,7 +15,7 @@ void run_and_wait(const Place& place, const std::function<void()>& row) {
 
 Backend make_backend(std::string_view name, DeviceType type) {
   Backend backend{.name = name, .device = type, .unavailable = unavailable, .guard = run_and_wait};
-  add_linear_rows(backend), add_quantize_rows(backend);
+  add_attention_rows(backend), add_decode_rows(backend), add_linear_rows(backend), add_quantize_rows(backend);
   return backend;
 }
 

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "level_zero/runtime/memory.hpp"
 #include "score/program_hash.hpp"
 #include "score/spirv.hpp"
 
@@ -53,7 +54,7 @@ const Program& CallMods::program(std::string_view module, std::string_view with_
 void CallMods::check_fault(std::string_view op) const {
   if (!faults_) return;
   int32_t noted[2][4] = {};
-  copy_to_host(place_, noted, memory_, sizeof noted);
+  copy(place_.device, noted, memory_, sizeof noted);
   check(!noted[0][0] || noted[0][1] != kBlockListFault, ErrorKind::value,
         op, ": kv_num_blocks or kv_indices, or those of full blocks, have numbers that are out of range");
   for (int which = 0; which < 2; which++) {
