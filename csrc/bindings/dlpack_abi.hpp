@@ -7,7 +7,7 @@
 
 namespace lowbit::dlpack {
 
-enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11, kExtDev = 12 };  // kExtDev: torch's PrivateUse1
+enum DeviceType : int32_t { kCpu = 1, kCudaHost = 3, kRocmHost = 11 };
 enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 struct Tensor {

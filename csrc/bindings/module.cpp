@@ -15,6 +15,8 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_cuda(m);
   lowbit::register_onednn(m);
   lowbit::register_recorder(m);
+  lowbit::register_level_zero(m);
+  lowbit::register_private_use(m);
   lowbit::register_simulated(m);
   lowbit::register_external(m);
 }

@@ -25,6 +25,8 @@ void register_diagnostics(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);
 void register_onednn(pybind11::module_& m);
 void register_recorder(pybind11::module_& m);
+void register_level_zero(pybind11::module_& m);
+void register_private_use(pybind11::module_& m);
 void register_simulated(pybind11::module_& m);
 void register_external(pybind11::module_& m);
 void register_errors();

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings/dlpack_abi.hpp"
+#include "core/private_use.hpp"
 #include "ops/kernel.hpp"
 
 namespace lowbit {
@@ -87,7 +88,8 @@ DType dtype_of_name(std::string_view name) {  // "torch.float32"
 std::optional<Device> device_of_dlpack(int32_t type, int32_t index) {
   if (type == dlpack::kCpu || type == dlpack::kCudaHost || type == dlpack::kRocmHost) return Device{};
   for (int i = 0; i < kDeviceTypeCount; i++)
-    if (const auto found = static_cast<DeviceType>(i); kDeviceTypes[i].dlpack == type && has_backend(found))
+    if (const auto found = static_cast<DeviceType>(i);
+        kDeviceTypes[i].dlpack == type && owns_its_numbers(found) && has_backend(found))
       return Device{.type = found, .index = static_cast<int16_t>(index)};
   return std::nullopt;
 }

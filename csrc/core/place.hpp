@@ -17,6 +17,7 @@ namespace lowbit {
 #define LOWBIT_DEVICES(X) \
   X(cpu, "cpu", "cpu", 1) \
   X(cuda, "cuda", "cuda", 2) \
+  X(xpu, "xpu", "xpu", 14) \
   X(level_zero, "lowbit_ze", "privateuse1", 12) \
   X(simulated, "lowbit_sim", "privateuse1", 12)
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/backend.hpp"
 
+#include <dlfcn.h>
+
+#include <deque>
+
 #include "core/once.hpp"
 #include "level_zero/runtime/driver.hpp"
 
@@ -13,19 +17,62 @@ void run_and_wait(const Place& place, const std::function<void()>& row) {
   wait(place.device);
 }
 
-Backend make_backend(std::string_view name, DeviceType type) {
-  Backend backend{.name = name, .device = type, .unavailable = unavailable, .guard = run_and_wait};
-  add_attention_rows(backend), add_decode_rows(backend), add_linear_rows(backend), add_quantize_rows(backend);
+// c10::xpu::syncStreamsOnDevice: until torch's own queues of an xpu, which are SYCL's, have done what they were given.
+using WaitForTorch = void (*)(int8_t device);
+WaitForTorch wait_for_torch() {
+  void* const library = dlopen("libc10_xpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  return library ? reinterpret_cast<WaitForTorch>(dlsym(library, "_ZN3c103xpu19syncStreamsOnDeviceEa")) : nullptr;
+}
+
+const std::string& unavailable_to_torch(Device device) {
+  static const auto& no_xpu = *new std::string("this torch is not built for xpu, or has no syncStreamsOnDevice");
+  return wait_for_torch() ? unavailable(device) : no_xpu;
+}
+
+void run_between_waits(const Place& place, const std::function<void()>& row) {
+  wait_for_torch()(static_cast<int8_t>(place.device.index));
+  run_and_wait(place, row);
+}
+
+Backend make_backend() {
+  Backend backend{.name = "level_zero", .device = DeviceType::level_zero, .unavailable = unavailable,
+                  .guard = run_and_wait};
+  add_attention_rows(backend), add_decode_rows(backend), add_linear_rows(backend), add_optim_rows(backend),
+      add_quantize_rows(backend);
   return backend;
 }
+
+// The same rows for tensors of torch's own device, under names of their own.
+Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
+  const auto named = [&](std::string_view name) { return std::string_view(names.emplace_back(concat(name, "_xpu"))); };
+  Backend backend = ours;
+  backend.name = named(ours.name), backend.device = DeviceType::xpu;
+  backend.unavailable = unavailable_to_torch, backend.guard = run_between_waits;
+#define LOWBIT_OP(op, Args) \
+  for (Kernel<Args>& row : backend.op) row.name = named(row.name);
+  LOWBIT_OPS(LOWBIT_OP)
+#undef LOWBIT_OP
+  return backend;
+}
+
+// With what their rows' names point to.
+struct Made {
+  std::deque<std::string> names;  // never moved
+  std::deque<Backend> backends;
+  std::vector<const Backend*> all;
+};
 
 }  // namespace
 
 std::span<const Backend* const> backends() {
-  static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
-  return made_once(kept, [] {  // two threads may make them twice; what is not kept stays, once
-    return std::vector<const Backend*>{new Backend(make_backend("level_zero", DeviceType::level_zero))};
-  });
+  static std::atomic<const Made*> kept{nullptr};
+  return made_once(kept, [] {
+    Made made;
+    made.backends.push_back(make_backend());
+    made.backends.push_back(for_torch(made.backends.front(), made.names));
+    for (const Backend& backend : made.backends) made.all.push_back(&backend);
+    return made;
+  }).all;
 }
 
 }  // namespace lowbit::level_zero

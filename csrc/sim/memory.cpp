@@ -30,7 +30,7 @@ struct Device {
   std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes
   std::size_t end = 0, touched = 0;
   int open = 0;
-  Usage usage;
+  MemoryUsage usage;
 
   void protect(std::size_t from, std::size_t to, int protection) {
     if (from == to) return;
@@ -101,6 +101,10 @@ void start(int wanted, std::size_t bytes) {
   check(wanted >= 1 && wanted <= kMostDevices, ErrorKind::value, "lowbit_sim: devices must be 1 to ", kMostDevices,
         ", got ", wanted);
   check(bytes >= kLarge, ErrorKind::value, "lowbit_sim: memory must be at least ", kLarge, " bytes, got ", bytes);
+  static constexpr PrivateUse kOurs{.type = DeviceType::simulated, .device_count = device_count, .allocate = allocate,
+                                    .deallocate = deallocate, .copy = copy, .usage = usage, .reset_peak = reset_peak,
+                                    .open = open, .close = close};
+  claim_private_use(kOurs);
   capacity = round_up(bytes, kPage);
   const std::size_t all = capacity * static_cast<std::size_t>(wanted);
   void* const memory = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -127,7 +131,7 @@ void* allocate(int index, std::size_t bytes) {
   const std::size_t size = round_up(bytes, kAlignment), offset = device.take(size);
   if (offset == SIZE_MAX) return nullptr;
   device.live[offset] = size;
-  Usage& usage = device.usage;
+  MemoryUsage& usage = device.usage;
   usage.live_bytes += static_cast<int64_t>(size);
   usage.peak_bytes = std::max(usage.peak_bytes, usage.live_bytes);
   usage.live_blocks++, usage.blocks++;
@@ -148,6 +152,11 @@ void deallocate(void* pointer) noexcept {
   device.give_back(offset, bytes);
 }
 
+void copy(void* to, const void* from, std::size_t bytes) {
+  const Open into(device_of(to)), out_of(device_of(from));
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
 int device_of(const void* pointer) {
   const int devices = device_count();
   if (devices == 0) return -1;
@@ -155,7 +164,7 @@ int device_of(const void* pointer) {
   return offset < capacity * static_cast<std::size_t>(devices) ? static_cast<int>(offset / capacity) : -1;
 }
 
-Usage usage(int index) {
+MemoryUsage usage(int index) {
   Device& device = device_at(index);
   const std::lock_guard lock(device.mutex);
   return device.usage;
@@ -167,8 +176,7 @@ void reset_peak(int index) {
   device.usage.peak_bytes = device.usage.live_bytes;
 }
 
-Open::Open(int index, void* stream) : device_(index) {
-  if (index < 0) return;
+void open(int index, void* stream) {
   Device& device = device_at(index);
   if (depth == 0) launch(index, reinterpret_cast<intptr_t>(stream));
   const std::lock_guard lock(device.mutex);
@@ -177,25 +185,19 @@ Open::Open(int index, void* stream) : device_(index) {
   depth++;
 }
 
-Open::~Open() {
-  if (device_ < 0) return;
-  Device& device = devices()[static_cast<std::size_t>(device_)];
+void close(int index) {
+  Device& device = devices()[static_cast<std::size_t>(index)];
   depth--;
   const std::lock_guard lock(device.mutex);
   if (--device.open == 0 && device.touched) mprotect(device.base, device.touched, PROT_NONE);
 }
 
-}  // namespace lowbit::sim
-
-void* lowbit_sim_allocate(int device, std::size_t bytes) { return lowbit::sim::allocate(device, bytes); }
-
-void lowbit_sim_deallocate(void* pointer) { lowbit::sim::deallocate(pointer); }
-
-void lowbit_sim_copy(void* to, const void* from, std::size_t bytes) {
-  const lowbit::sim::Open into(lowbit::sim::device_of(to)), out_of(lowbit::sim::device_of(from));
-  if (bytes) std::memcpy(to, from, bytes);
+Open::Open(int device, void* stream) : device_(device) {
+  if (device >= 0) open(device, stream);
 }
 
-void lowbit_sim_usage(int device, lowbit::sim::Usage* usage) { *usage = lowbit::sim::usage(device); }
+Open::~Open() {
+  if (device_ >= 0) close(device_);
+}
 
-void lowbit_sim_reset_peak(int device) { lowbit::sim::reset_peak(device); }
+}  // namespace lowbit::sim

@@ -5,20 +5,14 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
-#include "core/error.hpp"
+#include "core/private_use.hpp"
 
 namespace lowbit::sim {
 
 inline constexpr int kMostDevices = 8;
 
-struct Usage {
-  int64_t live_bytes = 0, peak_bytes = 0, live_blocks = 0, blocks = 0,
-          capacity = 0;  // blocks: allocated since the start
-};
-
-// Reserves address space for `devices` of `bytes` each; once per process.
+// Reserves address space for `devices` of `bytes` each and claims torch's place for them; once per process.
 LOWBIT_API void start(int devices, std::size_t bytes);
 LOWBIT_API int device_count();  // 0 until start()
 
@@ -27,8 +21,13 @@ LOWBIT_API int device_count();  // 0 until start()
 LOWBIT_API void* allocate(int device, std::size_t bytes);
 LOWBIT_API void deallocate(void* pointer) noexcept;
 LOWBIT_API int device_of(const void* pointer);  // -1: not memory of a simulated device
-LOWBIT_API Usage usage(int device);
+LOWBIT_API MemoryUsage usage(int device);
 LOWBIT_API void reset_peak(int device);
+void copy(void* to, const void* from, std::size_t bytes);
+
+// What Open does at its beginning and its end.
+void open(int device, void* stream);
+void close(int device);
 
 // While one lives, the memory of its device can be read and written, from any thread. The outermost one of a thread is
 // a launch: it fails or takes longer as sim/faults.hpp was told, and is counted for its stream, whose handle is its
@@ -45,13 +44,3 @@ class LOWBIT_API Open {
 };
 
 }  // namespace lowbit::sim
-
-// The same for code that is built elsewhere: python/lowbit/devices/simulated/shim.cpp gets their addresses.
-extern "C" {
-LOWBIT_API void* lowbit_sim_allocate(int device, std::size_t bytes);
-LOWBIT_API void lowbit_sim_deallocate(void* pointer);
-LOWBIT_API void lowbit_sim_copy(void* to, const void* from,
-                                std::size_t bytes);  // within a device, between two, from and to the host
-LOWBIT_API void lowbit_sim_usage(int device, lowbit::sim::Usage* usage);
-LOWBIT_API void lowbit_sim_reset_peak(int device);
-}

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "core/once.hpp"
+#include "core/private_use.hpp"
 
 // torch's Python layer makes a RuntimeError of any std::exception (before 2.15 a ValueError of std::invalid_argument),
 // but of a pybind11::builtin_exception it calls set_error(). The C++ runtime finds that type by its name; so this is it
@@ -58,10 +59,8 @@ Device device_of(TensorHandle tensor, std::string_view op, std::string_view name
   ensure(torch.get_device_type(tensor, &type), op, "device of a tensor");
   ensure(torch.get_device_index(tensor, &index), op, "device of a tensor");
   for (int i = 0; i < kDeviceTypeCount; i++)
-    if (torch.device_types[i] == type) {
-      const auto found = static_cast<DeviceType>(i);
+    if (const auto found = static_cast<DeviceType>(i); torch.device_types[i] == type && owns_its_numbers(found))
       return {.type = found, .index = static_cast<int16_t>(found == DeviceType::cpu ? 0 : index)};
-    }
   throw Error(ErrorKind::value, concat(op, ": ", name, " is on a device without kernels, torch's type ", type));
 }
 

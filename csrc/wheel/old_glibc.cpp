@@ -7,8 +7,9 @@
 #error "LOWBIT_OLD_GLIBC is for x86-64"
 #endif
 
-#define LOWBIT_FIRST_VERSION(name) \
-  __asm__(".symver first_" #name "," #name "@GLIBC_2.2.5\n" \
+#define LOWBIT_FIRST_VERSION(name) LOWBIT_FIRST_VERSION_OF("2.2.5", name)
+#define LOWBIT_FIRST_VERSION_OF(version, name) \
+  __asm__(".symver first_" #name "," #name "@GLIBC_" version "\n" \
           ".pushsection .text\n" \
           ".globl " #name "\n.hidden " #name "\n.type " #name ",@function\n" \
           #name ": jmp *first_" #name "@GOTPCREL(%rip)\n" \
@@ -19,8 +20,16 @@ LOWBIT_FIRST_VERSION(log)
 LOWBIT_FIRST_VERSION(pow)
 LOWBIT_FIRST_VERSION(exp2)
 LOWBIT_FIRST_VERSION(log2)
+LOWBIT_FIRST_VERSION(dladdr)
+LOWBIT_FIRST_VERSION(dlclose)
+LOWBIT_FIRST_VERSION(dlerror)
+LOWBIT_FIRST_VERSION_OF("2.3.3", dlinfo)
 LOWBIT_FIRST_VERSION(dlopen)
 LOWBIT_FIRST_VERSION(dlsym)
+LOWBIT_FIRST_VERSION(pthread_sigmask)
+LOWBIT_FIRST_VERSION(sem_init)
+LOWBIT_FIRST_VERSION(sem_post)
+LOWBIT_FIRST_VERSION(sem_timedwait)
 LOWBIT_FIRST_VERSION(pthread_create)
 LOWBIT_FIRST_VERSION(pthread_detach)
 LOWBIT_FIRST_VERSION(pthread_join)
@@ -31,6 +40,22 @@ LOWBIT_FIRST_VERSION(pthread_getspecific)
 LOWBIT_FIRST_VERSION(pthread_setspecific)
 LOWBIT_FIRST_VERSION(pthread_mutex_trylock)
 LOWBIT_FIRST_VERSION(__pthread_key_create)
+
+// Before 2.33 these were inline calls of functions that are told the version of struct stat: 1 on x86-64.
+extern "C" int __xstat(int version, const char* path, void* to);
+extern "C" int __lxstat(int version, const char* path, void* to);
+extern "C" int __fxstat(int version, int file, void* to);
+extern "C" int __fxstat64(int version, int file, void* to);
+extern "C" int __fxstatat(int version, int folder, const char* path, void* to, int flags);
+extern "C" {
+[[gnu::visibility("hidden")]] int stat(const char* path, void* to) { return __xstat(1, path, to); }
+[[gnu::visibility("hidden")]] int lstat(const char* path, void* to) { return __lxstat(1, path, to); }
+[[gnu::visibility("hidden")]] int fstat(int file, void* to) { return __fxstat(1, file, to); }
+[[gnu::visibility("hidden")]] int fstat64(int file, void* to) { return __fxstat64(1, file, to); }
+[[gnu::visibility("hidden")]] int fstatat(int folder, const char* path, void* to, int flags) {
+  return __fxstatat(1, folder, path, to, flags);
+}
+}
 
 // libstdc++ asks whether the process has one thread, to count references without atomics (glibc 2.32): it may have
 // more.

@@ -7,9 +7,9 @@
 
 namespace lowbit::cuda {
 
-template <StateFormat kFormat, bool kSigned, int kBlock>
+template <StateFormat kFormat, bool kSigned, int kBlock, int kEach = elements_each(kBlock)>
 struct Convert {
-  static constexpr int n = elements_each(kBlock);
+  static constexpr int n = kEach;
 
   LOWBIT_INLINE static int64_t first_element() {
     return (static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x) * n;

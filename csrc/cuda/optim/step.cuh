@@ -4,8 +4,8 @@
 // their block is known.
 #pragma once
 
-#include "core/random.hpp"
 #include "cuda/device/kernel.cuh"
+#include "cuda/optim/constants.hpp"
 #include "cuda/optim/moments.cuh"
 
 namespace lowbit::cuda {
@@ -16,25 +16,6 @@ LOWBIT_INLINE void count_steps(const StepTable& table) {
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) *table.tensor[i].step_count += 1;
 }
 
-// What all elements of a tensor share.
-template <class Rule>
-struct Constants {
-  Rule rule;
-  uint64_t seed;
-  int64_t block_size;
-  float grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
-  bool scaled, negated, adds_l2, stochastic;
-
-  LOWBIT_INLINE Constants(const StepTable& table, int index, double step)
-      : rule(table.hyper, step),
-        seed(table.stochastic_rounding ? tensor_seed(table.seed, step, table.first_tensor + index) : 0),
-        block_size(table.block_size), grad_factor(__fdiv_rn(1.0f, table.grad_scale ? *table.grad_scale : 1.0f)),
-        keep(static_cast<float>(table.hyper.decoupled ? 1 - table.hyper.lr * table.hyper.weight_decay : 1.0)),
-        l2(static_cast<float>(table.hyper.weight_decay)), scaled(table.grad_scale && *table.grad_scale != 1.0f),
-        negated(table.hyper.maximize), adds_l2(table.hyper.weight_decay != 0 && !table.hyper.decoupled),
-        stochastic(table.stochastic_rounding && table.tensor[index].param_dtype == DType::bfloat16) {}
-};
-
 // Up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
 LOWBIT_INLINE f32 round_stochastically(f32 value, int element, int32_t key) {
   const i32 up = add(bits_of(value), shift_right<16>(random_bits(i32{element}, key)));
@@ -42,9 +23,9 @@ LOWBIT_INLINE f32 round_stochastically(f32 value, int element, int32_t key) {
   return float_of(select(at_least(abs(value), f32{0.0f}), cut, bits_of(value)));
 }
 
-template <StateFormat kFormat, class Rule, int kBlock>
+template <StateFormat kFormat, class Rule, int kBlock, int kEach = elements_each(kBlock)>
 struct Update {
-  static constexpr int kMoments = Rule::kMoments, n = elements_each(kBlock), kLanes = kBlock / n;
+  static constexpr int kMoments = Rule::kMoments, n = kEach, kLanes = kBlock / n;
   static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
 
   const OptimTensor& tensor;
@@ -144,29 +125,34 @@ LOWBIT_INLINE int tensor_of_task(const StepTable& table, int32_t task) {
   return found;
 }
 
-template <class Rule, StateFormat kFormat, int kBlock>
-LOWBIT_INLINE void step(const StepTable& table) {
-  using ThisUpdate = Update<kFormat, Rule, kBlock>;
+// Elements of a tensor from `first` on, which a CTA updates.
+template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock)>
+LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>& constants, int64_t first) {
+  using ThisUpdate = Update<kFormat, Rule, kBlock, kEach>;
   constexpr int kChunk = kStepThreads * ThisUpdate::n;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
+  // Of two chunks in turn, so that one barrier each is enough.
+  LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepThreads / 32]);
+  for (int64_t chunk = first; chunk < first + kTaskElements && chunk < tensor.numel; chunk += kChunk) {
+    const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * ThisUpdate::n;
+    ThisUpdate{tensor, constants, at, tensor.numel - at}.run(warps[chunk / kChunk & 1]);
+  }
+}
+
+template <class Rule, StateFormat kFormat, int kBlock>
+LOWBIT_INLINE void step(const StepTable& table) {
   if (table.found_inf && *table.found_inf != 0) return;
   const auto task = static_cast<int32_t>(blockIdx.x);
   const int index = tensor_of_task(table, task);
   const OptimTensor& tensor = table.tensor[index];
   LOWBIT_SHARED(unsigned char, shared, [sizeof(Constants<Rule>)]);
-  // Of two chunks in turn, so that one barrier each is enough.
-  LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepThreads / 32]);
   if (threadIdx.x == 0) {
-    const Constants<Rule> made(table, index, *tensor.step_count);
+    const Constants<Rule> made(table, tensor, table.first_tensor + index, *tensor.step_count);
     std::memcpy(shared, &made, sizeof made);
   }
   __syncthreads();
   const auto& constants = *reinterpret_cast<const Constants<Rule>*>(shared);
-  const int64_t first = (task - table.first_task[index]) * kTaskElements;
-  for (int64_t chunk = first; chunk < first + kTaskElements && chunk < tensor.numel; chunk += kChunk) {
-    const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * ThisUpdate::n;
-    ThisUpdate{tensor, constants, at, tensor.numel - at}.run(warps[chunk / kChunk & 1]);
-  }
+  update_task<Rule, kFormat, kBlock>(tensor, constants, (task - table.first_task[index]) * kTaskElements);
 }
 
 }  // namespace lowbit::cuda

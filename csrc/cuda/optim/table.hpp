@@ -17,15 +17,19 @@ constexpr int elements_each(int64_t block) {
   return static_cast<int>(block < 64 ? block / 8 : block > 8 * kStepThreads ? block / kStepThreads : 8);
 }
 
-struct StepTable {
-  static constexpr int kMostTensors = 320;  // 29 KB; arguments may have 32,764 bytes from CUDA 12.1 on
-
+// What all tensors of a step share.
+struct StepOptions {
   Hyper hyper;
   const float* grad_scale;
   const float* found_inf;
   uint64_t seed;
   int64_t block_size;  // also of formats without scales: random numbers are drawn by block
   bool stochastic_rounding;
+};
+
+struct StepTable : StepOptions {
+  static constexpr int kMostTensors = 320;  // 29 KB; arguments may have 32,764 bytes from CUDA 12.1 on
+
   int count;
   int64_t first_tensor;  // the position of tensor[0] in the list of the call
   int32_t first_task[kMostTensors + 1];

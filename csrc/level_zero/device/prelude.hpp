@@ -57,6 +57,12 @@ template <class A, class B> struct choose<false, A, B> { using type = B; };
 template <bool condition, class A, class B>
 using conditional_t = typename choose<condition, A, B>::type;
 
+// Of what the host computes: many of these GPUs have no double.
+__device__ double pow(double base, double exponent);
+__device__ double sqrt(double a);
+__device__ double fmin(double a, double b);
+__device__ double fmax(double a, double b);
+
 LOWBIT_INLINE void* memcpy(void* to, const void* from, size_t bytes) { return __builtin_memcpy(to, from, bytes); }
 
 }  // namespace std
@@ -79,8 +85,11 @@ __device__ float erfcf(float a) __asm__("_Z4erfcf");
 __device__ float tanhf(float a) __asm__("_Z4tanhf");
 __device__ float expf(float a) __asm__("_Z3expf");
 
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
 };
 
 struct ThreadIndex {

@@ -11,7 +11,7 @@ namespace lowbit::level_zero {
 using Result = int;  // ze_result_t: 0 is success
 inline constexpr Result kUninitialized = 0x78000001, kOutOfHostMemory = 0x70000002, kOutOfDeviceMemory = 0x70000003,
                         kDeviceLost = 0x70000001, kModuleBuildFailure = 0x70000004,
-                        kNoSuchKernel = 0x78000011, kUnresolved = 0x78000018;
+                        kUnsupportedSize = 0x78000009, kNoSuchKernel = 0x78000011, kUnresolved = 0x78000018;
 
 using DriverHandle = struct DriverOfLoader*;
 using DeviceHandle = struct DeviceOfLoader*;
@@ -25,8 +25,9 @@ using Event = struct EventOfLoader*;
 
 // Each begins with its number and what extends it.
 enum class Kind : int {
-  driver_properties = 0x1, device_properties = 0x3, context = 0xd, command_queue = 0xe, event_pool = 0x10,
-  event = 0x11, device_memory = 0x15, host_memory = 0x16, module = 0x1b, kernel = 0x1d, kernel_properties = 0x1e,
+  driver_properties = 0x1, device_properties = 0x3, device_memory_properties = 0x7, context = 0xd, command_queue = 0xe,
+  event_pool = 0x10, event = 0x11, device_memory = 0x15, host_memory = 0x16, module = 0x1b, kernel = 0x1d,
+  kernel_properties = 0x1e,
   linked_modules = 0x00020002,
 };
 struct Header {
@@ -49,6 +50,12 @@ struct DeviceProperties {
   uint64_t timer_resolution = 0;
   uint32_t timestamp_bits = 0, kernel_timestamp_bits = 0;
   uint8_t uuid[16] = {};
+  char name[256] = {};
+};
+struct DeviceMemoryProperties {  // of one kind of memory
+  Header header{Kind::device_memory_properties};
+  uint32_t flags = 0, clock = 0, bus_bits = 0;
+  uint64_t bytes = 0;
   char name[256] = {};
 };
 struct KernelProperties {
@@ -115,6 +122,8 @@ inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and s
   X(driver_properties, "zeDriverGetProperties", DriverHandle driver, DriverProperties* properties)                   \
   X(devices, "zeDeviceGet", DriverHandle driver, uint32_t* count, DeviceHandle* devices)                             \
   X(device_properties, "zeDeviceGetProperties", DeviceHandle device, DeviceProperties* properties)                   \
+  X(memory_properties, "zeDeviceGetMemoryProperties", DeviceHandle device, uint32_t* count,                          \
+    DeviceMemoryProperties* properties)                                                                              \
   X(create_context, "zeContextCreate", DriverHandle driver, const ContextDescription* description, Context* context) \
   X(allocate_shared, "zeMemAllocShared", Context context, const DeviceMemoryDescription* of_device,                  \
     const HostMemoryDescription* of_host, std::size_t bytes, std::size_t alignment, DeviceHandle device, void** p)   \
@@ -128,7 +137,8 @@ inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and s
   X(create_kernel, "zeKernelCreate", Module module, const KernelDescription* description, KernelHandle* kernel)      \
   X(kernel_properties, "zeKernelGetProperties", KernelHandle kernel, KernelProperties* properties)                   \
   X(set_group_size, "zeKernelSetGroupSize", KernelHandle kernel, uint32_t x, uint32_t y, uint32_t z)                 \
-  X(set_argument, "zeKernelSetArgumentValue", KernelHandle kernel, uint32_t index, std::size_t bytes, const void* value) \
+  X(set_argument, "zeKernelSetArgumentValue", KernelHandle kernel, uint32_t index, std::size_t bytes,                \
+    const void* value)                                                                                               \
   X(set_indirect_access, "zeKernelSetIndirectAccess", KernelHandle kernel, uint32_t flags)                           \
   X(create_list, "zeCommandListCreateImmediate", Context context, DeviceHandle device,                               \
     const QueueDescription* description, CommandList* list)                                                          \

@@ -62,9 +62,19 @@ int lanes_of(const DeviceProperties& of) {
   return 0;
 }
 
+int64_t memory_of(DeviceHandle device) {
+  uint32_t count = 0;
+  ensure(api().memory_properties(device, &count, nullptr), "zeDeviceGetMemoryProperties");
+  std::vector<DeviceMemoryProperties> kinds(count);
+  if (count) ensure(api().memory_properties(device, &count, kinds.data()), "zeDeviceGetMemoryProperties");
+  int64_t bytes = 0;
+  for (const DeviceMemoryProperties& kind : kinds) bytes += static_cast<int64_t>(kind.bytes);
+  return bytes;
+}
+
 Gpu make_gpu(Context context, DeviceHandle handle, const DeviceProperties& of, uint32_t driver) {
   Gpu made{of.name, concat(driver, "-", of.vendor, "-", of.device), context, handle, nullptr, nullptr, new std::mutex,
-           lanes_of(of)};
+           lanes_of(of), memory_of(handle)};
   const QueueDescription queue{};
   ensure(api().create_list(context, handle, &queue, &made.list), "zeCommandListCreateImmediate");
   const EventPoolDescription pool_of{};

@@ -28,6 +28,7 @@ struct Gpu {
   Event done;
   std::mutex* mutex;  // of the list and of done
   int dpas_lanes;     // of a sub-group that multiplies by dpas; 0: none is known to
+  int64_t memory_bytes;
 };
 
 // Every GPU of every driver, in the order of the loader; an Error if there is none.

@@ -4,15 +4,21 @@
 
 #include <cstddef>
 
-#include "core/place.hpp"
+#include "core/private_use.hpp"
 
 namespace lowbit::level_zero {
 
+// Claims torch's place for the GPUs as its device lowbit_ze; an Error if there is none, or if it is taken.
+LOWBIT_API void start();
+
 // 256-byte aligned, not zeroed; null for 0 bytes and where there is no room. An Error where there is no such device.
-LOWBIT_API void* allocate(Device device, std::size_t bytes);
-LOWBIT_API void deallocate(Device device, void* pointer) noexcept;  // what runs there is waited for
+LOWBIT_API void* allocate(int device, std::size_t bytes);
+LOWBIT_API void deallocate(void* pointer) noexcept;  // what runs on its device is waited for
+LOWBIT_API int device_of(const void* pointer);       // -1: not memory of ours
+LOWBIT_API MemoryUsage usage(int device);
+LOWBIT_API void reset_peak(int device);
 
 // By the device, after all that was given to it before; done when this returns.
-LOWBIT_API void copy(Device device, void* to, const void* from, std::size_t bytes);
+LOWBIT_API void copy(void* to, const void* from, std::size_t bytes);
 
 }  // namespace lowbit::level_zero

@@ -8,14 +8,16 @@ import torch
 from lowbit import _C
 
 _served: tuple[str, ...] = ("cpu",)  # by every op
+_listed: tuple[str, ...] = ("cpu",)  # by some op
 _asked: dict[tuple[str, str], bool] = {}  # (type of device, op): whether a row of the op runs there
 
 
-def serve(device_type: str) -> None:
-    """Note that lowbit's ops have kernels for a type of device from now on."""
-    global _served
-    if device_type not in _served:
-        _served = (*_served, device_type)
+def serve(device_type: str, *, every_op: bool = True) -> None:
+    """Note that lowbit's ops, or some of them, have kernels for a type of device from now on."""
+    global _served, _listed
+    if device_type not in _listed:
+        _listed = (*_listed, device_type)
+        _served = (*_served, device_type) if every_op else _served
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -24,8 +26,8 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def types() -> tuple[str, ...]:
-    """Return the types of device that lowbit's ops run on in this process, as torch names them."""
-    return _served
+    """Return the types of device that ops of lowbit run on in this process, as torch names them."""
+    return _listed
 
 
 def type_of_rows(device: torch.device, kernel: str) -> str:
@@ -86,8 +88,8 @@ def wanted() -> str:
 
 
 def list() -> list[str]:
-    """Return the devices that lowbit's ops run on in this process, by the names that torch gives them."""
+    """Return the devices that ops of lowbit run on in this process, by the names that torch gives them."""
     names = ["cpu"]
-    for device_type in _served[1:]:
+    for device_type in _listed[1:]:
         names += [f"{device_type}:{index}" for index in range(torch.get_device_module(device_type).device_count())]
     return names

@@ -9,10 +9,14 @@ import torch
 
 from lowbit import _C, devices
 from lowbit.backends.report import report, told
+from lowbit.devices import level_zero
 from lowbit.devices.autoload import autoload_state
 from lowbit.diagnostics.table import html_table, text_table
 from lowbit.integrations.supported import integration_states
 from lowbit.ops.registration import registered
+
+_SAID_APART = {"cuda", "onednn", "level_zero", "level_zero_xpu"}
+"""Backends that have lines of their own."""
 
 
 class Info(dict[str, str]):
@@ -47,12 +51,13 @@ def info() -> Info:
     facts["devices"] = ", ".join(devices.list())
     facts |= {f"backend {package.name}": told(package) for package in report()}
     for kernel in _C.kernels("linear") if isa["chosen"] else ():
-        more_is_said = kernel["device"] == "cuda" or kernel["backend"] == "onednn"
+        more_is_said = kernel["backend"] in _SAID_APART
         if not kernel["available"] and not more_is_said:
             what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
             facts[what] = f"not available: {kernel['reason']}"
     facts["oneDNN"] = _onednn()
     facts |= _cuda()
+    facts["level_zero"] = _level_zero()
     return facts
 
 
@@ -78,3 +83,15 @@ def _cuda() -> dict[str, str]:
     facts = {"cuda:0": f"not available: {reason}" if reason else "attention, linear, optimizers"}
     facts["cuda attention by cuDNN"] = _C.cuda.cudnn_missing() or "yes"
     return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}
+
+
+def _level_zero() -> str:
+    """The Intel GPUs and how torch has them, or why there is none."""
+    found = _C.level_zero.facts()
+    if found["reason"]:
+        return f"not available: {found['reason']}"
+    if level_zero.enabled():
+        known = "lowbit_ze"
+    else:
+        known = "xpu" if torch.version.xpu else "not enabled (lowbit.devices.level_zero.enable())"
+    return f"{', '.join(found['names'])}; {found['path']}; for torch: {known}"

@@ -44,6 +44,8 @@ def register() -> None:
         autocast.register_linear(library)
         if torch.version.cuda:  # initialises nothing of it
             register_key("CUDA")
+        if torch.version.xpu:
+            register_key("XPU")
 
 
 def register_key(key: str) -> None:

@@ -68,6 +68,11 @@ ze_result_t module_properties(ze_device_handle_t, ze_device_module_properties_t*
   to->spirvVersionSupported = ZE_MAKE_VERSION(1, 2);
   return ZE_RESULT_SUCCESS;
 }
+ze_result_t device_memory(ze_device_handle_t, uint32_t* count, ze_device_memory_properties_t* to) {
+  if (*count && to) to[0].flags = 0, to[0].totalSize = uint64_t{1} << 34;
+  *count = 1;
+  return ZE_RESULT_SUCCESS;
+}
 ze_result_t queue_groups(ze_device_handle_t, uint32_t* count, ze_command_queue_group_properties_t* to) {
   if (*count && to) to[0].flags = ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE | ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY, to[0].numQueues = 1;
   *count = 1;
@@ -272,7 +277,8 @@ ZSIM_TABLE(zeGetDriverProcAddrTable, ze_driver_dditable_t, to->pfnGet = get_driv
            to->pfnGetProperties = driver_properties)
 ZSIM_TABLE(zeGetDeviceProcAddrTable, ze_device_dditable_t, to->pfnGet = get_devices,
            to->pfnGetProperties = device_properties, to->pfnGetComputeProperties = compute_properties,
-           to->pfnGetModuleProperties = module_properties, to->pfnGetCommandQueueGroupProperties = queue_groups)
+           to->pfnGetModuleProperties = module_properties, to->pfnGetCommandQueueGroupProperties = queue_groups,
+           to->pfnGetMemoryProperties = device_memory)
 ZSIM_TABLE(zeGetContextProcAddrTable, ze_context_dditable_t, to->pfnCreate = create_context,
            to->pfnDestroy = destroy_context)
 ZSIM_TABLE(zeGetMemProcAddrTable, ze_mem_dditable_t, to->pfnAllocShared = allocate_shared,

@@ -1,111 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.lowbit_sim`: what torch asks a device's module for."""
+"""`torch.lowbit_sim`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from lowbit import _C
-from lowbit.devices.simulated import memory
-from lowbit.devices.simulated.name import DEVICE
+from lowbit.devices.private_use.device_module import DeviceModule
 
 
-class DeviceModule:
-    """Functions that torch and programs call by these names on every device (`torch.cuda` has them too).
+class SimulatedModule(DeviceModule):
+    """Devices without a name of their own."""
 
-    Random numbers are the CPU's, from its generator: the device has none.
-    """
-
-    Stream, Event = torch.Stream, torch.Event
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def init(self) -> None:
-        pass
-
-    def _lazy_init(self) -> None:
-        pass
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return _C.simulated.device_count()
-
-    def current_device(self) -> int:
-        return torch.accelerator.current_device_index()
-
-    def set_device(self, device: Any) -> None:
-        torch.accelerator.set_device_index(_index(device))
-
-    def get_device_name(self, device: Any = None) -> str:
-        return f"lowbit simulated device {_index(device)}"
-
-    def synchronize(self, device: Any = None) -> None:
-        torch.accelerator.synchronize(_index(device))
-
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return torch.accelerator.current_stream(_index(device))
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:  # called by torch.manual_seed, which has seeded the CPU's generator
-        pass
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.default_generator.get_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        torch.default_generator.set_state(state)
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return _C.simulated.usage(_index(device))["live_bytes"]
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return _C.simulated.usage(_index(device))["peak_bytes"]
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        _C.simulated.reset_peak(_index(device))
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        usage = _C.simulated.usage(_index(device))
-        return usage["capacity"] - usage["live_bytes"], usage["capacity"]
-
-    def empty_cache(self) -> None:
-        pass
-
-    class device:
-        """Make a device the current one for a while."""
-
-        def __init__(self, device: Any) -> None:
-            self.index = _index(device)
-
-        def __enter__(self) -> None:
-            self.before = torch.accelerator.current_device_index()
-            torch.accelerator.set_device_index(self.index)
-
-        def __exit__(self, *exception: object) -> None:
-            torch.accelerator.set_device_index(self.before)
-
-    class device_of(device):
-        """The same, by a tensor."""
-
-        def __init__(self, tensor: Tensor) -> None:
-            super().__init__(tensor.device if tensor.device.type == DEVICE else None)
-
-
-def _index(device: Any) -> int:
-    if isinstance(device, int):
-        return device
-    return memory.index_of(None if device is None else torch.device(device))
+    def name_of(self, index: int) -> str:
+        return f"lowbit simulated device {index}"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 
 from lowbit import _C
+from lowbit.devices import places
+from lowbit.devices.simulated.name import DEVICE
 
 _lock = threading.Lock()
 
@@ -25,19 +27,27 @@ def enable(devices: int = 2, memory: int = 1 << 34) -> None:
             C++ compiler, or the devices run already with other numbers.
         ValueError: a number is out of range.
     """
-    from lowbit.devices.simulated import registration  # imports torch's internals; nobody else needs them
-
     with _lock:
         running = _C.simulated.device_count()
         if running == 0:
-            registration.register(devices, memory)
+            _start(devices, memory)
             return
-        capacity = _C.simulated.usage(0)["capacity"]
+        capacity = _C.private_use.usage(0)["capacity"]
         if devices != running or abs(capacity - memory) > 4096:
             raise RuntimeError(
                 f"simulated.enable: {running} devices of {capacity} bytes run already, "
                 f"got devices={devices}, memory={memory}"
             )
+
+
+def _start(devices: int, memory: int) -> None:
+    from lowbit.devices.private_use import registration  # imports torch's internals; nobody else needs them
+    from lowbit.devices.simulated.device_module import SimulatedModule
+
+    registration.register(
+        DEVICE, SimulatedModule(), lambda: _C.simulated.start(devices, memory), asked_by="simulated.enable"
+    )
+    places.serve(DEVICE)
 
 
 def enabled() -> bool:

@@ -34,17 +34,23 @@ def recover(device: int | str | torch.device = 0) -> None:
 
 def live_bytes(device: int | str | torch.device = 0) -> int:
     """Return the bytes of device memory in use, in blocks of 256."""
-    return _C.simulated.usage(_index(device))["live_bytes"]
+    return _usage(device)["live_bytes"]
 
 
 def usage(device: int | str | torch.device = 0) -> dict[str, int]:
     """Return ``live_bytes``, ``peak_bytes``, ``live_blocks``, ``blocks`` (allocated so far) and ``capacity``."""
-    return dict(_C.simulated.usage(_index(device)))
+    return dict(_usage(device))
 
 
 def launches(device: int | str | torch.device = 0, stream: torch.Stream | None = None) -> int:
     """Return how many kernels and copies have been launched on a device, on one of its streams or on any."""
     return _C.simulated.launches(_index(device), None if stream is None else stream.stream_id)
+
+
+def _usage(device: int | str | torch.device) -> dict[str, int]:
+    if _C.simulated.device_count() == 0:
+        raise RuntimeError("simulated: enable() has not been called")
+    return _C.private_use.usage(_index(device))
 
 
 def _index(device: int | str | torch.device) -> int:

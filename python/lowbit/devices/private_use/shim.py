@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build shim.cpp for the torch that is loaded, once, and hand it the functions of liblowbit.
+"""Build shim.cpp for the torch that is loaded, once, and hand it the functions of the device.
 
 The built file is kept in the user's cache folder (LOWBIT_CACHE, XDG_CACHE_HOME, ~/.cache), named by torch's version and
 the source: another torch, or another lowbit, builds its own. It takes some seconds; afterwards it is loaded in no time.
@@ -18,29 +18,32 @@ from pathlib import Path
 import torch
 
 from lowbit import _C
+from lowbit.devices.private_use import claimed
 
 _SOURCE = Path(__file__).with_name("shim.cpp")
 _TORCH = Path(torch.__file__).parent
 
 
-def load(devices: int) -> None:
-    """Register allocator and device guard of PrivateUse1 for ``devices`` devices.
+def register(library: ctypes.CDLL) -> None:
+    """Register allocator and device guard of PrivateUse1 for the device that `_C.private_use` has."""
+    addresses = _C.private_use.functions()
+    library.lowbit_register_device(
+        (ctypes.c_void_p * len(addresses))(*addresses), _C.private_use.device_count(), claimed.name.encode()
+    )
+
+
+def built(asked_by: str) -> ctypes.CDLL:
+    """Return shim.cpp, built now if it was not before; nothing is registered.
 
     Raises:
         RuntimeError: no C++ compiler was found (CXX, c++, g++, clang++), or it failed (the text has its output).
     """
-    library = ctypes.CDLL(str(_built()))
-    addresses = _C.simulated.functions()
-    library.lowbit_sim_register((ctypes.c_void_p * len(addresses))(*addresses), devices)
-
-
-def _built() -> Path:
     source = _SOURCE.read_bytes()
     name = hashlib.sha256(source + torch.__version__.encode() + str(_TORCH).encode()).hexdigest()[:16]
-    path = _cache() / f"simulated-{torch.__version__}-{name}.so"
+    path = _cache() / f"private_use-{torch.__version__}-{name}.so"
     if not path.exists():
-        _build(path)
-    return path
+        _build(path, asked_by)
+    return ctypes.CDLL(str(path))
 
 
 def _cache() -> Path:
@@ -48,8 +51,8 @@ def _cache() -> Path:
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
 
 
-def _build(path: Path) -> None:
-    compiler = _compiler()
+def _build(path: Path, asked_by: str) -> None:
+    compiler = _compiler(asked_by)
     path.parent.mkdir(parents=True, exist_ok=True)
     abi = int(torch.compiled_with_cxx11_abi())
     with tempfile.TemporaryDirectory(
@@ -63,17 +66,17 @@ def _build(path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(
-                f"simulated.enable: {compiler} could not build {_SOURCE.name} for torch {torch.__version__}:\n"
+                f"{asked_by}: {compiler} could not build {_SOURCE.name} for torch {torch.__version__}:\n"
                 + done.stderr[-4000:]
             )
         os.replace(made, path)
 
 
-def _compiler() -> str:
+def _compiler(asked_by: str) -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and shutil.which(name):
             return name
     raise RuntimeError(
-        "simulated.enable: needs a C++ compiler once, to build 150 lines for this torch (its allocator and device "
+        f"{asked_by}: needs a C++ compiler once, to build 150 lines for this torch (its allocator and device "
         "guard cannot be set from Python); found none of CXX, c++, g++, clang++"
     )

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What torch takes from C++ only: the allocator and the device guard of PrivateUse1. Built by shim.py on the user's
 // machine against the headers of the torch that is loaded there (c10 only, and linked to libc10 only), because both are
-// bound to that one version of torch. Memory is liblowbit's (csrc/sim/memory.hpp). A stream is a name and an event is a
-// time: the host does the work of a device at once, in the order in which it is asked for, so that everything that a
+// bound to that one version of torch. Memory is liblowbit's (csrc/core/private_use.hpp). A stream is a name and an event
+// is a time: the host does the work of a device at once, in the order in which it is asked for, so that everything that a
 // stream could wait for has happened already.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -11,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -20,18 +21,19 @@ using c10::DeviceIndex;
 using c10::Stream;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-struct Usage {  // as in csrc/sim/memory.hpp
+struct Usage {  // MemoryUsage of csrc/core/private_use.hpp
   int64_t live_bytes, peak_bytes, live_blocks, blocks, capacity;
 };
 
-struct Functions {  // of liblowbit
+struct Functions {  // of PrivateUse there
   void* (*allocate)(int device, size_t bytes);
   void (*deallocate)(void* pointer);
   void (*copy)(void* to, const void* from, size_t bytes);
-  void (*usage)(int device, Usage* usage);
+  Usage (*usage)(int device);
   void (*reset_peak)(int device);
 } lowbit;
 
+const char* name = "";
 int devices = 0;
 thread_local DeviceIndex current = 0;
 thread_local std::vector<c10::StreamId> current_streams;  // of each device; absent: the default stream, 0
@@ -46,7 +48,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.has_index()) current = device.index();
   }
   void setDevice(Device device) const override {
-    TORCH_CHECK(!device.has_index() || device.index() < devices, "lowbit_sim: there is no device ", int{device.index()},
+    TORCH_CHECK(!device.has_index() || device.index() < devices, name, ": there is no device ", int{device.index()},
                 ", there are ", devices);
     uncheckedSetDevice(device);
   }
@@ -87,7 +89,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void*) const override {}
   double elapsedTime(void* from, void* to, DeviceIndex) const override {
-    TORCH_CHECK(from && to, "lowbit_sim: elapsed_time needs two recorded events");
+    TORCH_CHECK(from && to, name, ": elapsed_time needs two recorded events");
     return std::chrono::duration<double, std::milli>(*static_cast<Clock::time_point*>(to) -
                                                      *static_cast<Clock::time_point*>(from))
         .count();
@@ -98,8 +100,8 @@ struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* const data = lowbit.allocate(current, bytes);
     if (!data && bytes > 0) {
-      const Usage now = usage(current);
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "lowbit_sim:", int{current}, ": out of memory: tried to allocate ",
+      const Usage now = lowbit.usage(current);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, name, ":", int{current}, ": out of memory: tried to allocate ",
                        bytes, " bytes; ", now.live_bytes, " of ", now.capacity, " bytes are in use");
     }
     return {data, data, lowbit.deallocate, Device(kType, current)};
@@ -111,7 +113,7 @@ struct Allocator final : c10::DeviceAllocator {
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr&, Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
-    const Usage now = usage(device);
+    const Usage now = lowbit.usage(device);
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes})
       (*bytes)[0].current = now.live_bytes, (*bytes)[0].peak = now.peak_bytes;
@@ -122,22 +124,16 @@ struct Allocator final : c10::DeviceAllocator {
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override { lowbit.reset_peak(device); }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
-    const Usage now = usage(device);
+    const Usage now = lowbit.usage(device);
     return {static_cast<size_t>(now.capacity - now.live_bytes), static_cast<size_t>(now.capacity)};
-  }
-
-  static Usage usage(int device) {
-    Usage now;
-    lowbit.usage(device, &now);
-    return now;
   }
 };
 
 }  // namespace
 
 // Called once. Both objects live as long as the process: torch keeps the pointers.
-extern "C" void lowbit_sim_register(const Functions* functions, int count) {
-  lowbit = *functions, devices = count;
+extern "C" void lowbit_register_device(const Functions* functions, int count, const char* called) {
+  lowbit = *functions, devices = count, name = strdup(called);
   c10::SetAllocator(kType, new Allocator, 1);
   static c10::impl::DeviceGuardImplRegistrar registrar(kType, new Guard);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.devices.simulated.name import DEVICE
+from lowbit.devices.private_use import claimed
 
 _from_dlpack = torch._C._from_dlpack
 _KINDS = {  # DLPack's type code
@@ -41,15 +41,15 @@ def empty_strided(
     pin_memory: bool | None = None,
 ) -> Tensor:
     if pin_memory:
-        raise RuntimeError(f"Only dense CPU tensors can be pinned, got pin_memory=True on {DEVICE}")
+        raise RuntimeError(f"Only dense CPU tensors can be pinned, got pin_memory=True on {claimed.name}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
     index = index_of(device)
     known = CODES.get(dtype)
     try:
         if known is not None:
-            return _from_dlpack(_C.simulated.empty(index, size, stride, *known))
+            return _from_dlpack(_C.private_use.empty(index, size, stride, *known))
         extent = 0 if 0 in size else dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)))
-        raw = _from_dlpack(_C.simulated.empty(index, [extent], [1], *CODES[torch.uint8]))
+        raw = _from_dlpack(_C.private_use.empty(index, [extent], [1], *CODES[torch.uint8]))
     except MemoryError as error:
         raise torch.OutOfMemoryError(str(error)) from None
     return raw.view(dtype).as_strided(size, stride)
@@ -85,7 +85,7 @@ def on_host(tensor: Tensor) -> Tensor:
     """Return a CPU tensor over the same memory, for use inside ``run()``: same storage, strides, lazy conj and neg."""
     dtype, storage = tensor.dtype, tensor.untyped_storage()
     code, bits = CODES.get(dtype, CODES[torch.uint8])
-    whole = _from_dlpack(_C.simulated.host_view(storage.data_ptr(), [storage.nbytes() * 8 // bits], [1], code, bits))
+    whole = _from_dlpack(_C.private_use.host_view(storage.data_ptr(), [storage.nbytes() * 8 // bits], [1], code, bits))
     host = (whole if dtype in CODES else whole.view(dtype)).as_strided(
         tensor.shape, tensor.stride(), tensor.storage_offset()
     )
@@ -98,8 +98,8 @@ def on_host(tensor: Tensor) -> Tensor:
 def run(*devices: torch.device) -> Any:
     """Open the memory of those of ``devices`` that are ours: one launch, on the current stream. Device memory is
     touched in here only."""
-    indices = sorted({index_of(device) for device in devices if device.type == DEVICE})
-    opened = [_C.simulated.Open(index, torch.accelerator.current_stream(index).stream_id) for index in indices]
+    indices = sorted({index_of(device) for device in devices if device.type == claimed.name})
+    opened = [_C.private_use.Run(index, torch.accelerator.current_stream(index).stream_id) for index in indices]
     try:
         yield
     finally:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.devices.simulated import memory
-from lowbit.devices.simulated.name import DEVICE
+from lowbit.devices.private_use import claimed, memory
 
 _HOST_INDICES = {
     "aten::index",
@@ -65,7 +64,7 @@ class _Call:
 
     def to_host(self, value: Any, is_out: bool = False) -> Any:
         if isinstance(value, Tensor):
-            if value.device.type != DEVICE:
+            if value.device.type != claimed.name:
                 return value
             host = _resizable_copy(value) if is_out else memory.on_host(value)
             self.hosts[id(host)] = value, host
@@ -74,7 +73,7 @@ class _Call:
             return host
         if isinstance(value, list | tuple):
             return type(value)(self.to_host(item, is_out) for item in value)
-        return torch.device("cpu") if isinstance(value, torch.device) and value.type == DEVICE else value
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == claimed.name else value
 
     def to_device(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, Tensor):
@@ -87,12 +86,13 @@ class _Call:
         if id(host) in self.hosts:
             return self.hosts[id(host)][0]
         if host.device.type != "cpu" or host.layout != torch.strided:
-            raise NotImplementedError(f"{self.op}: a {host.layout} result on {host.device} cannot be on {DEVICE}")
+            raise NotImplementedError(f"{self.op}: a {host.layout} result on {host.device} cannot be on {claimed.name}")
         viewed = self._viewed_by(host)
         if viewed is not None:
             if viewed.dtype != host.dtype:
                 raise NotImplementedError(
-                    f"{self.op}: a view of another dtype, {host.dtype} of {viewed.dtype}, needs a kernel on {DEVICE}"
+                    f"{self.op}: a view of another dtype, {host.dtype} of {viewed.dtype}, needs a kernel on "
+                    f"{claimed.name}"
                 )
             return viewed.as_strided(
                 host.shape, host.stride(), viewed.storage_offset() + _elements_between(viewed, host)
@@ -118,7 +118,7 @@ def fallback(op: Any, *args: Any, **options: Any) -> Any:
     """Run ``op`` by its CPU kernel; the kernel of every key-less op of the device."""
     schema = _schema_of(op)
     tensors = _tensors_in((*args, *options.values()))
-    ours = [tensor for tensor in tensors if tensor.device.type == DEVICE]
+    ours = [tensor for tensor in tensors if tensor.device.type == claimed.name]
     _check_one_device(op, schema, tensors, ours)
     device = _result_device(schema, args, options, ours)
     call = _Call(op, schema)
@@ -130,7 +130,7 @@ def fallback(op: Any, *args: Any, **options: Any) -> Any:
         host_options = {name: call.to_host(value, name in schema.outs) for name, value in options.items()}
         result = op(*host_args, **host_options)
         call.take_outs()
-        return call.to_device(result, device) if device.type == DEVICE else result
+        return call.to_device(result, device) if device.type == claimed.name else result
 
 
 def _as_tensor(value: Any, name: str, schema: _Schema) -> Any:
@@ -170,7 +170,7 @@ def _result_device(schema: _Schema, args: tuple[Any, ...], options: dict[str, An
         position = schema.names.index(schema.device)
         asked = args[position] if position < len(args) else options.get(schema.device)
     if asked is None:
-        return ours[0].device if ours else torch.device(DEVICE, memory.index_of(None))
+        return ours[0].device if ours else torch.device(claimed.name, memory.index_of(None))
     return asked
 
 

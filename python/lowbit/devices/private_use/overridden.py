@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowbit.devices.simulated.fallback import fallback
+from lowbit.devices.private_use.fallback import fallback
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.devices.simulated.name import DEVICE
+from lowbit.devices.private_use import claimed
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _LOW = (
@@ -34,7 +34,7 @@ def register(library: torch.library.Library) -> None:
 
 def _kernel(op: Any, low: bool) -> Callable[..., Any]:
     def kernel(*args: Any, **options: Any) -> Any:
-        dtype = torch.get_autocast_dtype(DEVICE) if low else torch.float32
+        dtype = torch.get_autocast_dtype(claimed.name) if low else torch.float32
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             return op(*_cast(args, dtype), **{key: _cast(value, dtype) for key, value in options.items()})
 
@@ -43,6 +43,6 @@ def _kernel(op: Any, low: bool) -> Callable[..., Any]:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        castable = value.device.type == DEVICE and value.is_floating_point() and value.dtype != torch.float64
+        castable = value.device.type == claimed.name and value.is_floating_point() and value.dtype != torch.float64
         return value.to(dtype) if castable else value
     return type(value)(_cast(item, dtype) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "level_zero/optim/step.hpp"
+
+LOWBIT_STEPS(dynamic4, lowbit::level_zero::kNibblesBlock)

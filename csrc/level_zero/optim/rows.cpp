@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp, in memory that host and
+// device share.
+#include <new>
+#include <type_traits>
+
+#include "level_zero/backend.hpp"
+#include "level_zero/optim/call.hpp"
+#include "level_zero/runtime/program.hpp"
+#include "ops/optim.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+using cuda::ConvertArgs;
+using cuda::kStepThreads;
+using cuda::kTaskElements;
+
+template <class Step>
+void step_with(const OptimStepArgs& args) {
+  const cuda::StepOptions options{args.hyper, args.grad_scale, args.found_inf, args.seed, args.block_size,
+                                  args.stochastic_rounding};
+  const auto count = static_cast<int64_t>(args.tensors.size());
+  const Workspace workspace("optim_step", args.place, count * static_cast<int64_t>(sizeof(StepEntry<Step>)));
+  auto* entries = static_cast<StepEntry<Step>*>(workspace.at(0));
+  int64_t tasks = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const OptimTensor& tensor = args.tensors[static_cast<std::size_t>(i)];
+    *tensor.step_count += 1;
+    new (entries + i) StepEntry<Step>{tensor, tasks, {options, tensor, i, *tensor.step_count}};
+    tasks += ceil_div(tensor.numel, kTaskElements);
+  }
+  if (tasks == 0) return;
+  const StepCall call{entries, static_cast<int32_t>(count)};
+  const std::string module = concat("optim_step_", kStateFormatNames[static_cast<int>(args.format)]),
+                    kernel = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
+  program(args.place, module).launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
+  wait(args.place.device);  // the table is read until then
+}
+
+// Moments that a rule has with the numbers that are used most; modules of more and of fewer are not there.
+template <class Rule>
+constexpr int kMoments = std::is_same_v<Rule, AdamW> ? 2 : 1;
+
+void run_step(const OptimStepArgs& args) {
+  if (args.found_inf && *args.found_inf != 0) return;
+  with_rule(args.rule, [&]<class Rule>() { step_with<typename Rule::template Step<kMoments<Rule>>>(args); });
+}
+
+template <class Args>
+void convert(const Args& args, std::string_view op) {
+  const int64_t numel = args.values.numel();
+  if (numel == 0) return;
+  const ConvertArgs given{const_cast<float*>(args.values.template as<const float>()),
+                          const_cast<uint8_t*>(args.codes.template as<const uint8_t>()),
+                          const_cast<float*>(args.scale.template as<const float>()), numel};
+  const std::string kernel =
+      concat(op, "_", kStateFormatNames[static_cast<int>(args.format)], "_", args.is_signed ? 1 : 0);
+  program(args.place, "optim_states")
+      .launch(args.place, kernel.c_str(), ceil_div(numel, int64_t{kEach} * kStepThreads),
+              kStepThreads, &given, sizeof given);
+}
+
+void encode(const EncodeStateArgs& args) { convert(args, "encode_state"); }
+void decode(const DecodeStateArgs& args) { convert(args, "decode_state"); }
+
+template <StateFormat kFormat, class Args>
+std::string_view refuses(const Args& args) {
+  if (args.format != kFormat) return "another state format";
+  if (args.place.device.type != DeviceType::level_zero) return "memory that the host cannot read";
+  if (!has_codes(kFormat)) return "";
+  const int64_t block = kFormat == StateFormat::dynamic4 ? kNibblesBlock : kCodesBlock;
+  return args.block_size == block ? "" : "blocks of another size than 256, or 128 of 4 bits";
+}
+
+template <StateFormat kFormat>
+std::string_view refuses_step(const OptimStepArgs& args) {
+  const std::string_view reason = refuses<kFormat>(args);
+  if (!reason.empty()) return reason;
+  const bool is_there = with_rule(args.rule, [&]<class Rule>() { return args.moments == kMoments<Rule>; });
+  return is_there ? "" : "amsgrad, or SGD without momentum";
+}
+
+#define LOWBIT_ROW(op, format, Args, run) {op "_" #format "_level_zero", refuses<StateFormat::format, Args>, run}
+#define LOWBIT_STEP(format) {"optim_step_" #format "_level_zero", refuses_step<StateFormat::format>, run_step}
+#define LOWBIT_ENCODE(format) LOWBIT_ROW("encode_state", format, EncodeStateArgs, encode)
+#define LOWBIT_DECODE(format) LOWBIT_ROW("decode_state", format, DecodeStateArgs, decode)
+constexpr Kernel<OptimStepArgs> kStepRows[] = {LOWBIT_STEP(float32), LOWBIT_STEP(bfloat16), LOWBIT_STEP(dynamic8),
+                                               LOWBIT_STEP(dynamic4), LOWBIT_STEP(float8)};
+constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE(dynamic8), LOWBIT_ENCODE(dynamic4),
+                                                   LOWBIT_ENCODE(float8)};
+constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE(dynamic8), LOWBIT_DECODE(dynamic4),
+                                                   LOWBIT_DECODE(float8)};
+
+}  // namespace
+
+void add_optim_rows(Backend& backend) {
+  add_rows(backend, kStepRows, std::size(kStepRows));
+  add_rows(backend, kEncodeRows, std::size(kEncodeRows));
+  add_rows(backend, kDecodeRows, std::size(kDecodeRows));
+}
+
+}  // namespace lowbit::level_zero

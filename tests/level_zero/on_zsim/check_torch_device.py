@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors, programs and quantized layers on `lowbit_ze`; the GPU is zsim."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lowbit
+from lowbit import _C, devices
+from lowbit.devices import level_zero
+
+level_zero.enable()
+DEVICE = "lowbit_ze:0"
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return torch.lowbit_ze.memory_allocated()
+
+
+def test_torch_knows_the_gpus_by_their_names() -> None:
+    level_zero.enable()
+    assert level_zero.enabled() and torch.lowbit_ze.device_count() == torch.accelerator.device_count() == 1
+    assert torch.lowbit_ze.get_device_name(0) == "zsim" and torch.lowbit_ze.is_available()
+    assert torch.lowbit_ze.mem_get_info()[1] == 1 << 34
+    assert lowbit.info()["level_zero"].startswith("zsim; /") and lowbit.info()["level_zero"].endswith("for torch: lowbit_ze")
+    assert not any("lowbit_ze" in name or "xpu" in name for name in lowbit.info())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_values_survive_the_way_there_and_back(dtype: torch.dtype) -> None:
+    here = (torch.randn(4, 6) * 4).to(dtype)
+    there = here.to(DEVICE)
+    assert there.device == torch.device(DEVICE) and there.dtype == dtype and there.stride() == here.stride()
+    assert torch.equal(there.clone().cpu().view(torch.uint8), here.view(torch.uint8))
+
+
+def test_factories_and_views() -> None:
+    x = torch.zeros(4, 6, device="lowbit_ze")
+    assert x.device == torch.device(DEVICE) and torch.full_like(x, 2).sum().item() == 48
+    for view in (x[1], x.t()[:, 2], x.view(24)[12:15], x.unfold(1, 2, 2)[3], x.as_strided((2,), (12,), 5)):
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        view.add_(1)
+    assert x.sum().item() == 6 + 6 + 3 + 6 + 2
+    x.T.copy_(torch.arange(24.0).view(6, 4))
+    assert x.cpu()[1].tolist() == [1, 5, 9, 13, 17, 21]
+    out = torch.empty(0, device=DEVICE)
+    assert torch.add(x, 1, out=out) is out and torch.equal(out, x + 1)
+    assert torch.empty(0, 3, device=DEVICE).clone().shape == (0, 3)
+
+
+def test_memory_is_given_back() -> None:
+    before = live_bytes()
+    x = torch.ones(1000, device=DEVICE)
+    view = x[10:]
+    del x
+    assert live_bytes() - before == 4000
+    del view
+    assert live_bytes() == before and torch.lowbit_ze.max_memory_allocated() >= before + 4000
+
+
+def test_devices_do_not_mix_and_a_number_does() -> None:
+    x = torch.ones(3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        x + torch.ones(3)
+    assert torch.equal(x + torch.tensor(2.0), x + 2)
+    with pytest.raises(RuntimeError, match="there is no lowbit_ze:1, Level Zero has 1 GPUs"):
+        torch.empty(1, device="lowbit_ze:1")
+
+
+def test_a_model_trains_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    here = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2))
+    there = copy.deepcopy(here).to("lowbit_ze")
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (here, there)]
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        for model, optimizer, device in zip((here, there), optimizers, ("cpu", DEVICE), strict=True):
+            model(x.to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
+        assert theirs.device == torch.device(DEVICE)
+        torch.testing.assert_close(theirs.cpu(), mine)
+
+
+def test_ops_without_kernels_here_run_on_the_cpus() -> None:
+    for function, shapes in (
+        (functional.conv2d, [(2, 3, 8, 8), (4, 3, 3, 3)]),
+        (functional.scaled_dot_product_attention, [(1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8)]),
+    ):
+        here = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in here]
+        mine, theirs = function(*here), function(*there)
+        torch.testing.assert_close(theirs.cpu(), mine)
+        mine.sum().backward()
+        theirs.sum().backward()
+        for a, b in zip(here, there, strict=True):
+            torch.testing.assert_close(b.grad.cpu(), a.grad)
+
+
+def test_saving_loading_and_copying() -> None:
+    x = torch.randn(6, device=DEVICE)
+    file = io.BytesIO()
+    torch.save({"x": x, "part": x[2:4]}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["x"].device == torch.device(DEVICE) and torch.equal(loaded["x"], x)
+    file.seek(0)
+    assert torch.equal(torch.load(file, map_location="cpu")["part"], x.cpu()[2:4])
+    copied = copy.deepcopy(x)
+    assert torch.equal(copied, x) and copied.data_ptr() != x.data_ptr()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 40))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()],
+)
+def test_a_model_quantized_there_has_the_weights_and_numbers_of_one_quantized_here(config: object) -> None:
+    here, there = model(), model().to(DEVICE)
+    lowbit.quantize_(here, config)
+    lowbit.quantize_(there, config)
+    assert torch.equal(there[0].weight.cpu(), here[0].weight) and there[0].weight.device == torch.device(DEVICE)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        result = there(x.to(DEVICE))
+    assert result.device == torch.device(DEVICE) and _C.last_kernel("linear").endswith("_level_zero")
+    # A code of an activation may be another one where its scale's last bit is: a step of int8 in one of 64 products.
+    torch.testing.assert_close(result.cpu(), here(x), rtol=0, atol=1e-2 if "dynamic" in str(config).lower() else 1e-4)
+    moved = copy.deepcopy(here).to(DEVICE)
+    with torch.no_grad():
+        assert torch.equal(moved(x.to(DEVICE)), result)
+
+
+def test_gradients_of_a_quantized_layer_stay_there() -> None:
+    layers = [nn.Sequential(nn.Linear(64, 40)), None]
+    lowbit.quantize_(layers[0], lowbit.int8_weight_only())
+    layers[1] = copy.deepcopy(layers[0]).to(DEVICE)
+    values, gradients = torch.randn(2, 64), []
+    for layer, device in zip(layers, ("cpu", DEVICE), strict=True):
+        x = values.clone().to(device).requires_grad_()
+        layer(x).square().sum().backward()
+        assert x.grad.device == torch.device(device)
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_and_explanations_show_the_device() -> None:
+    rows = {str(row["name"]) for row in lowbit.kernels("linear") if row["device"] == "lowbit_ze"}
+    assert rows and all(name.endswith("_level_zero") for name in rows) and devices.list() == ["cpu", DEVICE]
+    layer = nn.Sequential(nn.Linear(64, 64))
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    (entry,) = lowbit.explain(layer.to(DEVICE))
+    assert entry.row == "linear_int8_level_zero"
+
+
+def test_ops_without_rows_there_say_so() -> None:
+    x = torch.ones(2, 64, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="all_finite: no kernel row fits"):
+        _C.all_finite(x)
+    with pytest.raises(ValueError, match="op: x must be on the CPU, got lowbit_ze:0"):
+        devices.check("op", "x", x.device, kernel="score_program")
+    packed = torch.empty(_C.packed_shape(0, 64, 64, 3, 0, False), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="linear: weight must be on lowbit_ze:0 as x is, got cpu"):
+        torch.ops.lowbit.linear(x, packed, 64, 64, 3, 0, False, 0)

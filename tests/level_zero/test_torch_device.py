@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lowbit_ze` as a device of torch, on zsim: in a process of its own, because enabling it cannot be undone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowbit import _C
+
+LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
+HERE = Path(__file__).parent
+
+
+def test_checks(zsim: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim/check_torch_device.py")],
+        env=os.environ | zsim, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 10
+    assert "ze_validation" not in (done.stdout + done.stderr).lower() and "zsim:" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("first, second", [("simulated", "level_zero"), ("level_zero", "simulated")])
+def test_one_of_our_devices_in_a_process(first: str, second: str, zsim: dict[str, str], python: Callable[..., str]) -> None:
+    names = {"simulated": "lowbit_sim", "level_zero": "lowbit_ze"}
+    code = f"""
+import torch
+from lowbit import _C
+from lowbit.devices import {first}, {second}
+{first}.enable()
+try:
+    {second}.enable()
+except RuntimeError as error:
+    print(error)
+x = torch.arange(3.0, device="{names[first]}") + 1
+print(x.tolist(), {first}.enabled(), {second}.enabled(), _C.kernels("linear") is not None)
+"""
+    told = python(code, **zsim).splitlines()
+    assert told == [
+        f"{second}.enable: torch has one place for a device of this kind in a process, and '{names[first]}' has taken it",
+        "[1.0, 2.0, 3.0] True False True",
+    ]
+
+
+def test_a_machine_without_a_gpu_says_why_and_stays_as_it_was(python: Callable[..., str]) -> None:
+    code = """
+import torch, lowbit
+from lowbit.devices import level_zero, simulated
+try:
+    level_zero.enable()
+except RuntimeError as error:
+    print(error)
+print(lowbit.info()["level_zero"])
+print(torch._C._get_privateuse1_backend_name(), level_zero.enabled())
+simulated.enable()
+print(torch.ones(2, device="lowbit_sim").sum().item())
+"""
+    error, fact, state, total = python(code, ZE_ENABLE_ALT_DRIVERS="/no/driver.so", LOWBIT_LEVEL_ZERO_PATH="").splitlines()
+    assert "no driver of a GPU" in error or "libze_loader" in error
+    assert fact == f"not available: {error}"
+    assert (state, total) == ("privateuseone False", "2.0")
+
+
+def test_import_and_autoload_open_nothing(zsim: dict[str, str], python: Callable[..., str]) -> None:
+    code = "import torch, lowbit; print('ze_loader' in open('/proc/self/maps').read(), torch._C._get_privateuse1_backend_name())"
+    assert python(code, **zsim).split() == ["False", "privateuseone"]
+
+
+def test_no_memory_is_torchs_error_and_passes(zsim: dict[str, str], python: Callable[..., str]) -> None:
+    code = """
+import ctypes, os, torch
+from lowbit.devices import level_zero
+level_zero.enable()
+driver = ctypes.CDLL(os.environ["ZE_ENABLE_ALT_DRIVERS"])
+x = torch.ones(3, device="lowbit_ze")
+driver.zsim_fail(b"memory", 0)
+for make in (lambda: torch.empty(1000, device="lowbit_ze"), lambda: torch.UntypedStorage(4000, device="lowbit_ze")):
+    try:
+        make()
+    except torch.OutOfMemoryError as error:
+        print(str(error).splitlines()[0])
+driver.zsim_fail(b"", 0)
+print((x + 1).tolist())
+"""
+    words = "lowbit_ze:0: out of memory: tried to allocate 4000 bytes; 12 of 17179869184 bytes are in use"
+    assert python(code, **zsim).splitlines() == [words, words, "[2.0, 2.0, 2.0]"]
+
+
+def test_a_lost_device_is_an_error_of_all_that_touches_it(zsim: dict[str, str], python: Callable[..., str]) -> None:
+    code = """
+import ctypes, os, torch, lowbit
+from lowbit.devices import level_zero
+level_zero.enable()
+layer, x = torch.nn.Sequential(torch.nn.Linear(64, 64)).to("lowbit_ze"), torch.ones(2, 64, device="lowbit_ze")
+lowbit.quantize_(layer, lowbit.int8_weight_only())
+ctypes.CDLL(os.environ["ZE_ENABLE_ALT_DRIVERS"]).zsim_fail(b"lost", 0)
+with torch.no_grad():
+    for run in (lambda: layer(x), lambda: x + 1, lambda: x.cpu(), lambda: torch.empty(3, device="lowbit_ze")):
+        try:
+            run()
+        except RuntimeError as error:
+            print("the device is lost" in str(error))
+print((torch.ones(2) + 1).tolist())
+"""
+    assert python(code, **zsim).splitlines() == ["True"] * 4 + ["[2.0, 2.0]"]
+
+
+def test_rows_for_torchs_own_xpu_need_such_a_torch(zsim: dict[str, str], python: Callable[..., str]) -> None:
+    code = """
+from lowbit import _C
+rows = {row["name"]: row for row in _C.kernels("linear") if row["backend"].startswith("level_zero")}
+ours = {name for name, row in rows.items() if row["device"] == "lowbit_ze" and row["available"]}
+theirs = {name for name, row in rows.items() if row["device"] == "xpu"}
+print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name]["reason"] for name in theirs})
+"""
+    assert python(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
+
+
+def test_rows_for_torchs_own_xpu_wait_for_its_queues(zsim: dict[str, str], tmp_path: Path) -> None:
+    library = tmp_path / "libc10_xpu.so"
+    subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
+    linked = [library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
+    command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / "xpu_tensors.cpp", *linked, "-o", tmp_path / "program"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "program"], env=os.environ | zsim, capture_output=True, text=True, check=True)
+    assert done.stdout == "dequantize_panels_level_zero_xpu 0\n", done.stdout + done.stderr
