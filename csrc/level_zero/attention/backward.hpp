@@ -149,6 +149,7 @@ struct Backward {
         multiply_onto<kRows, kColumns>(grad_values, s, shared.tile, lane);
       }
     });
+    __syncthreads();  // what stays is there, also where no tile was visible
     const int h = kKeysStay ? first_head / call.group : first_head;
     store(kKeysStay ? call.grad_k : call.grad_q, grad, shared.left, h, begin, rows, call.e, call.scale);
     if constexpr (kKeysStay) store(call.grad_v, grad_values, shared.right, h, begin, rows, call.ev, 1.0f);

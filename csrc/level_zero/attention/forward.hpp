@@ -71,6 +71,7 @@ struct Forward {
 
   // The result takes the place of the queries.
   LOWBIT_INLINE void finish(int b, int h, int q0, int rows) {
+    __syncthreads();  // they are there, also where no tile was visible
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const float total = sum_of_lanes(sums.total[r]);
