@@ -3,10 +3,13 @@
 
 #include <pybind11/stl.h>
 
+#include <deque>
+
 #include "bindings/register.hpp"
 #include "bindings/tensor_caster.hpp"
 #include "ops/block_classes.hpp"
 #include "score/print.hpp"
+#include "score/spirv.hpp"
 
 namespace lowbit {
 namespace {
@@ -63,6 +66,23 @@ std::string program_source(const Code& code, const py::list& captured, std::stri
   return source;
 }
 
+// Of tuples (name, code, captured, gradient).
+py::bytes programs_spirv(const py::list& functions) {
+  std::deque<TensorArguments> tensors;
+  std::deque<ScoreCall> calls;
+  std::vector<ScoreFunction> wanted;
+  for (const py::handle each : functions) {
+    const auto [name, code, captured, gradient] = py::cast<std::tuple<std::string, Code, py::list, bool>>(each);
+    tensors.emplace_back(captured, "score_programs_spirv: captured");
+    calls.emplace_back("score_programs_spirv", "code", code, tensors.back().views);
+    check(!gradient || !calls.back().program().is_mask, ErrorKind::value,
+          "score_programs_spirv: gradient must be False of a mask, got True for ", name);
+    wanted.push_back({&calls.back(), gradient, name});
+  }
+  const std::vector<uint32_t> words = score_spirv(wanted);
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(uint32_t)};
+}
+
 py::dict numbered_ops() {
   py::dict result;
   for (int op = 0; op < op_count(); op++) result[py::str(op_info(op).name)] = py::make_tuple(op, op_info(op).types);
@@ -110,6 +130,10 @@ left to be evaluated.)");
         R"(Return a program as device functions in CUDA C (``"cuda"``) or OpenCL C (``"opencl"``): csrc/score/print.hpp.
 
 Of ``captured`` the dtypes are read.)");
+  m.def("score_programs_spirv", programs_spirv, arg("functions"),
+        R"(Return a module of SPIR-V 1.2 that exports functions of programs: csrc/score/spirv.hpp.
+
+``functions`` has tuples (exported name, code, captured tensors, whether of the gradient).)");
 }
 
 }  // namespace lowbit

@@ -9,6 +9,8 @@ namespace lowbit::level_zero {
 // first call that has a tensor there.
 std::span<const Backend* const> backends();
 
+void add_attention_rows(Backend& backend);
+void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_optim_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);

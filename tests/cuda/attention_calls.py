@@ -21,7 +21,7 @@ from lowbit.score.program_cache import bind
 
 Mod = Callable[..., Tensor]
 ROWS = ("attention_forward_tiles_cuda", "attention_backward_tiles_cuda")
-HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 FLOAT32 = 2.0**-17  # of sums in float32, cut by the tensor cores, and of powers of 2
 
 

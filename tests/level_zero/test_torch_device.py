@@ -18,13 +18,14 @@ LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
 HERE = Path(__file__).parent
 
 
-def test_checks(zsim: dict[str, str]) -> None:
+@pytest.mark.parametrize("name, fewest", [("torch_device", 10), ("attention", 9)])
+def test_checks(name: str, fewest: int, zsim: dict[str, str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim/check_torch_device.py")],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(HERE / f"on_zsim/check_{name}.py")],
         env=os.environ | zsim, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 10
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > fewest
     assert "ze_validation" not in (done.stdout + done.stderr).lower() and "zsim:" not in done.stderr, done.stderr
 
 

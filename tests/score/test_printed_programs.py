@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs printed as CUDA C and OpenCL C compute what the machine computes: ops, random programs, tensors, faults.
+"""Programs printed as CUDA C and OpenCL C, and as SPIR-V, compute what the machine computes: ops, random programs,
+tensors, faults.
 
-They run compiled by g++ (printed_programs.py): bit for bit, but for the functions that the machine has of its own.
-clang's OpenCL and NVRTC say whether they are the languages that they should be, where these compilers are.
+What is printed runs compiled by g++ (printed_programs.py), SPIR-V on an OpenCL runtime (linked_programs.py): bit for
+bit, but for the functions that the machine or the runtime has of its own. clang's OpenCL and NVRTC say whether texts are
+the languages that they should be, where these compilers are.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 import torch
+from linked_programs import Linked
 from printed_programs import LANGUAGES, Printed, Program, functions
 from score_programs import (
     FLOAT_ENDS,
@@ -43,17 +45,26 @@ from lowbit import _C
 from lowbit.reference.score_program import OPS
 from lowbit.score.program import TYPES, ProgramBuilder
 
+TARGETS = (*LANGUAGES, "spirv")
 OWN = {"exp", "exp2", "tanh", "sigmoid", "scaled_tanh"}  # of the machine's own arithmetic, not of the C library
+LIBRARY = {"expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "erf", "pow"}
 """Printed programs call the device's; 4 units in the last place, and what the program makes of them."""
 
 
-def exact(code: list[int], pass_: str) -> bool:
-    return not OWN & set(re.findall(r"\w+", _C.score_program_explain(code)[pass_]))
+def made_for(target: str, programs: list[Program], folder: Path) -> Printed | Linked:
+    return Linked(programs, folder) if target == "spirv" else Printed(programs, target, folder)
 
 
-def same(got: Tensor, wanted: Tensor, what: str) -> None:
-    """Bit for bit, any nan for any other."""
+def exact(code: list[int], pass_: str, target: str) -> bool:
+    own = OWN | LIBRARY if target == "spirv" else OWN
+    return not own & set(re.findall(r"\w+", _C.score_program_explain(code)[pass_]))
+
+
+def same(got: Tensor, wanted: Tensor, what: str, target: str) -> None:
+    """Bit for bit, any nan for any other; of SPIR-V any zero: Intel's compiler makes (float)(int)-0.5 a trunc."""
     differs = (got.view(torch.int32) != wanted.view(torch.int32)) & ~(got.isnan() & wanted.isnan())
+    if target == "spirv":
+        differs &= got != wanted
     assert not differs.any(), f"{what}: {got[differs][:4].tolist()} is not {wanted[differs][:4].tolist()}"
 
 
@@ -81,37 +92,40 @@ def op_at_the_ends(name: str) -> Program:
     return program.finish(program.convert(program.op(name, *values), "float")), captured
 
 
-@pytest.fixture(scope="module", params=LANGUAGES)
-def printed_ops(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[Printed, int]]]:
+Printeds = tuple[str, dict[str, tuple[Printed | Linked, int]]]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def printed_ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Printeds:
     """Every op twice, at the ends and on plain numbers with its derivative, compiled together."""
     torch.manual_seed(1)
     programs = {f"{name} at the ends": op_at_the_ends(name) for name in OPS}
     for name in OPS:
         program, values, captured = operands(name, torch.float32)
         programs[name] = program.finish(program.convert(program.op(name, *values), "float")), captured
-    made = Printed(list(programs.values()), request.param, tmp_path_factory.mktemp("printed"))
-    return {name: (made, number) for number, name in enumerate(programs)}
+    made = made_for(request.param, list(programs.values()), tmp_path_factory.mktemp("printed"))
+    return request.param, {name: (made, number) for number, name in enumerate(programs)}
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_printed_op_is_that_of_the_machine(printed_ops: dict[str, tuple[Printed, int]], name: str) -> None:
-    printed, number = printed_ops[f"{name} at the ends"]
+def test_printed_op_is_that_of_the_machine(printed_ops: Printeds, name: str) -> None:
+    target, ops = printed_ops
+    printed, number = ops[f"{name} at the ends"]
     code, captured = printed.programs[number]
     scores = torch.randn(1, len(captured[0]))
     got, _, fault = printed.run(number, scores, q0=0, k0=0)
     wanted = run(code, list(captured), scores, q0=0, k0=0)
     assert fault == [0, 0, 0, 0]
-    if exact(code, "forward"):
-        same(got, wanted, name)
+    if exact(code, "forward", target):
+        same(got, wanted, name, target)
     else:
         near(got, wanted, 4 * 2.0**-23, name)
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_printed_derivative_is_that_of_the_machine(printed_ops: dict[str, tuple[Printed, int]], name: str) -> None:
-    printed, number = printed_ops[name]
+def test_printed_derivative_is_that_of_the_machine(printed_ops: Printeds, name: str) -> None:
+    target, ops = printed_ops
+    printed, number = ops[name]
     code, captured = printed.programs[number]
     scores, gradient = torch.randn(19, 33) * 3, torch.randn(19, 33)
     if name in POSITIVE:
@@ -119,8 +133,8 @@ def test_printed_derivative_is_that_of_the_machine(printed_ops: dict[str, tuple[
     got, sums, fault = printed.run(number, scores, gradient)
     wanted, wanted_sums = run_backward(code, list(captured), scores, gradient)
     assert fault == [0, 0, 0, 0]
-    if exact(code, "backward"):
-        same(got, wanted, name)
+    if exact(code, "backward", target):
+        same(got, wanted, name, target)
     else:
         near(got, wanted, 2e-5, name)
     for sum, wanted_sum in zip(sums, wanted_sums, strict=True):  # each element of these tensors is read by one score
@@ -129,10 +143,10 @@ def test_printed_derivative_is_that_of_the_machine(printed_ops: dict[str, tuple[
 
 
 @functools.cache
-def random_programs() -> list[tuple[Program, bool]]:
+def random_programs(seeds: range) -> list[tuple[Program, bool]]:
     """Of the fuzzer; and whether each has ops that jump, so that a last bit may become any other number."""
     made = []
-    for seed in range(150):
+    for seed in seeds:
         code, texts, jumps = generator.random_program(Choices(seed), (2, 3, 20 + 5, 40 + 3))
         torch.manual_seed(seed)
         captured = [eval(text, {"torch": torch}) for text in texts]
@@ -140,10 +154,15 @@ def random_programs() -> list[tuple[Program, bool]]:
     return made
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_printed_random_programs_are_those_of_the_machine(language: str, tmp_path: Path) -> None:
-    programs = random_programs()
-    printed = Printed([program for program, _ in programs], language, tmp_path)
+@pytest.mark.parametrize("target", TARGETS)
+def test_printed_random_programs_are_those_of_the_machine(target: str, tmp_path: Path) -> None:
+    assert compare_random_programs(target, range(150), tmp_path) > 200
+
+
+def compare_random_programs(target: str, seeds: range, folder: Path) -> int:
+    """Return how many functions were compared. 10,000 programs, once: seeds in steps of 150."""
+    programs = random_programs(seeds)
+    printed = made_for(target, [program for program, _ in programs], folder)
     compared = 0
     for number, ((code, captured), jumps) in enumerate(programs):
         scores, gradient = torch.randn(20, 40), torch.randn(20, 40)
@@ -159,8 +178,8 @@ def test_printed_random_programs_are_those_of_the_machine(language: str, tmp_pat
                 assert "divides an integer by zero" in str(error) and fault[0] != 0
                 break
             assert fault[0] == 0
-            if exact(code, pass_):
-                same(got, wanted, f"program {number} {pass_}")
+            if exact(code, pass_, target):
+                same(got, wanted, f"program {number} {pass_}", target)
             elif not jumps:
                 near(got, wanted, 2e-4, f"program {number} {pass_}")
             else:
@@ -175,17 +194,17 @@ def test_printed_random_programs_are_those_of_the_machine(language: str, tmp_pat
                         1e-3 * (1 + float(wanted_sum.abs().max())),
                         f"program {number}, a captured tensor",
                     )
-    assert compared > 200
+    return compared
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.bool],
     ids=str,
 )
 def test_printed_program_reads_tensors_of_any_dtype_and_layout(
-    language: str, dtype: torch.dtype, tmp_path: Path
+    target: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Every 16-bit float; ranks 0 and 3; steps, stride 0, negative indices."""
     if dtype in (torch.bfloat16, torch.float16):
@@ -202,29 +221,29 @@ def test_printed_program_reads_tensors_of_any_dtype_and_layout(
     scalar = program.gather(program.captured(type, 0))
     code = program.finish(program.op("add", program.convert(cell, "float"), program.convert(scalar, "float")))
     captured, scores = [table, number], torch.randn(256, 256)
-    got, _, fault = Printed([(code, captured)], language, tmp_path).run(0, scores, q0=0, k0=0)
+    got, _, fault = made_for(target, [(code, captured)], tmp_path).run(0, scores, q0=0, k0=0)
     assert fault[0] == 0
-    same(got, run(code, captured, scores, q0=0, k0=0), str(dtype))
+    same(got, run(code, captured, scores, q0=0, k0=0), str(dtype), target)
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_printed_program_notes_an_index_out_of_range_and_reads_nothing(language: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_printed_program_notes_an_index_out_of_range_and_reads_nothing(target: str, tmp_path: Path) -> None:
     program = ProgramBuilder()
     ids = program.gather(program.captured("int", 1), program.op("k"))
     code = program.finish(program.gather(program.captured("float", 2), program.op("h"), ids))
     captured = [torch.tensor([0, 1, 5, 1]), torch.randn(3, 4)]
-    _, _, fault = Printed([(code, captured)], language, tmp_path).run(0, torch.randn(1, 4), q0=0, k0=0)
+    _, _, fault = made_for(target, [(code, captured)], tmp_path).run(0, torch.randn(1, 4), q0=0, k0=0)
     assert fault == [1, 1, 1, 5]
     with pytest.raises(IndexError, match="reads index 5 of dimension 1 of captured tensor 1"):
         run(code, captured, torch.randn(1, 4), q0=0, k0=0)
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_printed_program_notes_a_division_of_integers_by_zero(language: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_printed_program_notes_a_division_of_integers_by_zero(target: str, tmp_path: Path) -> None:
     program = ProgramBuilder()
     quotient = program.op("floor_divide", program.op("q"), program.op("sub", program.op("k"), program.constant(2)))
     code = program.finish(program.convert(quotient, "float"))
-    printed = Printed([(code, [])], language, tmp_path)
+    printed = made_for(target, [(code, [])], tmp_path)
     assert printed.run(0, torch.randn(3, 2), q0=0, k0=0)[2] == [0, 0, 0, 0]
     assert printed.run(0, torch.randn(3, 4), q0=0, k0=0)[2][:2] == [1, -1]
 

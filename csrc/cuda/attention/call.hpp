@@ -47,6 +47,7 @@ struct HeadRows {
 
 // What a mod captured: its tensors, then per tensor sizes and strides.
 struct CapturedCall {
+  static constexpr int kGradients = kMostCaptured;
   const void* tensors[kMostCaptured];
   int64_t layout[kMostLayout];
 };
@@ -78,7 +79,9 @@ struct alignas(8) RowStatistics {
   }
 };
 
-struct AttentionCall {
+// Captured: how it says what a mod captured, and how many of them may have gradients.
+template <class Captured>
+struct AttentionCallOf {
   HeadRows q{}, k{}, v{}, out{}, grad_out{}, grad_q{}, grad_k{}, grad_v{};
   Tiling q_tiles, kv_tiles;
   int32_t batch = 0, heads = 0, group = 0;
@@ -92,7 +95,7 @@ struct AttentionCall {
   const int64_t* seed = nullptr;
   uint64_t dropped = 0;  // of 2^32 draws
   float kept = 0;        // what is not dropped is multiplied by
-  CapturedCall score{}, mask{};
+  Captured score{}, mask{};
   int32_t* fault = nullptr;  // of the mods (score/print.hpp)
   // Classes of blocks (ops/attention.hpp), [B or 1, Hq or 1, q blocks, kv blocks], made of the lists; strides.
   uint8_t* classes = nullptr;
@@ -103,10 +106,11 @@ struct AttentionCall {
   RowStatistics* statistics = nullptr;  // [B, Hq, L]
   float* unit = nullptr;  // [B, Hq, L]: of rows of large lse (has_rest), what their probabilities are multiplied by
   float* grad_sink = nullptr;
-  CapturedGradientCall gradients[kMostCaptured] = {};
+  CapturedGradientCall gradients[Captured::kGradients] = {};
   uint32_t* largest = nullptr;  // [kMostCaptured]: bits of what is added to each
   int32_t sum_bits = 0;         // of sums for the largest value
   bool adds = false;            // or finds the largest
 };
+using AttentionCall = AttentionCallOf<CapturedCall>;
 
 }  // namespace lowbit::cuda

@@ -7,29 +7,9 @@
 
 namespace lowbit::cuda {
 
-LOWBIT_INLINE void read_list(const AttentionCall& call, const ListCall& list, uint8_t* row, uint8_t what) {
-  if (!list.counts) return;
-  const int64_t at = blockIdx.x, i = at % call.class_rows, h = at / call.class_rows % call.class_heads,
-                b = at / call.class_rows / call.class_heads;
-  const int count = list.counts[b * list.count_stride[0] + h * list.count_stride[1] + i * list.count_stride[2]];
-  if (count < 0 || count > list.most) fail();
-  for (int j = static_cast<int>(threadIdx.x); j < count; j += kAttentionThreads) {
-    const int block = list.indices[b * list.index_stride[0] + h * list.index_stride[1] + i * list.index_stride[2] +
-                                   j * list.index_stride[3]];
-    if (block < 0 || block >= call.class_columns) fail();
-    else row[block] = what;
-  }
-}
-
 LOWBIT_INLINE void attention_prepare(const AttentionCall& call) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && call.fault) *call.fault = 0;
-  if (!call.classes) return;
-  uint8_t* row = call.classes + blockIdx.x * call.class_columns;
-  for (int64_t j = threadIdx.x; j < call.class_columns; j += kAttentionThreads) row[j] = 0;
-  __syncthreads();
-  read_list(call, call.lists[0], row, 1);
-  __syncthreads();  // a block of both lists is full
-  read_list(call, call.lists[1], row, 2);
+  if (call.classes) make_classes(call);
 }
 
 LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {

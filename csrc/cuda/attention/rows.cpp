@@ -4,15 +4,12 @@
 #include <cmath>
 
 #include "cuda/attention/kind.hpp"
+#include "cuda/attention/make_call.hpp"
 #include "cuda/backend.hpp"
 #include "score/program.hpp"
 
 namespace lowbit::cuda {
 namespace {
-
-HeadRows rows_of(const TensorView& tensor) {
-  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
-}
 
 CapturedCall captured_of(const ScoreCall* call) {
   CapturedCall made{};
@@ -26,14 +23,6 @@ CapturedCall captured_of(const ScoreCall* call) {
   return made;
 }
 
-ListCall list_of(const TensorView& counts, const TensorView& indices) {
-  if (!counts) return {};
-  return {counts.as<const int32_t>(), indices.as<const int32_t>(),
-          {counts.stride[0], counts.stride[1], counts.stride[2]},
-          {indices.stride[0], indices.stride[1], indices.stride[2], indices.stride[3]},
-          indices.size(3)};
-}
-
 // The memory that a call needs besides its tensors.
 struct Room {
   int64_t fault = 16, classes = 0, statistics = 0, unit = 0, grad_out = 0, captured = 0;  // bytes
@@ -44,35 +33,10 @@ struct Room {
   int64_t all() const { return at_captured() + captured; }
 };
 
-int64_t class_count(const AttentionForwardArgs& args) {
-  const TensorView& counts = args.lists.kv_num_blocks;
-  return counts ? counts.numel() * ceil_div(args.kv_length(), args.lists.kv_block) : 0;
-}
-
 AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, int q_tile, int kv_tile) {
-  const BlockLists& lists = args.lists;
-  const bool blocks = static_cast<bool>(lists.kv_num_blocks);
-  AttentionCall call{.q = rows_of(args.q), .k = rows_of(args.k), .v = rows_of(args.v), .out = rows_of(args.out),
-                     .q_tiles = Tiling(args.q_length(), blocks ? lists.q_block : 0, q_tile),
-                     .kv_tiles = Tiling(args.kv_length(), blocks ? lists.kv_block : 0, kv_tile)};
-  call.batch = static_cast<int32_t>(args.batch()), call.heads = static_cast<int32_t>(args.heads()),
-  call.group = static_cast<int32_t>(args.group()), call.causal = args.causal, call.out_dtype = args.out.dtype,
-  call.scale = static_cast<float>(args.scale), call.lse = args.lse.as<float>(),
-  call.max_scores = args.max_scores.as<float>(), call.sink = args.sink.as<const float>(), call.bias = args.mask.data;
-  for (int d = 0; d < 4; d++) call.bias_stride[d] = args.mask ? args.mask.stride[d] : 0;
-  call.seed = args.seed.as<const int64_t>(), call.dropped = static_cast<uint64_t>(args.dropout_p * 0x1p32),
-  call.kept = args.dropout_p < 1 ? static_cast<float>(1 / (1 - args.dropout_p)) : 0.0f;
+  auto call = attention_call<CapturedCall>(args, q_tile, kv_tile, static_cast<uint8_t*>(workspace.at(Room().fault)));
   call.score = captured_of(args.score_mod), call.mask = captured_of(args.mask_mod);
   call.fault = static_cast<int32_t*>(workspace.at(0));
-  if (!blocks) return call;
-  const TensorView& counts = lists.kv_num_blocks;
-  call.classes = static_cast<uint8_t*>(workspace.at(Room().fault));
-  call.class_columns = ceil_div(args.kv_length(), lists.kv_block), call.class_rows = counts.size(2),
-  call.class_heads = counts.size(1);
-  call.class_head = call.class_heads > 1 ? call.class_rows * call.class_columns : 0,
-  call.class_batch = counts.size(0) > 1 ? call.class_heads * call.class_rows * call.class_columns : 0;
-  call.lists[0] = list_of(counts, lists.kv_indices),
-  call.lists[1] = list_of(lists.full_kv_num_blocks, lists.full_kv_indices);
   return call;
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One score, from the product of query and key to what the softmax is taken of: score_mod, mask_mod, a mask,
-// causality; and dropout. The kernels are made for Mods, whose functions call the printed programs.
+// causality. The kernels are made for Mods, whose functions call the printed programs.
 #pragma once
 
-#include "core/random.hpp"
+#include "cuda/attention/place.cuh"
 #include "cuda/attention/tile.cuh"
 
 namespace lowbit::cuda {
 
-LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
+LOWBIT_INLINE void refuse(const AttentionCall&) { fail(); }
 
 // A call without any: scores are products times a scale > 0, which goes into the exponent.
 struct NoMods {
@@ -41,8 +41,9 @@ LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int 
   else return float_of_half(static_cast<const uint16_t*>(call.bias)[at]);
 }
 
-LOWBIT_INLINE bool is_hidden(const AttentionCall& call, const TilePlace& at, int q, int k) {
-  return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
+// What dropout multiplies a probability by.
+LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
+  return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
 // What the softmax is taken of; where Mods folds, without the scale. A mod is not asked about what is not there.
@@ -65,16 +66,6 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, flo
 // times log2(e) would be off by more than 1.
 template <class Mods>
 LOWBIT_INLINE float exponent_factor(const AttentionCall& call) { return Mods::kFolds ? call.scale * kLog2e : kLog2e; }
-
-// What dropout multiplies a probability by.
-LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
-  const auto seed = static_cast<uint64_t>(*call.seed);
-  auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q),
-                           static_cast<uint32_t>(at.b * call.heads + at.h), 0},
-                          {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  const uint32_t low = k & 1 ? words[1] : words[0], high = k & 1 ? words[3] : words[2];
-  return (k & 2 ? high : low) < call.dropped ? 0.0f : call.kept;
-}
 
 // After the last tile: a gather was out of range, or an integer was divided by zero.
 template <class Mods>

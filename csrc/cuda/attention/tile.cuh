@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What forward and backward do with tiles: rows to shared memory, products of tiles, which tiles are visited.
+// What forward and backward do with tiles: rows to shared memory, products of tiles.
 #pragma once
 
 #include "cuda/attention/call.hpp"
@@ -115,48 +115,6 @@ LOWBIT_INLINE void store_pair(const HeadRows& rows, DType stored, int b, int h, 
   } else {
     *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(rows.data) + at) = pair_of<dtype>(low, high);
   }
-}
-
-// A tile of a Tiling, one after the other without a division.
-struct TileStep {
-  int index = 0, block = 0, within = 0;
-
-  LOWBIT_INLINE void next(const Tiling& tiling) {
-    index++, within++;
-    if (within == static_cast<int>(tiling.per_block)) within = 0, block++;
-  }
-  LOWBIT_INLINE int begin(const Tiling& tiling) const {
-    return block * static_cast<int>(tiling.block) + within * static_cast<int>(tiling.tile);
-  }
-  LOWBIT_INLINE int size(const Tiling& tiling) const {
-    const int64_t rest = smaller(tiling.length, (block + int64_t{1}) * tiling.block) - begin(tiling);
-    return static_cast<int>(smaller(tiling.tile, rest));
-  }
-};
-
-// Where a tile of scores stands.
-struct TilePlace {
-  int b, h, q0, rows, k0, cols;
-  bool partial;  // mask_mod has to be asked
-  bool cut;      // by the ends of q and k, or by causality
-};
-
-constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;
-
-LOWBIT_INLINE uint8_t class_of(const AttentionCall& call, int b, int h, int64_t q_block, int64_t kv_block) {
-  if (!call.classes) return kPartialBlock;
-  return call.classes[b * call.class_batch + h * call.class_head + q_block * call.class_columns + kv_block];
-}
-
-// False if no score of the tile is visible.
-LOWBIT_INLINE bool find_tile(const AttentionCall& call, int b, int h, const TileStep& q, const TileStep& k,
-                             TilePlace& at) {
-  at = {b, h, q.begin(call.q_tiles), q.size(call.q_tiles), k.begin(call.kv_tiles), k.size(call.kv_tiles), false, false};
-  if (call.causal && at.k0 >= at.q0 + at.rows) return false;
-  const uint8_t block = class_of(call, b, h, q.block, k.block);
-  at.partial = block == kPartialBlock;
-  at.cut = call.causal && at.k0 + at.cols > at.q0 + 1;
-  return block != kEmptyBlock;
 }
 
 }  // namespace lowbit::cuda

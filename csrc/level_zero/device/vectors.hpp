@@ -21,5 +21,7 @@ using Global = T __attribute__((address_space(1)));
 
 template <class T>
 LOWBIT_INLINE const Global<T>* global(const void* p) { return (const Global<T>*)(p); }  // NOLINT: no other cast can
+template <class T>
+LOWBIT_INLINE Global<T>* global(void* p) { return (Global<T>*)(p); }  // NOLINT
 
 }  // namespace lowbit::level_zero

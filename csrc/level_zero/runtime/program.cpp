@@ -55,7 +55,10 @@ Module build(const Gpu& on, const Image& image) {
   const char* flags[] = {kFlags, kFlags};
   const void* constants[] = {nullptr, nullptr};
   const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = flags, .constants = constants};
-  return create(on, {.header = {Kind::module, &both}}, image.name);
+  // The first again, which drivers do not look at: the loader's validation refuses a description without a module.
+  const ModuleDescription linked{.header = {Kind::module, &both}, .bytes = bytes[0], .image = images[0],
+                                 .flags = kFlags};
+  return create(on, linked, image.name);
 }
 
 std::string native_image(Module module) {

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where tiles of scores stand and which of them are seen, on any device: classes of the blocks that a block mask lists,
+// causality, dropout. A Call is an AttentionCallOf; refuse(call) is of the device: a list has what it must not have.
+#pragma once
+
+#include "core/random.hpp"
+#include "cuda/attention/call.hpp"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
+
+// A tile of a Tiling, one after the other without a division.
+struct TileStep {
+  int index = 0, block = 0, within = 0;
+
+  LOWBIT_INLINE void next(const Tiling& tiling) {
+    index++, within++;
+    if (within == static_cast<int>(tiling.per_block)) within = 0, block++;
+  }
+  LOWBIT_INLINE int begin(const Tiling& tiling) const {
+    return block * static_cast<int>(tiling.block) + within * static_cast<int>(tiling.tile);
+  }
+  LOWBIT_INLINE int size(const Tiling& tiling) const {
+    const int64_t rest = smaller(tiling.length, (block + int64_t{1}) * tiling.block) - begin(tiling);
+    return static_cast<int>(smaller(tiling.tile, rest));
+  }
+};
+
+// Where a tile of scores stands.
+struct TilePlace {
+  int b, h, q0, rows, k0, cols;
+  bool partial;  // mask_mod has to be asked
+  bool cut;      // by the ends of q and k, or by causality
+};
+
+constexpr uint8_t kEmptyBlock = 0, kPartialBlock = 1;
+
+template <class Call>
+LOWBIT_INLINE uint8_t class_of(const Call& call, int b, int h, int64_t q_block, int64_t kv_block) {
+  if (!call.classes) return kPartialBlock;
+  return call.classes[b * call.class_batch + h * call.class_head + q_block * call.class_columns + kv_block];
+}
+
+// False if no score of the tile is visible.
+template <class Call>
+LOWBIT_INLINE bool find_tile(const Call& call, int b, int h, const TileStep& q, const TileStep& k, TilePlace& at) {
+  at = {b, h, q.begin(call.q_tiles), q.size(call.q_tiles), k.begin(call.kv_tiles), k.size(call.kv_tiles), false, false};
+  if (call.causal && at.k0 >= at.q0 + at.rows) return false;
+  const uint8_t block = class_of(call, b, h, q.block, k.block);
+  at.partial = block == kPartialBlock;
+  at.cut = call.causal && at.k0 + at.cols > at.q0 + 1;
+  return block != kEmptyBlock;
+}
+
+template <class Call>
+LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k) {
+  return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
+}
+
+// The random number of a probability: below what is dropped of 2^32, it is.
+LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
+  const auto key = static_cast<uint64_t>(seed);
+  auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q), static_cast<uint32_t>(head), 0},
+                          {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)});
+  const uint32_t low = k & 1 ? words[1] : words[0], high = k & 1 ? words[3] : words[2];
+  return k & 2 ? high : low;
+}
+
+template <class Call>
+LOWBIT_INLINE void read_list(const Call& call, const ListCall& list, uint8_t* row, uint8_t what) {
+  if (!list.counts) return;
+  const int64_t at = blockIdx.x, i = at % call.class_rows, h = at / call.class_rows % call.class_heads,
+                b = at / call.class_rows / call.class_heads;
+  const int count = list.counts[b * list.count_stride[0] + h * list.count_stride[1] + i * list.count_stride[2]];
+  if (count < 0 || count > list.most) refuse(call);
+  for (int j = static_cast<int>(threadIdx.x); j < count; j += kAttentionThreads) {
+    const int block = list.indices[b * list.index_stride[0] + h * list.index_stride[1] + i * list.index_stride[2] +
+                                   j * list.index_stride[3]];
+    if (block < 0 || block >= call.class_columns) refuse(call);
+    else row[block] = what;
+  }
+}
+
+// A CTA for each row of blocks.
+template <class Call>
+LOWBIT_INLINE void make_classes(const Call& call) {
+  uint8_t* row = call.classes + blockIdx.x * call.class_columns;
+  for (int64_t j = threadIdx.x; j < call.class_columns; j += kAttentionThreads) row[j] = 0;
+  __syncthreads();
+  read_list(call, call.lists[0], row, 1);
+  __syncthreads();  // a block of both lists is full
+  read_list(call, call.lists[1], row, 2);
+}
+
+}  // namespace lowbit::cuda

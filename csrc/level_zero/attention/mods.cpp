@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "level_zero/attention/mods.hpp"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+
+#include "level_zero/runtime/memory.hpp"
+#include "score/program_hash.hpp"
+#include "score/spirv.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+// score_mod, its gradient and mask_mod as SPIR-V, kept for good, as programs of the device are.
+std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask) {
+  static std::mutex mutex;
+  static std::map<std::array<int64_t, 2>, std::vector<uint32_t>> known;
+  const std::array key{ProgramHash(score).value(), ProgramHash(mask).value()};
+  const std::lock_guard lock(mutex);
+  std::vector<uint32_t>& words = known[key];
+  if (words.empty()) {
+    const ScoreFunction functions[] = {
+        {score, false, "score_mod"}, {score, true, "score_mod_gradient"}, {mask, false, "mask_mod"}};
+    words = score_spirv(functions);
+  }
+  return words;
+}
+
+}  // namespace
+
+CallMods::CallMods(const Place& place, const ScoreCall* score, const ScoreCall* mask, void* memory, bool faults)
+    : place_(place), score_(score), mask_(mask), memory_(memory), faults_(faults) {
+  if (!faults_) return;
+  write(score, 0), write(mask, 1);
+}
+
+void CallMods::write(const ScoreCall* call, int which) const {
+  TableCall args{.fault = fault(which), .table = table(which), .words = {}};
+  if (call) {
+    const std::vector<uint64_t> words = score_table(*call, fault(which));
+    std::ranges::copy(words, args.words);
+  }
+  level_zero::program(place_, "attention_prepare")
+      .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
+}
+
+const Program& CallMods::program(std::string_view module, std::string_view with_mods) const {
+  if (!score_ && !mask_) return level_zero::program(place_, module);
+  return level_zero::program(place_, with_mods, words_of(score_, mask_));
+}
+
+void CallMods::check_fault(std::string_view op) const {
+  if (!faults_) return;
+  int32_t noted[2][4] = {};
+  wait(place_.device);
+  copy(noted, memory_, sizeof noted);
+  check(!noted[0][0] || noted[0][1] != kBlockListFault, ErrorKind::value,
+        op, ": kv_num_blocks or kv_indices, or those of full blocks, have numbers that are out of range");
+  for (int which = 0; which < 2; which++) {
+    const ScoreCall* call = which ? mask_ : score_;
+    if (!call || !noted[which][0]) continue;
+    ScoreFault& fault = call->fault();
+    fault.tensor = noted[which][1], fault.dim = noted[which][2], fault.index = noted[which][3], fault.seen = true;
+    call->check_fault();
+  }
+}
+
+std::string_view refuses_mod(const ScoreCall* call) {
+  if (!call) return "";
+  int words = 1;
+  for (int i = 0; i < call->captured_count(); i++) words += 2 + 2 * call->captured()[i].rank;
+  return words <= TableCall::kMost ? "" : "a mod captures tensors and dimensions of them, more than 63 together";
+}
+
+std::string_view refuses_faults(const Place& place) {
+  return place.device.type == DeviceType::xpu ? "mods and block masks on torch's own xpu" : "";
+}
+
+}  // namespace lowbit::level_zero

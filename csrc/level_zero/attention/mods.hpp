@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// On the host: the mods of a call of attention or decode, as modules import them (scores.hpp) and as kernels find what
+// they captured.
+#pragma once
+
+#include <span>
+
+#include "level_zero/attention/call.hpp"
+#include "level_zero/runtime/program.hpp"
+#include "score/program.hpp"
+
+namespace lowbit::level_zero {
+
+// The mods of one call, at the begin of its workspace: what the kernels note of the faults of both, then their tables.
+class CallMods {
+ public:
+  static constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMost * 8;
+  static constexpr int64_t kBytes = 2 * (kFaultBytes + kTableBytes);
+
+  // Writes the tables. memory: kBytes of the device. faults: whether something may go wrong on the device.
+  CallMods(const Place& place, const ScoreCall* score, const ScoreCall* mask, void* memory, bool faults);
+
+  ModTable score() const { return {score_ ? table(0) : nullptr}; }
+  ModTable mask() const { return {mask_ ? table(1) : nullptr}; }
+  int32_t* fault() const { return fault(0); }  // of block lists, too
+  // `module`, or where there are mods `with_mods`, linked with them.
+  const Program& program(std::string_view module, std::string_view with_mods) const;
+  // After the kernels, which it waits for: throws what a mod or a list of blocks did that it must not.
+  void check_fault(std::string_view op) const;
+
+ private:
+  int32_t* fault(int which) const { return static_cast<int32_t*>(memory_) + 4 * which; }
+  uint64_t* table(int which) const {
+    return reinterpret_cast<uint64_t*>(static_cast<char*>(memory_) + 2 * kFaultBytes + which * kTableBytes);
+  }
+  void write(const ScoreCall* call, int which) const;
+
+  const Place& place_;
+  const ScoreCall *score_, *mask_;
+  void* memory_;
+  bool faults_;
+};
+
+// "" or why a row does not take a mod.
+std::string_view refuses_mod(const ScoreCall* call);
+// Or a call with mods or block lists there: what they note in memory of torch's own device, the host cannot read.
+std::string_view refuses_faults(const Place& place);
+
+}  // namespace lowbit::level_zero

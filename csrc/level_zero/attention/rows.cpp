@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the ops attention_forward and attention_backward. Block lists and indices of mods are checked on the device;
+// where there are some, the host waits and asks.
+#include "cuda/attention/make_call.hpp"
+#include "level_zero/attention/mods.hpp"
+#include "level_zero/backend.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+using cuda::RowStatistics;
+
+// The memory that a call needs besides its tensors.
+struct Room {
+  int64_t classes = 0, statistics = 0, unit = 0;  // bytes
+  static constexpr int64_t at_classes() { return CallMods::kBytes; }
+  int64_t at_statistics() const { return at_classes() + round_up(classes, 16); }
+  int64_t at_unit() const { return at_statistics() + round_up(statistics, 16); }
+  int64_t all() const { return at_unit() + unit; }
+};
+
+bool may_fail(const AttentionForwardArgs& args) {
+  return args.score_mod || args.mask_mod || args.lists.kv_num_blocks;
+}
+
+AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, const CallMods& mods, int q_tile,
+                      int kv_tile) {
+  AttentionCall call{cuda::attention_call<ModTable>(args, q_tile, kv_tile,
+                                                    static_cast<uint8_t*>(workspace.at(Room::at_classes()))),
+                     static_cast<int32_t>(args.q.size(3)), static_cast<int32_t>(args.ev()), args.q.dtype,
+                     args.mask.dtype};
+  call.score = mods.score(), call.mask = mods.mask(), call.fault = mods.fault();
+  return call;
+}
+
+void launch(const Place& place, const Program& program, const char* kernel, int64_t groups, const AttentionCall& call) {
+  if (groups) program.launch(place, kernel, groups, kAttentionThreads, &call, sizeof call);
+}
+
+void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
+  const TensorView& rows = args.lists.kv_num_blocks;
+  if (rows) launch(args.place, program(args.place, "attention_prepare"), "make_classes", rows.numel(), call);
+}
+
+void run_forward(const AttentionForwardArgs& args) {
+  const ForwardShape shape = forward_shape(larger(args.q.size(3), args.ev()));
+  const Workspace workspace("attention_forward", args.place, Room{.classes = cuda::class_count(args)}.all());
+  const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
+  const AttentionCall call = call_of(args, workspace, mods, shape.q_tile(), kKvTile);
+  make_classes(args, call);
+  launch(args.place, mods.program("attention_forward", "attention_forward_mods"),
+         shape.kernel({"forward_64", "forward_128", "forward_256"}),
+         args.batch() * args.heads() * call.q_tiles.count, call);
+  mods.check_fault("attention_forward");
+}
+
+AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
+                            const CallMods& mods, int q_tile, int kv_tile) {
+  AttentionCall call = call_of(args.forward, workspace, mods, q_tile, kv_tile);
+  call.grad_out = cuda::rows_of(args.grad_out), call.grad_q = cuda::rows_of(args.grad_q),
+  call.grad_k = cuda::rows_of(args.grad_k), call.grad_v = cuda::rows_of(args.grad_v),
+  call.grad_lse = args.grad_lse.as<const float>(), call.grad_sink = args.grad_sink.as<float>();
+  call.statistics = static_cast<RowStatistics*>(workspace.at(room.at_statistics()));
+  call.unit = static_cast<float*>(workspace.at(room.at_unit()));
+  return call;
+}
+
+void run_backward(const AttentionBackwardArgs& args) {
+  const AttentionForwardArgs& forward = args.forward;
+  const BackwardShape shape = backward_shape(larger(forward.q.size(3), forward.ev()));
+  const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
+  const Room room{.classes = cuda::class_count(forward),
+                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4};
+  const Workspace workspace("attention_backward", forward.place, room.all());
+  const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
+  const AttentionCall by_queries = backward_call(args, workspace, room, mods, shape.tile(), kKvTile),
+                      by_keys = backward_call(args, workspace, room, mods, kKvTile, shape.tile());
+  const Program &kernels = mods.program("attention_backward", "attention_backward_mods"),
+                &of_rows = program(forward.place, "attention_rows");
+  make_classes(forward, by_queries);
+  launch(forward.place, of_rows, "row_statistics", ceil_div(rows, kSubGroups), by_queries);
+  launch(forward.place, kernels, shape.kernel({"queries_64", "queries_128"}), heads * by_queries.q_tiles.count,
+         by_queries);  // finds units for the others
+  launch(forward.place, kernels, shape.kernel({"keys_64", "keys_128"}),
+         forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
+  if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
+  mods.check_fault("attention_backward");
+}
+
+std::string_view refuses(const AttentionForwardArgs& args) {
+  if (!is_activation(args.q.dtype)) return "inputs are neither float32 nor bfloat16 nor float16";
+  if (larger(args.q.size(3), args.ev()) > kMostColumns) return "head dims above 256";
+  if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
+  for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
+    if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
+  if (may_fail(args))
+    if (const std::string_view reason = refuses_faults(args.place); !reason.empty()) return reason;
+  if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || cuda::class_count(args) >= INT32_MAX)
+    return "more than 2^31 rows or blocks";
+  return "";
+}
+
+std::string_view refuses_backward(const AttentionBackwardArgs& args) {
+  if (args.grad_mask) return "a gradient of mask is wanted";
+  if (args.wants_captured()) return "gradients of captured tensors are wanted";
+  if (larger(args.forward.q.size(3), args.forward.ev()) > kMostBackwardColumns) return "head dims above 128";
+  return refuses(args.forward);
+}
+
+constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_level_zero", refuses, run_forward}};
+constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
+    {"attention_backward_tiles_level_zero", refuses_backward, run_backward}};
+
+}  // namespace
+
+void add_attention_rows(Backend& backend) {
+  add_rows(backend, kForward, std::size(kForward)), add_rows(backend, kBackward, std::size(kBackward));
+}
+
+}  // namespace lowbit::level_zero

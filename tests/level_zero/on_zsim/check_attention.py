@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of attention, decode and its codes on `lowbit_ze`; the GPU is zsim. Their kernels: test_attention_numbers.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.cuda import attention_calls
+from tests.cuda.attention_calls import CASES, AttentionCase, assert_right, expected, make_data
+from tests.ops import test_decode as on_the_cpu
+
+import lowbit
+from lowbit import _C
+from lowbit.devices import level_zero
+from lowbit.testing import assert_within
+
+level_zero.enable()
+DEVICE = "lowbit_ze:0"
+attention_calls.ROWS = ("attention_forward_tiles_level_zero", "attention_backward_tiles_level_zero")
+NAMES = ("causal 64", "negative scale, sink", "bool mask, dropout", "softcap and window")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
+def test_attention_is_within_budget_of_float64(case: AttentionCase) -> None:
+    data = make_data(case)
+    assert_right(case, attention_calls.run(case, data, DEVICE), expected(case, data))
+
+
+def test_flex_attention_with_a_captured_tensor_and_a_block_mask() -> None:
+    q, k, v = (torch.randn(1, 2, 100, 32) for _ in range(3))
+    bias, mask = torch.randn(2), lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, BLOCK_SIZE=32)
+    wanted = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h] * (q - k), mask)
+    there = bias.to(DEVICE)
+    got = lowbit.flex_attention(*(t.to(DEVICE) for t in (q, k, v)), lambda s, b, h, q, k: s + there[h] * (q - k), mask.to(DEVICE))
+    assert _C.last_kernel("attention_forward") == attention_calls.ROWS[0]
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gather_out_of_range_is_an_index_error() -> None:
+    q, bias = torch.randn(1, 1, 40, 16, device=DEVICE), torch.randn(30, device=DEVICE)
+    with pytest.raises(IndexError, match=r"score_mod reads index 3\d of dimension 0 of captured tensor 0, which has size 30"):
+        lowbit.flex_attention(q, q, q, lambda s, b, h, q, k: s + bias[k])
+    assert lowbit.flex_attention(q, q, q, lambda s, b, h, q, k: s + bias[k % 30]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_decode_is_within_budget_of_float64(kind: str) -> None:
+    for case in on_the_cpu.cases(kind)[1:6]:
+        data = on_the_cpu.make(case)
+        out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
+        call = {name: there(value) for name, value in data.call.items()}
+        _C.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+        assert _C.last_kernel("decode") == "decode_splits_level_zero"
+        assert_within(out.cpu(), data.out, data.allowed, str(case))
+        assert_within(lse.cpu(), data.lse, data.allowed_lse, f"lse of {case}")
+
+
+def there(value: object) -> object:
+    """Device tensors with the strides of the CPU's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+    return made.copy_(value) if 0 not in value.stride() else value.to(DEVICE)
+
+
+def test_codes_of_the_cache() -> None:
+    x = torch.randn(2, 3, 5, 64)
+    wanted, wanted_scale = on_the_cpu.quantized(x, "int4", False)
+    codes, scale = torch.empty_like(wanted, device=DEVICE), torch.empty_like(wanted_scale, device=DEVICE)
+    _C.kv_quantize(x.to(DEVICE), codes, scale, rotate=False)
+    assert torch.equal(codes.cpu(), wanted) and torch.equal(scale.cpu(), wanted_scale)
+    back = torch.empty(x.shape, device=DEVICE)
+    _C.kv_dequantize(codes, scale, back, False)
+    assert (back.cpu() - x).abs().amax() < 0.5

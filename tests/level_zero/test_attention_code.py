@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Intel's compiler makes of attention and decode for dg2 and pvc: no register in memory, no call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ocloc
+import pytest
+from modules import SPIRV
+
+pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
+KERNELS = {
+    "attention_forward": {"forward_64", "forward_128", "forward_256"},
+    "attention_backward": {"keys_64", "keys_128", "queries_64", "queries_128"},
+    "attention_rows": {"row_statistics", "sink_gradient"},
+    "attention_prepare": {"write_table", "make_classes"},
+    "decode": {"decode_64", "decode_128", "decode_256"},
+    "kv_codes": {"decode_combine", "kv_quantize", "kv_dequantize"},
+}
+
+
+@pytest.mark.parametrize("device", ocloc.LANES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_is_in_memory_that_could_be_in_registers(name: str, device: str, tmp_path: Path) -> None:
+    compiled = ocloc.compile_module((SPIRV / f"{name}.spv").read_bytes(), device, tmp_path)
+    assert compiled.kernels.keys() == KERNELS[name] and not compiled.spilled
+    for kernel, code in compiled.kernels.items():
+        assert not code.count(r"ss\[") and not code.count(r"\bcall"), kernel
