@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenCL on a CPU that takes SPIR-V with sub-groups, by ctypes: Intel's runtime (PyPI intel-opencl-rt, intel-cmplr-lib-rt).
 
-LOWBIT_INTEL_OPENCL names the environment that it was installed in; the system has the loader (Debian: ocl-icd-libopencl1).
+LOWBIT_LEVEL_ZERO_OPENCL names the folder of its libintelocl.so (tools/level_zero_env); the system has the loader (Debian: ocl-icd-libopencl1).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DEVICE_TYPE_ALL, BUILD_LOG, INDIRECT_ACCESS = 0xFFFFFFFF, 0x1183, 0x11B7
 
 def missing() -> str:
     """Why it is not there, or nothing."""
-    folder = os.environ.get("LOWBIT_INTEL_OPENCL")
+    folder = os.environ.get("LOWBIT_LEVEL_ZERO_OPENCL")
     if not folder:
-        return "LOWBIT_INTEL_OPENCL does not name an environment with Intel's OpenCL runtime"
-    if not (runtime := Path(folder, "lib", "libintelocl.so")).exists():
+        return "LOWBIT_LEVEL_ZERO_OPENCL names no folder with libintelocl.so"
+    if not (runtime := Path(folder, "libintelocl.so")).exists():
         return f"{runtime} is not there"
     return "" if find_library("OpenCL") else "the system has no libOpenCL.so.1"
 
@@ -32,7 +32,7 @@ class Machine:
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as vendors:  # the one that is shipped has a placeholder in it
-            runtime = Path(os.environ["LOWBIT_INTEL_OPENCL"], "lib", "libintelocl.so")
+            runtime = Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so")
             Path(vendors, "intel.icd").write_text(f"{runtime}\n")
             os.environ["OCL_ICD_VENDORS"] = vendors
             self._open()
