@@ -39,7 +39,8 @@ Module create(const Gpu& on, const ModuleDescription& description, std::string_v
   const Result failed = api().create_module(on.context, on.handle, &description, &module, &log);
   const std::string text = log_text(log);
   if (log) api().destroy_log(log);
-  if (failed) ensure(failed, concat(on.name, ": building ", name, text.empty() ? "" : concat(" (the driver: ", text, ")")));
+  if (failed)
+    ensure(failed, concat(on.name, ": building ", name, text.empty() ? "" : concat(" (the driver: ", text, ")")));
   return module;
 }
 
