@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows on tensors of torch's own xpu, without torch: its queue (fake_c10_xpu.cpp) has still to write the weight when the
-// call comes. Prints the row that ran and how many elements are not the CPU's.
+// Rows on tensors of torch's own xpu, without torch: its queue (fake_c10_xpu.cpp) has still to write the weight when
+// the call comes. Prints the row that ran and how many elements are not the CPU's.
 #include <cstdio>
 #include <cstring>
 #include <vector>

@@ -74,7 +74,8 @@ ze_result_t device_memory(ze_device_handle_t, uint32_t* count, ze_device_memory_
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t queue_groups(ze_device_handle_t, uint32_t* count, ze_command_queue_group_properties_t* to) {
-  if (*count && to) to[0].flags = ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE | ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY, to[0].numQueues = 1;
+  constexpr auto kFlags = ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COMPUTE | ZE_COMMAND_QUEUE_GROUP_PROPERTY_FLAG_COPY;
+  if (*count && to) to[0].flags = kFlags, to[0].numQueues = 1;
   *count = 1;
   return ZE_RESULT_SUCCESS;
 }
@@ -273,7 +274,8 @@ ze_result_t timestamp(ze_event_handle_t event, ze_kernel_timestamp_result_t* to)
   }
 
 ZSIM_TABLE(zeGetGlobalProcAddrTable, ze_global_dditable_t, to->pfnInit = init)
-ZSIM_TABLE(zeGetDriverProcAddrTable, ze_driver_dditable_t, to->pfnGet = get_drivers, to->pfnGetApiVersion = driver_version,
+ZSIM_TABLE(zeGetDriverProcAddrTable, ze_driver_dditable_t, to->pfnGet = get_drivers,
+           to->pfnGetApiVersion = driver_version,
            to->pfnGetProperties = driver_properties)
 ZSIM_TABLE(zeGetDeviceProcAddrTable, ze_device_dditable_t, to->pfnGet = get_devices,
            to->pfnGetProperties = device_properties, to->pfnGetComputeProperties = compute_properties,
@@ -289,7 +291,8 @@ ZSIM_TABLE(zeGetModuleProcAddrTable, ze_module_dditable_t, to->pfnCreate = creat
 ZSIM_TABLE(zeGetModuleBuildLogProcAddrTable, ze_module_build_log_dditable_t, to->pfnDestroy = destroy_log,
            to->pfnGetString = read_log)
 ZSIM_TABLE(zeGetKernelProcAddrTable, ze_kernel_dditable_t, to->pfnCreate = create_kernel,
-           to->pfnDestroy = destroy_kernel, to->pfnSetGroupSize = set_group_size, to->pfnSetArgumentValue = set_argument,
+           to->pfnDestroy = destroy_kernel, to->pfnSetGroupSize = set_group_size,
+            to->pfnSetArgumentValue = set_argument,
            to->pfnSetIndirectAccess = set_indirect_access, to->pfnGetProperties = kernel_properties)
 ZSIM_TABLE(zeGetCommandListProcAddrTable, ze_command_list_dditable_t, to->pfnCreate = create_list,
            to->pfnCreateImmediate = create_immediate, to->pfnDestroy = destroy_list, to->pfnClose = close_list,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the handles of zsim are. Commands of a list run when somebody waits for them, no sooner, and between two barriers
-// in the reverse of the order in which they came: what a client does not wait for or order goes wrong.
+// What the handles of zsim are. Commands of a list run when somebody waits for them, no sooner, and between two
+// barriers in the reverse of the order in which they came: what a client does not wait for or order goes wrong.
 #pragma once
 
 #include <level_zero/ze_api.h>
