@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp, in memory that host and
-// device share.
+// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp, in memory that host
+// and device share.
 #include <new>
 #include <type_traits>
 

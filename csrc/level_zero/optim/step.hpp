@@ -18,7 +18,8 @@ LOWBIT_INLINE void step(const StepCall& call) {
     (entries[middle].first_task <= task ? found : end) = middle;
   }
   const StepEntry<Rule>& of = entries[found];
-  cuda::update_task<Rule, kFormat, kBlock, kEach>(of.tensor, of.constants, (task - of.first_task) * cuda::kTaskElements);
+  cuda::update_task<Rule, kFormat, kBlock, kEach>(of.tensor, of.constants,
+                                                  (task - of.first_task) * cuda::kTaskElements);
 }
 
 }  // namespace lowbit::level_zero
