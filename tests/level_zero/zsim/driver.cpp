@@ -291,7 +291,8 @@ ZSIM_TABLE(zeGetModuleBuildLogProcAddrTable, ze_module_build_log_dditable_t, to-
            to->pfnGetString = read_log)
 ZSIM_TABLE(zeGetKernelProcAddrTable, ze_kernel_dditable_t, to->pfnCreate = create_kernel,
            to->pfnDestroy = destroy_kernel, to->pfnSetGroupSize = set_group_size,
-           to->pfnSetArgumentValue = set_argument, to->pfnSetIndirectAccess = set_indirect_access, to->pfnGetProperties = kernel_properties)
+           to->pfnSetArgumentValue = set_argument, to->pfnSetIndirectAccess = set_indirect_access,
+           to->pfnGetProperties = kernel_properties)
 ZSIM_TABLE(zeGetCommandListProcAddrTable, ze_command_list_dditable_t, to->pfnCreate = create_list,
            to->pfnCreateImmediate = create_immediate, to->pfnDestroy = destroy_list, to->pfnClose = close_list,
            to->pfnReset = reset_list, to->pfnAppendLaunchKernel = append_launch,
