@@ -32,6 +32,7 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(module)
 
 
+@pytest.mark.walks
 @pytest.mark.parametrize(
     "file, device", [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc")]
 )
