@@ -185,7 +185,8 @@ struct Decode {
           uint32_t p[2][2];  // [pair of tokens][part]
 #pragma unroll
           for (int i = 0; i < 2; i++)
-            cut_pair<kDtype>(weight(n * 8 + g, k + t + 8 * i, group), weight(n * 8 + g, k + t + 8 * i + 4, group), p[i]);
+            cut_pair<kDtype>(weight(n * 8 + g, k + t + 8 * i, group), weight(n * 8 + g, k + t + 8 * i + 4, group),
+                             p[i]);
 #pragma unroll
           for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -282,8 +283,8 @@ LOWBIT_INLINE void decode(const DecodeCall& call) {
   of.finish(split);
 }
 
-// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order of
-// the splits; a CTA for each row.
+// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order
+// of the splits; a CTA for each row.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
   const int64_t row = blockIdx.x, l = row % call.length, h = row / call.length % call.heads,
                 b = row / call.length / call.heads, padded = kv_padded(call.v_columns);
@@ -299,7 +300,8 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
     float sum = 0;
     for (int s = 0; s < call.splits; s++)
       if (largest[s] != minus_infinity() || totals[s] != 0.0f)
-        sum = __fmaf_rn(power_of_2((largest[s] - base) * kLog2e), call.partial[(row * call.splits + s) * padded + c], sum);
+        sum = __fmaf_rn(power_of_2((largest[s] - base) * kLog2e), call.partial[(row * call.splits + s) * padded + c],
+                        sum);
     store_real(call.out.data, call.q_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c, sum * by);
   }
   if (call.lse && threadIdx.x == 0) call.lse[row] = total == 0.0f ? minus_infinity() : base + logf(total);

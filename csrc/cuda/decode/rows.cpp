@@ -25,7 +25,8 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
 // batch.
 void split_keys(const DecodeArgs& args, DecodeCall& call) {
   call.end = args.causal ? larger(0, smaller(args.kv_length(), args.position + args.q_length())) : args.kv_length();
-  call.first = args.window > 0 ? smaller(call.end, larger(0, args.position - args.window + 1) / kKeyTile * kKeyTile) : 0;
+  const int64_t seen = args.window > 0 ? larger(0, args.position - args.window + 1) : 0;
+  call.first = smaller(call.end, seen / kKeyTile * kKeyTile);
   const int64_t keys = call.end - call.first;
   call.split = larger(kLeastSplit, round_up(ceil_div(keys, kMostSplits), kKeyTile));
   call.splits = static_cast<int32_t>(ceil_div(keys, call.split));
