@@ -13,7 +13,8 @@
 namespace lowbit::cuda {
 
 // Which sources there are: the first number of a SourceKey.
-enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode, kv_convert };
+enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
+                                  kv_convert };
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);

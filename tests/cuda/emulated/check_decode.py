@@ -68,8 +68,17 @@ def test_a_cache_hides_no_nan(cache: str, poison: float) -> None:
         assert out[:, :1, :, :32].isnan().all() and (name != "q" or out[:, 1].isfinite().all())
 
 
-@pytest.mark.parametrize("format, rotate", [("int8", False), ("int8", True), ("int4", False), ("int4", True)])
-@pytest.mark.parametrize("columns, dtype", [(1, "float32"), (59, "bfloat16"), (96, "float16"), (128, "float32")])
+@pytest.mark.parametrize(
+    "format, rotate, columns, dtype",
+    [
+        ("int8", False, 1, "float32"),
+        ("int8", False, 59, "bfloat16"),
+        ("int8", True, 59, "float16"),
+        ("int4", False, 96, "float16"),
+        ("int4", True, 96, "bfloat16"),
+        ("int4", True, 128, "float32"),
+    ],
+)
 def test_codes_have_the_bits_of_the_cpu(format: str, rotate: bool, columns: int, dtype: str) -> None:
     torch.manual_seed(0)
     x = (torch.randn(2, 2, 3, columns) * torch.logspace(-3, 3, 3)[:, None]).to(getattr(torch, dtype))
