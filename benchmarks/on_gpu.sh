@@ -26,5 +26,7 @@ step "linear layers"
 python "$OLDPWD/benchmarks/bench_linear_cuda.py" --rounds 5 --out linear_cuda.json || code=$?
 step "attention"
 python "$OLDPWD/benchmarks/bench_attention_cuda.py" --rounds 5 --out attention_cuda.json || code=$?
+step "decoding over a cache"
+python "$OLDPWD/benchmarks/bench_decode_cuda.py" --rounds 5 --out decode_cuda.json || code=$?
 step "done"
 exit "$code"

@@ -15,6 +15,7 @@ bool is_emulated();
 
 void add_cudnn_rows(Backend& backend);  // before the others of attention
 void add_attention_rows(Backend& backend);
+void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_linear_rows_of_many(Backend& backend);  // before the others
 void add_optim_rows(Backend& backend);

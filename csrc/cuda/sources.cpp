@@ -42,7 +42,7 @@ std::vector<Source> common_sources() {
   };
   add_linear(Format::int4, 1, 1), add_linear(Format::int8, 1, 0), add_linear(Format::nf4, 1, 1);
   add_linear(Format::fp8_e4m3, 1, 0), add_linear(Format::int8, 0, 0), add_linear(Format::int4, 0, 2);
-  add_attention_sources(all);
+  add_attention_sources(all), add_decode_sources(all);
   return all;
 }
 

@@ -13,7 +13,8 @@
 namespace lowbit::cuda {
 
 // Which sources there are: the first number of a SourceKey.
-enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention };
+enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
+                                  kv_convert };
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -44,6 +45,7 @@ Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
 void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
+void add_decode_sources(std::vector<Source>& all);
 // What the optimizers' defaults use, and linear and attention with the configurations that are used most.
 LOWBIT_API std::vector<Source> common_sources();
 // Every specialisation of linear that a call can ask for.

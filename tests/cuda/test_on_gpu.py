@@ -10,6 +10,10 @@ import torch
 from attention_calls import CASES as ATTENTION
 from attention_calls import AttentionCase, assert_right, expected, make_data
 from attention_calls import run as run_attention
+from decode_calls import CASES as DECODE
+from decode_calls import DecodeCase
+from decode_calls import assert_right as assert_decode_right
+from decode_calls import make_data as make_decode_data
 from linear_calls import CASES, row_of, run
 from optim_steps import RULES, step
 
@@ -150,6 +154,39 @@ def test_what_attention_does_not_serve_is_refused_by_name() -> None:
         lowbit.flex_attention(*(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(3)))
 
 
-def test_other_ops_say_that_they_are_for_the_cpu() -> None:
-    with pytest.raises(ValueError, match="must be on the CPU, got cuda:0"):
-        lowbit.QuantizedKVCache("int8").append(0, *(torch.randn(1, 1, 8, 16, device="cuda") for _ in range(2)))
+def attend(case: DecodeCase, device: str) -> torch.Tensor:
+    torch.manual_seed(0)
+    b, hq, hkv, _, length, e, ev = case.shape
+    cache = lowbit.QuantizedKVCache(case.cache)
+    cache.append(0, *(torch.randn(b, hkv, length, size).to(device, case.dtype) for size in (e, ev)))
+    return cache.attend(0, torch.randn(b, hq, 1, e).to(device, case.dtype)).cpu()
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_decode_is_within_budget_of_float64(case: DecodeCase) -> None:
+    data = make_decode_data(case)
+    call = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in data.call.items()}
+    names = ("k", "v", "scale", "k_scale", "v_scale", "rotated", "causal", "position", "window")
+    defaults = {"rotated": False, "causal": False, "position": 0, "window": 0}
+    arguments = [call.get(name, defaults.get(name)) for name in names]
+    first, second = (torch.ops.lowbit.decode(data.q.cuda(), *arguments, case.shape[6], call.get("mask"), call.get("sink")) for _ in range(2))
+    assert torch.equal(first, second)
+    assert_decode_right(case, data, (first.cpu(), data.lse))
+
+
+@pytest.mark.parametrize("case", [case for case in DECODE if isinstance(case.cache, str)], ids=str)
+def test_a_cache_has_what_it_has_on_the_cpu(case: DecodeCase) -> None:
+    torch.testing.assert_close(attend(case, "cuda"), attend(case, "cpu"), rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_replays_a_step_over_a_cache() -> None:
+    cache = lowbit.QuantizedKVCache("int8")
+    cache.append(0, *(torch.randn(2, 2, 1000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
+    q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    wanted = cache.attend(0, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(0, q)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)

@@ -12,12 +12,6 @@ LOWBIT_INLINE void attention_prepare(const AttentionCall& call) {
   if (call.classes) make_classes(call);
 }
 
-LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
-  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
-}
-
 // D = sum of grad_out * out - grad_lse, a warp for each row; grad_out in 16 bits where it is float32.
 template <DType dtype, int kEv>
 LOWBIT_INLINE void row_statistics(const AttentionCall& call) {

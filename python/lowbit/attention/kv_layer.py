@@ -90,7 +90,7 @@ class QuantizedKVLayer:
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise ValueError(f"QuantizedKVCache: {name} must have shape [B, H, L, E], got {list(tensor.shape)}")
-            devices.check("QuantizedKVCache", name, tensor.device)
+            devices.check("QuantizedKVCache", name, tensor.device, kernel="kv_quantize")
             if tensor.dtype not in _DTYPES:
                 raise TypeError(f"QuantizedKVCache: {name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if key.shape[:3] != value.shape[:3]:

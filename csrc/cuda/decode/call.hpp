@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of decode get, the same text for host and device, and the sizes of their tiles.
+#pragma once
+
+#include "cuda/attention/call.hpp"
+#include "ops/kv_format.hpp"
+
+namespace lowbit::cuda {
+
+constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32;
+constexpr int kKeyTile = 64;         // tokens in shared memory
+constexpr int64_t kLeastSplit = 128, kMostSplits = 64;
+constexpr int kMostKvColumns = 512;  // of codes (ops/decode.cpp)
+
+// How a call of decode is specialised. cache: int8, uint8 (int4 codes) or a 16-bit float; groups: of 32 columns of keys
+// and of values; parts: of a query, in the 16-bit float that it is multiplied in; tiles: of 8 rows of a CTA.
+struct DecodeShape {
+  DType cache;
+  int groups, v_groups, parts, tiles;
+
+  static constexpr int kPad = 1;  // groups behind each row in shared memory: rows lie in different banks
+  constexpr bool codes() const { return cache == DType::int8 || cache == DType::uint8; }
+  constexpr int group_bytes() const { return cache == DType::uint8 ? 16 : cache == DType::int8 ? 32 : 64; }
+  constexpr int row_bytes() const { return (groups + kPad) * group_bytes(); }
+  constexpr int v_row_bytes() const { return (v_groups + kPad) * group_bytes(); }
+  constexpr int rows() const { return 8 * tiles; }
+  constexpr int scales() const { return !codes() ? 0 : cache == DType::uint8 ? groups : 1; }  // of a key
+  constexpr int v_scales() const { return !codes() ? 0 : cache == DType::uint8 ? v_groups : 1; }
+  constexpr int query_words() const { return parts * groups * 2 * tiles * 32 * 2; }
+  constexpr int score_stride() const { return kKeyTile + 4; }
+  static constexpr int scale_floats(int scales) { return scales ? kKeyTile * scales : 4; }
+  constexpr int bytes() const {  // of shared memory
+    const int floats = scale_floats(scales()) + scale_floats(v_scales()) + rows() * (score_stride() + 2);
+    return kKeyTile * (row_bytes() + v_row_bytes()) + 4 * (query_words() + floats);
+  }
+};
+
+// Keys or values, dense in the last dimension; strides in elements.
+struct CacheRows {
+  const void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+  int pieces = 0;  // of 16 bytes of a row
+  const void* scale = nullptr;
+  int64_t scale_batch = 0, scale_head = 0, scale_row = 0;
+  DType scale_dtype = DType::other;
+};
+
+struct DecodeCall {
+  HeadRows q{}, out{};
+  DType q_dtype = DType::other;
+  CacheRows k{}, v{};
+  int32_t heads = 0, kv_heads = 0, group = 0, length = 0, columns = 0, v_columns = 0;
+  int32_t row_blocks = 0, splits = 0;     // of the rows of a kv head; of the keys
+  int64_t first = 0, split = 0, end = 0;  // the key that the first split begins with, keys of a split, where they end
+  float scale = 0;
+  bool causal = false, rotated = false;
+  int64_t position = 0, window = 0;
+  const void* mask = nullptr;
+  int64_t mask_stride[4] = {};
+  DType mask_dtype = DType::other;
+  const float* sink = nullptr;
+  float* lse = nullptr;
+  float *largest = nullptr, *total = nullptr, *partial = nullptr;  // [row][split]; of partial v_groups * 32 columns
+};
+
+// Rows of floats and their codes.
+struct KvConvertCall {
+  HeadRows x, codes, scale;
+  DType x_dtype, scale_dtype;
+  int64_t rows, heads, length;
+  int32_t columns;
+  bool rotated;
+};
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of keys or a query in the registers of a warp: lane l holds columns l, 32 + l, 64 + l ...
+#pragma once
+
+#include "cuda/attention/tile.cuh"
+#include "cuda/decode/call.hpp"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
+  if (dtype == DType::float32) static_cast<float*>(to)[at] = value;
+  else
+    static_cast<uint16_t*>(to)[at] =
+        dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+}
+
+template <int kGroups>
+LOWBIT_INLINE void load_row(float (&x)[kGroups], const void* from, DType dtype, int64_t at, int columns) {
+#pragma unroll
+  for (int g = 0; g < kGroups; g++) {
+    const int column = g * 32 + lane_of_warp();
+    x[g] = column < columns ? load_real(from, dtype, at + column) : 0.0f;
+  }
+}
+
+// By a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
+template <int kGroups>
+LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
+  constexpr int kSize = static_cast<int>(kv_rotation(kGroups * 32));
+  const int lane = lane_of_warp();
+  const float norm = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(kSize)));
+#pragma unroll
+  for (int g = 0; g < kGroups; g++) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+      int odd = j & lane;  // how many bits of both are set
+      odd ^= odd >> 2, odd ^= odd >> 1;
+      sum = __fmaf_rn(__shfl_sync(kWarp, x[g], j, 16), odd & 1 ? -1.0f : 1.0f, sum);
+    }
+    sum *= norm;
+    const float other = __shfl_xor_sync(kWarp, sum, 16);
+    x[g] = lane < 16 ? sum + other : other - sum;
+  }
+#pragma unroll
+  for (int half = 1; half < kSize / 32; half *= 2)
+#pragma unroll
+    for (int g = 0; g < kGroups; g++)
+      if (!(g & half)) {
+        const float a = x[g], b = x[g + half];
+        x[g] = a + b, x[g + half] = a - b;
+      }
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the ops decode, kv_quantize and kv_dequantize. Nothing is read on the host or waited for.
+#include "cuda/attention/kind.hpp"
+#include "cuda/backend.hpp"
+#include "cuda/decode/kind.hpp"
+#include "ops/decode.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+HeadRows rows_of(const TensorView& tensor) {
+  return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+}
+
+CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
+  CacheRows rows{.data = tensor.data, .batch = tensor.stride[0], .head = tensor.stride[1], .row = tensor.stride[2],
+                 .pieces = static_cast<int>(tensor.size(3) * static_cast<int64_t>(size_of(tensor.dtype)) / 16)};
+  if (!scale) return rows;
+  rows.scale = scale.data, rows.scale_dtype = scale.dtype;
+  rows.scale_batch = scale.stride[0], rows.scale_head = scale.stride[1], rows.scale_row = scale.stride[2];
+  return rows;
+}
+
+// The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits in any
+// batch.
+void split_keys(const DecodeArgs& args, DecodeCall& call) {
+  call.end = args.causal ? larger(0, smaller(args.kv_length(), args.position + args.q_length())) : args.kv_length();
+  const int64_t seen = args.window > 0 ? larger(0, args.position - args.window + 1) : 0;
+  call.first = smaller(call.end, seen / kKeyTile * kKeyTile);
+  const int64_t keys = call.end - call.first;
+  call.split = larger(kLeastSplit, round_up(ceil_div(keys, kMostSplits), kKeyTile));
+  call.splits = static_cast<int32_t>(ceil_div(keys, call.split));
+}
+
+DecodeCall call_of(const DecodeArgs& args, const DecodeShape& shape) {
+  DecodeCall call{.q = rows_of(args.q), .out = rows_of(args.out), .q_dtype = args.q.dtype,
+                  .k = cache_of(args.k, args.k_scale), .v = cache_of(args.v, args.v_scale)};
+  const auto number = [](int64_t of) { return static_cast<int32_t>(of); };
+  call.heads = number(args.heads()), call.kv_heads = number(args.kv_heads()), call.group = number(args.group()),
+  call.length = number(args.q_length()), call.columns = number(args.q.size(3)),
+  call.v_columns = number(args.out.size(3)),
+  call.row_blocks = number(ceil_div(args.group() * args.q_length(), shape.rows()));
+  call.scale = static_cast<float>(args.scale), call.causal = args.causal, call.rotated = args.rotated,
+  call.position = args.position, call.window = args.window;
+  call.mask = args.mask.data, call.mask_dtype = args.mask.dtype;
+  for (int d = 0; d < 4; d++) call.mask_stride[d] = args.mask ? args.mask.stride[d] : 0;
+  call.sink = args.sink.as<const float>(), call.lse = args.lse.as<float>();
+  split_keys(args, call);
+  return call;
+}
+
+void run_decode(const DecodeArgs& args) {
+  const DecodeShape shape = shape_of(args);
+  DecodeCall call = call_of(args, shape);
+  const int64_t rows = args.batch() * args.heads() * args.q_length(), slots = rows * call.splits;
+  const Workspace workspace("decode", args.place, 4 * (slots * (shape.v_groups * 32 + 2) + 4));
+  call.partial = static_cast<float*>(workspace.at(0));
+  call.largest = call.partial + slots * shape.v_groups * 32, call.total = call.largest + slots;
+  const int64_t ctas = args.batch() * args.kv_heads() * call.row_blocks * call.splits;
+  if (ctas)
+    program(args.place, key_of(shape), [&] { return decode_source(shape); })
+        .launch(args.place, "decode", ctas, kDecodeThreads, &call, shape.bytes());
+  program(args.place, {static_cast<int64_t>(SourceKind::decode)}, combine_source)
+      .launch(args.place, "combine", rows, kDecodeThreads, &call);
+}
+
+// Rows are copied 16 bytes at a time.
+bool is_aligned(const TensorView& tensor) {
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  for (int d = 0; d < 3; d++)
+    aligned &= tensor.size(d) <= 1 || tensor.stride[d] * static_cast<int64_t>(size_of(tensor.dtype)) % 16 == 0;
+  return aligned || tensor.numel() == 0;
+}
+
+template <DType kCache>
+std::string_view refuses_decode(const DecodeArgs& args) {
+  if (args.k.dtype != kCache) return "keys and values of another type";
+  if (args.score_mod || args.mask_mod) return "a score_mod or a mask_mod";
+  const int64_t e = args.q.size(3), ev = args.out.size(3);
+  if (e > kMostHeadDim || ev > kMostHeadDim) return "a head dimension above 256";
+  if (args.format() == KvFormat::floating) {
+    if (args.q.dtype != kCache) return "q has another dtype than keys and values";
+    if (e % 8 || ev % 8) return "head dimensions of 16-bit floats must be multiples of 8";
+  }
+  if (!is_aligned(args.k) || !is_aligned(args.v)) return "rows of k and v must begin at multiples of 16 bytes";
+  if (args.batch() * args.heads() * args.q_length() * kMostSplits >= INT32_MAX) return "more than 2^31 / 64 rows";
+  return "";
+}
+
+KvConvertCall call_of(const TensorView& x, const TensorView& codes, const TensorView& scale, bool rotated) {
+  return {rows_of(x), rows_of(codes), rows_of(scale), x.dtype, scale.dtype, x.size(0) * x.size(1) * x.size(2),
+          x.size(1), x.size(2), static_cast<int32_t>(x.size(3)), rotated};
+}
+
+void launch_convert(const Place& place, KvFormat format, const KvConvertCall& call, const char* kernel) {
+  const auto groups = static_cast<int>(kv_padded(call.columns) / kKvGroup);
+  program(place, {static_cast<int64_t>(SourceKind::kv_convert), static_cast<int64_t>(format), groups},
+          [&] { return kv_convert_source(format, groups); })
+      .launch(place, kernel, ceil_div(call.rows, kDecodeWarps), kDecodeThreads, &call);
+}
+void run_quantize(const KvQuantizeArgs& args) {
+  launch_convert(args.place, args.format(), call_of(args.x, args.codes, args.scale, args.rotate), "kv_quantize");
+}
+void run_dequantize(const KvDequantizeArgs& args) {
+  launch_convert(args.place, args.format(), call_of(args.x, args.codes, args.scale, args.rotated), "kv_dequantize");
+}
+
+template <class Args>
+std::string_view refuses_convert(const Args& args) {
+  return ceil_div(args.x.numel(), args.x.size(3)) >= INT32_MAX ? "more than 2^31 rows" : "";
+}
+
+constexpr Kernel<DecodeArgs> kDecode[] = {
+    {"decode_int8_cuda", refuses_decode<DType::int8>, run_decode},
+    {"decode_int4_cuda", refuses_decode<DType::uint8>, run_decode},
+    {"decode_bfloat16_cuda", refuses_decode<DType::bfloat16>, run_decode},
+    {"decode_float16_cuda", refuses_decode<DType::float16>, run_decode},
+};
+constexpr Kernel<KvQuantizeArgs> kQuantize[] = {{"kv_quantize_cuda", refuses_convert<KvQuantizeArgs>, run_quantize}};
+constexpr Kernel<KvDequantizeArgs> kDequantize[] = {
+    {"kv_dequantize_cuda", refuses_convert<KvDequantizeArgs>, run_dequantize}};
+
+}  // namespace
+
+void add_decode_rows(Backend& backend) {
+  add_rows(backend, kDecode, std::size(kDecode));
+  add_rows(backend, kQuantize, std::size(kQuantize)), add_rows(backend, kDequantize, std::size(kDequantize));
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/decode/kind.hpp"
+#include "ops/decode.hpp"
+
+namespace lowbit::cuda {
+namespace {
+
+std::string_view name_of_cache(DType cache) {
+  return cache == DType::int8 ? "int8 codes" : cache == DType::uint8 ? "int4 codes" : name_of(cache);
+}
+
+}  // namespace
+
+// Codes are exact in bfloat16; queries that are not take two parts. Few rows: one tile of 8.
+DecodeShape shape_of(const DecodeArgs& args) {
+  const int64_t rows = args.group() * args.q_length();
+  const bool exact = args.format() == KvFormat::floating || (args.q.dtype == DType::bfloat16 && !args.rotated);
+  return {args.k.dtype, static_cast<int>(kv_padded(args.q.size(3)) / kKvGroup),
+          static_cast<int>(kv_padded(args.out.size(3)) / kKvGroup), exact ? 1 : 2, rows <= 8 ? 1 : rows <= 16 ? 2 : 4};
+}
+
+SourceKey key_of(const DecodeShape& shape) {
+  return {static_cast<int64_t>(SourceKind::decode), static_cast<int64_t>(shape.cache) * 8 + shape.parts, shape.groups,
+          shape.v_groups, shape.tiles};
+}
+
+Source decode_source(const DecodeShape& shape) {
+  return {concat("decode of ", name_of_cache(shape.cache), ", head dims up to ", shape.groups * kKvGroup, " and ",
+                 shape.v_groups * kKvGroup, ", queries in ", shape.parts, " parts, ", shape.rows(), " rows"),
+          concat("#include \"cuda/decode/decode.cuh\"\n",
+                 kernel_text("decode", "kDecodeThreads", "DecodeCall",
+                             concat("decode<lowbit::DType::", name_of(shape.cache), ", ", shape.groups, ", ",
+                                    shape.v_groups, ", ", shape.parts, ", ", shape.tiles, ">")))};
+}
+
+Source combine_source() {
+  return {"splits of decode", concat("#include \"cuda/decode/decode.cuh\"\n",
+                                     kernel_text("combine", "kDecodeThreads", "DecodeCall", "combine"))};
+}
+
+Source kv_convert_source(KvFormat format, int groups) {
+  const std::string of = concat("<lowbit::KvFormat::", format == KvFormat::int8 ? "int8" : "int4", ", ", groups, ">");
+  return {concat("rows of up to ", groups * kKvGroup, " columns to ", format == KvFormat::int8 ? "int8" : "int4",
+                 " codes"),
+          concat("#include \"cuda/decode/convert.cuh\"\n",
+                 kernel_text("kv_quantize", "kDecodeThreads", "KvConvertCall", "kv_quantize" + of),
+                 kernel_text("kv_dequantize", "kDecodeThreads", "KvConvertCall", "kv_dequantize" + of))};
+}
+
+// A step of bfloat16 queries, of head dims of 128, over each cache, and a prompt.
+void add_decode_sources(std::vector<Source>& all) {
+  all.push_back(combine_source());
+  for (const KvFormat format : {KvFormat::int8, KvFormat::int4}) all.push_back(kv_convert_source(format, 4));
+  for (const int tiles : {1, 4}) {
+    all.push_back(decode_source({DType::int8, 4, 4, 1, tiles}));
+    all.push_back(decode_source({DType::uint8, 4, 4, 2, tiles}));
+  }
+  all.push_back(decode_source({DType::bfloat16, 4, 4, 1, 1}));
+}
+
+}  // namespace lowbit::cuda

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of decode that together use every option of the rows for CUDA, and what they must give, in float64 with budgets.
+
+Queries and probabilities are cut to two parts of 16 bits (2^-16 and less), scores and sums are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.reference import decode as reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALF_ULP = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-24}
+PARTS = 2.0**-15  # of a cut number and of float32 sums that tensor cores cut
+ROW = {"int8": "decode_int8_cuda", "int4": "decode_int4_cuda", BF16: "decode_bfloat16_cuda", FP16: "decode_float16_cuda"}
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    name: str
+    shape: tuple[int, int, int, int, int, int, int]  # B, Hq, Hkv, L, S, E, Ev
+    cache: Any  # int8, int4 or a dtype
+    dtype: torch.dtype = BF16
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    mask: torch.dtype | None = None
+    sink: bool = False
+    token_major: bool = False  # [B, S, H, ...]
+    factor: float = 1.0  # of queries
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    DecodeCase("int8, a group of 4", (2, 8, 2, 1, 300, 64, 64), "int8"),
+    DecodeCase("int8, float32, causal", (1, 4, 1, 3, 200, 128, 96), "int8", FP32, {"causal": True, "position": 150}, token_major=True),
+    DecodeCase("int8, a window, a sink", (1, 2, 2, 2, 400, 64, 32), "int8", FP16, {"causal": True, "position": 398, "window": 90}, sink=True),
+    DecodeCase("int8, rotated, odd head dims", (1, 3, 1, 1, 70, 80, 59), "int8", BF16, {"rotated": True}, mask=torch.bool),
+    DecodeCase("int8, a prompt", (1, 4, 1, 12, 130, 64, 64), "int8", BF16, {"causal": True, "position": 118}),
+    DecodeCase("int4, a group of 8", (1, 8, 1, 1, 260, 128, 128), "int4", BF16, {"rotated": True}),
+    DecodeCase("int4, float32, a float mask", (2, 2, 1, 5, 150, 96, 40), "int4", FP32, {"rotated": True}, mask=FP32),
+    DecodeCase("int4, 256, a sink", (1, 2, 1, 1, 65, 256, 256), "int4", FP16, {}, sink=True, token_major=True),
+    DecodeCase("bfloat16", (1, 4, 2, 1, 333, 128, 64), BF16),
+    DecodeCase("float16, causal", (2, 2, 1, 4, 140, 64, 72), FP16, FP16, {"causal": True, "position": 100}, mask=FP16),
+    DecodeCase("bfloat16, a prompt", (1, 3, 1, 6, 90, 40, 32), BF16, BF16, {"causal": True, "position": 84}),
+    DecodeCase("one key, 1 column", (1, 1, 1, 1, 1, 1, 1), "int8", FP32),
+    DecodeCase("tiny queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, factor=1e-30),
+    DecodeCase("huge queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, {"scale": 1e-37}, factor=1e36),
+]  # fmt: skip
+
+
+@dataclass
+class DecodeData:
+    q: Tensor
+    call: dict[str, Any]  # arguments of _C.decode beside q, out and lse, on the CPU
+    out: Tensor
+    lse: Tensor
+    allowed: Tensor
+    allowed_lse: Tensor
+
+
+def quantized(x: Tensor, format: str, rotate: bool) -> tuple[Tensor, Tensor]:
+    padded = -(-x.shape[-1] // 32) * 32
+    codes, scale = ((padded, torch.int8), (1, FP32)) if format == "int8" else ((padded // 2, torch.uint8), (padded // 32, FP16))
+    stored = [torch.zeros(*x.shape[:3], size, dtype=dtype) for size, dtype in (codes, scale)]
+    _C.kv_quantize(x, *stored, rotate=rotate)
+    return stored[0], stored[1]
+
+
+def make_data(case: DecodeCase) -> DecodeData:
+    torch.manual_seed(0)
+    b, hq, hkv, length, s, e, ev = case.shape
+    q, k, v = (torch.randn(b, hq, length, e) * case.factor).to(case.dtype), torch.randn(b, hkv, s, e), torch.randn(b, hkv, s, ev)
+    options = {"scale": e**-0.5} | case.options
+    rotated = options.get("rotated", False)
+    if isinstance(case.cache, str):
+        stored = [*quantized(k, case.cache, rotated), *quantized(v, case.cache, False)]
+        k, v = reference.decoded(*stored[:2]), reference.decoded(*stored[2:])[..., :ev]
+        exact_q = reference.rotate(q) if rotated else reference.pad(q.double())
+    else:
+        stored, exact_q = [k.to(case.cache), v.to(case.cache)], q.double()
+        k, v = stored[0].double(), stored[1].double()
+    if case.token_major:
+        stored = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in stored]
+    call = options | dict(zip(("k", "k_scale", "v", "v_scale") if len(stored) == 4 else ("k", "v"), stored, strict=True))
+    if case.mask is torch.bool:
+        call["mask"] = (torch.rand(b, 1, length, s) > 0.4).expand(b, hq, length, s)
+    elif case.mask is not None:
+        call["mask"] = torch.randn(1, hq, 1, s).to(case.mask).expand(b, hq, length, s)
+    if case.sink:
+        call["sink"] = torch.randn(hq)
+    given = {name: call[name] for name in ("causal", "position", "window", "mask", "sink") if name in call}
+    out, lse, p = reference.decode(exact_q, k, v, options["scale"], **given)
+    group = hq // hkv
+    k, v = k.double().abs().repeat_interleave(group, 1), v.double().abs().repeat_interleave(group, 1)
+    off = PARTS * ((exact_q.abs() @ k.transpose(-1, -2)).amax(-1) * options["scale"] + 1 + 2.0**-8 * lse.abs().nan_to_num(posinf=0.0))
+    allowed = (2 * off[..., None] + PARTS) * (p @ v)
+    return DecodeData(q, call, out, lse, allowed + HALF_ULP[case.dtype] * (out.abs() + allowed) * 2, off)
+
+
+def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tuple[Tensor, Tensor]:
+    """The op on a device by the row for CUDA: out and lse on the CPU."""
+    call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in data.call.items()}
+    out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
+    previous = _C.force_kernel(ROW[case.cache] + suffix)
+    try:
+        _C.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+    finally:
+        _C.force_kernel(previous or None)
+    assert _C.last_kernel("decode") == ROW[case.cache] + suffix
+    return out.cpu(), lse.cpu()
+
+
+def assert_right(case: DecodeCase, data: DecodeData, got: tuple[Tensor, Tensor]) -> None:
+    for name, result, exact, allowed in (("out", got[0], data.out, data.allowed), ("lse", got[1], data.lse, data.allowed_lse)):
+        result = result.double()
+        same = (result == exact) | ((result - exact).abs() <= allowed + 2.0**-26)
+        worst = ((result - exact).abs() / allowed).nan_to_num(torch.inf).amax().item()
+        assert same.all(), f"{case}: {name}: {(~same).sum().item()} of {same.numel()} elements are off, by up to {worst:.2f} of what is allowed"

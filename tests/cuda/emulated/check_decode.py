@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""decode and the codes of a cache on the emulated GPU: within budgets of float64, the bits of the CPU where they are promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from decode_calls import CASES, DecodeCase, assert_right, make_data, run
+from torch import Tensor
+
+import lowbit
+from lowbit import _C
+from lowbit.devices import simulated
+
+simulated.enable()
+DEVICE = "lowbit_sim:1"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_are_within_budget_of_float64(case: DecodeCase) -> None:
+    data = make_data(case)
+    assert_right(case, data, run(case, data, DEVICE, "_sim"))
+
+
+def test_a_query_has_the_same_bits_in_any_batch() -> None:
+    whole = CASES[0]
+    data = make_data(whole)
+    out, lse = run(whole, data, DEVICE, "_sim")
+    alone = DecodeCase("alone", (1, *whole.shape[1:]), "int8")
+    data.call = {name: value[1:] if isinstance(value, Tensor) else value for name, value in data.call.items()}
+    data.q, data.out, data.lse = data.q[1:], data.out[1:], data.lse[1:]
+    got = run(alone, data, DEVICE, "_sim")
+    assert torch.equal(got[0], out[1:]) and torch.equal(got[1], lse[1:])
+
+
+def test_keys_that_no_query_sees_are_not_read() -> None:
+    case = DecodeCase("window", (1, 2, 1, 1, 640, 32, 32), "int8", options={"causal": True, "position": 450, "window": 100})
+    data = make_data(case)
+    before = run(case, data, DEVICE, "_sim")
+    for name in ("k_scale", "v_scale"):
+        data.call[name][:, :, :320], data.call[name][:, :, 451:] = torch.nan, torch.nan
+    after = run(case, data, DEVICE, "_sim")
+    assert torch.equal(before[0], after[0]) and before[0].isfinite().all()
+
+
+def test_an_empty_cache_and_keys_that_are_all_hidden_give_zeros() -> None:
+    case = DecodeCase("nothing", (1, 2, 1, 2, 70, 32, 32), "int8", options={"causal": True, "position": -5})
+    data = make_data(case)
+    for keys in (70, 0):
+        data.call |= {name: data.call[name][:, :, :keys] for name in ("k", "v", "k_scale", "v_scale")}
+        out, lse = run(case, data, DEVICE, "_sim")
+        assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("cache", ["int8", "int4"])
+def test_a_cache_hides_no_nan(cache: str, poison: float) -> None:
+    case = DecodeCase("nan", (1, 2, 1, 1, 40, 64, 64), cache, torch.float32)
+    for name in ("k_scale", "v_scale", "q"):
+        data = make_data(case)
+        if name == "q":
+            data.q[0, 0] *= poison
+        else:
+            data.call[name][0, 0, 7, 0] = torch.nan  # what kv_quantize makes of it
+        out = run(case, data, DEVICE, "_sim")[0]
+        assert out[:, :1, :, :32].isnan().all() and (name != "q" or out[:, 1].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "format, rotate, columns, dtype",
+    [
+        ("int8", False, 1, "float32"),
+        ("int8", False, 59, "bfloat16"),
+        ("int8", True, 59, "float16"),
+        ("int4", False, 96, "float16"),
+        ("int4", True, 96, "bfloat16"),
+        ("int4", True, 128, "float32"),
+    ],
+)
+def test_codes_have_the_bits_of_the_cpu(format: str, rotate: bool, columns: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(2, 2, 3, columns) * torch.logspace(-3, 3, 3)[:, None]).to(getattr(torch, dtype))
+    x[0, 0, 0], x[0, 1, 1, 0], x[1, 1, 1, columns - 1] = 0, torch.nan, torch.inf
+    padded = -(-columns // 32) * 32
+    sizes = ((padded, torch.int8), (1, torch.float32)) if format == "int8" else ((padded // 2, torch.uint8), (padded // 32, torch.float16))
+    results = []
+    for device, suffix in (("cpu", "scalar"), (DEVICE, "cuda_sim")):
+        codes, scale = (torch.zeros(2, 2, 3, size, dtype=kind).to(device) for size, kind in sizes)
+        back = torch.zeros(x.shape).to(device)
+        try:
+            _C.force_kernel(f"kv_quantize_{suffix}")
+            _C.kv_quantize(x.to(device), codes, scale, rotate=rotate)
+            _C.force_kernel(f"kv_dequantize_{suffix}")
+            _C.kv_dequantize(codes, scale, back, rotate)
+        finally:
+            _C.force_kernel(None)
+        results.append([t.cpu() for t in (codes, scale, back)])
+    for here, there in zip(*results, strict=True):
+        assert torch.equal(here.nan_to_num(12345.0), there.nan_to_num(12345.0))
+
+
+def test_a_cache_on_the_device_attends_as_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    k, v, q = torch.randn(1, 2, 70, 64), torch.randn(1, 2, 70, 64), torch.randn(1, 4, 1, 64)
+    for format in ("int8", "int4"):
+        results = []
+        for device in ("cpu", DEVICE):
+            cache = lowbit.QuantizedKVCache(format)
+            cache.append(0, k.to(device), v.to(device))
+            cache.append(0, k[:, :, :1].to(device), v[:, :, :1].to(device))
+            results.append(cache.attend(0, q.to(device)).cpu())
+        torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data(CASES[0])
+    run(CASES[0], data, DEVICE, "_sim")
+    log, before = tmp_path / "log", simulated.live_bytes(DEVICE)
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
+    run(CASES[0], data, DEVICE, "_sim")
+    launches = [line.split()[:4] for line in log.read_text().splitlines() if line.startswith("launch")]
+    assert launches == [["launch", "decode", "12", "128"], ["launch", "combine", "16", "128"]]
+    assert simulated.live_bytes(DEVICE) == before
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (DecodeCase("", (1, 1, 1, 1, 3, 264, 64), "int8"), "a head dimension above 256"),
+        (DecodeCase("", (1, 1, 1, 1, 3, 36, 32), torch.bfloat16), "multiples of 8"),
+        (DecodeCase("", (1, 1, 1, 1, 3, 32, 32), torch.bfloat16, torch.float32), "q has another dtype than keys and values"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(case: DecodeCase, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        run(case, make_data(case), DEVICE, "_sim")
+
+
+def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by test_emulated.py once as it is and once without each barrier."""
+    for case in (CASES[0], CASES[1]):
+        data, results = make_data(case), []
+        for seed in ("0", "1", "2"):
+            monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
+            results.append(run(case, data, DEVICE, "_sim"))
+            assert_right(case, data, results[-1])
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
