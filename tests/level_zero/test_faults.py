@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong between our client and a driver: it is told by name, nothing is half done, and the CPU goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LAYER = """
+import torch, lowbit
+from lowbit.devices import level_zero
+level_zero.enable()
+torch.manual_seed(0)
+layer = torch.nn.Sequential(torch.nn.Linear(64, 16))
+lowbit.quantize_(layer, lowbit.int8_weight_only())
+x = torch.randn(1, 64)
+with torch.no_grad():
+    here = layer(x)
+    layer.to("lowbit_ze")
+    try:
+        print(torch.allclose(layer(x.to("lowbit_ze")).cpu(), here, rtol=1e-5, atol=1e-6))
+    except RuntimeError as error:
+        print(error)
+    print(torch.equal(layer.to("cpu")(x), here))
+"""
+
+
+def test_a_module_that_the_driver_refuses_is_named_with_its_log(zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]) -> None:
+    said = python(LAYER, **(zsim | {"ZSIM_FAIL": "build", "LOWBIT_CACHE_DIR": str(tmp_path)})).strip().splitlines()
+    assert said[0] == (
+        "zsim: building linear_activations (the driver: zsim was told to fail) failed: "
+        "the driver could not build the module (0x70000004)"
+    )
+    assert said[-1] == "True" and not list(tmp_path.rglob("*.native"))
+
+
+@pytest.mark.parametrize("spoil", [lambda image: image[: len(image) // 2], lambda image: image[:-9] + bytes([image[-9] ^ 1]) + image[-8:]])
+def test_a_kept_module_that_is_not_whole_is_built_anew(
+    spoil: Callable[[bytes], bytes], zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]
+) -> None:
+    there = zsim | {"LOWBIT_CACHE_DIR": str(tmp_path)}
+    assert python(LAYER, **there).split() == ["True", "True"]
+    kept = {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")}
+    assert len(kept) == 2
+    for path, image in kept.items():
+        path.write_bytes(spoil(image))
+    assert python(LAYER, **there).split() == ["True", "True"]
+    assert {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")} == kept
