@@ -33,6 +33,13 @@ struct RowTiles {
   LOWBIT_INLINE int height(int64_t tile) const { return static_cast<int>(begin(tile + 1) - begin(tile)); }
 };
 
+// Tiles of one factor of a product: where the rows of the first lie, bytes from row to row and from tile to tile.
+struct TileRows {
+  const void* rows;
+  int64_t stride, step = 0;
+  LOWBIT_INLINE TileRows at(int64_t number) const { return {static_cast<const char*>(rows) + number * step, stride}; }
+};
+
 // Calls f(integral_constant<int, count>) for a count of 1..kMax.
 template <int kMax, class F>
 LOWBIT_INLINE void with_count(int count, F&& f) {

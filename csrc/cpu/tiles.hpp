@@ -8,11 +8,6 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-struct TileRows {
-  const void* rows;
-  int64_t stride;  // bytes
-};
-
 // What a product loads: tiles of the other side stay from the product before.
 enum class Loads { both, activations, weights };
 
@@ -30,6 +25,26 @@ LOWBIT_INLINE void multiply_tiles(Activations&& activations, Weights&& weights) 
       TileUnit::add_products<Sum, kFirst + r * kPanels + p, kA, kW>();
     });
   });
+}
+
+// The same over `steps`, with one behind the other; `meanwhile` is called after each. Where sums can stay in registers
+// for all of them, a pair of tiles is multiplied over all steps before the next pair is.
+template <class Sum, int kFirst, int kRowTiles, int kPanels, class Activations, class Weights,
+          class Meanwhile = void (*)(), class Unit = TileUnit>
+LOWBIT_INLINE void multiply_steps(
+    int64_t steps, Activations&& activations, Weights&& weights, Meanwhile&& meanwhile = [] {}) {
+  if constexpr (Unit::kSumsInRegisters) {
+    unroll<kRowTiles>([&](auto r) __attribute__((always_inline)) {
+      Unit::template add_steps<kFirst + r * kPanels, kPanels>(activations(r), weights, steps);
+    });
+    for (int64_t step = 0; step < steps; step++) meanwhile();
+  } else {
+    for (int64_t step = 0; step < steps; step++) {
+      multiply_tiles<Sum, kFirst, kRowTiles, kPanels>([&](int r) { return activations(r).at(step); },
+                                                      [&](int p) { return weights(p).at(step).rows; });
+      meanwhile();
+    }
+  }
 }
 
 constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);

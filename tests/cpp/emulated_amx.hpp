@@ -14,6 +14,7 @@ class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
   static constexpr int kActivations = 4, kWeights = 6;
+  static constexpr bool kSumsInRegisters = false;
 
   explicit TileUnit(int64_t bytes) { bytes_ = bytes; }
   ~TileUnit() { bytes_ = 0; }

@@ -130,22 +130,27 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
 // is left out of scores would be seen in lse.
 enum class Pairs { all, not_last };
 
-// Sums of kRowTiles x kPanels tiles += those of one step; activations(r, part), weights(p, part): where a tile lies.
-// One side stays from pair to pair: three are 12 products and 8 loads.
-template <int kParts, Pairs kPairs, int kRowTiles, int kPanels, class Activations, class Weights>
-LOWBIT_INLINE void multiply_step(Activations&& activations, Weights&& weights) {
+// Sums of kRowTiles x kPanels tiles += those of `steps` steps; activations(r, part), weights(p, part): where the tiles
+// of the first lie. One side stays from pair to pair: three are 12 products and 8 loads. `meanwhile` is called after
+// each step.
+template <int kParts, Pairs kPairs, int kRowTiles, int kPanels, class Activations, class Weights, class F>
+LOWBIT_INLINE void multiply_parts(int64_t steps, Activations&& activations, Weights&& weights, F&& meanwhile) {
   static_assert(kParts <= 2);
-  const auto pair = [&]<int kActivations, int kWeights, Loads kLoads>() __attribute__((always_inline)) {
-    multiply_tiles<float, 0, kRowTiles, kPanels, kLoads>([&](int r) { return activations(r, kActivations); },
-                                                         [&](int p) { return weights(p, kWeights); });
-  };
   if constexpr (kParts == 1) {
-    pair.template operator()<0, 0, Loads::both>();
-  } else {
+    multiply_steps<float, 0, kRowTiles, kPanels>(steps, [&](int r) { return activations(r, 0); },
+                                                 [&](int p) { return weights(p, 0); }, meanwhile);
+    return;
+  }
+  for (int64_t step = 0; step < steps; step++) {
+    const auto pair = [&]<int kActivations, int kWeights, Loads kLoads>() __attribute__((always_inline)) {
+      multiply_tiles<float, 0, kRowTiles, kPanels, kLoads>([&](int r) { return activations(r, kActivations).at(step); },
+                                                           [&](int p) { return weights(p, kWeights).at(step).rows; });
+    };
     if constexpr (kPairs == Pairs::all) pair.template operator()<1, 1, Loads::both>();
     pair.template operator()<1, 0, kPairs == Pairs::all ? Loads::weights : Loads::both>();
     pair.template operator()<0, 0, Loads::activations>();
     pair.template operator()<0, 1, Loads::weights>();
+    meanwhile();
   }
 }
 
@@ -177,14 +182,16 @@ LOWBIT_INLINE void multiply(const TileProduct& product, F&& meanwhile) {
           unroll<kRowTiles * kPanels>([](auto t) { TileUnit::zero<t>(); });
         else
           unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::load<t>(place(t), stride); });
-        for (int64_t s = product.steps.begin; s < product.steps.end; s++) {
-          multiply_step<kParts, kPairs, kRowTiles, kPanels>(
-              [&](int i, int part) {
-                return TileRows{a.row(i * kTileRows) + s * a.step + part * a.part, a.stride};
-              },
-              [&](int i, int part) { return b + i * panel_bytes + (s * kParts + part) * kTileBytes; });
-          meanwhile();
-        }
+        const int64_t first = product.steps.begin;
+        multiply_parts<kParts, kPairs, kRowTiles, kPanels>(
+            product.steps.end - first,
+            [&](int i, int part) {
+              return TileRows{a.row(i * kTileRows) + first * a.step + part * a.part, a.stride, a.step};
+            },
+            [&](int i, int part) {
+              return TileRows{b + i * panel_bytes + (first * kParts + part) * kTileBytes, 64, kParts * kTileBytes};
+            },
+            meanwhile);
         unroll<kRowTiles * kPanels>([&](auto t) { TileUnit::store<t>(place(t), stride); });
       };
       with_count<2>(static_cast<int>(smaller(2, product.row_tiles - r)), [&](auto kRowTiles) {

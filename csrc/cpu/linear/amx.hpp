@@ -27,7 +27,8 @@ constexpr int64_t kFewestRows = 16;
 //   k             all of k, to the end of the last sum; sum_k: what is summed before a scale is due
 //   step, tile_bytes  k of one tile of activations, and the bytes of its rows
 //   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
-//   multiply<first tile, row tiles, panels>(row tile, k, weights, k in block): adds products of one step to the sums
+//   multiply<first tile, row tiles, panels>(row tile, begin, end, weights, block): adds products of k begin .. end, a few
+//     whole steps, to the sums; block: the k at which the weights begin
 //   scale(sums, row tile, panel, s, result): adds sum number s of a tile to its results
 //   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
 
@@ -75,8 +76,9 @@ void multiply_block(const Product& product, const TileResults<Product>& to, int6
     const int64_t s = k / product.sum_k, sum_end = smaller((s + 1) * product.sum_k, product.k);
     if (k == s * product.sum_k) unroll<kTiles>([](auto c) { TileUnit::zero<c>(); });
     else unroll<kTiles>([&](auto c) { TileUnit::load<c>(to.open[at(c)], 64); });
-    for (const int64_t stop = smaller(end, sum_end); k < stop; k += product.step)
-      product.template multiply<0, kRowTiles, kPanels>(row_tile, k, weights, k - begin);
+    const int64_t stop = smaller(end, sum_end);
+    product.template multiply<0, kRowTiles, kPanels>(row_tile, k, stop, weights, begin);
+    k = stop;
     if (made - taken == 2) take(taken++);
     if (k == sum_end) unroll<kTiles>([&](auto c) { TileUnit::store<c>(sums[made % 2][c]); }), made++;
     else unroll<kTiles>([&](auto c) { TileUnit::store<c>(to.open[at(c)]); });
@@ -96,8 +98,8 @@ void multiply_short_sums(const Product& product, float* results, int64_t row_til
   const int64_t first = begin / product.sum_k, last = ceil_div(end, product.sum_k);
   const auto sum = [&](auto tile, int64_t s) __attribute__((always_inline)) {
     TileUnit::zero<tile>();
-    for (int64_t k = s * product.sum_k; k < smaller(end, (s + 1) * product.sum_k); k += product.step)
-      product.template multiply<tile, 1, 1>(row_tile, k, &weights, k - begin);
+    product.template multiply<tile, 1, 1>(row_tile, s * product.sum_k, smaller(end, (s + 1) * product.sum_k), &weights,
+                                          begin);
     if (s > first + 1) product.scale(sums[tile], row_tile, panel, s - 2, result);
     TileUnit::store<tile>(sums[tile]);
   };

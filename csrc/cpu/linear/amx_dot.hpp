@@ -34,11 +34,13 @@ struct Int8Product {
   }
 
   template <int kFirst, int kRowTiles, int kPanels>
-  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t k, const uint8_t* const* weights, int64_t k_in_block) const {
-    const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + k;
-    multiply_tiles<Sum, kFirst, kRowTiles, kPanels>(
-        [&](int r) { return TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride}; },
-        [&](int p) { return weights[p] + k_in_block * kPanelColumns; });
+  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
+                              int64_t block) const {
+    const int8_t* a = rows.codes + row_tile * kTileRows * rows.code_stride + begin;
+    multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
+        ceil_div(end - begin, step),
+        [&](int r) { return TileRows{a + r * kTileRows * rows.code_stride, rows.code_stride, step}; },
+        [&](int p) { return TileRows{weights[p] + (begin - block) * kPanelColumns, 64, step * kPanelColumns}; });
   }
 
   LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t s, ResultRows& result) const {

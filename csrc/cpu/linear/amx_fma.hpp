@@ -183,13 +183,14 @@ struct PartProduct {
   static constexpr int64_t step = kPartK, tile_bytes = 64;
   const LinearArgs& args;
   int x_parts, parts, code_max;
-  int64_t block_k, weight_bytes;  // of two panels 16 to 24 KiB, of an L1 of 48
+  // Of two panels 16 to 24 KiB, of an L1 of 48; where sums leave registers at the end of a block, the longer is faster.
+  int64_t block_k, weight_bytes;
   int64_t first, sum_k, k;
   PartRows rows;
 
   PartProduct(const LinearArgs& args, int64_t first, int64_t count)
       : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
-        code_max(lowbit::code_max(read_as(args.weight_spec.format))), block_k(parts == 1 ? 256 : 128),
+        code_max(lowbit::code_max(read_as(args.weight_spec.format))), block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128),
         weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
         k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
     Arena counted;
@@ -221,14 +222,21 @@ struct PartProduct {
   }
 
   template <int kFirst, int kRowTiles, int kPanels>
-  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t k, const uint8_t* const* weights, int64_t k_in_block) const {
-    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * x_parts * kPartTile;
-    const uint8_t* a = rows.tiles + row_tile * row_bytes + k / kPartK * x_parts * kPartTile;
-    for (int j = 0; j < parts; j++)
-      for (int i = 0; i < smaller(x_parts, kMostParts - j); i++)
-        multiply_tiles<Sum, kFirst, kRowTiles, kPanels>(
-            [&](int r) { return TileRows{a + r * row_bytes + i * kPartTile, 64}; },
-            [&](int p) { return weights[p] + (k_in_block / kPartK * parts + j) * kPartTile; });
+  LOWBIT_INLINE void multiply(int64_t row_tile, int64_t begin, int64_t end, const uint8_t* const* weights,
+                              int64_t block) const {
+    const int64_t row_bytes = args.weight_spec.padded_k() / kPartK * x_parts * kPartTile, x_step = x_parts * kPartTile,
+                  w_step = parts * kPartTile, from = (begin - block) / kPartK * w_step;
+    const uint8_t* a = rows.tiles + row_tile * row_bytes + begin / kPartK * x_step;
+    const auto add_parts = [&](int64_t steps, int64_t at, int i, int j) __attribute__((always_inline)) {
+      multiply_steps<Sum, kFirst, kRowTiles, kPanels>(
+          steps, [&](int r) { return TileRows{a + r * row_bytes + at * x_step + i * kPartTile, 64, x_step}; },
+          [&](int p) { return TileRows{weights[p] + from + at * w_step + j * kPartTile, 64, w_step}; });
+    };
+    const int64_t steps = ceil_div(end - begin, kPartK);
+    if (x_parts * parts == 1) return add_parts(steps, 0, 0, 0);
+    for (int64_t step = 0; step < steps; step++)
+      for (int j = 0; j < parts; j++)
+        for (int i = 0; i < smaller(x_parts, kMostParts - j); i++) add_parts(1, step, i, j);
   }
 
   LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t g, ResultRows& result) const {

@@ -18,6 +18,7 @@ class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
   static constexpr int kActivations = 4, kWeights = 6;
+  static constexpr bool kSumsInRegisters = false;  // they stay in the unit
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) {
     __asm__ volatile("sttilecfg %0" : "=m"(before_));

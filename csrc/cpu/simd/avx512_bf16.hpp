@@ -18,61 +18,80 @@ class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
   static constexpr int kActivations = 4, kWeights = 6;
+  static constexpr bool kSumsInRegisters = true;  // while tiles of one factor follow one another: add_steps
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) : pairs_(bytes / 4), before_(here) { here = this; }
   LOWBIT_INLINE ~TileUnit() { here = before_; }
   TileUnit(const TileUnit&) = delete;
   TileUnit& operator=(const TileUnit&) = delete;
 
-  template <int tile> LOWBIT_INLINE static void zero() {
-    for (int row = 0; row < kRows; row++) _mm512_store_ps(here->sums_[tile] + row * 16, _mm512_setzero_ps());
-  }
+  // Sums that begin as zeros or are loaded go from there to registers, when there is a product to add.
+  template <int tile> LOWBIT_INLINE static void zero() { here->begin_[tile] = {kZeros, 0}; }
   LOWBIT_INLINE static void before_loads() {}
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
-    if constexpr (tile >= kActivations) here->operands_[tile - kActivations] = {static_cast<const char*>(rows), stride};
-    else
-      for (int64_t row = 0; row < kRows; row++)
-        _mm512_store_ps(here->sums_[tile] + row * 16, _mm512_loadu_ps(static_cast<const char*>(rows) + row * stride));
+    here->begin_[tile] = {rows, stride};
   }
   template <int tile> LOWBIT_INLINE static void store(float (&sums)[kRows * 16]) { store<tile>(sums, 64); }
   template <int tile> LOWBIT_INLINE static void store(float* rows, int64_t stride) {  // bytes
     for (int64_t row = 0; row < kRows; row++)
-      _mm512_storeu_ps(reinterpret_cast<char*>(rows) + row * stride, _mm512_load_ps(here->sums_[tile] + row * 16));
+      _mm512_storeu_ps(reinterpret_cast<char*>(rows) + row * stride, begin<tile>(row));
   }
-  // sums += bfloat16 * bfloat16, each product exact, added in float32. Subnormal factors and sums count as zero.
+  // kPanels tiles of sums += bfloat16 * bfloat16 of `steps` tiles one behind the other, each product exact, added in
+  // float32. Subnormal factors and sums count as zero. 16 sums stay in registers for all steps, of 8 rows where there
+  // are two panels: put back after each step, every product took a fifth longer (Zen 4).
+  template <int sums, int kPanels, class Weights>
+  LOWBIT_INLINE static void add_steps(TileRows activations, Weights&& weights, int64_t steps) {
+    constexpr int kCount = kRows / kPanels;
+    for (int64_t first = 0; first < kRows; first += kCount)
+      add_rows<sums, kPanels, kCount>(first, activations, weights, steps);
+    unroll<kPanels>([](auto p) { load<sums + p>(here->sums_[sums + p], 64); });
+  }
   template <class Sum, int sums, int activations, int weights> LOWBIT_INLINE static void add_products() {
     static_assert(std::is_same_v<Sum, float>, "codes are multiplied by vpdpbusd, in the rows of avx512_vnni");
-    TileUnit& unit = *here;
-    const auto [x, stride] = unit.operands_[activations - kActivations];
-    const char* const w = unit.operands_[weights - kActivations].rows;
-    const char* third[6];  // rows 0, 3 .. 15; the two behind each are an address of it and the stride
-    unroll<6>([&](auto i) __attribute__((always_inline)) { third[i] = x + 3 * i * stride; });
-    __m512 sum[kRows];
-    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-      sum[row] = _mm512_load_ps(unit.sums_[sums] + row * 16);
-    });
-    for (int64_t pair = 0; pair < unit.pairs_; pair++) {
-      const __m512i of_w = _mm512_loadu_si512(w + pair * 64);
-      unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-        __asm__("vdpbf16ps %2%{1to16%}, %1, %0"
-                : "+v"(sum[row])
-                : "v"(of_w), "m"(*reinterpret_cast<const Pair*>(third[row / 3] + row % 3 * stride)));
-      });
-      unroll<6>([&](auto i) __attribute__((always_inline)) { third[i] += 4; });
-    }
-    unroll<kRows>([&](auto row) __attribute__((always_inline)) {
-      _mm512_store_ps(unit.sums_[sums] + row * 16, sum[row]);
-    });
+    add_steps<sums, 1>(here->begin_[activations], [](int) { return here->begin_[weights]; }, 1);
   }
 
  private:
+  template <int sums, int kPanels, int kCount, class Weights>
+  LOWBIT_INLINE static void add_rows(int64_t first, TileRows activations, Weights&& weights, int64_t steps) {
+    TileUnit& unit = *here;
+    const int64_t stride = activations.stride;
+    const char *x = static_cast<const char*>(activations.rows) + first * stride, *w[kPanels];
+    unroll<kPanels>([&](auto p) __attribute__((always_inline)) { w[p] = static_cast<const char*>(weights(p).rows); });
+    const int64_t x_step = activations.step - 4 * unit.pairs_, w_step = weights(0).step - 64 * unit.pairs_;
+    __m512 sum[kPanels][kCount];
+    unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
+      unroll<kCount>([&](auto row) __attribute__((always_inline)) { sum[p][row] = begin<sums + p>(first + row); });
+    });
+    for (int64_t step = 0; step < steps; step++, x += x_step) {
+      for (int64_t pair = 0; pair < unit.pairs_; pair++, x += 4) {
+        __m512i of_w[kPanels];
+        unroll<kPanels>([&](auto p) __attribute__((always_inline)) { of_w[p] = _mm512_loadu_si512(w[p]), w[p] += 64; });
+        unroll<kCount>([&](auto row) __attribute__((always_inline)) {
+          unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
+            __asm__("vdpbf16ps %2%{1to16%}, %1, %0"
+                    : "+v"(sum[p][row])
+                    : "v"(of_w[p]), "m"(*reinterpret_cast<const Pair*>(x + row * stride)));
+          });
+        });
+      }
+      unroll<kPanels>([&](auto p) __attribute__((always_inline)) { w[p] += w_step; });
+    }
+    unroll<kPanels>([&](auto p) __attribute__((always_inline)) {
+      unroll<kCount>([&](auto row) __attribute__((always_inline)) {
+        _mm512_store_ps(unit.sums_[sums + p] + (first + row) * 16, sum[p][row]);
+      });
+    });
+  }
+  template <int tile> LOWBIT_INLINE static __m512 begin(int64_t row) {
+    const auto& [rows, stride, step] = here->begin_[tile];
+    return _mm512_loadu_ps(static_cast<const char*>(rows) + row * stride);
+  }
+
   using Pair [[gnu::may_alias]] = int32_t;
-  struct Operand {
-    const char* rows;
-    int64_t stride;
-  };
-  alignas(64) float sums_[4][kRows * 16];
-  Operand operands_[4];
+  alignas(64) static constexpr float kZeros[16] = {};
+  alignas(64) float sums_[kActivations][kRows * 16];
+  TileRows begin_[8];  // of sums, what they were before products were added
   int64_t pairs_;
   TileUnit* before_;
   static inline thread_local TileUnit* here = nullptr;
