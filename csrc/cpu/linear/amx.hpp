@@ -27,8 +27,8 @@ constexpr int64_t kFewestRows = 16;
 //   k             all of k, to the end of the last sum; sum_k: what is summed before a scale is due
 //   step, tile_bytes  k of one tile of activations, and the bytes of its rows
 //   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
-//   multiply<first tile, row tiles, panels>(row tile, begin, end, weights, block): adds products of k begin .. end, a few
-//     whole steps, to the sums; block: the k at which the weights begin
+//   multiply<first tile, row tiles, panels>(row tile, begin, end, weights, block): adds products of k begin .. end, a
+//     few whole steps, to the sums; block: the k at which the weights begin
 //   scale(sums, row tile, panel, s, result): adds sum number s of a tile to its results
 //   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
 

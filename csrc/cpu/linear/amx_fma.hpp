@@ -190,7 +190,8 @@ struct PartProduct {
 
   PartProduct(const LinearArgs& args, int64_t first, int64_t count)
       : args(args), x_parts(parts_of(args)), parts(parts_of(args.weight_spec.format)),
-        code_max(lowbit::code_max(read_as(args.weight_spec.format))), block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128),
+        code_max(lowbit::code_max(read_as(args.weight_spec.format))),
+        block_k(TileUnit::kSumsInRegisters ? 512 : parts == 1 ? 256 : 128),
         weight_bytes(kPanelColumns * 2 * parts), first(first), sum_k(args.weight_spec.group_k()),
         k(smaller(args.weight_spec.padded_k(), sum_k * args.weight_spec.groups())) {
     Arena counted;
