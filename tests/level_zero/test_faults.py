@@ -48,3 +48,40 @@ def test_a_kept_module_that_is_not_whole_is_built_anew(
         path.write_bytes(spoil(image))
     assert python(LAYER, **there).split() == ["True", "True"]
     assert {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")} == kept
+
+
+def test_a_forked_child_is_told_that_the_gpu_is_its_parents(zsim: dict[str, str], python: Callable[..., str]) -> None:
+    code = """
+import os, torch, lowbit
+from lowbit.devices import level_zero
+def in_child(work):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.wait()
+    return os.read(read, 1000).decode()
+def sum_there():
+    try:
+        level_zero.enable()
+        return str(torch.ones(3, device="lowbit_ze").sum().item())
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+def drop():
+    global x
+    del x
+    return str(torch.ones(3).sum().item())
+print(in_child(sum_there))
+level_zero.enable()
+x = torch.ones(5, device="lowbit_ze")
+print(in_child(sum_there))
+print(in_child(drop))
+print(x.sum().item())
+"""
+    refused = (
+        "lowbit_ze:0: this process was forked from one that had opened Level Zero, which does not survive that; "
+        "start it by multiprocessing's method 'spawn', or before a GPU is used"
+    )
+    assert python(code, **zsim).splitlines() == ["3.0", refused, "3.0", "5.0"]

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/runtime/driver.hpp"
 
+#include <pthread.h>
+
 #include <array>
 #include <cstdio>
 
@@ -11,6 +13,9 @@ namespace {
 
 constexpr int kGpu = 1;
 constexpr uint64_t kForEver = UINT64_MAX;
+
+// A driver's threads and queues are those of the process that opened it; a child would wait for them for ever.
+std::atomic<bool> opened_by_parent{false};
 
 std::string meaning(Result result) {
   switch (result) {
@@ -32,6 +37,7 @@ Api open_api() {
   check(failed != kUninitialized, ErrorKind::runtime, found.path, " found no driver of a GPU (zeInit: ",
         meaning(failed), "); Intel's is in the package intel-level-zero-gpu or intel-opencl-icd");
   ensure(failed, "zeInit");
+  pthread_atfork(nullptr, nullptr, [] { opened_by_parent = true; });
   return opened;
 }
 
@@ -136,7 +142,11 @@ const std::vector<Gpu>& gpus() {
   return made_once(kept, find_gpus);
 }
 
+bool is_forked() { return opened_by_parent; }
+
 const Gpu& gpu(Device device) {
+  check(!opened_by_parent, ErrorKind::runtime, name_of(device), ": this process was forked from one that had opened ",
+        "Level Zero, which does not survive that; start it by multiprocessing's method 'spawn', or before a GPU is used");
   const auto count = static_cast<int>(gpus().size());
   check(device.index < count, ErrorKind::runtime, "there is no ", name_of(device), ", Level Zero has ", count, " GPUs");
   return gpus()[static_cast<std::size_t>(device.index)];

@@ -34,6 +34,8 @@ struct Gpu {
 // Every GPU of every driver, in the order of the loader; an Error if there is none.
 const std::vector<Gpu>& gpus();
 const Gpu& gpu(Device device);  // an Error if there is no such one
+// Whether this process was forked from one that had opened a driver: its GPUs are of no use here.
+bool is_forked();
 LOWBIT_API int device_count();  // 0 where there is no loader, no driver or no GPU
 
 inline int dpas_lanes(const Place& place) { return gpu(place.device).dpas_lanes; }

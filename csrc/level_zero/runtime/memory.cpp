@@ -76,7 +76,7 @@ void* allocate(int device, std::size_t bytes) {
 }
 
 void deallocate(void* pointer) noexcept {
-  if (!pointer) return;
+  if (!pointer || is_forked()) return;  // of a child, the parent gives it back
   Blocks& all = blocks();
   int device;
   {
