@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with one GPU of Level Zero: zsim, our own driver, over Intel's OpenCL for CPUs, behind the real loader."""
+"""A machine with one GPU of Level Zero: zsim, our own driver, over an OpenCL for CPUs, Intel's or PoCL, behind the real loader."""
 
 from __future__ import annotations
 
@@ -12,15 +12,29 @@ from pathlib import Path
 import pytest
 
 ZSIM = Path(__file__).parent / "zsim"
+POCL = Path("/etc/OpenCL/vendors/pocl.icd")
+TRANSLATOR = "llvm-spirv-15"
 
 
-def missing() -> str:
-    """Why there is no such machine here, or nothing."""
+def missing_intel() -> str:
+    """Why Intel's OpenCL is not here, or nothing."""
     folder = os.environ.get("LOWBIT_LEVEL_ZERO_OPENCL")
     if not folder:
         return "LOWBIT_LEVEL_ZERO_OPENCL names no folder with libintelocl.so (tools/level_zero_env FOLDER makes one)"
     if not Path(folder, "libintelocl.so").exists():
         return f"no libintelocl.so in {folder} (LOWBIT_LEVEL_ZERO_OPENCL)"
+    return ""
+
+
+def missing_pocl() -> str:
+    """Why PoCL is not here, or nothing."""
+    if not POCL.exists() or not find_library("OpenCL"):
+        return f"no {POCL} or no libOpenCL.so.1 (apt install pocl-opencl-icd)"
+    return "" if shutil.which(TRANSLATOR) else f"no {TRANSLATOR} (apt install {TRANSLATOR})"
+
+
+def missing() -> str:
+    """Why a driver over them cannot be made and opened, or nothing."""
     if not find_library("ze_loader"):
         return "no libze_loader.so.1 (apt install libze1)"
     headers = [name for name in ("level_zero/ze_api.h", "CL/cl.h") if not Path("/usr/include", name).exists()]
@@ -30,19 +44,41 @@ def missing() -> str:
 
 
 @pytest.fixture(scope="session")
-def zsim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of a process on that machine, with the loader's validation on."""
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason := missing():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("zsim")
-    driver = folder / "libze_intel_gpu_zsim.so"
+    made = tmp_path_factory.mktemp("zsim") / "libze_intel_gpu_zsim.so"
     sources = [str(path) for path in sorted(ZSIM.glob("*.cpp"))]
-    command = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", *sources, "-o", str(driver), "-ldl"]
+    command = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", *sources, "-o", str(made), "-ldl"]
     subprocess.run(command, check=True)
+    return made
+
+
+def environment(driver: Path, opencl: str, cache: Path) -> dict[str, str]:
     return {
         "ZE_ENABLE_ALT_DRIVERS": str(driver),
         "ZE_ENABLE_VALIDATION_LAYER": "1",
         "ZE_ENABLE_PARAMETER_VALIDATION": "1",
-        "ZSIM_OPENCL": str(Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so")),
-        "LOWBIT_CACHE_DIR": str(folder / "cache"),
+        "ZSIM_OPENCL": opencl,
+        "LOWBIT_CACHE_DIR": str(cache),
     }
+
+
+@pytest.fixture(scope="session")
+def zsim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the environment of a process on that machine, with the loader's validation on."""
+    if reason := missing_intel():
+        pytest.skip(reason)
+    opencl = str(Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so"))
+    return environment(request.getfixturevalue("driver"), opencl, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def zsim_on_pocl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Likewise over PoCL, which is free software: bitcode made of the SPIR-V, and no functions of sub-groups."""
+    if reason := missing_pocl():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("pocl")
+    Path(folder, "pocl.icd").write_text(POCL.read_text())
+    flags = {"OCL_ICD_VENDORS": str(folder), "ZSIM_TRANSLATOR": TRANSLATOR, "ZSIM_FLAGS": "-x spir -spir-std=1.2"}
+    return environment(request.getfixturevalue("driver"), "libOpenCL.so.1", folder / "cache") | flags

@@ -146,7 +146,8 @@ bool is_forked() { return opened_by_parent; }
 
 const Gpu& gpu(Device device) {
   check(!opened_by_parent, ErrorKind::runtime, name_of(device), ": this process was forked from one that had opened ",
-        "Level Zero, which does not survive that; start it by multiprocessing's method 'spawn', or before a GPU is used");
+        "Level Zero, which does not survive that; start it by multiprocessing's method 'spawn', or before a GPU is ",
+        "used");
   const auto count = static_cast<int>(gpus().size());
   check(device.index < count, ErrorKind::runtime, "there is no ", name_of(device), ", Level Zero has ", count, " GPUs");
   return gpus()[static_cast<std::size_t>(device.index)];

@@ -2,7 +2,10 @@
 // Modules and kernels of zsim: SPIR-V built, linked and run by OpenCL.
 #include "modules.hpp"
 
+#include <unistd.h>
+
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 
@@ -40,14 +43,39 @@ std::vector<std::string> modules_in(std::string image) {
   return found;
 }
 
+std::string contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
 // What the device has and the CPU lacks: a module in the file ZSIM_LINK, linked to every other.
 const std::string& emulation() {
   static const std::string found = [] {
     const char* path = std::getenv("ZSIM_LINK");
-    std::ifstream file(path ? path : "", std::ios::binary);
-    return std::string(std::istreambuf_iterator<char>(file), {});
+    return path ? contents(path) : std::string();
   }();
   return found;
+}
+
+// For an OpenCL that takes no SPIR-V but LLVM's bitcode, as PoCL 3: ZSIM_TRANSLATOR is the llvm-spirv that makes it.
+std::string bitcode_of(const std::string& spirv, const char* translator) {
+  const auto folder = std::filesystem::temp_directory_path();
+  const std::string from = folder / ("zsim-" + std::to_string(getpid()) + ".spv"), to = from + ".bc";
+  std::ofstream(from, std::ios::binary) << spirv;
+  const int failed = std::system((std::string(translator) + " -r " + from + " -o " + to).c_str());
+  const std::string made = failed ? "" : contents(to);
+  std::filesystem::remove(from), std::filesystem::remove(to);
+  return made;
+}
+
+cl_program program_of(const std::string& spirv, cl_int* failed) {
+  const OpenCl& cl = *opencl();
+  const char* const translator = std::getenv("ZSIM_TRANSLATOR");
+  if (!translator) return cl.clCreateProgramWithIL(cl.context, spirv.data(), spirv.size(), failed);
+  const std::string bitcode = bitcode_of(spirv, translator);
+  const auto* bytes = reinterpret_cast<const unsigned char*>(bitcode.data());
+  const std::size_t count = bitcode.size();
+  return cl.clCreateProgramWithBinary(cl.context, 1, &cl.device, &count, &bytes, nullptr, failed);
 }
 
 const char* build_flags() {
@@ -93,7 +121,7 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
   std::vector<cl_program> programs;
   cl_int failed = CL_SUCCESS;
   for (std::size_t i = 0; i < all.size() && !failed; i++) {
-    cl_program program = cl.clCreateProgramWithIL(cl.context, all[i].data(), all[i].size(), &failed);
+    cl_program program = program_of(all[i], &failed);
     if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants && i < spirv.size())
       failed = set_constants(program, constants[i]);
     if (failed) break;
