@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/runtime/program.hpp"
+#include "formats/layout.hpp"
 #include "formats/list.hpp"
 #include "formats/state_format.hpp"
 #include "rules/list.hpp"
@@ -40,7 +41,7 @@ struct LinearKind {
 };
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
-Source dequantize_source(Format format);
+Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there

@@ -2,6 +2,7 @@
 // What the kernel of dequantize gets, the same text for host and device.
 #pragma once
 
+#include "core/dtype.hpp"
 #include "formats/layout.hpp"
 
 namespace lowbit::cuda {
@@ -13,7 +14,10 @@ struct DequantizeCall {
   WeightSpec spec;
   Sections sections;
   const uint8_t* weight;
-  float* out;  // [n, k]
+  const void* indices;  // int32 or int64: the rows that are wanted; null: all of them
+  void* out;            // [n, k], or a row for each index
+  int64_t* outside;     // the place of an index that is not one of 0..n-1; null: such a one ends the launch
+  DType index_dtype, dtype;
 };
 
 }  // namespace lowbit::cuda

@@ -1,19 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of a packed weight as float32, a stretch of a row to a CTA.
+// All of a packed weight, or some rows of it, a stretch of a row to a CTA.
 #pragma once
 
 #include "cuda/device/kernel.cuh"
 #include "cuda/quantize/call.hpp"
 #include "formats/layout_codes.hpp"
+#ifndef LOWBIT_LANES
+#include "cuda/device/tiles.cuh"  // fail
+#endif
 
 namespace lowbit::cuda {
 
-template <Format kFormat>
+LOWBIT_INLINE int64_t wanted_row(const DequantizeCall& call, int64_t at) {
+  if (!call.indices) return at;
+  return call.index_dtype == DType::int64 ? static_cast<const int64_t*>(call.indices)[at]
+                                          : static_cast<const int32_t*>(call.indices)[at];
+}
+
+// On Intel GPUs the host asks afterwards; on CUDA, where a call waits for nothing, whoever waits gets an error, as from
+// torch's own look-up.
+LOWBIT_INLINE void note_outside(const DequantizeCall& call, int64_t at) {
+#ifdef LOWBIT_LANES
+  *call.outside = at;
+#else
+  (void)call, (void)at, fail();
+#endif
+}
+
+LOWBIT_INLINE void store_rounded(const DequantizeCall& call, int64_t at, float value) {
+  if (call.dtype == DType::float32) static_cast<float*>(call.out)[at] = value;
+  else static_cast<uint16_t*>(call.out)[at] = call.dtype == DType::bfloat16 ? bfloat16_from_float(value)
+                                                                            : float16_from_float(value);
+}
+
+template <Format kFormat, class From>
 LOWBIT_INLINE void dequantize(const DequantizeCall& call) {
-  const int64_t stretches = ceil_div(call.spec.k, kStretch), n = blockIdx.x / stretches,
+  const int64_t stretches = ceil_div(call.spec.k, kStretch), at = blockIdx.x / stretches, n = wanted_row(call, at),
                 begin = blockIdx.x % stretches * kStretch, end = smaller(begin + kStretch, call.spec.k);
+  if (n < 0 || n >= call.spec.n) return note_outside(call, at);
   for (int64_t k = begin + threadIdx.x; k < end; k += kDequantizeThreads)
-    call.out[n * call.spec.k + k] = read_weight<kFormat, PanelLayout>(call.spec, call.sections, call.weight, n, k);
+    store_rounded(call, at * call.spec.k + k,
+                  read_weight<kFormat, From>(call.spec, call.sections, call.weight, n, k));
 }
 
 }  // namespace lowbit::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op dequantize for all of a weight.
+// Rows of the op dequantize: for all of a weight, and for some rows of it.
 #include "cuda/backend.hpp"
 #include "cuda/quantize/call.hpp"
 #include "cuda/sources.hpp"
@@ -10,24 +10,45 @@ namespace {
 
 void run_dequantize(const DequantizeArgs& args) {
   const WeightSpec& spec = args.spec;
-  const DequantizeCall call{spec, PanelLayout::sections(spec), args.packed.as<const uint8_t>(), args.out.as<float>()};
-  program(args.place, {static_cast<int64_t>(SourceKind::dequantize), static_cast<int64_t>(spec.format)},
-          [&] { return dequantize_source(spec.format); })
-      .launch(args.place, "dequantize", spec.n * ceil_div(spec.k, kStretch), kDequantizeThreads, &call);
+  const int64_t rows = args.indices ? args.indices.numel() : spec.n;
+  const DequantizeCall call{.spec = spec,
+                            .sections = args.indices ? args.sections : PanelLayout::sections(spec),
+                            .weight = args.packed.as<const uint8_t>(),
+                            .indices = args.indices.data,
+                            .out = args.out.data,
+                            .outside = nullptr,
+                            .index_dtype = args.indices.dtype,
+                            .dtype = args.out.dtype};
+  program(args.place, {static_cast<int64_t>(SourceKind::dequantize), static_cast<int64_t>(spec.format),
+                       static_cast<int64_t>(args.layout)},
+          [&] { return dequantize_source(spec.format, args.layout); })
+      .launch(args.place, "dequantize", rows * ceil_div(spec.k, kStretch), kDequantizeThreads, &call);
 }
 
-std::string_view refuses(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+std::string_view takes_rows(const DequantizeArgs& args) { return args.indices ? "" : "all of the weight is wanted"; }
 
-constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_cuda", refuses, run_dequantize}};
+constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_cuda", takes_all, run_dequantize},
+                                            {"dequantize_rows_cuda", takes_rows, run_dequantize}};
+
+std::string_view type_of(Layout layout) {
+  switch (layout) {
+#define LOWBIT_LAYOUT(id, Type, name) \
+  case Layout::id: return #Type;
+    LOWBIT_LAYOUTS(LOWBIT_LAYOUT)
+#undef LOWBIT_LAYOUT
+  }
+  __builtin_unreachable();
+}
 
 }  // namespace
 
-Source dequantize_source(Format format) {
+Source dequantize_source(Format format, Layout layout) {
   const std::string name(kFormatNames[static_cast<int>(format)]);
-  return {concat("dequantize of ", name),
+  return {concat("dequantize of ", name, " in ", kLayoutNames[static_cast<int>(layout)]),
           concat("#include \"cuda/quantize/dequantize.cuh\"\n",
                  kernel_text("dequantize", "kDequantizeThreads", "DequantizeCall",
-                             concat("dequantize<lowbit::Format::", name, ">")))};
+                             concat("dequantize<lowbit::Format::", name, ", lowbit::", type_of(layout), ">")))};
 }
 
 void add_quantize_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }

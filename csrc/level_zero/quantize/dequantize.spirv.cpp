@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All of a packed weight as float32, a kernel for each format.
+// All of a packed weight, or rows that are named, a kernel for each format.
 #define LOWBIT_LANES 16
 #include "cuda/quantize/dequantize.cuh"
 #include "formats/list.hpp"
@@ -7,7 +7,9 @@
 namespace lowbit::cuda {
 
 #define LOWBIT_FORMAT(name, Codec) \
-  LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) { dequantize<Format::name>(args); }
+  LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) { \
+    dequantize<Format::name, PanelLayout>(args); \
+  }
 LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 

@@ -1,27 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
-// The row of the op dequantize for all of a weight, by the kernel of CUDA.
+// Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of CUDA.
 #include "cuda/quantize/call.hpp"
 #include "formats/list.hpp"
 #include "level_zero/backend.hpp"
+#include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::level_zero {
 namespace {
 
-void run_dequantize(const DequantizeArgs& args) {
+void launch(const DequantizeArgs& args, int64_t rows, int64_t* outside) {
   const WeightSpec& spec = args.spec;
-  const cuda::DequantizeCall call{spec, PanelLayout::sections(spec), args.packed.as<const uint8_t>(),
-                                  args.out.as<float>()};
+  const cuda::DequantizeCall call{.spec = spec,
+                                  .sections = args.indices ? args.sections : PanelLayout::sections(spec),
+                                  .weight = args.packed.as<const uint8_t>(),
+                                  .indices = args.indices.data,
+                                  .out = args.out.data,
+                                  .outside = outside,
+                                  .index_dtype = args.indices.dtype,
+                                  .dtype = args.out.dtype};
   const std::string kernel = concat("dequantize_", kFormatNames[static_cast<int>(spec.format)]);
-  program(args.place, "dequantize")
-      .launch(args.place, kernel.c_str(), spec.n * ceil_div(spec.k, cuda::kStretch), cuda::kDequantizeThreads, &call,
+  program(args.place, args.layout == Layout::row_major ? "embedding" : "dequantize")
+      .launch(args.place, kernel.c_str(), rows * ceil_div(spec.k, cuda::kStretch), cuda::kDequantizeThreads, &call,
               sizeof call);
 }
 
-std::string_view refuses(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+void run_all(const DequantizeArgs& args) { launch(args, args.spec.n, nullptr); }
 
-constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_level_zero", refuses, run_dequantize}};
+void run_some(const DequantizeArgs& args) {
+  const Workspace workspace("embedding", args.place, sizeof(int64_t));
+  auto* const outside = static_cast<int64_t*>(workspace.at(0));
+  copy(outside, args.outside, sizeof *outside);
+  launch(args, args.indices.numel(), outside);
+  wait(args.place.device);
+  copy(args.outside, outside, sizeof *outside);
+}
+
+std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+std::string_view takes_some(const DequantizeArgs& args) {
+  if (!args.indices) return "all of the weight is wanted";
+  return args.place.device.type == DeviceType::xpu ? "indices on torch's own xpu, where the host cannot read what was "
+                                                     "noted of a wrong one" : "";
+}
+
+constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_level_zero", takes_all, run_all},
+                                            {"dequantize_rows_level_zero", takes_some, run_some}};
 
 }  // namespace
 

@@ -78,6 +78,29 @@ def test_dequantize_gives_what_the_cpu_gives(format: str) -> None:
         torch.testing.assert_close(there, wanted, rtol=2.0**-22, atol=0)
 
 
+def look_up(indices: torch.Tensor, weight: torch.Tensor, layout: str, format: str, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    like, numbers = torch.empty(0, dtype=dtype, device=weight.device), (19, 150, _C.FORMATS[format], group_size, False)
+    return torch.ops.lowbit.embedding(weight, indices.to(weight.device), like, *numbers, _C.LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", _C.LAYOUTS)
+@pytest.mark.parametrize("format, group_size", [("int4", 32), ("int3", 0), ("nf4", 64), ("float16", 0)])
+def test_looking_up_rows_has_the_bits_of_the_cpu(format: str, group_size: int, layout: str) -> None:
+    packed = testing.pack_weight(torch.randn(19, 150), format, group_size, "symmetric")
+    weight = testing.repack(packed, _C.LAYOUT, layout, 19, 150, format, group_size)
+    for dtype, indices in ((torch.float32, torch.arange(19)), (torch.bfloat16, torch.tensor([[3, 0], [18, 3]], dtype=torch.int32)), (torch.float16, torch.tensor(7))):
+        with lowbit.force_kernel("dequantize_rows_cuda_sim"):
+            there = look_up(indices, weight.to(DEVICE), layout, format, group_size, dtype).cpu()
+        assert torch.equal(there, look_up(indices, weight, layout, format, group_size, dtype))
+
+
+@pytest.mark.parametrize("outside", [-1, 19, 2**40])
+def test_looking_up_another_row_ends_the_launch(outside: int) -> None:
+    packed = testing.pack_weight(torch.randn(19, 150), "int8", 0, "symmetric").to(DEVICE)
+    with lowbit.force_kernel("dequantize_rows_cuda_sim"), pytest.raises(RuntimeError, match="dequantize of int8 in x86-panel-16x64.*LAUNCH_FAILED"):
+        look_up(torch.tensor([3, outside]), packed, _C.LAYOUT, "int8", 0, torch.float32)
+
+
 def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[8]
     on_gpu(case)
