@@ -16,7 +16,11 @@ using cuda::ConvertArgs;
 using cuda::kStepThreads;
 using cuda::kTaskElements;
 
-template <class Step>
+// Moments that a rule has with the numbers that are used most.
+template <class Rule>
+constexpr int kUsualMoments = std::is_same_v<Rule, AdamW> ? 2 : 1;
+
+template <class Rule, class Step>
 void step_with(const OptimStepArgs& args) {
   const cuda::StepOptions options{args.hyper, args.grad_scale, args.found_inf, args.seed, args.block_size,
                                   args.stochastic_rounding};
@@ -32,19 +36,23 @@ void step_with(const OptimStepArgs& args) {
   }
   if (tasks == 0) return;
   const StepCall call{entries, static_cast<int32_t>(count)};
-  const std::string module = concat("optim_step_", kStateFormatNames[static_cast<int>(args.format)]),
-                    kernel = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
-  program(args.place, module).launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
+  constexpr bool is_usual = Step::kMoments == kUsualMoments<Rule>;
+  const std::string_view format = kStateFormatNames[static_cast<int>(args.format)];
+  const std::string rule = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
+  const std::string kernel = is_usual || Step::kMoments == 0 ? rule : concat(rule, "_", format);
+  program(args.place, is_usual ? concat("optim_step_", format) : "optim_step_others")
+      .launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
   wait(args.place.device);  // the table is read until then
 }
 
-// Moments that a rule has with the numbers that are used most; modules of more and of fewer are not there.
-template <class Rule>
-constexpr int kMoments = std::is_same_v<Rule, AdamW> ? 2 : 1;
-
 void run_step(const OptimStepArgs& args) {
   if (args.found_inf && *args.found_inf != 0) return;
-  with_rule(args.rule, [&]<class Rule>() { step_with<typename Rule::template Step<kMoments<Rule>>>(args); });
+  with_rule(args.rule, [&]<class Rule>() {
+    constexpr int kUsual = kUsualMoments<Rule>;
+    if (args.moments == kUsual) return step_with<Rule, typename Rule::template Step<kUsual>>(args);
+    if constexpr (std::is_same_v<Rule, AdamW>) step_with<Rule, AdamW::Step<3>>(args);  // amsgrad
+    if constexpr (std::is_same_v<Rule, Sgd>) step_with<Rule, Sgd::Step<0>>(args);      // without momentum
+  });
 }
 
 template <class Args>
@@ -73,16 +81,8 @@ std::string_view refuses(const Args& args) {
   return args.block_size == block ? "" : "blocks of another size than 256, or 128 of 4 bits";
 }
 
-template <StateFormat kFormat>
-std::string_view refuses_step(const OptimStepArgs& args) {
-  const std::string_view reason = refuses<kFormat>(args);
-  if (!reason.empty()) return reason;
-  const bool is_there = with_rule(args.rule, [&]<class Rule>() { return args.moments == kMoments<Rule>; });
-  return is_there ? "" : "amsgrad, or SGD without momentum";
-}
-
 #define LOWBIT_ROW(op, format, Args, run) {op "_" #format "_level_zero", refuses<StateFormat::format, Args>, run}
-#define LOWBIT_STEP(format) {"optim_step_" #format "_level_zero", refuses_step<StateFormat::format>, run_step}
+#define LOWBIT_STEP(format) LOWBIT_ROW("optim_step", format, OptimStepArgs, run_step)
 #define LOWBIT_ENCODE(format) LOWBIT_ROW("encode_state", format, EncodeStateArgs, encode)
 #define LOWBIT_DECODE(format) LOWBIT_ROW("decode_state", format, DecodeStateArgs, decode)
 constexpr Kernel<OptimStepArgs> kStepRows[] = {LOWBIT_STEP(float32), LOWBIT_STEP(bfloat16), LOWBIT_STEP(dynamic8),

@@ -19,6 +19,10 @@ OPTIMIZERS = {
     "AdamW8bit": (lowbit.optim.AdamW8bit, {}, "dynamic8"),
     "AdamW4bit": (lowbit.optim.AdamW4bit, {}, "dynamic4"),
     "AdamWFp8": (lowbit.optim.AdamWFp8, {}, "float8"),
+    "AdamW with amsgrad": (lowbit.optim.AdamW, {"amsgrad": True}, "float32"),
+    "AdamW8bit with amsgrad": (lowbit.optim.AdamW8bit, {"amsgrad": True}, "dynamic8"),
+    "AdamW4bit with amsgrad": (lowbit.optim.AdamW4bit, {"amsgrad": True}, "dynamic4"),
+    "SGD8bit without momentum": (lowbit.optim.SGD8bit, {}, "dynamic8"),
     "SGD8bit": (lowbit.optim.SGD8bit, {"momentum": 0.9, "nesterov": True}, "dynamic8"),
     "Lion8bit": (lowbit.optim.Lion8bit, {}, "dynamic8"),
 }
@@ -89,8 +93,8 @@ def test_a_state_goes_to_disk_and_back() -> None:
 
 def test_what_no_module_is_for_says_so() -> None:
     ours = params(torch.float32, DEVICE)
-    optimizer = lowbit.optim.AdamW(ours, amsgrad=True)
+    optimizer = lowbit.optim.AdamW8bit(ours, min_8bit_size=0, block_size=64)
     for param in ours:
         param.grad = torch.ones_like(param)
-    with pytest.raises(NotImplementedError, match="optim_step_float32_level_zero: amsgrad, or SGD without momentum"):
+    with pytest.raises(NotImplementedError, match="optim_step_dynamic8_level_zero: blocks of another size than 256"):
         optimizer.step()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Intel's compiler makes of the steps of optimizers, built as the runtime asks for it: no register in memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ocloc
+import pytest
+from modules import SPIRV
+
+pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
+RUNTIME = (SPIRV.parent / "runtime/program.cpp").read_text()
+MODULES = sorted(path.stem for path in SPIRV.glob("optim_*.spv"))
+
+
+def options_of(module: str, device: str) -> str:
+    """As flags_of says it in runtime/program.cpp."""
+    always = re.search(r'#define LOWBIT_FLAGS "([^"]+)"', RUNTIME)[1]
+    of_steps = re.search(r'module.starts_with\("optim_step"\) \? LOWBIT_FLAGS "( [^"]+)"', RUNTIME)[1]
+    return always + of_steps * (ocloc.LANES[device] == 8 and module.startswith("optim_step"))
+
+
+@pytest.mark.parametrize("device", ocloc.LANES)
+@pytest.mark.parametrize("module", MODULES)
+def test_no_register_of_a_step_goes_to_memory(module: str, device: str, tmp_path: Path) -> None:
+    compiled = ocloc.compile_module((SPIRV / f"{module}.spv").read_bytes(), device, tmp_path, options_of(module, device))
+    assert compiled.kernels and not compiled.spilled
+    for kernel in compiled.kernels.values():
+        assert not kernel.count(r"ss\[") and not kernel.count(r"\bcall")
