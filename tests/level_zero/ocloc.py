@@ -53,10 +53,10 @@ class Compiled:
     """What the compiler says of kernels whose registers went to memory."""
 
 
-def compile_module(module: bytes, device: str, folder: Path) -> Compiled:
+def compile_module(module: bytes, device: str, folder: Path, options: str = "") -> Compiled:
     """The kernels of a SPIR-V module for a device."""
     (folder / "module.spv").write_bytes(module)
-    command = ["ocloc", "compile", "-spirv_input", "-file", "module.spv", "-device", device, "-output", "module"]
+    command = ["ocloc", "compile", "-spirv_input", "-file", "module.spv", "-device", device, "-output", "module", *(["-options", options] if options else [])]
     said = _run(command, folder)
     binary = next(folder.glob("module_*.bin"))
     links = folder / "library"

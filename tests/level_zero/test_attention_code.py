@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ocloc
 import pytest
-from modules import SPIRV
+from modules import SPIRV, specialised
 
 pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
 KERNELS = {
@@ -27,3 +27,18 @@ def test_nothing_is_in_memory_that_could_be_in_registers(name: str, device: str,
     assert compiled.kernels.keys() == KERNELS[name] and not compiled.spilled
     for kernel, code in compiled.kernels.items():
         assert not code.count(r"ss\[") and not code.count(r"\bcall"), kernel
+
+
+@pytest.mark.parametrize("is_float16", [0, 1])
+@pytest.mark.parametrize("device", ocloc.LANES)
+def test_code_of_dpas(device: str, is_float16: int, tmp_path: Path) -> None:
+    lanes, keys = ocloc.LANES[device], 32
+    module = specialised(f"attention_forward_dpas{lanes}", [is_float16])
+    compiled = ocloc.compile_module(module, device, tmp_path, "-ze-opt-large-register-file")
+    assert compiled.kernels.keys() == KERNELS["attention_forward"] and not compiled.spilled
+    for name, code in compiled.kernels.items():
+        columns = int(name.removeprefix("forward_"))
+        rows = min(8, 64 * lanes // columns)
+        products = keys // lanes + keys // 16 * columns // lanes  # of 16 columns of queries, in a loop; of 32 values
+        assert code.count(rf"dpas\.8x{rows} ") == code.count("dpas") == products, name
+        assert code.count("hf" if is_float16 else "bf") and not code.count(r"ss\[") and not code.count(r"\bcall"), name

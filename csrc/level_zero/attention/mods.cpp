@@ -46,9 +46,11 @@ void CallMods::write(const ScoreCall* call, int which) const {
       .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
 }
 
-const Program& CallMods::program(std::string_view module, std::string_view with_mods) const {
-  if (!score_ && !mask_) return level_zero::program(place_, module);
-  return level_zero::program(place_, with_mods, words_of(score_, mask_));
+const Program& CallMods::program(std::string_view module, std::string_view with_mods,
+                                 Build build) const {
+  if (!score_ && !mask_) return level_zero::program(place_, module, build);
+  build.mods = words_of(score_, mask_);
+  return level_zero::program(place_, with_mods, build);
 }
 
 void CallMods::check_fault(std::string_view op) const {

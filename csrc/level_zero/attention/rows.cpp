@@ -42,17 +42,25 @@ void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
   if (rows) launch(args.place, program(args.place, "attention_prepare"), "make_classes", rows.numel(), call);
 }
 
-void run_forward(const AttentionForwardArgs& args) {
-  const ForwardShape shape = forward_shape(larger(args.q.size(3), args.ev()));
+// lanes: of a sub-group that multiplies by dpas; 0: without.
+void run_forward(const AttentionForwardArgs& args, int lanes) {
+  const int columns = kernel_columns(larger(args.q.size(3), args.ev())),
+            q_tile = lanes ? DpasShape{columns, lanes}.q_tile() : ForwardShape{columns}.q_tile();
   const Workspace workspace("attention_forward", args.place, Room{.classes = cuda::class_count(args)}.all());
   const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
-  const AttentionCall call = call_of(args, workspace, mods, shape.q_tile(), kKvTile);
+  const AttentionCall call = call_of(args, workspace, mods, q_tile, kKvTile);
   make_classes(args, call);
-  launch(args.place, mods.program("attention_forward", "attention_forward_mods"),
-         shape.kernel({"forward_64", "forward_128", "forward_256"}),
+  const int32_t constants[] = {args.q.dtype == DType::float16};  // as products.hpp has them
+  const Program& kernels =
+      lanes == 8    ? mods.program("attention_forward_dpas8", "attention_forward_dpas8_mods", {constants, {}, true})
+      : lanes == 16 ? mods.program("attention_forward_dpas16", "attention_forward_dpas16_mods", {constants, {}, true})
+                    : mods.program("attention_forward", "attention_forward_mods");
+  launch(args.place, kernels, kernel_of(columns, {"forward_64", "forward_128", "forward_256"}),
          args.batch() * args.heads() * call.q_tiles.count, call);
   mods.check_fault("attention_forward");
 }
+void run_forward_dpas(const AttentionForwardArgs& args) { run_forward(args, dpas_lanes(args.place)); }
+void run_forward_tiles(const AttentionForwardArgs& args) { run_forward(args, 0); }
 
 AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
                             const CallMods& mods, int q_tile, int kv_tile) {
@@ -100,6 +108,12 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   return "";
 }
 
+std::string_view refuses_dpas(const AttentionForwardArgs& args) {
+  if (args.q.dtype == DType::float32) return "inputs of float32";
+  const std::string_view reason = refuses(args);
+  return !reason.empty() || dpas_lanes(args.place) ? reason : "the device has no dpas";
+}
+
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";
   if (args.wants_captured()) return "gradients of captured tensors are wanted";
@@ -107,7 +121,9 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   return refuses(args.forward);
 }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_level_zero", refuses, run_forward}};
+constexpr Kernel<AttentionForwardArgs> kForward[] = {
+    {"attention_forward_dpas_level_zero", refuses_dpas, run_forward_dpas},
+    {"attention_forward_tiles_level_zero", refuses, run_forward_tiles}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
     {"attention_backward_tiles_level_zero", refuses_backward, run_backward}};
 

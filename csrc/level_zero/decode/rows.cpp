@@ -52,8 +52,8 @@ void run_decode(const DecodeArgs& args) {
   const int64_t groups = args.batch() * args.kv_heads() * call.row_tiles * splits;
   if (groups)
     mods.program("decode", "decode_mods")
-        .launch(args.place, forward_shape(tile_columns(args)).kernel({"decode_64", "decode_128", "decode_256"}), groups,
-                kAttentionThreads, &call, sizeof call);
+        .launch(args.place, kernel_of(kernel_columns(tile_columns(args)), {"decode_64", "decode_128", "decode_256"}),
+                groups, kAttentionThreads, &call, sizeof call);
   program(args.place, "kv_codes")
       .launch(args.place, "decode_combine", ceil_div(rows, kSubGroups), kAttentionThreads, &call, sizeof call);
   mods.check_fault("decode");

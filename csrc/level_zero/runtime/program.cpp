@@ -10,13 +10,17 @@
 namespace lowbit::level_zero {
 namespace {
 
-constexpr const char* kFlags = "-cl-fp32-correctly-rounded-divide-sqrt";  // else 2.5 and 3 ulp: not the bits of the CPU
+// Division and root of 2.5 and 3 ulp otherwise: not the bits of the CPU.
+#define LOWBIT_FLAGS "-cl-fp32-correctly-rounded-divide-sqrt"
+constexpr const char* kFlags[] = {LOWBIT_FLAGS, LOWBIT_FLAGS " -ze-opt-large-register-file"};
+#undef LOWBIT_FLAGS
 
 // All that what is built depends on.
 struct Image {
   std::string name;
   std::vector<uint32_t> words;
   std::span<const uint32_t> mods;
+  const char* flags;
 };
 
 std::string_view bytes_of(std::span<const uint32_t> words) {
@@ -47,17 +51,18 @@ Module create(const Gpu& on, const ModuleDescription& description, std::string_v
 Module build(const Gpu& on, const Image& image) {
   const auto as_bytes = [](std::span<const uint32_t> words) { return reinterpret_cast<const uint8_t*>(words.data()); };
   if (image.mods.empty()) {
-    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words), .flags = kFlags};
+    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words),
+                                  .flags = image.flags};
     return create(on, alone, image.name);
   }
   const std::size_t bytes[] = {image.words.size() * 4, image.mods.size_bytes()};
   const uint8_t* images[] = {as_bytes(image.words), as_bytes(image.mods)};
-  const char* flags[] = {kFlags, kFlags};
+  const char* flags[] = {image.flags, image.flags};
   const void* constants[] = {nullptr, nullptr};
   const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = flags, .constants = constants};
   // The first again, which drivers do not look at: the loader's validation refuses a description without a module.
   const ModuleDescription linked{.header = {Kind::module, &both}, .bytes = bytes[0], .image = images[0],
-                                 .flags = kFlags};
+                                 .flags = image.flags};
   return create(on, linked, image.name);
 }
 
@@ -71,7 +76,7 @@ std::string native_image(Module module) {
 // From the cache, which is asked for whole files alone: a driver may die of half a module.
 Module load(const Gpu& on, const Image& image) {
   Hash hash;
-  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(kFlags);
+  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(image.flags);
   const std::string path = (cache_folder("level_zero") / concat(image.name, "-", hash.text(), ".native")).string();
   if (const auto kept = read_cached(path)) {
     const ModuleDescription native{.format = ModuleFormat::native, .bytes = kept->size(),
@@ -90,31 +95,25 @@ struct Programs {
   mutable std::map<Key, Program> loaded;  // whose nodes never move
 };
 
-const Program& find(const Place& place, std::string_view module, std::span<const int32_t> constants,
-                    std::span<const uint32_t> mods) {
+}  // namespace
+
+const Program& program(const Place& place, std::string_view module, const Build& build) {
   static std::atomic<const Programs*> kept{nullptr};
   const Programs& programs = made_once(kept, [] { return Programs(); });
   const Gpu& on = gpu(place.device);
   std::string key(module);
-  key.append(1, '\0').append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
-  key.append(1, '\0').append(bytes_of(mods));
+  const std::span<const int32_t> constants = build.constants;
+  key.append(build.large_registers ? 2 : 1, '\0');
+  key.append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
+  key.append(1, '\0').append(bytes_of(build.mods));
   const std::lock_guard lock(programs.mutex);
   Programs::Key wanted(&on, std::move(key));
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
   const std::span<const uint32_t> words = find_module(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  const Image image{std::string(module), specialised(words, constants), mods};
+  const Image image{std::string(module), specialised(words, constants), build.mods,
+                    kFlags[build.large_registers]};
   return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
-}
-
-}  // namespace
-
-const Program& program(const Place& place, std::string_view module) { return find(place, module, {}, {}); }
-const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants) {
-  return find(place, module, constants, {});
-}
-const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods) {
-  return find(place, module, {}, mods);
 }
 
 void Program::launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
