@@ -125,7 +125,7 @@ class Call:
 
     def backward(self) -> dict[str, Tensor]:
         b, hq, hkv, length, s, e, ev = self.case.shape
-        columns = 64 if max(e, ev) <= 64 else 128
+        columns = 64 if max(e, ev) <= 64 else 128 if max(e, ev) <= 128 else 256
         tile = 16 if columns == 64 else 8
         blocks = self.case.block_size if self.lists else (0, 0)
         by_queries, by_keys = self.packed(tile, KEYS), self.packed(KEYS, tile)

@@ -30,16 +30,12 @@ struct DpasShape {
 
 constexpr int32_t kBlockListFault = -2;  // in place of a captured tensor in the fault: a list of blocks
 
-constexpr int kMostBackwardColumns = 128;
-
 // Of the backward: each sub-group has `rows` of the rows that stay.
 struct BackwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 2 : 1; }
   constexpr int tile() const { return rows() * kSubGroups; }
-  constexpr const char* kernel(const char* const (&names)[2]) const { return names[columns / 128]; }
 };
-constexpr BackwardShape backward_shape(int64_t head_dim) { return {head_dim <= 64 ? 64 : kMostBackwardColumns}; }
 
 // What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
 struct ModTable {

@@ -75,21 +75,22 @@ AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& 
 
 void run_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
-  const BackwardShape shape = backward_shape(larger(forward.q.size(3), forward.ev()));
+  const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
   const Room room{.classes = cuda::class_count(forward),
                   .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4};
   const Workspace workspace("attention_backward", forward.place, room.all());
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
-  const AttentionCall by_queries = backward_call(args, workspace, room, mods, shape.tile(), kKvTile),
-                      by_keys = backward_call(args, workspace, room, mods, kKvTile, shape.tile());
-  const Program &kernels = mods.program("attention_backward", "attention_backward_mods"),
+  const AttentionCall by_queries = backward_call(args, workspace, room, mods, tile, kKvTile),
+                      by_keys = backward_call(args, workspace, room, mods, kKvTile, tile);
+  const Build build{.large_registers = columns == kMostColumns};  // two gradients of 256 columns do not fit otherwise
+  const Program &kernels = mods.program("attention_backward", "attention_backward_mods", build),
                 &of_rows = program(forward.place, "attention_rows");
   make_classes(forward, by_queries);
   launch(forward.place, of_rows, "row_statistics", ceil_div(rows, kSubGroups), by_queries);
-  launch(forward.place, kernels, shape.kernel({"queries_64", "queries_128"}), heads * by_queries.q_tiles.count,
-         by_queries);  // finds units for the others
-  launch(forward.place, kernels, shape.kernel({"keys_64", "keys_128"}),
+  launch(forward.place, kernels, kernel_of(columns, {"queries_64", "queries_128", "queries_256"}),
+         heads * by_queries.q_tiles.count, by_queries);  // finds units for the others
+  launch(forward.place, kernels, kernel_of(columns, {"keys_64", "keys_128", "keys_256"}),
          forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
   mods.check_fault("attention_backward");
@@ -117,7 +118,6 @@ std::string_view refuses_dpas(const AttentionForwardArgs& args) {
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";
   if (args.wants_captured()) return "gradients of captured tensors are wanted";
-  if (larger(args.forward.q.size(3), args.forward.ev()) > kMostBackwardColumns) return "head dims above 128";
   return refuses(args.forward);
 }
 
