@@ -43,7 +43,5 @@ class CallMods {
 
 // "" or why a row does not take a mod.
 std::string_view refuses_mod(const ScoreCall* call);
-// Or a call with mods or block lists there: what they note in memory of torch's own device, the host cannot read.
-std::string_view refuses_faults(const Place& place);
 
 }  // namespace lowbit::level_zero

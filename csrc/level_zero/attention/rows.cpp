@@ -102,8 +102,6 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
-  if (may_fail(args))
-    if (const std::string_view reason = refuses_faults(args.place); !reason.empty()) return reason;
   if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || cuda::class_count(args) >= INT32_MAX)
     return "more than 2^31 rows or blocks";
   return "";

@@ -90,8 +90,6 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
-  if (args.score_mod || args.mask_mod)
-    if (const std::string_view reason = refuses_faults(args.place); !reason.empty()) return reason;
   return args.batch() * args.heads() * args.q_length() >= INT32_MAX ? "more than 2^31 rows" : "";
 }
 std::string_view refuses_quantize(const KvQuantizeArgs&) { return ""; }
