@@ -7,6 +7,7 @@
 #include "cuda/attention/kind.hpp"
 #include "cuda/cudnn/library.hpp"
 #include "cuda/cudnn/plan.hpp"
+#include "cuda/decode/kind.hpp"
 #include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/libraries.hpp"
@@ -90,6 +91,18 @@ py::list prebuild_attention(const std::string& architecture, const std::string& 
   return all;
 }
 
+py::dict prebuild_decode(const std::string& architecture, const std::string& cache, int e, int ev, int rows,
+                         const Code& score, const py::list& score_captured, const Code& mask,
+                         const py::list& mask_captured) {
+  const TensorArguments of_score(score_captured, "score_captured"), of_mask(mask_captured, "mask_captured");
+  const AttentionMods mods("prebuild_decode", {score, of_score.views}, {mask, of_mask.views});
+  const DType type = cache == "int8" ? DType::int8 : cache == "int4" ? DType::uint8
+                     : cache == "float16" ? DType::float16 : DType::bfloat16;
+  const cuda::DecodeShape shape{type, static_cast<int>(kv_padded(e) / kKvGroup),
+                                static_cast<int>(kv_padded(ev) / kKvGroup), 1, rows / 8};
+  return facts_of(cuda::decode_source({shape, mods.score_mod(), mods.mask_mod()}), architecture);
+}
+
 }  // namespace
 
 void register_cuda(py::module_& m) {
@@ -111,6 +124,10 @@ void register_cuda(py::module_& m) {
            py::arg("ev"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
            py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
            "Likewise attention with these programs: forward, backward, gradients of what score_mod captured.");
+  cuda.def("prebuild_decode", prebuild_decode, py::arg("architecture"), py::arg("cache"), py::arg("e"), py::arg("ev"),
+           py::arg("rows"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
+           py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
+           "Likewise decode of bfloat16 queries, 8, 16 or 32 rows a CTA, over int8, int4, bfloat16 or float16.");
 }
 
 }  // namespace lowbit

@@ -247,6 +247,18 @@ class _Cuda:
         mask_mod: Sequence[int] = ...,
         mask_captured: Sequence[Tensor] = ...,
     ) -> list[dict[str, str]]: ...
+    def prebuild_decode(
+        self,
+        architecture: str,
+        cache: str,
+        e: int,
+        ev: int,
+        rows: int,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
+        mask_mod: Sequence[int] = ...,
+        mask_captured: Sequence[Tensor] = ...,
+    ) -> dict[str, str]: ...
 
 cuda: _Cuda
 

@@ -55,7 +55,11 @@ score = bind("test", lambda s, b, h, q, k: 20 * torch.tanh((s + bias[h, (q - k).
 mask = bind("test", lambda b, h, q, k: (q >= k) & (document[q] == document[k]), mask=True)
 architecture, e, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1"
 mods = (score.code, score.captured, mask.code, mask.captured) if wanted else ()
-print(json.dumps(_C.cuda.prebuild_attention(architecture, "bfloat16", e, e, *mods)))
+if len(sys.argv) > 4:
+    made = [_C.cuda.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 32))]
+else:
+    made = _C.cuda.prebuild_attention(architecture, "bfloat16", e, e, *mods)
+print(json.dumps(made))
 """
 
 
@@ -82,6 +86,13 @@ def test_a_step_and_a_product_compile_for_every_generation(architecture: str, py
 def test_decode_does_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
     made = prebuilt(python, architecture, "decode of int4", folder=tmp_path)
     assert len(made) == 2  # 8 rows and 32
+    for row in made:
+        check(row)
+
+
+def test_decode_with_mods_does_not_spill(python: Callable[..., str], tmp_path: Path) -> None:
+    made = json.loads(python(OF_ATTENTION, "sm_90a", "128", "1", "decode", LOWBIT_CACHE_DIR=str(tmp_path)).splitlines()[-1])
+    assert [row["name"].endswith(" rows, a score_mod, a mask_mod") for row in made] == [True, True]
     for row in made:
         check(row)
 
