@@ -37,6 +37,7 @@ std::vector<Source> common_sources() {
     all.push_back(linear_source(kind));
     kind.blocks = kind.most_blocks();
     all.push_back(linear_source(kind));
+    if (!x_parts) kind.blocks = 8, all.push_back(code_tiles_source(kind));
     if (!x_parts && !tile_groups) all.push_back(decoded_source(format, true));
     if (x_parts) all.push_back(dequantize_source(format)), all.push_back(decoded_source(format, false));
   };

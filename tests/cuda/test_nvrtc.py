@@ -13,7 +13,7 @@ import pytest
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MOST_REGISTERS = 128  # two CTAs of 256 threads a multiprocessor, of 65,536 registers
-MOST_OF_ATTENTION = 255  # of 128 threads, as those of decode
+MOST_OF_ATTENTION = 255  # of 128 threads, as those of decode and of tiles
 
 
 def nvrtc_is_there() -> bool:
@@ -37,6 +37,9 @@ HEAVIEST = (
     "linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of int2 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of many rows of int7, int8 activations",
+    "linear by tiles of int8 with zero points, 2 scales a tile, int8 activations, 64 rows",
+    "linear by tiles of int7, 1 scales a tile, int8 activations, 64 rows",
+    "linear by tiles of int4, 0 scales a tile, int8 activations, 32 rows",
 )
 
 
@@ -115,7 +118,7 @@ def test_everything_compiles_for_hopper(python: Callable[..., str], tmp_path: Pa
 def check(made: dict[str, str]) -> None:
     assert not re.search(r"[1-9]\d* bytes (stack frame|spill stores|spill loads)", made["log"]), made["log"]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", made["log"])]
-    few_threads = any(word in made["name"] for word in ("attention", "captured", "decode of"))
+    few_threads = any(word in made["name"] for word in ("attention", "captured", "decode of", "by tiles"))
     most = MOST_OF_ATTENTION if few_threads else MOST_REGISTERS
     assert registers and max(registers) <= most, (made["name"], registers)
     assert "warning" not in made["log"], made["log"]

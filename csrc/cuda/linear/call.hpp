@@ -44,6 +44,10 @@ struct LinearCall {
   float* row_offset;  // [m]: of asymmetric codes, what column_sum is multiplied by
 };
 
+// Of int8 activations in tiles (code_tiles.cuh).
+constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
+              kTileColumns = kTilePanels * 16;
+
 // A part of a call of many rows: some columns of the weight, decoded, times some rows of x.
 constexpr int64_t kPanelColumns = 16, kDecodedRun = 16;  // columns of a CTA; k of a thread
 constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun, kFinishedByCta = 4 * kLinearThreads;

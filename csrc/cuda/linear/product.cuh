@@ -20,18 +20,14 @@ struct Product {
   static constexpr int kRows = kBlocks * kRowsAtOnce, kSteps = kCodes ? kChunks / 2 : kChunks,
                        kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
-                       kBits = codec_of<kFormat>::bits, kTileBytes = 128 * kBits;
+                       kBits = codec_of<kFormat>::bits;
   // As many tiles ahead as 128 registers have room for: what a tile takes is its codes, scales and zero points.
   static constexpr int kTileWords = kBits + (kTileGroups ? kScales * (1 + kAsymmetric) : 0),
                        kWords = kBlocks == 1 ? 20 : kBlocks == 2 && kWeightParts<kFormat> == 1 && !kCodes ? 12 : 1,
                        kRoom = kWords / kTileWords,
                        kAhead = kRoom < 1 ? 1 : kRoom > 4 ? 4 : kRoom;
 
-  // What a warp has on its way: codes, and two columns' scales and zero points (float16).
-  struct Ahead {
-    LaneTile<kFormat> tile;
-    uint32_t scale[kScales], zero[kScales];
-  };
+  using Ahead = TileAhead<kFormat, kTileGroups, kAsymmetric>;
 
   const LinearCall& call;
   const uint8_t* panel;
@@ -41,21 +37,6 @@ struct Product {
   LevelParts* levels;
   Sum sum[kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of an asymmetric weight's zero point
   Result result[kBlocks][4];
-
-  LOWBIT_INLINE void load(int tile, Ahead& ahead) const {
-    ahead.tile.load(panel + call.sections.codes + tile * kTileBytes, g, t);
-    if constexpr (kTileGroups > 0)
-#pragma unroll
-      for (int part = 0; part < kScales; part++) {
-        const int of_tile = tile * kScales + part >> call.group_shift, last = call.groups - 1,
-                  group = of_tile < last ? of_tile : last;
-        ahead.scale[part] = call.spec.group_size ? pair_of(call.sections.group_scale, group) : 0x3c003c00u;
-        if constexpr (kAsymmetric) ahead.zero[part] = pair_of(call.sections.zero, group);
-      }
-  }
-  LOWBIT_INLINE uint32_t pair_of(int64_t section, int group) const {
-    return *reinterpret_cast<const uint32_t*>(panel + section + (group * 16 + 2 * g) * 2);
-  }
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
@@ -142,14 +123,14 @@ struct Product {
     Ahead ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
-      if (warp + i * kLinearWarps < call.tiles) load(warp + i * kLinearWarps, ahead[i]);
+      if (warp + i * kLinearWarps < call.tiles) ahead[i].load(call, panel, warp + i * kLinearWarps, g, t);
     for (int first = warp; first < call.tiles; first += kAhead * kLinearWarps)
 #pragma unroll
       for (int i = 0; i < kAhead; i++) {
         const int tile = first + i * kLinearWarps, next = tile + kAhead * kLinearWarps;
         if (tile >= call.tiles) break;
         const Ahead now = ahead[i];
-        if (next < call.tiles) load(next, ahead[i]);
+        if (next < call.tiles) ahead[i].load(call, panel, next, g, t);
         use(tile, now);
       }
   }

@@ -2,6 +2,7 @@
 // Rows of the op linear: activations are put in order, then multiplied (call.hpp).
 #include "cuda/backend.hpp"
 #include "cuda/linear/call.hpp"
+#include "cuda/runtime/driver.hpp"
 #include "cuda/sources.hpp"
 #include "ops/linear.hpp"
 
@@ -40,9 +41,10 @@ struct Room {
         rows(args.m * 4) {}
 };
 
-void run_linear(const LinearArgs& args) {
+// Activations are put in order, and launch(call) multiplies them.
+template <class Launch>
+void run_ordered(const LinearArgs& args, const LinearKind& kind, Launch&& launch) {
   const WeightSpec& spec = args.weight_spec;
-  const LinearKind kind = kind_of(args);
   const Room room(args, kind);
   const Workspace workspace("linear", args.place, room.ordered + room.sums + room.rows);
   LinearCall call{.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight, .x = args.x,
@@ -55,14 +57,40 @@ void run_linear(const LinearArgs& args) {
                   .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
                   .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums))};
   if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.tile_groups / kTileK);
-  const int64_t format = static_cast<int64_t>(kind.format), groups = kind.tile_groups;
-  const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts, format, groups};
+  const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
+                                 static_cast<int64_t>(kind.format), kind.tile_groups};
   program(args.place, of_activations, [&] { return activations_source(kind); })
       .launch(args.place, "activations", args.m, kLinearThreads, &call);
-  const SourceKey of_product{static_cast<int64_t>(SourceKind::linear), format, kind.x_parts,
-                             groups * 2 + kind.asymmetric, kind.blocks};
-  program(args.place, of_product, [&] { return linear_source(kind); })
-      .launch(args.place, "linear", spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce), kLinearThreads, &call);
+  launch(call);
+}
+
+SourceKey key_of(SourceKind source, const LinearKind& kind) {
+  return {static_cast<int64_t>(source), static_cast<int64_t>(kind.format), kind.x_parts,
+          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks};
+}
+
+void run_linear(const LinearArgs& args) {
+  const LinearKind kind = kind_of(args);
+  run_ordered(args, kind, [&](const LinearCall& call) {
+    program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
+        .launch(args.place, "linear", args.weight_spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce),
+                kLinearThreads, &call);
+  });
+}
+
+constexpr int64_t kFewestRowsOfTiles = 17;
+int tile_blocks(const LinearArgs& args) { return args.m > 4 * kRowsAtOnce ? 8 : 4; }
+int64_t code_tiles(const LinearArgs& args) {
+  return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, tile_blocks(args) * kRowsAtOnce);
+}
+
+void run_code_tiles(const LinearArgs& args) {
+  LinearKind kind = kind_of(args);
+  kind.blocks = tile_blocks(args);
+  run_ordered(args, kind, [&](const LinearCall& call) {
+    program(args.place, key_of(SourceKind::code_tiles, kind), [&] { return code_tiles_source(kind); })
+        .launch(args.place, "linear_code_tiles", code_tiles(args), kTileThreads, &call);
+  });
 }
 
 template <Format kFormat, bool kCodes>
@@ -73,9 +101,19 @@ std::string_view refuses(const LinearArgs& args) {
   return "";
 }
 
+std::string_view refuses_code_tiles(const LinearArgs& args) {
+  if (stays_float(args.x_format)) return "float activations";
+  if (args.m < kFewestRowsOfTiles) return "fewer than 17 rows";
+  if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  // By count: the weight is decoded again for each 16 or 32 rows elsewhere, but by eight times the CTAs.
+  if (2 * code_tiles(args) < multiprocessors(args.place.device)) return "fewer tiles than half of the multiprocessors";
+  return "";
+}
+
 #define LOWBIT_FLOATS(name, Codec) {"linear_" #name "_cuda", refuses<Format::name, false>, run_linear},
 #define LOWBIT_CODES(name) {"linear_" #name "_int8_cuda", refuses<Format::name, true>, run_linear},
-constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
+constexpr Kernel<LinearArgs> kRows[] = {{"linear_code_tiles_cuda", refuses_code_tiles, run_code_tiles},
+                                        LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
 #undef LOWBIT_FLOATS
 #undef LOWBIT_CODES
 

@@ -36,6 +36,15 @@ Source linear_source(const LinearKind& kind) {
                  kernel_text("linear", "kLinearThreads", "LinearCall", specialised))};
 }
 
+Source code_tiles_source(const LinearKind& kind) {
+  return {concat("linear by tiles of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
+                 kind.tile_groups, " scales a tile, int8 activations, ", 8 * kind.blocks, " rows"),
+          concat("#include \"cuda/linear/code_tiles.cuh\"\n",
+                 kernel_text("linear_code_tiles", "kTileThreads", "LinearCall",
+                             concat("linear_code_tiles<", text_of(kind.format), ", ", kind.tile_groups, ", ",
+                                    text_of(kind.asymmetric), ", ", kind.blocks, ">")))};
+}
+
 Source decoded_source(Format format, bool codes) {
   const std::string specialised = concat("<", text_of(format), ", ", text_of(codes), ">");
   return {concat("linear of many rows of ", name_of(format), codes ? ", int8 activations" : ""),
@@ -50,6 +59,8 @@ std::vector<Source> linear_sources() {
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind));
     for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) all.push_back(linear_source(kind));
+    if (kind.x_parts) return;
+    for (const int blocks : {4, 8}) kind.blocks = blocks, all.push_back(code_tiles_source(kind));
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
