@@ -33,7 +33,7 @@ std::vector<Source> common_sources() {
   // bfloat16 activations, and codes: 1, and many rows
   const auto add_linear = [&](Format format, int x_parts, int tile_groups) {
     LinearKind kind{format, x_parts, tile_groups, false, 1};
-    add_once(all, activations_source(kind));
+    add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
     all.push_back(linear_source(kind));
     kind.blocks = kind.most_blocks();
     all.push_back(linear_source(kind));

@@ -37,6 +37,7 @@ HEAVIEST = (
     "linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of int2 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of many rows of int7, int8 activations",
+    "linear in splits of float32",
     "linear by tiles of int8 with zero points, 2 scales a tile, int8 activations, 64 rows",
     "linear by tiles of int7, 1 scales a tile, int8 activations, 64 rows",
     "linear by tiles of int4, 0 scales a tile, int8 activations, 32 rows",

@@ -89,6 +89,42 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     assert simulated.live_bytes(DEVICE) == before
 
 
+SPLIT = [
+    LinearCase(m, 20, 2100, dtype, format, group_size, mapping, x_format, *post_ops)
+    for m, dtype, format, group_size, mapping, x_format, *post_ops in (
+        (1, "bfloat16", "int4", 128, "symmetric", "float", "float32", "silu", True, True),
+        (9, "float32", "int8", 0, "symmetric", "int8_row", None, "none", False, False),
+        (3, "float16", "int8", 256, "asymmetric", "int8_group", None, "none", False, False),
+        (2, "float32", "nf4", 64, "symmetric", "float", None, "none", False, False),
+    )
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_k_is_split_where_columns_are_few(case: LinearCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_MULTIPROCESSORS", "132")
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(tmp_path / "log"))
+    data = cached_data(case)
+    y = on_gpu(case)
+    launches = [line.split()[1:3] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("launch")]
+    assert launches == [["activations", str(case.m)], ["linear", "4"], ["add_splits", "1"]]  # of 2 panels, 33 tiles
+    assert_within(y, data.wanted, data.allowed, str(case))
+    if case.x_format == "int8_row":
+        assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
+    if case.m > 1:  # a row has the same bits in any batch
+        one = LinearCase(1, *[getattr(case, name) for name in ("n", "k", "dtype", "format", "group_size", "mapping", "x_format")])
+        assert torch.equal(on_gpu(one, replace(data, x=data.x[:1].contiguous(), bias=None, mul=None, add=None)), y[:1])
+
+
+def test_a_row_of_splits_with_inf_or_nan_alone_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_MULTIPROCESSORS", "132")
+    case = LinearCase(3, 16, 2100, "float32", "float32", 0, "symmetric", "float", None)
+    x = torch.randn(3, 2100)
+    x[1, 2000], x[2, 7] = torch.inf, torch.nan
+    y = on_gpu(case, make_data(case, x))
+    assert y[0].isfinite().all() and y[1].isinf().all() and y[2].isnan().all()
+
+
 def by_tiles(case: LinearCase, data: testing.LinearData | None = None) -> torch.Tensor:
     return run(case, DEVICE, "linear_code_tiles_cuda_sim", data)
 
