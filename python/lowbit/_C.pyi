@@ -233,7 +233,15 @@ class _Cuda:
     def unavailable(self, index: int) -> str: ...
     def cudnn_missing(self) -> str: ...
     def attention_plan(
-        self, device: str, compute_capability: int, sizes: Sequence[int], dtype: str, causal: bool, backward: bool
+        self,
+        device: str,
+        compute_capability: int,
+        sizes: Sequence[int],
+        dtype: str,
+        causal: bool,
+        backward: bool,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
     ) -> dict[str, object]: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
     def prebuild_attention(
