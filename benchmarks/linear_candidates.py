@@ -185,6 +185,21 @@ PEERS = (
         torch.float32,
     ),
     Candidate(
+        "int8 weight-only, row of oneDNN",
+        _on_onednn(lowbit.int8_weight_only(), "linear_int8_onednn"),
+        torch.float32,
+    ),
+    Candidate(
+        "int4 symmetric g128, row of oneDNN",
+        _on_onednn(lowbit.intx_weight_only(torch.int4, 128), "linear_int4_onednn"),
+        torch.float32,
+    ),
+    Candidate(
+        "dense f16, row of oneDNN",
+        _on_onednn(lowbit.float_weight(torch.float16), "linear_float16_onednn"),
+        torch.float32,
+    ),
+    Candidate(
         "dense bf16, row of oneDNN",
         _on_onednn(lowbit.float_weight(torch.bfloat16), "linear_bfloat16_onednn"),
         torch.bfloat16,

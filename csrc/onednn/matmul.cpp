@@ -7,9 +7,9 @@
 namespace lowbit::onednn {
 namespace {
 
-// From how many rows on panels of 16 bits are brought into oneDNN's own blocks for the call. In place those of bfloat16
-// are multiplied 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a
-// twentieth.
+// From how many rows on bfloat16 panels are brought into oneDNN's own blocks for the call. In place they are multiplied
+// 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth. Those
+// of float16 stay: without AVX512_FP16 oneDNN brings them one number at a time.
 constexpr int64_t kReorderRows = 17;
 
 const Api& api() { return runtime().api; }
@@ -153,12 +153,9 @@ Matmul::Matmul(const Product& product)
     reason_ = "this version of oneDNN decodes no weights";
     return;
   }
-  // float32 is not multiplied by pairs of bfloat16 where they lie.
-  const bool brought = bfloat16 && product.result != DType::bfloat16;
-  const bool of_16_bits = bfloat16 || product.weights == Weights::float16_panels;
-  const bool reordered = brought || (of_16_bits && product.m >= kReorderRows);
-  const int type = bfloat16 ? kBFloat16 : kFloat16;
-  const Owned<MemoryDesc> any = reordered ? tagged(product.k, product.n, type, kAnyFormat) : nullptr;
+  // float32 is multiplied by no pairs of bfloat16.
+  const bool reordered = bfloat16 && (product.result == DType::float32 || product.m >= kReorderRows);
+  const Owned<MemoryDesc> any = reordered ? tagged(product.k, product.n, kBFloat16, kAnyFormat) : nullptr;
   const MemoryDescHandle* const weight = reordered ? any.get() : weight_.get();
   PrimitiveDesc made;
   const int status =
