@@ -29,7 +29,8 @@ struct Version {
   unsigned cpu_runtime, gpu_runtime;
 };
 
-constexpr int kCpu = 1, kInOrder = 1, kUserScratchpad = 1, kStrictMath = 0;
+constexpr int kCpu = 1, kInOrder = 1, kUserScratchpad = 1;
+constexpr int kStrictMath = 0, kBFloat16Math = 1, kFloat16Math = 2;               // dnnl_fpmath_mode_t
 constexpr int kOutOfMemory = 1, kUnimplemented = 3;                             // dnnl_status_t
 constexpr int kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kInt8 = 5;             // dnnl_data_type_t
 constexpr int kAnyFormat = 1, kPanels16a16b2a = 381, kPanels16a16b = 503;       // dnnl_format_tag_t
@@ -38,6 +39,7 @@ constexpr int kBinaryAdd = 131056, kBinaryMul = 131057;
 constexpr int kQueryImplementation = 8, kQueryInnerCount = 263, kQueryInnerBlocks = 264, kQueryInnerDims = 265;
 constexpr int kQueryWeights = 131, kQueryScratchpad = 136;                      // dnnl_query_t
 constexpr int kSource = 1, kDestination = 17, kWeights = 33, kScratchpad = 80;  // DNNL_ARG_*
+constexpr int kScalesOfWeights = 4096 | kWeights;
 constexpr int argument_of_post_op(int i) { return 32768 * (i + 1) | 2; }        // its second operand
 
 constexpr unsigned kSequential = 1, kOpenMP = 2, kTbb = 4, kThreadPool = 8, kSycl = 512;  // dnnl_version_t::cpu_runtime
@@ -73,5 +75,11 @@ constexpr unsigned kSequential = 1, kOpenMP = 2, kTbb = 4, kThreadPool = 8, kSyc
   X(primitive_create, "dnnl_primitive_create", Primitive*, const PrimitiveDescHandle*)                                \
   X(primitive_destroy, "dnnl_primitive_destroy", Primitive)                                                           \
   X(execute, "dnnl_primitive_execute", const PrimitiveHandle*, Stream, int count, const Argument*)
+
+// Of later versions: null where the library has not got one.
+#define LOWBIT_ONEDNN_LATER_FUNCTIONS(X)                                                                              \
+  X(set_math_of_codes, "dnnl_primitive_attr_set_fpmath_mode_v2", Attributes, int mode, int apply_to_codes)            \
+  X(set_scales, "dnnl_primitive_attr_set_scales", Attributes, int argument, int mask, int dimensions,                 \
+    const int64_t* group, int type)
 
 }  // namespace lowbit::onednn

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op linear. What the op has and oneDNN has not is refused here; how oneDNN does the rest: matmul.hpp.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -17,17 +18,23 @@ namespace {
 
 constexpr int64_t kMostCodesK = 1 << 17;  // an int32 holds the sum of so many products of codes, 128 * 127 at most
 
-Weights weights_of(const WeightSpec& spec) {
-  return spec.format == Format::float32    ? Weights::float32_panels
-         : spec.format == Format::bfloat16 ? Weights::bfloat16_panels
-                                           : Weights::int8_rows;
+Weights weights_of(const LinearArgs& args) {
+  switch (args.weight_spec.format) {
+    case Format::float32: return Weights::float32_panels;
+    case Format::bfloat16: return Weights::bfloat16_panels;
+    case Format::float16: return Weights::float16_panels;
+    default: return stays_float(args.x_format) ? Weights::decoded_rows : Weights::int8_rows;
+  }
 }
+
+// oneDNN wants whole groups: rows of x and of the weight end in zeros up to the last one's end.
+int64_t k_of_rows(const WeightSpec& spec) { return round_up(spec.padded_k(), std::max(spec.group_size, kTileK)); }
 
 Product product_of(const LinearArgs& args, const Threads& threads) {
   const WeightSpec& spec = args.weight_spec;
-  return {.weights = weights_of(spec), .m = args.m, .n = spec.n, .k = spec.padded_k(), .result = args.dtype,
-          .activation = args.activation, .bias = args.bias != nullptr, .mul = args.mul != nullptr,
-          .add = args.add != nullptr, .threads = threads.count()};
+  return {.weights = weights_of(args), .m = args.m, .n = spec.n, .k = k_of_rows(spec), .group_size = spec.group_size,
+          .result = args.dtype, .activation = args.activation, .bias = args.bias != nullptr,
+          .mul = args.mul != nullptr, .add = args.add != nullptr, .threads = threads.count()};
 }
 
 // What stands behind the product, and what oneDNN itself says of it. The text lives until this thread asks again.
@@ -44,25 +51,32 @@ std::string_view refused_product(const LinearArgs& args) {
   return reason;
 }
 
-std::string_view refuses_float32(const LinearArgs& args) {
-  if (args.weight_spec.format != Format::float32) return "another weight format";
-  if (args.dtype != DType::float32) return "oneDNN multiplies a float32 weight by float32 activations alone";
+template <Format kFormat, DType kDType>
+std::string_view refuses_floats(const LinearArgs& args) {
+  if (args.weight_spec.format != kFormat) return "another weight format";
+  if (args.dtype != kDType && args.dtype != DType::float32)
+    return "oneDNN multiplies a float weight by activations of its own dtype or float32";
   return refused_product(args);
 }
 
-std::string_view refuses_bfloat16(const LinearArgs& args) {
-  if (args.weight_spec.format != Format::bfloat16) return "another weight format";
-  if (args.dtype != DType::bfloat16) return "oneDNN multiplies a bfloat16 weight by bfloat16 activations alone";
-  return refused_product(args);
-}
-
-std::string_view refuses_int8(const LinearArgs& args) {
+std::string_view refuses_codes(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   if (spec.format != Format::int8) return "another weight format";
   if (stays_float(args.x_format)) return "float activations";
   if (spec.group_size) return "oneDNN has no scales of groups for a product of codes";
   if (spec.asymmetric || args.x_format == XFormat::int8_row_asymmetric) return "asymmetric codes";
   if (spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  return refused_product(args);
+}
+
+template <Format kFormat>
+std::string_view refuses_decoded(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  if (spec.format != kFormat) return "another weight format";
+  if (!stays_float(args.x_format)) return "activations as codes";
+  if (spec.asymmetric) return "zero points are float16 here, and integers in oneDNN";
+  if (spec.group_size && args.dtype != DType::float32)
+    return "oneDNN rounds a weight of groups to 16 bits before it multiplies 16-bit activations";
   return refused_product(args);
 }
 
@@ -110,12 +124,12 @@ Call in_room(Take&& take) {
 
 int64_t row_bytes(const LinearArgs& args, int64_t k) { return k * static_cast<int64_t>(size_of(args.dtype)); }
 
-// Rows of x with zeros behind them up to padded k: a weight's padding, multiplied by what lies behind a row of x, may
+// Rows of x with zeros behind them: a weight's padding, multiplied by what lies behind a row of x, may
 // give nan.
 void pad_rows(const LinearArgs& args, char* to) {
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t from_row = row_bytes(args, spec.k), to_row = row_bytes(args, spec.padded_k());
-  parallel_for(args.m, threads_for(args.m * spec.padded_k()), [&](int64_t row) {
+  const int64_t k = k_of_rows(args.weight_spec);
+  const int64_t from_row = row_bytes(args, args.weight_spec.k), to_row = row_bytes(args, k);
+  parallel_for(args.m, threads_for(args.m * k), [&](int64_t row) {
     std::memcpy(to + row * to_row, static_cast<const char*>(args.x) + row * from_row,
                 static_cast<std::size_t>(from_row));
     std::memset(to + row * to_row + from_row, 0, static_cast<std::size_t>(to_row - from_row));
@@ -132,22 +146,31 @@ void run_floats(const LinearArgs& args) {
   const Threads threads;
   const auto product = matmul(product_of(args, threads));
   const WeightSpec& spec = args.weight_spec;
-  const bool padded = spec.k != spec.padded_k();
+  const int64_t k = k_of_rows(spec), groups = spec.group_size ? k / spec.group_size : 1;
+  const bool padded = spec.k != k, coded = !is_float(spec.format);
   struct Call {
     char *library, *x;
-    float* bias;
+    int8_t* weight;
+    float *scale, *bias;
   };
-  const auto [library, x, bias] = in_room<Call>([&](Parts& parts) {
-    const int64_t x_bytes = padded ? args.m * row_bytes(args, spec.padded_k()) : 0;
-    return Call{parts.take<char>(product->room_bytes()), parts.take<char>(x_bytes), parts.take<float>(spec.n)};
+  const Call call = in_room<Call>([&](Parts& parts) {
+    return Call{parts.take<char>(product->room_bytes()), parts.take<char>(padded ? args.m * row_bytes(args, k) : 0),
+                parts.take<int8_t>(coded ? spec.panels() * kPanelColumns * k : 0),
+                parts.take<float>(coded ? groups * spec.n : 0), parts.take<float>(spec.n)};
   });
-  if (padded) pad_rows(args, x);
-  product->run({.x = padded ? x : args.x, .weight = args.weight, .row_scale = nullptr, .column_scale = nullptr,
-                .bias = float_bias(args, bias), .mul = args.mul, .add = args.add, .y = args.y},
-               library);
+  if (padded) pad_rows(args, call.x);
+  if (coded) {
+    rows_of_panels(spec, args.weight, k, call.weight);
+    scales_of_panels(spec, args.weight, groups, call.scale);
+  }
+  product->run({.x = padded ? call.x : args.x,
+                .weight = coded ? static_cast<const void*>(call.weight) : args.weight, .row_scale = nullptr,
+                .column_scale = call.scale, .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add,
+                .y = args.y},
+               call.library);
 }
 
-void run_int8(const LinearArgs& args) {
+void run_codes(const LinearArgs& args) {
   const Threads threads;
   const auto product = matmul(product_of(args, threads));
   const WeightSpec& spec = args.weight_spec;
@@ -160,18 +183,23 @@ void run_int8(const LinearArgs& args) {
   const Call call = in_room<Call>([&](Parts& parts) {
     return Call{parts.take<char>(product->room_bytes()), parts.take<int8_t>(args.m * spec.padded_k()),
                 parts.take<int8_t>(stored_n * spec.padded_k()), parts.take<float>(args.m),
-                parts.take<float>(stored_n), parts.take<float>(spec.n)};
+                parts.take<float>(spec.n), parts.take<float>(spec.n)};
   });
   quantize_rows(args, call.x, call.row_scale);
-  rows_of_panels(spec, args.weight, call.weight, call.column_scale);
+  rows_of_panels(spec, args.weight, spec.padded_k(), call.weight);
+  scales_of_panels(spec, args.weight, 1, call.column_scale);
   product->run({.x = call.x, .weight = call.weight, .row_scale = call.row_scale, .column_scale = call.column_scale,
                 .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add, .y = args.y},
                call.library);
 }
 
-constexpr Kernel<LinearArgs> kRows[] = {{"linear_int8_int8_onednn", refuses_int8, run_int8},
-                                        {"linear_float32_onednn", refuses_float32, run_floats},
-                                        {"linear_bfloat16_onednn", refuses_bfloat16, run_floats}};
+constexpr Kernel<LinearArgs> kRows[] = {
+    {"linear_int8_int8_onednn", refuses_codes, run_codes},
+    {"linear_float32_onednn", refuses_floats<Format::float32, DType::float32>, run_floats},
+    {"linear_bfloat16_onednn", refuses_floats<Format::bfloat16, DType::bfloat16>, run_floats},
+    {"linear_float16_onednn", refuses_floats<Format::float16, DType::float16>, run_floats},
+    {"linear_int8_onednn", refuses_decoded<Format::int8>, run_floats},
+    {"linear_int4_onednn", refuses_decoded<Format::int4>, run_floats}};
 
 }  // namespace
 

@@ -7,8 +7,9 @@
 namespace lowbit::onednn {
 namespace {
 
-// From how many rows on bfloat16 panels are brought into oneDNN's own blocks for the call. In place they are multiplied
-// 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth.
+// From how many rows on panels of 16 bits are brought into oneDNN's own blocks for the call. In place those of bfloat16
+// are multiplied 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a
+// twentieth.
 constexpr int64_t kReorderRows = 17;
 
 const Api& api() { return runtime().api; }
@@ -50,23 +51,18 @@ Owned<MemoryDesc> weight_desc(const Product& of) {
   switch (of.weights) {
     case Weights::float32_panels: return panels(of.k, of.n, kFloat32, kPanels16a16b, {16, 16});
     case Weights::bfloat16_panels: return panels(of.k, of.n, kBFloat16, kPanels16a16b2a, {16, 16, 2});
-    case Weights::int8_rows: break;
+    case Weights::float16_panels: return panels(of.k, of.n, kFloat16, kPanels16a16b, {16, 16});
+    case Weights::int8_rows:
+    case Weights::decoded_rows: break;
   }
   return strided(of.weights, of.k, of.n, 1, of.k, kInt8);
-}
-
-int type_of(Weights weights) {
-  switch (weights) {
-    case Weights::float32_panels: return kFloat32;
-    case Weights::bfloat16_panels: return kBFloat16;
-    case Weights::int8_rows: break;
-  }
-  return kInt8;
 }
 
 int type_of(DType dtype) {
   return dtype == DType::float32 ? kFloat32 : dtype == DType::bfloat16 ? kBFloat16 : kFloat16;
 }
+
+int type_of_x(const Product& of) { return of.weights == Weights::int8_rows ? kInt8 : type_of(of.result); }
 
 Owned<MemoryDesc> copy_of(const PrimitiveDescHandle* desc, int what) {
   const MemoryDescHandle* asked = nullptr;
@@ -100,18 +96,18 @@ void Matmul::append(PostOps chain, int algorithm, int64_t rows, int64_t columns,
 }
 
 // What csrc/cpu/linear/epilogue.hpp does, in its order. All of it is float32.
-Owned<Attributes> Matmul::attributes() {
-  PostOps new_chain;
-  ensure(api().post_ops_create(&new_chain), "dnnl_post_ops_create");
-  const Owned<PostOps> chain(new_chain);
+Owned<PostOps> Matmul::post_ops() {
+  PostOps made;
+  ensure(api().post_ops_create(&made), "dnnl_post_ops_create");
+  Owned<PostOps> chain(made);
   const auto binary = [&](int algorithm, int64_t rows, int64_t columns, int type, auto operand) {
     append(chain.get(), algorithm, rows, columns, type, operand);
   };
   const Product& of = product_;
-  if (of.weights == Weights::int8_rows) {
+  if (of.weights == Weights::int8_rows)
     binary(kBinaryMul, of.m, 1, kFloat32, [](const Operands& o) -> const void* { return o.row_scale; });
+  if (of.weights >= Weights::int8_rows && !of.group_size)
     binary(kBinaryMul, 1, of.n, kFloat32, [](const Operands& o) -> const void* { return o.column_scale; });
-  }
   if (of.bias) binary(kBinaryAdd, 1, of.n, kFloat32, [](const Operands& o) -> const void* { return o.bias; });
   if (of.activation != Activation::none) {
     const int algorithm = of.activation == Activation::silu ? kSwish : kGeluTanh;  // the others are refused
@@ -120,24 +116,49 @@ Owned<Attributes> Matmul::attributes() {
   }
   if (of.mul) binary(kBinaryMul, of.m, of.n, type_of(of.result), [](const Operands& o) { return o.mul; });
   if (of.add) binary(kBinaryAdd, of.m, of.n, type_of(of.result), [](const Operands& o) { return o.add; });
+  return chain;
+}
 
+Owned<Attributes> Matmul::attributes() {
   Attributes made;
   ensure(api().attr_create(&made), "dnnl_primitive_attr_create");
   Owned<Attributes> attributes(made);
   ensure(api().set_scratchpad(made, kUserScratchpad), "dnnl_primitive_attr_set_scratchpad_mode");
-  // ONEDNN_DEFAULT_FPMATH_MODE would have float32 rounded to bfloat16.
-  ensure(api().set_math(made, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
-  ensure(api().set_post_ops(made, chain.get()), "dnnl_primitive_attr_set_post_ops");
+  if (product_.weights == Weights::decoded_rows) {
+    const int mode = product_.result == DType::float32    ? kStrictMath
+                     : product_.result == DType::bfloat16 ? kBFloat16Math
+                                                          : kFloat16Math;
+    ensure(api().set_math_of_codes(made, mode, 1), "dnnl_primitive_attr_set_fpmath_mode_v2");
+  } else {  // ONEDNN_DEFAULT_FPMATH_MODE would have float32 rounded to bfloat16
+    ensure(api().set_math(made, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
+  }
+  if (product_.group_size) {
+    constexpr int kOfBothDimensions = 3;
+    const int64_t group[] = {product_.group_size, 1};
+    ensure(api().set_scales(made, kWeights, kOfBothDimensions, 2, group, kFloat32), "dnnl_primitive_attr_set_scales");
+    const int64_t groups = product_.k / product_.group_size;
+    group_scales_ = strided(product_.weights, groups, product_.n, product_.n, 1, kFloat32);
+  }
+  ensure(api().set_post_ops(made, post_ops().get()), "dnnl_primitive_attr_set_post_ops");
   return attributes;
 }
 
 Matmul::Matmul(const Product& product)
     : product_(product),
-      x_(strided(product.weights, product.m, product.k, product.k, 1, type_of(product.weights))),
+      x_(strided(product.weights, product.m, product.k, product.k, 1, type_of_x(product))),
       weight_(weight_desc(product)),
       y_(strided(product.weights, product.m, product.n, product.n, 1, type_of(product.result))) {
-  const bool reordered = product.weights == Weights::bfloat16_panels && product.m >= kReorderRows;
-  const Owned<MemoryDesc> any = reordered ? tagged(product.k, product.n, kBFloat16, kAnyFormat) : nullptr;
+  const bool decoded = product.weights == Weights::decoded_rows, bfloat16 = product.weights == Weights::bfloat16_panels;
+  if (decoded && !(api().set_math_of_codes && api().set_scales)) {
+    reason_ = "this version of oneDNN decodes no weights";
+    return;
+  }
+  // float32 is not multiplied by pairs of bfloat16 where they lie.
+  const bool brought = bfloat16 && product.result != DType::bfloat16;
+  const bool of_16_bits = bfloat16 || product.weights == Weights::float16_panels;
+  const bool reordered = brought || (of_16_bits && product.m >= kReorderRows);
+  const int type = bfloat16 ? kBFloat16 : kFloat16;
+  const Owned<MemoryDesc> any = reordered ? tagged(product.k, product.n, type, kAnyFormat) : nullptr;
   const MemoryDescHandle* const weight = reordered ? any.get() : weight_.get();
   PrimitiveDesc made;
   const int status =
@@ -181,10 +202,12 @@ void Matmul::run(const Operands& operands, void* room) const {
   }
   const Owned<Memory> x = memory(x_, operands.x), y = memory(y_, operands.y),
                       scratchpad = memory(scratchpad_, static_cast<char*>(room) + weight_bytes_);
-  std::array<Argument, 4 + kMostPostOps> arguments{
+  std::array<Argument, 5 + kMostPostOps> arguments{
       {{kSource, x.get()}, {kWeights, weight.get()}, {kDestination, y.get()}, {kScratchpad, scratchpad.get()}}};
   std::array<Owned<Memory>, kMostPostOps> seconds;
   int count = 4;
+  const Owned<Memory> group_scales = group_scales_ ? memory(group_scales_, operands.column_scale) : nullptr;
+  if (group_scales) arguments[static_cast<std::size_t>(count++)] = {kScalesOfWeights, group_scales.get()};
   for (int i = 0; i < post_op_count_; i++) {
     const auto at = static_cast<std::size_t>(i);
     if (!post_ops_[at].desc) continue;

@@ -13,13 +13,15 @@
 namespace lowbit::onednn {
 
 // How the weight lies. Panels are our own (formats/format.hpp), which oneDNN has a name for where codes are floats.
-enum class Weights { float32_panels, bfloat16_panels, int8_rows };
+// Rows are signed codes, multiplied by codes or decoded by oneDNN and multiplied by floats.
+enum class Weights { float32_panels, bfloat16_panels, float16_panels, int8_rows, decoded_rows };
 
 // All that a primitive depends on.
 struct Product {
   Weights weights;
-  int64_t m, n, k;  // k with padding
-  DType result;     // of y, mul and add
+  int64_t m, n, k;     // k with padding
+  int64_t group_size;  // of decoded rows; 0: a scale per column
+  DType result;        // of y, mul and add, and of x where it is floats
   Activation activation;
   bool bias, mul, add;
   int threads;
@@ -28,10 +30,10 @@ struct Product {
 
 // Tensors of a call, as the primitive reads them: rows without gaps.
 struct Operands {
-  const void* x;              // [m, k]: float32, bfloat16 or int8
+  const void* x;              // [m, k]: floats or int8
   const void* weight;
-  const float* row_scale;     // [m], of int8
-  const float* column_scale;  // [n], of int8
+  const float* row_scale;     // [m], of int8 x
+  const float* column_scale;  // [n], of codes; of groups [k / group_size, n]
   const float* bias;          // [n]
   const void *mul, *add;      // [m, n]
   void* y;
@@ -66,11 +68,13 @@ class Matmul {
 
   void append(PostOps chain, int algorithm, int64_t rows, int64_t columns, int type,
               const void* (*operand)(const Operands&));
+  Owned<PostOps> post_ops();
   Owned<Attributes> attributes();
 
   Product product_;
   std::string reason_;
   Owned<MemoryDesc> x_, weight_, read_weight_, y_, scratchpad_;  // read_weight_: as the primitive wants it
+  Owned<MemoryDesc> group_scales_;
   std::array<PostOp, kMostPostOps> post_ops_;
   int post_op_count_ = 0;
   Owned<Primitive> reorder_, matmul_;

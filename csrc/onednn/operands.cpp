@@ -36,6 +36,37 @@ float quantize(const float* x, int64_t k, int8_t* codes) {
   return scale;
 }
 
+// Signed codes of four k of a column in a tile (formats/codec.hpp), whose codes count from the middle of their range.
+uint32_t four_of_int8(const uint8_t* tile, int64_t column, int64_t step) {
+  uint32_t four;
+  std::memcpy(&four, tile + (step * kPanelColumns + column) * 4, 4);
+  return four ^ 0x80808080u;
+}
+
+uint32_t four_of_int4(const uint8_t* tile, int64_t column, int64_t step) {
+  uint32_t eight;
+  std::memcpy(&eight, tile + (step % 8 * kPanelColumns + column) * 4, 4);
+  const uint32_t four = eight >> (step / 8 * 4) & 0x0f0f0f0fu;
+  return ((four | 0x80808080u) - 0x08080808u) ^ 0x80808080u;
+}
+
+template <uint32_t (*kFour)(const uint8_t*, int64_t, int64_t)>
+void unpack(const WeightSpec& spec, const uint8_t* weight, int64_t k, int8_t* rows) {
+  constexpr int64_t kSteps = kTileK / 4;
+  parallel_for(spec.panels(), threads_for(spec.panels() * kPanelColumns * k), [&](int64_t panel) {
+    const uint8_t* const codes = weight + panel * spec.panel_bytes() + spec.codes_at();
+    int8_t* const to = rows + panel * kPanelColumns * k;
+    for (int64_t tile = 0; tile < spec.tiles(); tile++)
+      for (int64_t column = 0; column < kPanelColumns; column++)
+        for (int64_t step = 0; step < kSteps; step++) {
+          const uint32_t four = kFour(codes + tile * spec.tile_bytes(), column, step);
+          std::memcpy(to + column * k + tile * kTileK + step * 4, &four, 4);
+        }
+    for (int64_t column = 0; column < kPanelColumns; column++)
+      std::fill(to + column * k + spec.padded_k(), to + (column + 1) * k, int8_t{0});
+  });
+}
+
 }  // namespace
 
 int threads_for(int64_t elements) { return elements < 1 << 15 ? 1 : num_threads(); }
@@ -65,23 +96,27 @@ void quantize_rows(const LinearArgs& args, int8_t* codes, float* row_scale) {
   });
 }
 
-void rows_of_panels(const WeightSpec& spec, const uint8_t* weight, int8_t* rows, float* column_scale) {
-  constexpr int64_t kSteps = kTileK / 4;  // a row of a tile is 16 columns x 4 k
-  const int64_t k = spec.padded_k();
-  parallel_for(spec.panels(), threads_for(spec.panels() * kPanelColumns * k), [&](int64_t panel) {
+void rows_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t k, int8_t* rows) {
+  (spec.format == Format::int8 ? unpack<four_of_int8> : unpack<four_of_int4>)(spec, weight, k, rows);
+}
+
+void scales_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t groups, float* scales) {
+  std::fill(scales + spec.groups() * spec.n, scales + groups * spec.n, 0.0f);
+  parallel_for(spec.panels(), threads_for(spec.groups() * spec.n), [&](int64_t panel) {
     const uint8_t* const from = weight + panel * spec.panel_bytes();
-    std::memcpy(column_scale + panel * kPanelColumns, from + spec.column_scale_at(), kPanelColumns * sizeof(float));
-    int8_t* const to = rows + panel * kPanelColumns * k;
-    for (int64_t tile = 0; tile < spec.tiles(); tile++) {
-      const uint8_t* const codes = from + spec.codes_at() + tile * spec.tile_bytes();
-      for (int64_t column = 0; column < kPanelColumns; column++)
-        for (int64_t step = 0; step < kSteps; step++) {
-          uint32_t four;
-          std::memcpy(&four, codes + (step * kPanelColumns + column) * 4, 4);
-          four ^= 0x80808080u;  // counted from 128 to signed
-          std::memcpy(to + column * k + tile * kTileK + step * 4, &four, 4);
+    const int64_t first = panel * kPanelColumns, columns = std::min(kPanelColumns, spec.n - first);
+    float column_scale[kPanelColumns];
+    std::memcpy(column_scale, from + spec.column_scale_at(), sizeof(column_scale));
+    for (int64_t group = 0; group < spec.groups(); group++)
+      for (int64_t column = 0; column < columns; column++) {
+        float scale = column_scale[column];
+        if (spec.group_size) {
+          uint16_t half;
+          std::memcpy(&half, from + spec.group_scale_at() + (group * kPanelColumns + column) * 2, 2);
+          scale *= float_from_float16(half);
         }
-    }
+        scales[group * spec.n + first + column] = scale;
+      }
   });
 }
 

@@ -15,7 +15,10 @@ void widen(const char* values, DType dtype, int64_t count, int64_t padded, float
 // The int8 codes of x, [m, padded k], and the scale of each row: as csrc/cpu/linear/activations.hpp makes them.
 void quantize_rows(const LinearArgs& args, int8_t* codes, float* row_scale);
 
-// The codes of an int8 weight as signed rows [panels * 16, padded k], and the scale of each.
-void rows_of_panels(const WeightSpec& spec, const uint8_t* weight, int8_t* rows, float* column_scale);
+// The codes of a symmetric int8 or int4 weight as signed rows [panels * 16, k], k with padding or more.
+void rows_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t k, int8_t* rows);
+
+// What a code is multiplied by: [groups, n]; 0 in groups that are padding alone.
+void scales_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t groups, float* scales);
 
 }  // namespace lowbit::onednn

@@ -67,6 +67,9 @@ const Version& version_of(const Library& found) {
   return *version;
 }
 
+#define LOWBIT_LATER_FUNCTION(name, symbol_name, ...) \
+  .name = reinterpret_cast<int (*)(__VA_ARGS__)>(dlsym(found.handle, symbol_name)),
+
 Runtime open() {
   const Library& found = library();
   const Version& version = version_of(found);
@@ -75,6 +78,7 @@ Runtime open() {
         " is oneDNN ", version_text(version), ": its threads are not torch's, wanted a build with OpenMP "
         "(pip install onednn-cpu-gomp)");
   Runtime made{.api = {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
+                       LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_LATER_FUNCTION)
                        .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(
                            found.symbol("dnnl_memory_desc_get_size"))},
                .engine = nullptr,

@@ -12,6 +12,7 @@ namespace lowbit::onednn {
 
 struct Api {
   LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
+  LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
   std::size_t (*desc_bytes)(const MemoryDescHandle*);
 };
 

@@ -156,7 +156,10 @@ Value FunctionWriter::unary() {
     const Value of = promoted(unary());
     return value(Op::bitwise_not, of.type, {of.id});
   }
-  if (cursor_.accept("!")) return value(Op::logical_not, {Scalar::boolean}, {truth(unary()).id});
+  if (cursor_.accept("!")) {  // Intel's compiler of 2022 dies of OpLogicalNot
+    const Type boolean{Scalar::boolean};
+    return value(Op::logical_equal, boolean, {truth(unary()).id, number(boolean, 0).id});
+  }
   if (cursor_.peek().text != "(") return postfix();
   Cursor behind = cursor_;
   behind.next();

@@ -26,7 +26,7 @@ enum class Op : uint16_t {
   convert_ptr_to_u = 117, convert_u_to_ptr = 120, bitcast = 124,
   s_negate = 126, f_negate = 127, i_add = 128, f_add = 129, i_sub = 130, f_sub = 131, i_mul = 132, f_mul = 133,
   u_div = 134, s_div = 135, f_div = 136, u_mod = 137, s_rem = 138,
-  logical_or = 166, logical_and = 167, logical_not = 168, select = 169,
+  logical_equal = 164, logical_or = 166, logical_and = 167, select = 169,
   i_equal = 170, i_not_equal = 171, u_greater_than = 172, s_greater_than = 173, u_greater_than_equal = 174,
   s_greater_than_equal = 175, u_less_than = 176, s_less_than = 177, u_less_than_equal = 178, s_less_than_equal = 179,
   f_ord_equal = 180, f_unord_not_equal = 183, f_ord_less_than = 184, f_ord_greater_than = 186,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 
 import torch
-from modules import SPIRV
+from modules import ROOT, SPIRV, specialised
 from opencl import machine
 from tests.cuda.attention_calls import AttentionCase, AttentionData
 from torch import Tensor
@@ -20,6 +20,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 8, 
 THREADS, SUB_GROUPS, KEYS = 128, 8, 32
 CALL = "<42q3i?b2xf4x5Q4q2Qf4x4Q5q20q4q3QQQqqb7xQi?3x2i2b6x"
 TABLE_WORDS = 128
+DPAS = ROOT / "tests" / "level_zero" / "dpas.cl"
 
 
 def at(tensor: Tensor | None) -> int:
@@ -63,15 +64,16 @@ class Mods:
         return at(self.tables[which]) if self.there[which] else 0
 
 
-def launch(module: str, kernel: str, groups: int, argument: bytes, mods: bytes = b"") -> None:
-    machine().launch(machine().program((SPIRV / f"{module}.spv").read_bytes(), mods), kernel, groups, THREADS, argument)
+def launch(module: str, kernel: str, groups: int, argument: bytes, mods: bytes = b"", constants: tuple[int, ...] = (), text: str = "") -> None:
+    functions = [part for part in (mods, text) if part]
+    machine().launch(machine().program(specialised(module, constants), *functions), kernel, groups, THREADS, argument)
 
 
 class Call:
-    """One case with its memory: forward, then backward."""
+    """One case with its memory: forward, by dpas of so many lanes or without, then backward."""
 
-    def __init__(self, case: AttentionCase, data: AttentionData, out_dtype: torch.dtype = torch.float32) -> None:
-        self.case, self.data, self.mods = case, data, Mods(case, data.captured)
+    def __init__(self, case: AttentionCase, data: AttentionData, out_dtype: torch.dtype = torch.float32, lanes: int = 0) -> None:
+        self.case, self.data, self.mods, self.lanes = case, data, Mods(case, data.captured), lanes
         b, hq, _, length, s, _, ev = case.shape
         self.out = torch.full((b, hq, length, ev), 7.0, dtype=out_dtype)
         self.lse, self.largest = torch.full((2, b, hq, length), 7.0)
@@ -106,21 +108,24 @@ class Call:
         )  # fmt: skip
 
     def run(self, module: str, kernel: str, groups: int, argument: bytes) -> None:
-        launch(f"{module}_mods" if self.mods.any else module, kernel, groups, argument, self.mods.words if self.mods.any else b"")
+        constants, text = ((int(self.case.dtype == torch.float16),), DPAS.read_text()) if self.lanes else ((), "")
+        with_mods = (f"{module}_mods", self.mods.words) if self.mods.any else (module, b"")
+        launch(with_mods[0], kernel, groups, argument, with_mods[1], constants, text)
 
     def forward(self) -> dict[str, Tensor]:
         b, hq, _, length, _, e, ev = self.case.shape
         columns = 64 if max(e, ev) <= 64 else 128 if max(e, ev) <= 128 else 256
-        tile = {64: 32, 128: 16, 256: 8}[columns]
+        tile = min(8, 64 * self.lanes // columns) * THREADS // self.lanes if self.lanes else {64: 32, 128: 16, 256: 8}[columns]
+        module = f"attention_forward_dpas{self.lanes}" if self.lanes else "attention_forward"
         argument = self.packed(tile, KEYS)
         if self.lists:
             launch("attention_prepare", "make_classes", self.lists[0].numel(), argument)
-        self.run("attention_forward", f"forward_{columns}", b * hq * tiling(length, self.case.block_size[0] if self.lists else 0, tile)[4], argument)
+        self.run(module, f"forward_{columns}", b * hq * tiling(length, self.case.block_size[0] if self.lists else 0, tile)[4], argument)
         return {"out": self.out, "lse": self.lse, "largest": self.largest}
 
     def backward(self) -> dict[str, Tensor]:
         b, hq, hkv, length, s, e, ev = self.case.shape
-        columns = 64 if max(e, ev) <= 64 else 128
+        columns = 64 if max(e, ev) <= 64 else 128 if max(e, ev) <= 128 else 256
         tile = 16 if columns == 64 else 8
         blocks = self.case.block_size if self.lists else (0, 0)
         by_queries, by_keys = self.packed(tile, KEYS), self.packed(KEYS, tile)

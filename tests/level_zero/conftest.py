@@ -79,16 +79,17 @@ def zsim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def xpu_program(zsim: dict[str, str], tmp_path: Path) -> Callable[[str], str]:
+def xpu_program(zsim: dict[str, str], tmp_path: Path) -> Callable[..., str]:
     """Run a program of this folder with what stands for torch's library of xpu, and return what it prints."""
     library = tmp_path / "libc10_xpu.so"
     subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
 
-    def run(source: str) -> str:
+    def run(source: str, *arguments: object) -> str:
         linked = ["-Wl,--no-as-needed", library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
         command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / source, *linked, "-o", tmp_path / "program"]
         subprocess.run(command, check=True)
-        done = subprocess.run([tmp_path / "program"], env=os.environ | zsim, capture_output=True, text=True, check=False)
+        made = [tmp_path / "program", *map(str, arguments)]
+        done = subprocess.run(made, env=os.environ | zsim, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -54,10 +54,9 @@ class Compiled:
 
 
 def compile_module(module: bytes, device: str, folder: Path, options: str = "") -> Compiled:
-    """The kernels of a SPIR-V module for a device, built with these options."""
+    """The kernels of a SPIR-V module for a device."""
     (folder / "module.spv").write_bytes(module)
-    command = ["ocloc", "compile", "-spirv_input", "-file", "module.spv", "-device", device, "-output", "module"]
-    command += ["-options", options] if options else []
+    command = ["ocloc", "compile", "-spirv_input", "-file", "module.spv", "-device", device, "-output", "module", *(["-options", options] if options else [])]
     said = _run(command, folder)
     binary = next(folder.glob("module_*.bin"))
     links = folder / "library"

@@ -81,11 +81,9 @@ class Machine:
         return self.compiled(self.make("CreateProgramWithSource", self.context, c_uint32(1), byref(source), None))
 
     @functools.cache  # noqa: B019
-    def program(self, module: bytes, functions: str | bytes = "") -> c_void_p:
-        """A module, linked with functions in OpenCL C or in another module that it calls, or that call it."""
-        parts = [self.of_module(module)]
-        if functions:
-            parts.append(self.of_text(functions) if isinstance(functions, str) else self.of_module(functions))
+    def program(self, module: bytes, *functions: str | bytes) -> c_void_p:
+        """A module, linked with functions in OpenCL C or in other modules that it calls, or that call it."""
+        parts = [self.of_module(module), *(self.of_text(part) if isinstance(part, str) else self.of_module(part) for part in functions)]
         array = (c_void_p * len(parts))(*parts)
         return self.make("LinkProgram", self.context, c_uint32(1), self.devices, b"", c_uint32(len(parts)), array, None, None)
 

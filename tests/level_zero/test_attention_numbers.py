@@ -22,8 +22,8 @@ OF_FLOAT32 = [
     if case.name in ("plain 64", "causal, more queries", "odd head dims", "float mask", "softcap and window", "bool mask, dropout", "negative scale, sink",
                      "a factor and a bias, captured, of documents")
 ]  # fmt: skip
-FORWARD_ALONE = ("256", "odd head dims", "alibi", "a learned bias of distances", "a factor and a bias, captured, of documents")
-"""Head dims that the backward does not take; and of mods, which take seconds to link, each differs in one thing from another."""
+FORWARD_ALONE = ("alibi", "a learned bias of distances", "a factor and a bias, captured, of documents")
+"""Of mods, which take seconds to link: each differs in one thing from another."""
 
 
 @pytest.mark.parametrize("case", [*CASES, *OF_FLOAT32], ids=str)
@@ -40,6 +40,42 @@ def test_every_option_is_within_budget_of_float64(case: AttentionCase) -> None:
         got |= {"narrow": narrow.forward()["out"]}
     assert_right(case, got, {name: pair for name, pair in wanted.items() if name in got})
     assert not call.mods.any or call.mods.faults.tolist() == [[0] * 4] * 2
+
+
+BY_DPAS = ("plain 64", "causal 64", "causal 128", "256", "odd head dims", "smallest", "negative scale, sink", "bool mask, dropout", "float mask",
+           "rows of finfo.min and of large scores", "documents, blocks of odd sizes")  # fmt: skip
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in BY_DPAS], ids=str)
+def test_the_forward_by_dpas_is_within_budget_of_float64(case: AttentionCase, lanes: int) -> None:
+    from attention_on_opencl import Call
+
+    data = make_data(case)
+    got = Call(case, data, lanes=lanes).forward() | {"narrow": Call(case, data, case.dtype, lanes).forward()["out"]}
+    assert_right(case, got, {name: pair for name, pair in expected(case, data).items() if name in got})
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_rows_of_any_strides_are_read_by_dpas(lanes: int) -> None:
+    from attention_on_opencl import Call
+
+    case = AttentionCase("strides", (2, 2, 1, 40, 50, 33, 17))  # rows of 66 and 34 bytes
+    data = make_data(case)
+    data.k = data.k.transpose(1, 2).contiguous().transpose(1, 2)
+    got = Call(case, data, lanes=lanes).forward()
+    assert_right(case, got, {name: pair for name, pair in expected(case, data).items() if name in got})
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_inf_and_nan_stay_in_their_rows(lanes: int) -> None:
+    from attention_on_opencl import Call
+
+    case = AttentionCase("not finite", (1, 1, 1, 20, 40, 64, 64), torch.float16)
+    data = make_data(case)
+    data.q[0, 0, 3, 5], data.q[0, 0, 11, 0] = torch.inf, torch.nan
+    out = Call(case, data, lanes=lanes).forward()["out"][0, 0]
+    assert not out[[3, 11]].isfinite().any() and out[[i for i in range(20) if i not in (3, 11)]].isfinite().all()
 
 
 def test_a_gather_out_of_range_is_noted_and_nothing_is_read() -> None:

@@ -34,7 +34,8 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.walks
 @pytest.mark.parametrize(
-    "file, device", [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc")]
+    "file, device",
+    [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc"), ("check_attention.py", "pvc")],
 )
 def test_checks(file: str, device: str, zsim: dict[str, str], request: pytest.FixtureRequest) -> None:
     has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}

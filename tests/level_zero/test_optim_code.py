@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import ocloc
@@ -11,15 +10,13 @@ import pytest
 from modules import SPIRV
 
 pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
-RUNTIME = (SPIRV.parent / "runtime/program.cpp").read_text()
 MODULES = sorted(path.stem for path in SPIRV.glob("optim_*.spv"))
 
 
 def options_of(module: str, device: str) -> str:
-    """As flags_of says it in runtime/program.cpp."""
-    always = re.search(r'#define LOWBIT_FLAGS "([^"]+)"', RUNTIME)[1]
-    of_steps = re.search(r'module.starts_with\("optim_step"\) \? LOWBIT_FLAGS "( [^"]+)"', RUNTIME)[1]
-    return always + of_steps * (ocloc.LANES[device] == 8 and module.startswith("optim_step"))
+    """As csrc/level_zero/optim/rows.cpp has it built."""
+    large = ocloc.LANES[device] == 8 and module.startswith("optim_step")
+    return "-cl-fp32-correctly-rounded-divide-sqrt" + " -ze-opt-large-register-file" * large
 
 
 @pytest.mark.parametrize("device", ocloc.LANES)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from lowbit import _C
+from lowbit.score.program_cache import bind
 
-LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
 HERE = Path(__file__).parent
 
 
@@ -125,14 +125,16 @@ print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name][
     assert python(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
 
 
-def test_rows_for_torchs_own_xpu_wait_for_its_queues(zsim: dict[str, str], tmp_path: Path) -> None:
-    library = tmp_path / "libc10_xpu.so"
-    subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
-    linked = [library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
-    command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / "xpu_tensors.cpp", *linked, "-o", tmp_path / "program"]
-    subprocess.run(command, check=True)
-    done = subprocess.run([tmp_path / "program"], env=os.environ | zsim, capture_output=True, text=True, check=True)
-    assert done.stdout == "dequantize_panels_level_zero_xpu 0\n", done.stdout + done.stderr
+def test_rows_for_torchs_own_xpu_wait_for_its_queues(xpu_program: Callable[..., str]) -> None:
+    assert xpu_program("xpu_tensors.cpp") == "dequantize_panels_level_zero_xpu 0\n"
+
+
+def test_mods_on_torchs_own_xpu(xpu_program: Callable[..., str]) -> None:
+    table = torch.randn(40)
+    code = bind("test", lambda s, b, h, q, k: s + table[k], mask=False).code
+    row, error = xpu_program("xpu_mods.cpp", *code).splitlines()
+    assert row == "attention_forward_tiles_level_zero_xpu 1"
+    assert re.fullmatch(r"attend: score_mod reads index 3\d of dimension 0 of captured tensor 0, which has size 30", error), error
 
 
 @pytest.mark.walks

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from onednn_cases import FORMATS, served
 
 from lowbit import _C
-
-ROWS = ("linear_float32_onednn", "linear_bfloat16_onednn", "linear_int8_int8_onednn")
 
 
 def needs_onednn() -> None:
@@ -15,9 +14,11 @@ def needs_onednn() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(params=ROWS)
+@pytest.fixture(params=FORMATS)
 def row(request: pytest.FixtureRequest) -> str:
     needs_onednn()
+    if not served(request.param):
+        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {request.param} on this machine")
     return str(request.param)
 
 

@@ -9,7 +9,7 @@ import itertools
 import mmap
 
 import torch
-from test_rows import FORMATS, case_of
+from onednn_cases import FORMATS, case_of, served
 
 from lowbit.testing import assert_within, make_data, run_linear
 
@@ -34,8 +34,8 @@ def guarded(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 if __name__ == "__main__":
     count = 0
-    for row, formats in FORMATS.items():
-        for at, (m, n, k) in itertools.product(range(len(formats)), itertools.product((1, 3, 40), (1, 17, 63), (3, 64, 320))):
+    for row in FORMATS:
+        for at, (m, n, k) in itertools.product(served(row), itertools.product((1, 3, 40), (1, 17, 63), (3, 64, 320))):
             case = case_of(row, (m, n, k), at, bias="dtype of x", activation="silu", mul=True, add=True)
             data = make_data(case)
             fields = {name: guarded(getattr(data, name)) for name in ("x", "packed", "bias", "mul", "add")}

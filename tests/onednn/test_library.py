@@ -35,7 +35,8 @@ print(any(row["available"] for row in rows.values()))
 # Numbers of csrc/onednn/api.hpp, by oneDNN's names.
 NUMBERS = {
     "kCpu": "dnnl_cpu", "kInOrder": "dnnl_stream_in_order", "kUserScratchpad": "dnnl_scratchpad_mode_user",
-    "kStrictMath": "dnnl_fpmath_mode_strict", "kOutOfMemory": "dnnl_out_of_memory", "kUnimplemented": "dnnl_unimplemented",
+    "kStrictMath": "dnnl_fpmath_mode_strict", "kBFloat16Math": "dnnl_fpmath_mode_bf16", "kFloat16Math": "dnnl_fpmath_mode_f16",
+    "kOutOfMemory": "dnnl_out_of_memory", "kUnimplemented": "dnnl_unimplemented",
     "kFloat16": "dnnl_f16", "kBFloat16": "dnnl_bf16", "kFloat32": "dnnl_f32", "kInt8": "dnnl_s8",
     "kAnyFormat": "dnnl_format_tag_any", "kPanels16a16b2a": "dnnl_BA16a16b2a", "kPanels16a16b": "dnnl_BA16a16b",
     "kGeluTanh": "dnnl_eltwise_gelu_tanh", "kSwish": "dnnl_eltwise_swish", "kBinaryAdd": "dnnl_binary_add", "kBinaryMul": "dnnl_binary_mul",
@@ -43,6 +44,7 @@ NUMBERS = {
     "kQueryInnerBlocks": "dnnl_query_inner_blks", "kQueryInnerDims": "dnnl_query_inner_idxs",
     "kQueryWeights": "dnnl_query_weights_md", "kQueryScratchpad": "dnnl_query_scratchpad_md",
     "kSource": "DNNL_ARG_SRC", "kDestination": "DNNL_ARG_DST", "kWeights": "DNNL_ARG_WEIGHTS", "kScratchpad": "DNNL_ARG_SCRATCHPAD",
+    "kScalesOfWeights": "DNNL_ARG_ATTR_SCALES | DNNL_ARG_WEIGHTS",
     "argument_of_post_op(2)": "DNNL_ARG_ATTR_MULTIPLE_POST_OP(2) | DNNL_ARG_SRC_1",
     "kSequential": "DNNL_RUNTIME_SEQ", "kOpenMP": "DNNL_RUNTIME_OMP", "kTbb": "DNNL_RUNTIME_TBB",
     "kThreadPool": "DNNL_RUNTIME_THREADPOOL", "kSycl": "DNNL_RUNTIME_SYCL",
@@ -201,6 +203,9 @@ MATMUL = "dnnl_matmul_primitive_desc_create"
     [
         ("int8_dynamic_activation_int8_weight", "linear_int8_int8_onednn", {"returns": {MATMUL: 1}}, f"{MATMUL} failed: out of memory"),
         ("int8_dynamic_activation_int8_weight", "linear_int8_int8_onednn", {"returns": {MATMUL: 3}}, "oneDNN has no implementation of this product here"),
+        ("int8_weight_only", "linear_int8_onednn", {"returns": {MATMUL: 3}}, "oneDNN has no implementation of this product here"),
+        ("int8_weight_only", "linear_int8_onednn", {"without": ("dnnl_primitive_attr_set_scales",)}, "this version of oneDNN decodes no weights"),
+        ("int8_weight_only", "linear_int8_onednn", {"without": ("dnnl_primitive_attr_set_fpmath_mode_v2",)}, "this version of oneDNN decodes no weights"),
         ("float_weight", "linear_float32_onednn", {}, "format tag 503 of this version is not that of panels of 16 columns"),
     ],
 )  # fmt: skip

@@ -10,28 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from onednn_cases import FORMATS, case_of, served
 
 import lowbit
 from lowbit import _C, testing
 from lowbit.testing import LinearCase, assert_within, cached_data, make_data, run_linear
 
-FORMATS = {
-    "linear_float32_onednn": [("float32", "float32", "float")],
-    "linear_bfloat16_onednn": [("bfloat16", "bfloat16", "float")],
-    "linear_int8_int8_onednn": [(dtype, "int8", x) for dtype in ("float32", "bfloat16") for x in ("int8_row", "int8_group")],
-}
-"""(dtype of x, weight, x_format) of each row."""
 SIZES = ((1, 7, 3), (1, 64, 128), (5, 37, 70), (16, 48, 64), (17, 97, 257), (33, 130, 192), (70, 16, 100))
 FUSED = ("none", "gelu_tanh", "silu")
 
 
-def case_of(row: str, sizes: tuple[int, int, int] = (5, 37, 70), at: int = 0, **more: object) -> LinearCase:
-    dtype, format, x_format = FORMATS[row][at]
-    return LinearCase(*sizes, dtype, format, 0, "symmetric", x_format, **more)  # type: ignore[arg-type]
-
-
 def test_every_chain_is_within_budget_at_every_size(row: str) -> None:
-    for at, activation in itertools.product(range(len(FORMATS[row])), FUSED):
+    for at, activation in itertools.product(served(row), FUSED):
         ends = itertools.cycle(itertools.product((None, "float32", "dtype of x"), (False, True), (False, True)))
         for sizes, (bias, mul, add) in zip(SIZES * 2, ends, strict=False):
             case = case_of(row, sizes, at, bias=bias, activation=activation, mul=mul, add=add)
@@ -52,7 +42,7 @@ def test_a_bias_of_float16_is_added() -> None:
 
 def test_codes_give_the_bits_that_rows_of_lowbit_give(onednn: None) -> None:
     row = "linear_int8_int8_onednn"
-    for sizes, at, (bias, mul, add) in itertools.product(SIZES, range(4), ((None, False, False), ("float32", True, True))):
+    for sizes, at, (bias, mul, add) in itertools.product(SIZES, served(row), ((None, False, False), ("float32", True, True))):
         case = case_of(row, sizes, at, bias=bias, mul=mul, add=add)
         data = cached_data(case)
         assert torch.equal(run_linear(case, data, row), run_linear(case, data)), str(case)
@@ -69,7 +59,7 @@ def test_what_is_not_finite_reaches_its_row_and_no_other(row: str, bad: float) -
         y = run_linear(case, data, row)
         others = [i for i in range(20) if i != 7]
         assert_within(y[others], data.wanted[others], data.allowed[others], str(case))
-        if bad != bad or "int8" in row:  # of inf, silu and gelu_tanh make 0 and inf as the reference does
+        if bad != bad or "int8_int8" in row:  # of inf, silu and gelu_tanh make 0 and inf as the reference does
             assert not y[7].isfinite().any(), str(case)
         else:
             assert torch.equal(y[7].isfinite(), data.wanted[7].isfinite()), str(case)
@@ -78,17 +68,21 @@ def test_what_is_not_finite_reaches_its_row_and_no_other(row: str, bad: float) -
 def test_nothing_is_read_behind_a_tensor(onednn: None, python: Callable[..., str]) -> None:
     folder = Path(__file__).parent
     code = f"import runpy, sys; sys.path.insert(0, {str(folder)!r}); runpy.run_path({str(folder / 'guarded_tensors.py')!r}, run_name='__main__')"
-    assert int(python(code)) == 27 * sum(map(len, FORMATS.values()))
+    assert int(python(code)) == 27 * sum(len(served(row)) for row in FORMATS)
 
 
 REFUSED = {
     "relu": ({"activation": "relu"}, "relu of oneDNN makes 0 of nan"),
     "gelu": ({"activation": "gelu"}, "gelu of oneDNN makes nan of inf"),
-    "another format": ({"format": "int4", "x_format": "float"}, "another weight format"),
+    "another format": ({"format": "nf4", "x_format": "float", "group_size": 64}, "another weight format"),
 }
 REFUSED_BY_ONE = [
-    ("linear_float32_onednn", {"dtype": "bfloat16"}, "a float32 weight by float32 activations alone"),
-    ("linear_bfloat16_onednn", {"dtype": "float32"}, "a bfloat16 weight by bfloat16 activations alone"),
+    ("linear_float32_onednn", {"dtype": "bfloat16"}, "activations of its own dtype or float32"),
+    ("linear_bfloat16_onednn", {"dtype": "float16"}, "activations of its own dtype or float32"),
+    ("linear_float16_onednn", {"dtype": "bfloat16"}, "activations of its own dtype or float32"),
+    ("linear_int4_onednn", {"x_format": "int8_row"}, "activations as codes"),
+    ("linear_int4_onednn", {"mapping": "asymmetric"}, "zero points are float16 here"),
+    ("linear_int8_onednn", {"dtype": "bfloat16", "group_size": 32}, "rounds a weight of groups to 16 bits"),
     ("linear_int8_int8_onednn", {"x_format": "float"}, "float activations"),
     ("linear_int8_int8_onednn", {"group_size": 32}, "no scales of groups"),
     ("linear_int8_int8_onednn", {"mapping": "asymmetric"}, "asymmetric codes"),

@@ -16,25 +16,26 @@ struct ForwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 4 : columns <= 128 ? 2 : 1; }
   constexpr int q_tile() const { return rows() * kSubGroups; }
-  constexpr const char* kernel(const char* const (&names)[3]) const { return names[columns / 128]; }
 };
 // Which of the kernels for 64, 128 and 256 columns.
-constexpr ForwardShape forward_shape(int64_t head_dim) {
-  return {head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMostColumns};
-}
+constexpr int kernel_columns(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMostColumns; }
+constexpr const char* kernel_of(int columns, const char* const (&names)[3]) { return names[columns / 128]; }
+
+// Of the forward by dpas, by sub-groups of so many lanes: the sums of a sub-group take half of its registers.
+struct DpasShape {
+  int columns, lanes;
+  constexpr int rows() const { return lanes * 64 / columns < 8 ? lanes * 64 / columns : 8; }
+  constexpr int q_tile() const { return rows() * (kAttentionThreads / lanes); }
+};
 
 constexpr int32_t kBlockListFault = -2;  // in place of a captured tensor in the fault: a list of blocks
-
-constexpr int kMostBackwardColumns = 128;
 
 // Of the backward: each sub-group has `rows` of the rows that stay.
 struct BackwardShape {
   int columns;
   constexpr int rows() const { return columns <= 64 ? 2 : 1; }
   constexpr int tile() const { return rows() * kSubGroups; }
-  constexpr const char* kernel(const char* const (&names)[2]) const { return names[columns / 128]; }
 };
-constexpr BackwardShape backward_shape(int64_t head_dim) { return {head_dim <= 64 ? 64 : kMostBackwardColumns}; }
 
 // What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
 struct ModTable {

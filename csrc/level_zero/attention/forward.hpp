@@ -75,24 +75,13 @@ struct Forward {
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       const float total = sum_of_lanes(sums.total[r]);
-      const float by = finish_row(b, h, q0 + first + r, r, total, first + r < rows);
+      const bool writes = first + r < rows && sums.lane == 0;
+      const float by = finish_row(call, b, h, q0 + first + r, sums.top[r], total, writes);
 #pragma unroll
       for (int c = 0; c < Sums::kSums; c++) shared.q[first + r][sums.lane + c * kSubGroup] = sums.out[r][c] * by;
     }
     store_rows(call.out, call.out_dtype, b * call.out.batch + h * call.out.head + q0 * call.out.row, shared.q, rows,
                call.ev);
-  }
-
-  // What the sums of a row are multiplied by.
-  LOWBIT_INLINE float finish_row(int b, int h, int row, int r, float total, bool is_there) const {
-    const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
-    const bool writes = is_there && sums.lane == 0;
-    const float top = sums.top[r];
-    if (call.max_scores && writes) call.max_scores[at] = total != total && top - top == 0 ? total : top;
-    RowEnd end{top, total};
-    if (call.sink) end.add_sink(call.sink[h]);
-    if (call.lse && writes) call.lse[at] = end.lse();
-    return end.factor();
   }
 };
 

@@ -46,16 +46,17 @@ void CallMods::write(const ScoreCall* call, int which) const {
       .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
 }
 
-const Program& CallMods::program(std::string_view module, std::string_view with_mods) const {
-  if (!score_ && !mask_) return level_zero::program(place_, module);
-  return level_zero::program(place_, with_mods, words_of(score_, mask_));
+const Program& CallMods::program(std::string_view module, std::string_view with_mods,
+                                 Build build) const {
+  if (!score_ && !mask_) return level_zero::program(place_, module, build);
+  build.mods = words_of(score_, mask_);
+  return level_zero::program(place_, with_mods, build);
 }
 
 void CallMods::check_fault(std::string_view op) const {
   if (!faults_) return;
   int32_t noted[2][4] = {};
-  wait(place_.device);
-  copy(noted, memory_, sizeof noted);
+  copy(place_.device, noted, memory_, sizeof noted);
   check(!noted[0][0] || noted[0][1] != kBlockListFault, ErrorKind::value,
         op, ": kv_num_blocks or kv_indices, or those of full blocks, have numbers that are out of range");
   for (int which = 0; which < 2; which++) {
@@ -72,10 +73,6 @@ std::string_view refuses_mod(const ScoreCall* call) {
   int words = 1;
   for (int i = 0; i < call->captured_count(); i++) words += 2 + 2 * call->captured()[i].rank;
   return words <= TableCall::kMost ? "" : "a mod captures tensors and dimensions of them, more than 63 together";
-}
-
-std::string_view refuses_faults(const Place& place) {
-  return place.device.type == DeviceType::xpu ? "mods and block masks on torch's own xpu" : "";
 }
 
 }  // namespace lowbit::level_zero

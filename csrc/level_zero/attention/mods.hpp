@@ -24,7 +24,7 @@ class CallMods {
   ModTable mask() const { return {mask_ ? table(1) : nullptr}; }
   int32_t* fault() const { return fault(0); }  // of block lists, too
   // `module`, or where there are mods `with_mods`, linked with them.
-  const Program& program(std::string_view module, std::string_view with_mods) const;
+  const Program& program(std::string_view module, std::string_view with_mods, Build build = {}) const;
   // After the kernels, which it waits for: throws what a mod or a list of blocks did that it must not.
   void check_fault(std::string_view op) const;
 
@@ -43,7 +43,5 @@ class CallMods {
 
 // "" or why a row does not take a mod.
 std::string_view refuses_mod(const ScoreCall* call);
-// Or a call with mods or block lists there: what they note in memory of torch's own device, the host cannot read.
-std::string_view refuses_faults(const Place& place);
 
 }  // namespace lowbit::level_zero

@@ -42,17 +42,25 @@ void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
   if (rows) launch(args.place, program(args.place, "attention_prepare"), "make_classes", rows.numel(), call);
 }
 
-void run_forward(const AttentionForwardArgs& args) {
-  const ForwardShape shape = forward_shape(larger(args.q.size(3), args.ev()));
+// lanes: of a sub-group that multiplies by dpas; 0: without.
+void run_forward(const AttentionForwardArgs& args, int lanes) {
+  const int columns = kernel_columns(larger(args.q.size(3), args.ev())),
+            q_tile = lanes ? DpasShape{columns, lanes}.q_tile() : ForwardShape{columns}.q_tile();
   const Workspace workspace("attention_forward", args.place, Room{.classes = cuda::class_count(args)}.all());
   const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
-  const AttentionCall call = call_of(args, workspace, mods, shape.q_tile(), kKvTile);
+  const AttentionCall call = call_of(args, workspace, mods, q_tile, kKvTile);
   make_classes(args, call);
-  launch(args.place, mods.program("attention_forward", "attention_forward_mods"),
-         shape.kernel({"forward_64", "forward_128", "forward_256"}),
+  const int32_t constants[] = {args.q.dtype == DType::float16};  // as products.hpp has them
+  const Program& kernels =
+      lanes == 8    ? mods.program("attention_forward_dpas8", "attention_forward_dpas8_mods", {constants, {}, true})
+      : lanes == 16 ? mods.program("attention_forward_dpas16", "attention_forward_dpas16_mods", {constants, {}, true})
+                    : mods.program("attention_forward", "attention_forward_mods");
+  launch(args.place, kernels, kernel_of(columns, {"forward_64", "forward_128", "forward_256"}),
          args.batch() * args.heads() * call.q_tiles.count, call);
   mods.check_fault("attention_forward");
 }
+void run_forward_dpas(const AttentionForwardArgs& args) { run_forward(args, dpas_lanes(args.place)); }
+void run_forward_tiles(const AttentionForwardArgs& args) { run_forward(args, 0); }
 
 AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
                             const CallMods& mods, int q_tile, int kv_tile) {
@@ -67,21 +75,22 @@ AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& 
 
 void run_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
-  const BackwardShape shape = backward_shape(larger(forward.q.size(3), forward.ev()));
+  const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
   const Room room{.classes = cuda::class_count(forward),
                   .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4};
   const Workspace workspace("attention_backward", forward.place, room.all());
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
-  const AttentionCall by_queries = backward_call(args, workspace, room, mods, shape.tile(), kKvTile),
-                      by_keys = backward_call(args, workspace, room, mods, kKvTile, shape.tile());
-  const Program &kernels = mods.program("attention_backward", "attention_backward_mods"),
+  const AttentionCall by_queries = backward_call(args, workspace, room, mods, tile, kKvTile),
+                      by_keys = backward_call(args, workspace, room, mods, kKvTile, tile);
+  const Build build{.large_registers = columns == kMostColumns};  // two gradients of 256 columns do not fit otherwise
+  const Program &kernels = mods.program("attention_backward", "attention_backward_mods", build),
                 &of_rows = program(forward.place, "attention_rows");
   make_classes(forward, by_queries);
   launch(forward.place, of_rows, "row_statistics", ceil_div(rows, kSubGroups), by_queries);
-  launch(forward.place, kernels, shape.kernel({"queries_64", "queries_128"}), heads * by_queries.q_tiles.count,
-         by_queries);  // finds units for the others
-  launch(forward.place, kernels, shape.kernel({"keys_64", "keys_128"}),
+  launch(forward.place, kernels, kernel_of(columns, {"queries_64", "queries_128", "queries_256"}),
+         heads * by_queries.q_tiles.count, by_queries);  // finds units for the others
+  launch(forward.place, kernels, kernel_of(columns, {"keys_64", "keys_128", "keys_256"}),
          forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
   mods.check_fault("attention_backward");
@@ -93,21 +102,26 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
-  if (may_fail(args))
-    if (const std::string_view reason = refuses_faults(args.place); !reason.empty()) return reason;
   if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || cuda::class_count(args) >= INT32_MAX)
     return "more than 2^31 rows or blocks";
   return "";
 }
 
+std::string_view refuses_dpas(const AttentionForwardArgs& args) {
+  if (args.q.dtype == DType::float32) return "inputs of float32";
+  const std::string_view reason = refuses(args);
+  return !reason.empty() || dpas_lanes(args.place) ? reason : "the device has no dpas";
+}
+
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
   if (args.grad_mask) return "a gradient of mask is wanted";
   if (args.wants_captured()) return "gradients of captured tensors are wanted";
-  if (larger(args.forward.q.size(3), args.forward.ev()) > kMostBackwardColumns) return "head dims above 128";
   return refuses(args.forward);
 }
 
-constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_tiles_level_zero", refuses, run_forward}};
+constexpr Kernel<AttentionForwardArgs> kForward[] = {
+    {"attention_forward_dpas_level_zero", refuses_dpas, run_forward_dpas},
+    {"attention_forward_tiles_level_zero", refuses, run_forward_tiles}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {
     {"attention_backward_tiles_level_zero", refuses_backward, run_backward}};
 

@@ -48,4 +48,16 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const cuda::TilePlace& a
   return at.cut && cuda::is_hidden(call, at, q, k) ? cuda::minus_infinity() : s;
 }
 
+// The end of a row of the forward. Returns what the sums of its result are multiplied by; one lane writes the others.
+LOWBIT_INLINE float finish_row(const AttentionCall& call, int b, int h, int row, float top, float total, bool writes) {
+  const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
+  Global<float>*const largest = global<float>(call.max_scores), *const lse = global<float>(call.lse);
+  const Global<float>* const sink = global<float>(call.sink);
+  if (largest && writes) largest[at] = total != total && top - top == 0 ? total : top;
+  RowEnd end{top, total};
+  if (sink) end.add_sink(sink[h]);
+  if (lse && writes) lse[at] = end.lse();
+  return end.factor();
+}
+
 }  // namespace lowbit::level_zero

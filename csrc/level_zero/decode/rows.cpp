@@ -52,8 +52,8 @@ void run_decode(const DecodeArgs& args) {
   const int64_t groups = args.batch() * args.kv_heads() * call.row_tiles * splits;
   if (groups)
     mods.program("decode", "decode_mods")
-        .launch(args.place, forward_shape(tile_columns(args)).kernel({"decode_64", "decode_128", "decode_256"}), groups,
-                kAttentionThreads, &call, sizeof call);
+        .launch(args.place, kernel_of(kernel_columns(tile_columns(args)), {"decode_64", "decode_128", "decode_256"}),
+                groups, kAttentionThreads, &call, sizeof call);
   program(args.place, "kv_codes")
       .launch(args.place, "decode_combine", ceil_div(rows, kSubGroups), kAttentionThreads, &call, sizeof call);
   mods.check_fault("decode");
@@ -90,8 +90,6 @@ std::string_view refuses_decode(const DecodeArgs& args) {
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
-  if (args.score_mod || args.mask_mod)
-    if (const std::string_view reason = refuses_faults(args.place); !reason.empty()) return reason;
   return args.batch() * args.heads() * args.q_length() >= INT32_MAX ? "more than 2^31 rows" : "";
 }
 std::string_view refuses_quantize(const KvQuantizeArgs&) { return ""; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a sub-group of an Intel GPU multiplies and reads at once. LOWBIT_LANES is its size: 16 on Xe-HPC (pvc), 8 on
 // Xe-HPG (dg2). Lane l has a column of a product of 8 rows, or of one, and each row of its factors is 32 bytes: of the
-// first factor as they follow in memory, of the second a dword for each lane.
+// first factor as they follow in memory, of the second a dword for each lane. Products of floats take 2, 4 or 8 rows.
 //
 // The functions of cl_intel_subgroup_matrix_multiply_accumulate and cl_intel_subgroups, by their mangled names. Tests
 // on CPUs link a module that has the former (tests/level_zero).
@@ -23,11 +23,14 @@ LOWBIT_CONVERGENT uint16_t block_read_16(const Global<uint16_t>* from)
 LOWBIT_CONVERGENT u16x8 block_read8_16(const Global<uint16_t>* from)
     __asm__("_Z30intel_sub_group_block_read_us8PU3AS1Kt");
 
+// What a lane has of some rows or of one.
+template <class T, int kRows>
+using Rows = std::conditional_t<kRows == 1, T, Vector<T, kRows>>;
+
 // The first factor: of each row what a lane holds of its 32 bytes.
 #if LOWBIT_LANES == 16
 using RowPiece = int16_t;
-LOWBIT_CONVERGENT f32x8 mad_bf16(Vector<int16_t, 8> a, i32x8 b, f32x8 sum)
-    __asm__("_Z40intel_sub_group_bf16_bf16_matrix_mad_k16Dv8_sDv8_iDv8_f");
+#define LOWBIT_MANGLED_ROWS(rows) "Dv" #rows "_sDv8_iDv" #rows "_f"
 LOWBIT_CONVERGENT float mad_bf16(int16_t a, i32x8 b, float sum)
     __asm__("_Z40intel_sub_group_bf16_bf16_matrix_mad_k16sDv8_if");
 LOWBIT_CONVERGENT i32x8 mad_i8_u8(Vector<int16_t, 8> a, u32x8 b, i32x8 sum)
@@ -36,8 +39,7 @@ LOWBIT_CONVERGENT int32_t mad_i8_u8(int16_t a, u32x8 b, int32_t sum)
     __asm__("_Z36intel_sub_group_i8_u8_matrix_mad_k32sDv8_ji");
 #else
 using RowPiece = int32_t;
-LOWBIT_CONVERGENT f32x8 mad_bf16(i32x8 a, i32x8 b, f32x8 sum)
-    __asm__("_Z40intel_sub_group_bf16_bf16_matrix_mad_k16Dv8_iS_Dv8_f");
+#define LOWBIT_MANGLED_ROWS(rows) "Dv" #rows "_iDv8_iDv" #rows "_f"
 LOWBIT_CONVERGENT float mad_bf16(int32_t a, i32x8 b, float sum)
     __asm__("_Z40intel_sub_group_bf16_bf16_matrix_mad_k16iDv8_if");
 LOWBIT_CONVERGENT i32x8 mad_i8_u8(i32x8 a, u32x8 b, i32x8 sum)
@@ -45,10 +47,20 @@ LOWBIT_CONVERGENT i32x8 mad_i8_u8(i32x8 a, u32x8 b, i32x8 sum)
 LOWBIT_CONVERGENT int32_t mad_i8_u8(int32_t a, u32x8 b, int32_t sum)
     __asm__("_Z36intel_sub_group_i8_u8_matrix_mad_k32iDv8_ji");
 #endif
-
-// What a lane has of 8 rows or of one.
-template <class T, int kRows>
-using Rows = std::conditional_t<kRows == 8, Vector<T, 8>, T>;
+#define LOWBIT_MAD_ROWS(rows, mangled)                                                                     \
+  LOWBIT_CONVERGENT Rows<float, rows> mad_bf16(Rows<RowPiece, rows> a, i32x8 b, Rows<float, rows> sum)     \
+      __asm__("_Z40intel_sub_group_bf16_bf16_matrix_mad_k16" mangled);                                     \
+  LOWBIT_CONVERGENT Rows<float, rows> mad_f16(Rows<RowPiece, rows> a, i32x8 b, Rows<float, rows> sum)      \
+      __asm__("_Z38intel_sub_group_f16_f16_matrix_mad_k16" mangled);
+LOWBIT_MAD_ROWS(2, LOWBIT_MANGLED_ROWS(2))
+LOWBIT_MAD_ROWS(4, LOWBIT_MANGLED_ROWS(4))
+#if LOWBIT_LANES == 16
+LOWBIT_MAD_ROWS(8, LOWBIT_MANGLED_ROWS(8))
+#else  // the same type again is a letter
+LOWBIT_MAD_ROWS(8, "Dv8_iS_Dv8_f")
+#endif
+#undef LOWBIT_MAD_ROWS
+#undef LOWBIT_MANGLED_ROWS
 
 template <int kRows>
 LOWBIT_INLINE Rows<RowPiece, kRows> load_rows(const void* from) {

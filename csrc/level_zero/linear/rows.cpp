@@ -94,7 +94,8 @@ void run_linear(const LinearArgs& args, int lanes) {
                   .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums + room.rows))};
   if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.scales_per_tile / kTileK);
   order_activations(args, kind, call);
-  program(args.place, kind.module(), kind.constants(spec.format))
+  const auto constants = kind.constants(spec.format);
+  program(args.place, kind.module(), {.constants = constants})
       .launch(args.place, kind.kernel(args.m), spec.panels() * ceil_div(args.m, kind.rows_at_once(args.m)),
               kind.threads(), &call, sizeof call);
 }

@@ -117,22 +117,23 @@ void reset_peak(int device) {
   used.peak_bytes = used.live_bytes;
 }
 
+void copy(Device device, void* to, const void* from, std::size_t bytes) {
+  const Gpu& on = gpu(device);
+  {
+    const std::lock_guard lock(*on.mutex);
+    ensure(api().append_copy(on.list, to, from, bytes, nullptr, 0, nullptr),
+           concat(name_of(device), ": copying ", bytes, " bytes"));
+    ensure(api().append_barrier(on.list, nullptr, 0, nullptr), "zeCommandListAppendBarrier");
+  }
+  wait(device);
+}
+
 void copy(void* to, const void* from, std::size_t bytes) {
   if (bytes == 0) return;
   int device = device_of(to);
   if (device < 0) device = device_of(from);
-  if (device < 0) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  const Gpu& on = gpu(device_at(device));
-  {
-    const std::lock_guard lock(*on.mutex);
-    ensure(api().append_copy(on.list, to, from, bytes, nullptr, 0, nullptr),
-           concat(name_of(device_at(device)), ": copying ", bytes, " bytes"));
-    ensure(api().append_barrier(on.list, nullptr, 0, nullptr), "zeCommandListAppendBarrier");
-  }
-  wait(device_at(device));
+  if (device < 0) std::memcpy(to, from, bytes);
+  else copy(device_at(device), to, from, bytes);
 }
 
 }  // namespace lowbit::level_zero

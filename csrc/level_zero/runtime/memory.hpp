@@ -20,5 +20,7 @@ LOWBIT_API void reset_peak(int device);
 
 // By the device, after all that was given to it before; done when this returns.
 LOWBIT_API void copy(void* to, const void* from, std::size_t bytes);
+// By this one, which may be torch's own xpu: its memory the host cannot read.
+void copy(Device device, void* to, const void* from, std::size_t bytes);
 
 }  // namespace lowbit::level_zero

@@ -10,14 +10,10 @@
 namespace lowbit::level_zero {
 namespace {
 
-#define LOWBIT_FLAGS "-cl-fp32-correctly-rounded-divide-sqrt"  // else 2.5 and 3 ulp: not the bits of the CPU
-
-// Of the 128 registers of a thread on Xe-HPG, which hold 8 lanes each, steps of optimizers put up to 204 in memory:
-// they have half as many threads there, of 256 registers.
-const char* flags_of(const Gpu& on, std::string_view module) {
-  return on.dpas_lanes == 8 && module.starts_with("optim_step") ? LOWBIT_FLAGS " -ze-opt-large-register-file"
-                                                                : LOWBIT_FLAGS;
-}
+// Division and root of 2.5 and 3 ulp otherwise: not the bits of the CPU.
+#define LOWBIT_FLAGS "-cl-fp32-correctly-rounded-divide-sqrt"
+constexpr const char* kFlags[] = {LOWBIT_FLAGS, LOWBIT_FLAGS " -ze-opt-large-register-file"};
+#undef LOWBIT_FLAGS
 
 // All that what is built depends on.
 struct Image {
@@ -99,31 +95,25 @@ struct Programs {
   mutable std::map<Key, Program> loaded;  // whose nodes never move
 };
 
-const Program& find(const Place& place, std::string_view module, std::span<const int32_t> constants,
-                    std::span<const uint32_t> mods) {
+}  // namespace
+
+const Program& program(const Place& place, std::string_view module, const Build& build) {
   static std::atomic<const Programs*> kept{nullptr};
   const Programs& programs = made_once(kept, [] { return Programs(); });
   const Gpu& on = gpu(place.device);
   std::string key(module);
-  key.append(1, '\0').append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
-  key.append(1, '\0').append(bytes_of(mods));
+  const std::span<const int32_t> constants = build.constants;
+  key.append(1, build.large_registers ? 'l' : 's');
+  key.append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
+  key.append(1, '\0').append(bytes_of(build.mods));
   const std::lock_guard lock(programs.mutex);
   Programs::Key wanted(&on, std::move(key));
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
   const std::span<const uint32_t> words = find_module(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  const Image image{std::string(module), specialised(words, constants), mods, flags_of(on, module)};
+  const Image image{std::string(module), specialised(words, constants), build.mods,
+                    kFlags[build.large_registers]};
   return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
-}
-
-}  // namespace
-
-const Program& program(const Place& place, std::string_view module) { return find(place, module, {}, {}); }
-const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants) {
-  return find(place, module, constants, {});
-}
-const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods) {
-  return find(place, module, {}, mods);
 }
 
 void Program::launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,

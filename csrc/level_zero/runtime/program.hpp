@@ -29,12 +29,15 @@ class Program {
   mutable std::map<std::string, KernelHandle, std::less<>> kernels_;
 };
 
+// How a module is built.
+struct Build {
+  std::span<const int32_t> constants = {};  // values by number (runtime/specialise.hpp)
+  std::span<const uint32_t> mods = {};      // a module of the functions that it imports (score/spirv.hpp)
+  bool large_registers = false;             // twice as many registers for half as many threads at once
+};
+
 // One of the library's modules.
-const Program& program(const Place& place, std::string_view module);
-// With these values of its constants by number (runtime/specialise.hpp).
-const Program& program(const Place& place, std::string_view module, std::span<const int32_t> constants);
-// Linked with a module of the functions that it imports (score/spirv.hpp).
-const Program& program(const Place& place, std::string_view module, std::span<const uint32_t> mods);
+const Program& program(const Place& place, std::string_view module, const Build& build = {});
 
 // The words of a module of the library by its name; empty if there is none.
 LOWBIT_API std::span<const uint32_t> find_module(std::string_view name);

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from tests.cuda import attention_calls
@@ -12,11 +14,13 @@ from tests.ops import test_decode as on_the_cpu
 import lowbit
 from lowbit import _C
 from lowbit.devices import level_zero
+from lowbit.score.program_cache import BoundProgram, bind
 from lowbit.testing import assert_within
 
 level_zero.enable()
 DEVICE = "lowbit_ze:0"
-attention_calls.ROWS = ("attention_forward_tiles_level_zero", "attention_backward_tiles_level_zero")
+UNIT = "dpas" if os.environ.get("ZSIM_DEVICE") else "tiles"
+attention_calls.ROWS = (f"attention_forward_{UNIT}_level_zero", "attention_backward_tiles_level_zero")
 NAMES = ("causal 64", "negative scale, sink", "bool mask, dropout", "softcap and window")
 
 
@@ -32,7 +36,7 @@ def test_flex_attention_with_a_captured_tensor_and_a_block_mask() -> None:
     wanted = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[h] * (q - k), mask)
     there = bias.to(DEVICE)
     got = lowbit.flex_attention(*(t.to(DEVICE) for t in (q, k, v)), lambda s, b, h, q, k: s + there[h] * (q - k), mask.to(DEVICE))
-    assert _C.last_kernel("attention_forward") == attention_calls.ROWS[0]
+    assert _C.last_kernel("attention_forward") == "attention_forward_tiles_level_zero"  # float32
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -53,6 +57,35 @@ def test_decode_is_within_budget_of_float64(kind: str) -> None:
         assert _C.last_kernel("decode") == "decode_splits_level_zero"
         assert_within(out.cpu(), data.out, data.allowed, str(case))
         assert_within(lse.cpu(), data.lse, data.allowed_lse, f"lse of {case}")
+
+
+MODS = [("int8", (1, 32, 8, 16, 300, 64, 64)), ("int4", (2, 20, 5, 4, 1289, 64, 48))]
+
+
+@pytest.mark.parametrize("kind, shape", MODS)
+def test_decode_with_a_score_mod_is_decode_with_that_mask(kind: str, shape: tuple[int, ...]) -> None:
+    data = on_the_cpu.make(on_the_cpu.Case(shape, "float mask", kind, token_major=True))
+    call, added = dict(data.call), data.call["mask"][0, :, 0].to(DEVICE)
+    call.pop("mask")
+    assert_decoded(data, call, score_mod=bind("test", lambda s, b, h, q, k: s + added[h, k], mask=False, dtype=data.q.dtype))
+
+
+@pytest.mark.parametrize("kind, shape", MODS)
+def test_decode_with_a_mask_mod_is_decode_with_that_window(kind: str, shape: tuple[int, ...]) -> None:
+    data = on_the_cpu.make(on_the_cpu.Case(shape, "window", kind))
+    call, window = dict(data.call), data.call["window"]
+    call |= {"causal": False, "window": 0}
+    assert_decoded(data, call, mask_mod=bind("test", lambda b, h, q, k: (k <= q) & (q - k < window), mask=True))
+
+
+def assert_decoded(data: on_the_cpu.Data, call: dict[str, object], **mods: BoundProgram) -> None:
+    out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
+    call = {name: there(value) for name, value in call.items()}
+    programs = {name: mod.code for name, mod in mods.items()} | {name.replace("mod", "captured"): mod.captured for name, mod in mods.items()}
+    _C.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call, **programs)
+    assert _C.last_kernel("decode") == "decode_splits_level_zero"
+    assert_within(out.cpu(), data.out, data.allowed, "out")
+    assert_within(lse.cpu(), data.lse, data.allowed_lse, "lse")
 
 
 def there(value: object) -> object:
