@@ -7,6 +7,7 @@
 #include "cuda/attention/kind.hpp"
 #include "cuda/cudnn/library.hpp"
 #include "cuda/cudnn/plan.hpp"
+#include "cuda/decode/kind.hpp"
 #include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/libraries.hpp"
@@ -49,8 +50,11 @@ py::list prebuild(const std::string& architecture, std::string_view only, bool e
 }
 
 // A plan for dense tensors [batch, heads, length, e] on the device that a text describes; read back from its image.
+using Code = std::vector<int64_t>;
+
 py::dict attention_plan(const std::string& device, int compute_capability, const std::array<int64_t, 7>& sizes,
-                        std::string_view dtype, bool causal, bool backward) {
+                        std::string_view dtype, bool causal, bool backward, const Code& score,
+                        const py::list& score_captured) {
   const auto [batch, heads, kv_heads, q_length, kv_length, e, ev] = sizes;
   cuda::AttentionShape shape{.batch = batch, .heads = heads, .kv_heads = kv_heads, .q_length = q_length,
                              .kv_length = kv_length, .e = e, .ev = ev,
@@ -62,6 +66,15 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
   }
   const cuda::CudnnDevice on{.description = device, .compute_capability = compute_capability};
   py::dict facts;
+  const TensorArguments of_score(score_captured, "score_captured");
+  const AttentionMods mods("attention_plan", {score, of_score.views}, {});
+  if (mods.score_mod())
+    if (const std::string_view reason =
+            make_score_nodes(*mods.score_mod(), {batch, heads, q_length, kv_length}, backward, shape.score);
+        !reason.empty()) {
+      facts["refused"] = reason, facts["image"] = py::bytes();
+      return facts;
+    }
   const py::gil_scoped_release nogil;
   const cuda::Plan made = cuda::make_plan(shape, on);
   const std::string image = made.graph ? cuda::image_of(made) : "";
@@ -73,8 +86,6 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
   facts["most_workspace"] = cuda::most_workspace(shape);
   return facts;
 }
-
-using Code = std::vector<int64_t>;
 
 py::list prebuild_attention(const std::string& architecture, const std::string& dtype, int e, int ev, const Code& score,
                             const py::list& score_captured, const Code& mask, const py::list& mask_captured) {
@@ -90,6 +101,18 @@ py::list prebuild_attention(const std::string& architecture, const std::string& 
   return all;
 }
 
+py::dict prebuild_decode(const std::string& architecture, const std::string& cache, int e, int ev, int rows,
+                         const Code& score, const py::list& score_captured, const Code& mask,
+                         const py::list& mask_captured) {
+  const TensorArguments of_score(score_captured, "score_captured"), of_mask(mask_captured, "mask_captured");
+  const AttentionMods mods("prebuild_decode", {score, of_score.views}, {mask, of_mask.views});
+  const DType type = cache == "int8" ? DType::int8 : cache == "int4" ? DType::uint8
+                     : cache == "float16" ? DType::float16 : DType::bfloat16;
+  const cuda::DecodeShape shape{type, static_cast<int>(kv_padded(e) / kKvGroup),
+                                static_cast<int>(kv_padded(ev) / kKvGroup), 1, rows / 8};
+  return facts_of(cuda::decode_source({shape, mods.score_mod(), mods.mask_mod()}), architecture);
+}
+
 }  // namespace
 
 void register_cuda(py::module_& m) {
@@ -100,7 +123,8 @@ void register_cuda(py::module_& m) {
       "Why our kernels cannot run on this device; an empty string if they can.");
   cuda.def("cudnn_missing", cuda::cudnn_missing, "Why no row is cuDNN's; an empty string if they are there.");
   cuda.def("attention_plan", attention_plan, py::arg("device"), py::arg("compute_capability"), py::arg("sizes"),
-           py::arg("dtype"), py::arg("causal"), py::arg("backward"),
+           py::arg("dtype"), py::arg("causal"), py::arg("backward"), py::arg("score_mod") = Code(),
+           py::arg("score_captured") = py::list(),
            "Make a plan of cuDNN without a GPU, for the device that `device` describes (JSON, as cuDNN writes it) and "
            "sizes (batch, heads, kv_heads, q_length, kv_length, e, ev); write its image and read it back.");
   cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",
@@ -111,6 +135,10 @@ void register_cuda(py::module_& m) {
            py::arg("ev"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
            py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
            "Likewise attention with these programs: forward, backward, gradients of what score_mod captured.");
+  cuda.def("prebuild_decode", prebuild_decode, py::arg("architecture"), py::arg("cache"), py::arg("e"), py::arg("ev"),
+           py::arg("rows"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
+           py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
+           "Likewise decode of bfloat16 queries, 8, 16 or 32 rows a CTA, over int8, int4, bfloat16 or float16.");
 }
 
 }  // namespace lowbit

@@ -25,8 +25,8 @@ std::string text_of(const ScoreFunction& function) {
 
 }  // namespace
 
-std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions) {
-  spirv::Compiler compiler;
+std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions, bool sums) {
+  spirv::Compiler compiler(sums);
   compiler.read(concat("#define GRADIENT __global float*\n", score_source_prelude(SourceLanguage::opencl, false)));
   for (const ScoreFunction& function : functions) {
     compiler.read(text_of(function));

@@ -24,7 +24,9 @@ struct ScoreFunction {
   std::string name;  // that the module exports
 };
 
-LOWBIT_API std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions);
+// sums: gradients are added up by a function that the module imports,
+// void add_to_sum(float* to, float value, int* fault).
+LOWBIT_API std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions, bool sums = false);
 
 // What `captured` of a function points to. gradients: per captured tensor, or none at all.
 LOWBIT_API std::vector<uint64_t> score_table(const ScoreCall& call, const int32_t* fault,

@@ -100,6 +100,10 @@ void Compiler::export_function(std::string_view declared, std::string_view name)
 Id Compiler::add_to() {
   if (add_to_) return add_to_;
   const Type nothing, real{Scalar::f32}, bits{Scalar::u32}, parameters[] = {{Scalar::f32, true}, real};
+  if (imports_add_) {
+    const Type of_sum[] = {parameters[0], real, {Scalar::i32, true}};
+    return add_to_ = module_.import_function("add_to_sum", nothing, of_sum);
+  }
   const Id of_function = module_.function_type(nothing, parameters), word = module_.type(bits),
            number = module_.type(real), truth = module_.type({Scalar::boolean}),
            device = module_.constant(bits, 1), relaxed = module_.constant(bits, 0);

@@ -45,12 +45,16 @@ class Cursor {
 
 class Compiler {
  public:
+  // imports_add: add_to is another module's, and is told where faults are noted: void add_to_sum(float*, float, int*).
+  explicit Compiler(bool imports_add = false) : imports_add_(imports_add) {}
+
   // Declares what is in a text: later texts may declare a name anew.
   void read(std::string text);
   void export_function(std::string_view declared, std::string_view name);
   Function* find(std::string_view name);
   Id compiled(Function& function);
   Id add_to();  // void (float*, float), atomically: OpenCL C has no such function before 3.0
+  bool imports_add() const { return imports_add_; }
   Module& module() { return module_; }
 
  private:
@@ -59,6 +63,7 @@ class Compiler {
   std::deque<std::string> texts_;
   std::deque<Tokens> tokens_;
   std::map<std::string_view, Function> functions_;
+  bool imports_add_;
   Id add_to_ = 0;
 };
 

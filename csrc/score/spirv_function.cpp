@@ -235,6 +235,9 @@ Value FunctionWriter::call(std::string_view name) {
   if (name == "atomic_xchg")
     return value(Op::atomic_exchange, kInt, {arguments.at(0).id, number(kUnsigned, kDevice).id,
                                              number(kUnsigned, kRelaxed).id, arguments.at(1).id});
+  if (name == "add_to" && compiler_.imports_add())
+    return value(Op::function_call, {}, {compiler_.add_to(), arguments.at(0).id, arguments.at(1).id,
+                                         variables_.at("fault").id});
   if (name == "add_to")
     return value(Op::function_call, {}, {compiler_.add_to(), arguments.at(0).id, arguments.at(1).id});
   const auto* found = std::ranges::find(kLibrary, name);

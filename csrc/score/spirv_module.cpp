@@ -9,7 +9,7 @@ namespace {
 constexpr uint32_t kMagic = 0x07230203, kVersion = 0x00010200;  // 1.2: what drivers of 2022 read
 constexpr uint32_t kPhysical64 = 2, kOpenCl = 2;                // addressing and memory model
 constexpr uint32_t kGlobalMemory = 5;                           // storage class CrossWorkgroup
-constexpr uint32_t kLinkage = 41, kExport = 0;                  // decoration LinkageAttributes
+constexpr uint32_t kLinkage = 41, kExport = 0, kImport = 1;     // decoration LinkageAttributes
 
 Words words_of(std::string_view text) {  // with a zero behind, filled up to four bytes
   Words words(text.size() / 4 + 1);
@@ -91,12 +91,23 @@ void Module::export_function(Id function, std::string_view name) {
   put(decorations_, Op::decorate, {before, words_of(name), after});
 }
 
+Id Module::import_function(std::string_view name, Type result, std::span<const Type> parameters) {
+  const Id of = function_type(result, parameters), function = fresh();
+  const uint32_t before[] = {function, kLinkage}, after[] = {kImport};
+  put(decorations_, Op::decorate, {before, words_of(name), after});
+  put(declarations_, Op::function, {type(result), function, 0, of});
+  for (const Type parameter : parameters) put(declarations_, Op::function_parameter, {type(parameter), fresh()});
+  put(declarations_, Op::function_end, {std::initializer_list<uint32_t>{}});
+  return function;
+}
+
 Words Module::words() const {
   Words made{kMagic, kVersion, 0, bound_, 0};
   for (const Capability capability : capabilities_) put(made, Op::capability, {static_cast<uint32_t>(capability)});
   put(made, Op::ext_inst_import, {std::span(&kLibrary, 1), words_of("OpenCL.std")});
   put(made, Op::memory_model, {kPhysical64, kOpenCl});
-  for (const Words* part : {&decorations_, &globals_, &functions_}) made.insert(made.end(), part->begin(), part->end());
+  for (const Words* part : {&decorations_, &globals_, &declarations_, &functions_})
+    made.insert(made.end(), part->begin(), part->end());
   return made;
 }
 

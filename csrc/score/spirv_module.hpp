@@ -62,6 +62,7 @@ class Module {
   Id library() const { return kLibrary; }  // OpenCL.std
   void add_function(const Words& words) { functions_.insert(functions_.end(), words.begin(), words.end()); }
   void export_function(Id function, std::string_view name);
+  Id import_function(std::string_view name, Type result, std::span<const Type> parameters);
   Words words() const;
 
  private:
@@ -70,7 +71,7 @@ class Module {
   Id bound_ = kLibrary + 1;
   std::set<Capability> capabilities_{Capability::addresses, Capability::linkage, Capability::kernel};
   std::map<Words, Id> known_;
-  Words decorations_, globals_, functions_;
+  Words decorations_, globals_, declarations_, functions_;
 };
 
 // An instruction: its operands, between them a string in words of four bytes.

@@ -233,7 +233,15 @@ class _Cuda:
     def unavailable(self, index: int) -> str: ...
     def cudnn_missing(self) -> str: ...
     def attention_plan(
-        self, device: str, compute_capability: int, sizes: Sequence[int], dtype: str, causal: bool, backward: bool
+        self,
+        device: str,
+        compute_capability: int,
+        sizes: Sequence[int],
+        dtype: str,
+        causal: bool,
+        backward: bool,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
     ) -> dict[str, object]: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
     def prebuild_attention(
@@ -247,6 +255,18 @@ class _Cuda:
         mask_mod: Sequence[int] = ...,
         mask_captured: Sequence[Tensor] = ...,
     ) -> list[dict[str, str]]: ...
+    def prebuild_decode(
+        self,
+        architecture: str,
+        cache: str,
+        e: int,
+        ev: int,
+        rows: int,
+        score_mod: Sequence[int] = ...,
+        score_captured: Sequence[Tensor] = ...,
+        mask_mod: Sequence[int] = ...,
+        mask_captured: Sequence[Tensor] = ...,
+    ) -> dict[str, str]: ...
 
 cuda: _Cuda
 

@@ -6,6 +6,7 @@ Queries and probabilities are cut to two parts of 16 bits (2^-16 and less), scor
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lowbit import _C
 from lowbit.reference import decode as reference
+from lowbit.score.program_cache import bind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF_ULP = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-24}
@@ -32,6 +34,9 @@ class DecodeCase:
     sink: bool = False
     token_major: bool = False  # [B, S, H, ...]
     factor: float = 1.0  # of queries
+    score_mod: Callable[..., Tensor] | None = None  # 1-Lipschitz in the score; after (score, b, h, q, k) takes what it captures
+    mask_mod: Callable[..., Tensor] | None = None
+    captured: Sequence[tuple[int, ...]] = ()  # shapes of what score_mod captures
 
     def __str__(self) -> str:
         return self.name
@@ -49,6 +54,12 @@ CASES = [
     DecodeCase("bfloat16", (1, 4, 2, 1, 333, 128, 64), BF16),
     DecodeCase("float16, causal", (2, 2, 1, 4, 140, 64, 72), FP16, FP16, {"causal": True, "position": 100}, mask=FP16),
     DecodeCase("bfloat16, a prompt", (1, 3, 1, 6, 90, 40, 32), BF16, BF16, {"causal": True, "position": 84}),
+    DecodeCase("int8, a captured bias of distances", (2, 4, 2, 3, 200, 64, 64), "int8", BF16, {"causal": True, "position": 197},
+               score_mod=lambda s, b, h, q, k, t: s + t[h, q - k], captured=((4, 200),)),
+    DecodeCase("int4, documents, a float mask", (2, 4, 1, 2, 150, 64, 64), "int4", FP32, {"rotated": True, "position": 148}, FP32,
+               mask_mod=lambda b, h, q, k: (k // 64 == q // 64) | (k % 3 == b)),
+    DecodeCase("bfloat16, a softcap, a window", (1, 4, 1, 5, 140, 64, 64), BF16, BF16, {"position": 135}, sink=True,
+               score_mod=lambda s, b, h, q, k: 3 * torch.tanh(s / 3), mask_mod=lambda b, h, q, k: (k <= q) & (k > q - 90)),
     DecodeCase("one key, 1 column", (1, 1, 1, 1, 1, 1, 1), "int8", FP32),
     DecodeCase("tiny queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, factor=1e-30),
     DecodeCase("huge queries", (1, 2, 1, 1, 150, 64, 64), "int8", FP32, {"scale": 1e-37}, factor=1e36),
@@ -96,6 +107,8 @@ def make_data(case: DecodeCase) -> DecodeData:
     if case.sink:
         call["sink"] = torch.randn(hq)
     given = {name: call[name] for name in ("causal", "position", "window", "mask", "sink") if name in call}
+    if case.score_mod or case.mask_mod:
+        given["mask"] = with_mods(case, call, exact_q @ k.transpose(-1, -2).repeat_interleave(hq // hkv, 1) * options["scale"])
     out, lse, p = reference.decode(exact_q, k, v, options["scale"], **given)
     group = hq // hkv
     k, v = k.double().abs().repeat_interleave(group, 1), v.double().abs().repeat_interleave(group, 1)
@@ -104,9 +117,29 @@ def make_data(case: DecodeCase) -> DecodeData:
     return DecodeData(q, call, out, lse, allowed + HALF_ULP[case.dtype] * (out.abs() + allowed) * 2, off)
 
 
+def with_mods(case: DecodeCase, call: dict[str, Any], scores: Tensor) -> Tensor:
+    """Adds the mods to the call; returns what they and its mask add to the scores."""
+    b, h, q, k = (torch.arange(size).view([-1 if d == i else 1 for d in range(4)]) for i, size in enumerate(scores.shape))
+    q = q + call.get("position", 0)
+    added = call.get("mask", torch.zeros(())).double().expand(scores.shape).clone()
+    if case.score_mod:
+        captured = [torch.randn(shape) for shape in case.captured]
+        added += case.score_mod(scores, b, h, q, k, *(t.double() for t in captured)) - scores
+        score_mod = case.score_mod
+        call["score_mod"] = bind("decode", lambda s, b, h, q, k: score_mod(s, b, h, q, k, *captured), mask=False)
+    if case.mask_mod:
+        added.masked_fill_(~case.mask_mod(b, h, q, k), -torch.inf)
+        call["mask_mod"] = bind("decode", case.mask_mod, mask=True)
+    return added
+
+
 def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tuple[Tensor, Tensor]:
     """The op on a device by the row for CUDA: out and lse on the CPU."""
     call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in data.call.items()}
+    for name in ("score_mod", "mask_mod"):
+        if name in call:
+            bound = call.pop(name)
+            call |= {name: bound.code, name.replace("_mod", "_captured"): [t.to(device) for t in bound.captured]}
     out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
     previous = _C.force_kernel(ROW[case.cache] + suffix)
     try:

@@ -99,7 +99,9 @@ EMULATED cuDeviceGet(int* device, int index) { return *device = index, kSuccess;
 EMULATED cuDeviceGetAttribute(int* value, int attribute, int) {
   const std::string told = environment("LOWBIT_EMULATED_CAPABILITY");  // "90"
   const int capability = told.empty() ? 90 : std::stoi(told);
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  const std::string multiprocessors = environment("LOWBIT_EMULATED_MULTIPROCESSORS");
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10
+           : multiprocessors.empty() ? 2 : std::stoi(multiprocessors);
   return kSuccess;
 }
 EMULATED cuDevicePrimaryCtxRetain(void** context, int device) {

@@ -46,13 +46,21 @@ inline void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t 
   for (int i = 0; i < 4; i++) c[i] = on_host::toward_zero(sums[i]);
 }
 
-inline void multiply_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+template <class Byte>  // of a; of b they are signed
+void multiply_bytes(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   uint32_t sums[4] = {};  // with wrap-around
   on_host::multiply(c, a, b, [&](unsigned i, uint32_t x, uint32_t y) {
     for (int byte = 0; byte < 4; byte++)
-      sums[i] += (x >> 8 * byte & 0xff) * static_cast<uint32_t>(static_cast<int8_t>(y >> 8 * byte));
+      sums[i] += static_cast<uint32_t>(static_cast<Byte>(x >> 8 * byte)) *
+                 static_cast<uint32_t>(static_cast<int8_t>(y >> 8 * byte));
   });
   for (int i = 0; i < 4; i++) c[i] = static_cast<int32_t>(static_cast<uint32_t>(c[i]) + sums[i]);
+}
+inline void multiply_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_bytes<uint8_t>(c, a, b);
+}
+inline void multiply_s8s8(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_bytes<int8_t>(c, a, b);
 }
 
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {

@@ -13,7 +13,7 @@ import pytest
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 MOST_REGISTERS = 128  # two CTAs of 256 threads a multiprocessor, of 65,536 registers
-MOST_OF_ATTENTION = 255  # of 128 threads, as those of decode
+MOST_OF_ATTENTION = 255  # of 128 threads, as those of decode and of tiles
 
 
 def nvrtc_is_there() -> bool:
@@ -37,6 +37,10 @@ HEAVIEST = (
     "linear of int4 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of int2 with zero points, 2 scales a tile, int8 activations, 16 rows",
     "linear of many rows of int7, int8 activations",
+    "linear in splits of float32",
+    "linear by tiles of int8 with zero points, 2 scales a tile, int8 activations, 64 rows",
+    "linear by tiles of int7, 1 scales a tile, int8 activations, 64 rows",
+    "linear by tiles of int4, 0 scales a tile, int8 activations, 32 rows",
 )
 
 
@@ -55,7 +59,11 @@ score = bind("test", lambda s, b, h, q, k: 20 * torch.tanh((s + bias[h, (q - k).
 mask = bind("test", lambda b, h, q, k: (q >= k) & (document[q] == document[k]), mask=True)
 architecture, e, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1"
 mods = (score.code, score.captured, mask.code, mask.captured) if wanted else ()
-print(json.dumps(_C.cuda.prebuild_attention(architecture, "bfloat16", e, e, *mods)))
+if len(sys.argv) > 4:
+    made = [_C.cuda.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 32))]
+else:
+    made = _C.cuda.prebuild_attention(architecture, "bfloat16", e, e, *mods)
+print(json.dumps(made))
 """
 
 
@@ -86,6 +94,13 @@ def test_decode_does_not_spill(architecture: str, python: Callable[..., str], tm
         check(row)
 
 
+def test_decode_with_mods_does_not_spill(python: Callable[..., str], tmp_path: Path) -> None:
+    made = json.loads(python(OF_ATTENTION, "sm_90a", "128", "1", "decode", LOWBIT_CACHE_DIR=str(tmp_path)).splitlines()[-1])
+    assert [row["name"].endswith(" rows, a score_mod, a mask_mod") for row in made] == [True, True]
+    for row in made:
+        check(row)
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_the_heaviest_products_do_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
     made = prebuilt(python, architecture, *HEAVIEST, folder=tmp_path, every_linear=True)
@@ -104,7 +119,7 @@ def test_everything_compiles_for_hopper(python: Callable[..., str], tmp_path: Pa
 def check(made: dict[str, str]) -> None:
     assert not re.search(r"[1-9]\d* bytes (stack frame|spill stores|spill loads)", made["log"]), made["log"]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", made["log"])]
-    few_threads = any(word in made["name"] for word in ("attention", "captured", "decode of"))
+    few_threads = any(word in made["name"] for word in ("attention", "captured", "decode of", "by tiles"))
     most = MOST_OF_ATTENTION if few_threads else MOST_REGISTERS
     assert registers and max(registers) <= most, (made["name"], registers)
     assert "warning" not in made["log"], made["log"]

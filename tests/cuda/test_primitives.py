@@ -18,13 +18,14 @@ CSRC = HERE.parents[1] / "csrc"
 BODY = """
 using namespace lowbit::cuda;
 LOWBIT_INLINE void primitives(const uint32_t* in, uint32_t* out) {
-  in += threadIdx.x * 10, out += threadIdx.x * 10;
+  in += threadIdx.x * 10, out += threadIdx.x * 14;
   const uint32_t a[4] = {in[0], in[1], in[2], in[3]}, b[2] = {in[4], in[5]};
   float f[4];
-  int32_t i[4];
-  for (int k = 0; k < 4; k++) f[k] = __uint_as_float(in[6 + k]), i[k] = static_cast<int32_t>(in[6 + k]);
-  multiply_bf16(f, a, b), multiply_u8s8(i, a, b);
+  int32_t i[4], j[4];
+  for (int k = 0; k < 4; k++) f[k] = __uint_as_float(in[6 + k]), i[k] = j[k] = static_cast<int32_t>(in[6 + k]);
+  multiply_bf16(f, a, b), multiply_u8s8(i, a, b), multiply_s8s8(j, a, b);
   for (int k = 0; k < 4; k++) out[k] = __float_as_uint(f[k]), out[4 + k] = static_cast<uint32_t>(i[k]);
+  for (int k = 0; k < 4; k++) out[10 + k] = static_cast<uint32_t>(j[k]);
   out[8] = fma_bf16x2(0x43004300u | (in[0] & 0x7f007fu), 0x3f803f80u, 0xc308c308u);
   out[9] = __float_as_uint(float_of_half(in[1]));
 }
@@ -103,7 +104,7 @@ def run_on_host(on_host: ctypes.CDLL, words: torch.Tensor, results: int, of_tile
 
 @pytest.fixture(scope="module")
 def emulated(on_host: ctypes.CDLL) -> torch.Tensor:
-    return run_on_host(on_host, words(), 10, False)
+    return run_on_host(on_host, words(), 14, False)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,8 @@ def products(dtype: torch.dtype, c: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_the_matrices(emulated: torch.Tensor) -> None:
     c = words()[:, 6:]
     assert torch.equal(emulated[:, :4].contiguous().view(torch.float32).double(), products(torch.bfloat16, c.contiguous().view(torch.float32).double()))
-    assert torch.equal(emulated[:, 4:8].to(torch.int64), (products(torch.uint8, c.double()).to(torch.int64) + 2**31) % 2**32 - 2**31)
+    for first, dtype in ((4, torch.uint8), (10, torch.int8)):
+        assert torch.equal(emulated[:, first : first + 4].to(torch.int64), (products(dtype, c.double()).to(torch.int64) + 2**31) % 2**32 - 2**31)
 
 
 def test_conversions(emulated: torch.Tensor) -> None:
@@ -194,7 +196,7 @@ def compiled(name: str) -> Callable[..., None]:
 def test_silicon_gives_the_bits_of_the_emulation(emulated: torch.Tensor) -> None:
     kernel = compiled("kernel")
     given = words().cuda()
-    out = torch.zeros(32, 10, dtype=torch.int32, device="cuda")
+    out = torch.zeros(32, 14, dtype=torch.int32, device="cuda")
     kernel((1, 1, 1), (32, 1, 1), (given, out))
     assert torch.equal(out.cpu(), emulated)
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
 KERNELS = {
     "attention_forward": {"forward_64", "forward_128", "forward_256"},
     "attention_backward": {f"{stays}_{columns}" for stays in ("keys", "queries") for columns in (64, 128, 256)},
-    "attention_rows": {"row_statistics", "sink_gradient"},
+    "attention_rows": {"row_statistics", "sink_gradient", "sums_start", "sums_add"},
     "attention_prepare": {"write_table", "make_classes"},
     "decode": {"decode_64", "decode_128", "decode_256"},
     "kv_codes": {"decode_combine", "kv_quantize", "kv_dequantize"},

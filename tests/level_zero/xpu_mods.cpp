@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention_forward with a score_mod on tensors of torch's own xpu, without torch: `program code...`, of a mod that adds
-// element k of a captured tensor. Prints the row, whether the result is the CPU's, and what a tensor too short gives.
+// attention_forward with a score_mod on tensors of torch's own xpu, without torch: `program code...`, of a mod that
+// adds element k of a captured tensor. Prints the row, whether the result is the CPU's, and what a tensor that is too
+// short gives.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

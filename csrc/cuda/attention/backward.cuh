@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, from q, k, v, grad_out, lse and D = sum of grad_out * out - grad_lse, per tile of scores:
-//   p = exp(s - lse), times what makes them add up to 1 where lse is large (a mask of finfo.min);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
+//   p = exp(s - lse), times what makes them add up to 1 where lse is large (a mask of finfo.min)
+//   dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
 // Two passes, nothing is added by two CTAs: one keeps a tile of keys and values, and queries and grad_out pass, for the
 // heads of a group one after the other; the other keeps queries and grad_out, and keys and values pass. Scores lie with

@@ -5,23 +5,11 @@
 
 #include "cuda/attention/kind.hpp"
 #include "cuda/attention/make_call.hpp"
+#include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
-#include "score/program.hpp"
 
 namespace lowbit::cuda {
 namespace {
-
-CapturedCall captured_of(const ScoreCall* call) {
-  CapturedCall made{};
-  int64_t* layout = made.layout;
-  for (int i = 0; call && i < call->captured_count(); i++) {
-    const TensorView& tensor = call->captured()[i];
-    made.tensors[i] = tensor.data;
-    for (int d = 0; d < tensor.rank; d++) *layout++ = tensor.shape[d];
-    for (int d = 0; d < tensor.rank; d++) *layout++ = tensor.stride[d];
-  }
-  return made;
-}
 
 // The memory that a call needs besides its tensors.
 struct Room {
@@ -155,13 +143,6 @@ bool is_aligned(const TensorView& tensor) {
   return aligned || tensor.numel() == 0;
 }
 
-bool fits_call(const ScoreCall* call) {
-  if (!call) return true;
-  int numbers = 0;
-  for (int i = 0; i < call->captured_count(); i++) numbers += 2 * call->captured()[i].rank;
-  return call->captured_count() <= kMostCaptured && numbers <= kMostLayout;
-}
-
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16)
     return "inputs are neither bfloat16 nor float16";
@@ -169,8 +150,7 @@ std::string_view refuses(const AttentionForwardArgs& args) {
     return "head dims must be multiples of 16, at most 256";
   if (!is_aligned(args.q) || !is_aligned(args.k) || !is_aligned(args.v) || !is_aligned(args.out))
     return "rows of q, k and v must begin at multiples of 16 bytes";
-  if (!fits_call(args.score_mod) || !fits_call(args.mask_mod))
-    return "a mod captures more than 16 tensors, or 48 dimensions of all together";
+  if (!fits(args.score_mod) || !fits(args.mask_mod)) return kCapturesTooMuch;
   if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || class_count(args) >= INT32_MAX)
     return "more than 2^31 rows or blocks";
   return "";

@@ -1,34 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // One score, from the product of query and key to what the softmax is taken of: score_mod, mask_mod, a mask,
-// causality. The kernels are made for Mods, whose functions call the printed programs.
+// causality. The kernels are made for Mods (mods.cuh), which says three things more:
+//   kFolds    scores are products times a scale > 0, which goes into the exponent: no mod, no mask
+//   kDropout
+//   kBias     dtype of the call's mask
 #pragma once
 
+#include "cuda/attention/mods.cuh"
 #include "cuda/attention/place.cuh"
 #include "cuda/attention/tile.cuh"
 
 namespace lowbit::cuda {
 
 LOWBIT_INLINE void refuse(const AttentionCall&) { fail(); }
-
-// A call without any: scores are products times a scale > 0, which goes into the exponent.
-struct NoMods {
-  static constexpr bool kFolds = true, kScore = false, kMask = false, kDropout = false;
-  static constexpr DType kBias = DType::other;  // dtype of the call's mask
-};
-
-// A captured tensor, as a printed function takes it.
-struct Elements {
-  const void* data;
-  template <class T>
-  LOWBIT_INLINE operator const T*() const { return static_cast<const T*>(data); }
-};
-
-// In place of where a gradient is added up (d<n> of score/print.hpp): it is not wanted.
-struct NoSum {
-  LOWBIT_INLINE explicit operator bool() const { return false; }
-  LOWBIT_INLINE NoSum operator+(int64_t) const { return *this; }
-};
-LOWBIT_INLINE void add_to(NoSum, float) {}
 
 template <DType dtype>
 LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int k) {
@@ -66,12 +50,5 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, flo
 // times log2(e) would be off by more than 1.
 template <class Mods>
 LOWBIT_INLINE float exponent_factor(const AttentionCall& call) { return Mods::kFolds ? call.scale * kLog2e : kLog2e; }
-
-// After the last tile: a gather was out of range, or an integer was divided by zero.
-template <class Mods>
-LOWBIT_INLINE void check_fault(const AttentionCall& call) {
-  if constexpr (Mods::kScore || Mods::kMask)
-    if (*static_cast<volatile int32_t*>(call.fault)) fail();
-}
 
 }  // namespace lowbit::cuda

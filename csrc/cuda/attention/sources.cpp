@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/attention/kind.hpp"
-#include "score/print.hpp"
+#include "cuda/attention/mods.hpp"
 #include "score/program_hash.hpp"
 
 namespace lowbit::cuda {
@@ -9,42 +9,13 @@ namespace {
 std::string text_of(DType dtype) {
   return concat("lowbit::DType::", dtype == DType::boolean ? "boolean" : name_of(dtype));
 }
-std::string_view text_of(bool value) { return value ? "true" : "false"; }
-
-enum class Gradient { none, of_score, of_captured };
-
-// A function of Mods that calls a printed one with what the call says that it captured.
-std::string calling(const ScoreCall& call, std::string_view name, std::string_view printed, Gradient of) {
-  const bool gradient = of != Gradient::none;
-  const std::string_view captured = call.program().is_mask ? "call.mask" : "call.score";
-  std::string text = concat("  LOWBIT_INLINE static float ", name,
-                            "(const lowbit::cuda::AttentionCall& call, float s, ", gradient ? "float ds, " : "",
-                            "int b, int h, int q, int k) {\n    return ", printed, "(s, ",
-                            gradient ? "ds, " : "", "b, h, q, k, ");
-  for (int i = 0; i < call.captured_count(); i++)
-    text += concat("lowbit::cuda::Elements{", captured, ".tensors[", i, "]}, ");
-  for (int i = 0; gradient && i < call.captured_count(); i++)
-    if (call.program().graph.captured[i].type == 'f')
-      text += of == Gradient::of_captured ? concat("lowbit::cuda::Sums{call, ", i, "}, ") : "lowbit::cuda::NoSum(), ";
-  return concat(text, "reinterpret_cast<const long long*>(", captured, ".layout), call.fault);\n  }\n");
-}
 
 std::string mods_text(const AttentionKind& kind, Gradient gradient) {
-  std::string text, functions;
-  const auto add = [&](const ScoreCall& call, std::string_view name, std::string_view printed, Gradient of) {
-    functions += calling(call, name, printed, of);
-    text += score_source(call, SourceLanguage::cuda, of != Gradient::none);
-  };
-  if (kind.score || kind.mask)
-    text = concat("#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum", "\n",
-                  score_source_prelude(SourceLanguage::cuda, false));
-  if (kind.score) add(*kind.score, "score", "score_mod", Gradient::none);
-  if (kind.score && gradient != Gradient::none) add(*kind.score, "gradient", "score_mod_gradient", gradient);
-  if (kind.mask) add(*kind.mask, "mask", "mask_mod", Gradient::none);
-  return concat(text, "struct Mods : lowbit::cuda::NoMods {\n  static constexpr bool kFolds = ", text_of(kind.folds()),
-                ", kScore = ", text_of(kind.score != nullptr), ", kMask = ", text_of(kind.mask != nullptr),
-                ", kDropout = ", text_of(kind.dropout), ";\n  static constexpr lowbit::DType kBias = ",
-                text_of(kind.bias), ";\n", functions, "};\n");
+  const auto text_of_bool = [](bool value) { return value ? "true" : "false"; };
+  return mods_text(kind.score, kind.mask, gradient,
+                   concat("  static constexpr bool kFolds = ", text_of_bool(kind.folds()), ", kDropout = ",
+                          text_of_bool(kind.dropout), ";\n  static constexpr lowbit::DType kBias = ",
+                          text_of(kind.bias), ";\n"));
 }
 
 std::string attention_kernel(std::string_view name, std::string_view body) {

@@ -55,11 +55,13 @@ struct DecodeCall {
   float scale = 0;
   bool causal = false, rotated = false;
   int64_t position = 0, window = 0;
-  const void* mask = nullptr;
-  int64_t mask_stride[4] = {};
-  DType mask_dtype = DType::other;
+  const void* bias = nullptr;  // the mask of the call
+  int64_t bias_stride[4] = {};
+  DType bias_dtype = DType::other;
   const float* sink = nullptr;
   float* lse = nullptr;
+  CapturedCall score{}, mask{};
+  int32_t* fault = nullptr;  // of the mods (score/print.hpp)
   float *largest = nullptr, *total = nullptr, *partial = nullptr;  // [row][split]; of partial v_groups * 32 columns
 };
 

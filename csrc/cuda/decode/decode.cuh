@@ -4,6 +4,7 @@
 // queries their 8 columns, so that every code is decoded once. Scales meet scores and probabilities, not codes.
 #pragma once
 
+#include "cuda/attention/mods.cuh"
 #include "cuda/decode/cache.cuh"
 #include "cuda/device/reduce.cuh"
 
@@ -18,15 +19,15 @@ struct FloatTotal {
   LOWBIT_INLINE float operator()(float a, float b) const { return a + b; }
 };
 
-LOWBIT_INLINE float mask_of(const DecodeCall& call, int64_t b, int64_t h, int64_t l, int64_t k) {
-  const int64_t at = b * call.mask_stride[0] + h * call.mask_stride[1] + l * call.mask_stride[2] +
-                     k * call.mask_stride[3];
-  if (call.mask_dtype == DType::boolean) return static_cast<const uint8_t*>(call.mask)[at] ? 0.0f : minus_infinity();
-  if (call.mask_dtype == DType::float64) return static_cast<float>(static_cast<const double*>(call.mask)[at]);
-  return load_real(call.mask, call.mask_dtype, at);
+LOWBIT_INLINE float bias_of(const DecodeCall& call, int64_t b, int64_t h, int64_t l, int64_t k) {
+  const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + l * call.bias_stride[2] +
+                     k * call.bias_stride[3];
+  if (call.bias_dtype == DType::boolean) return static_cast<const uint8_t*>(call.bias)[at] ? 0.0f : minus_infinity();
+  if (call.bias_dtype == DType::float64) return static_cast<float>(static_cast<const double*>(call.bias)[at]);
+  return load_real(call.bias, call.bias_dtype, at);
 }
 
-template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles>
+template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles, class Mods>
 struct Decode {
   static constexpr DecodeShape kShape{kCache, kGroups, kVGroups, kParts, kTiles};
   static constexpr DType kDtype = kProduct<kCache>;
@@ -120,11 +121,13 @@ struct Decode {
   }
 
   LOWBIT_INLINE float modified(float product, int r, int64_t k) const {
-    const int row = row0 + r;
-    const int64_t l = row % call.length, at = call.position + l;
+    const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+    const int64_t at = call.position + l;
+    if ((call.causal && k > at) || (call.window > 0 && k <= at - call.window)) return minus_infinity();
     float s = product * shared.factor[r];
-    if (call.mask) s += mask_of(call, b, kv_head * call.group + row / call.length, l, k);
-    return (call.causal && k > at) || (call.window > 0 && k <= at - call.window) ? minus_infinity() : s;
+    if constexpr (Mods::kScore) s = Mods::score(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
+    if constexpr (Mods::kMask) s = Mods::mask(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
+    return call.bias ? s + bias_of(call, b, h, l, k) : s;
   }
 
   LOWBIT_INLINE void store_scores(const float (&s)[kTiles][4], int64_t k0, int tokens) const {
@@ -263,9 +266,9 @@ struct Decode {
   }
 };
 
-template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles>
+template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles, class Mods>
 LOWBIT_INLINE void decode(const DecodeCall& call) {
-  using D = Decode<kCache, kGroups, kVGroups, kParts, kTiles>;
+  using D = Decode<kCache, kGroups, kVGroups, kParts, kTiles, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename D::Shared, shared);
   static_assert(sizeof(typename D::Shared) == D::kShape.bytes());
   int64_t at = blockIdx.x;
@@ -281,6 +284,11 @@ LOWBIT_INLINE void decode(const DecodeCall& call) {
   const int64_t first = call.first + split * call.split;
   of.run(first, smaller(call.end, first + call.split));
   of.finish(split);
+  check_fault<Mods>(call);
+}
+
+LOWBIT_INLINE void clear_fault(const DecodeCall& call) {
+  if (threadIdx.x == 0) *call.fault = 0;
 }
 
 // out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order

@@ -7,13 +7,19 @@
 
 namespace lowbit {
 struct DecodeArgs;
+struct ScoreCall;
 }
 
 namespace lowbit::cuda {
 
-DecodeShape shape_of(const DecodeArgs& args);
-SourceKey key_of(const DecodeShape& shape);
-LOWBIT_API Source decode_source(const DecodeShape& shape);
+struct DecodeKind {
+  DecodeShape shape;
+  const ScoreCall *score = nullptr, *mask = nullptr;
+  SourceKey key() const;
+};
+
+DecodeKind kind_of(const DecodeArgs& args);
+LOWBIT_API Source decode_source(const DecodeKind& kind);
 LOWBIT_API Source combine_source();
 LOWBIT_API Source kv_convert_source(KvFormat format, int groups);  // both directions
 

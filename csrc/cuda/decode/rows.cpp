@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops decode, kv_quantize and kv_dequantize. Nothing is read on the host or waited for.
-#include "cuda/attention/kind.hpp"
+#include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
 #include "ops/decode.hpp"
@@ -42,24 +42,29 @@ DecodeCall call_of(const DecodeArgs& args, const DecodeShape& shape) {
   call.row_blocks = number(ceil_div(args.group() * args.q_length(), shape.rows()));
   call.scale = static_cast<float>(args.scale), call.causal = args.causal, call.rotated = args.rotated,
   call.position = args.position, call.window = args.window;
-  call.mask = args.mask.data, call.mask_dtype = args.mask.dtype;
-  for (int d = 0; d < 4; d++) call.mask_stride[d] = args.mask ? args.mask.stride[d] : 0;
+  call.bias = args.mask.data, call.bias_dtype = args.mask.dtype;
+  for (int d = 0; d < 4; d++) call.bias_stride[d] = args.mask ? args.mask.stride[d] : 0;
   call.sink = args.sink.as<const float>(), call.lse = args.lse.as<float>();
+  call.score = captured_of(args.score_mod), call.mask = captured_of(args.mask_mod);
   split_keys(args, call);
   return call;
 }
 
 void run_decode(const DecodeArgs& args) {
-  const DecodeShape shape = shape_of(args);
+  const DecodeKind kind = kind_of(args);
+  const DecodeShape& shape = kind.shape;
   DecodeCall call = call_of(args, shape);
   const int64_t rows = args.batch() * args.heads() * args.q_length(), slots = rows * call.splits;
   const Workspace workspace("decode", args.place, 4 * (slots * (shape.v_groups * 32 + 2) + 4));
   call.partial = static_cast<float*>(workspace.at(0));
   call.largest = call.partial + slots * shape.v_groups * 32, call.total = call.largest + slots;
+  call.fault = reinterpret_cast<int32_t*>(call.total + slots);
   const int64_t ctas = args.batch() * args.kv_heads() * call.row_blocks * call.splits;
-  if (ctas)
-    program(args.place, key_of(shape), [&] { return decode_source(shape); })
-        .launch(args.place, "decode", ctas, kDecodeThreads, &call, shape.bytes());
+  if (ctas) {
+    const Program& kernels = program(args.place, kind.key(), [&] { return decode_source(kind); });
+    if (kind.score || kind.mask) kernels.launch(args.place, "clear_fault", 1, kDecodeThreads, &call);
+    kernels.launch(args.place, "decode", ctas, kDecodeThreads, &call, shape.bytes());
+  }
   program(args.place, {static_cast<int64_t>(SourceKind::decode)}, combine_source)
       .launch(args.place, "combine", rows, kDecodeThreads, &call);
 }
@@ -75,7 +80,7 @@ bool is_aligned(const TensorView& tensor) {
 template <DType kCache>
 std::string_view refuses_decode(const DecodeArgs& args) {
   if (args.k.dtype != kCache) return "keys and values of another type";
-  if (args.score_mod || args.mask_mod) return "a score_mod or a mask_mod";
+  if (!fits(args.score_mod) || !fits(args.mask_mod)) return kCapturesTooMuch;
   const int64_t e = args.q.size(3), ev = args.out.size(3);
   if (e > kMostHeadDim || ev > kMostHeadDim) return "a head dimension above 256";
   if (args.format() == KvFormat::floating) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/attention/mods.hpp"
 #include "cuda/decode/kind.hpp"
 #include "ops/decode.hpp"
+#include "score/program_hash.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -12,25 +14,32 @@ std::string_view name_of_cache(DType cache) {
 }  // namespace
 
 // Codes are exact in bfloat16; queries that are not take two parts. Few rows: one tile of 8.
-DecodeShape shape_of(const DecodeArgs& args) {
+DecodeKind kind_of(const DecodeArgs& args) {
   const int64_t rows = args.group() * args.q_length();
   const bool exact = args.format() == KvFormat::floating || (args.q.dtype == DType::bfloat16 && !args.rotated);
-  return {args.k.dtype, static_cast<int>(kv_padded(args.q.size(3)) / kKvGroup),
-          static_cast<int>(kv_padded(args.out.size(3)) / kKvGroup), exact ? 1 : 2, rows <= 8 ? 1 : rows <= 16 ? 2 : 4};
+  return {{args.k.dtype, static_cast<int>(kv_padded(args.q.size(3)) / kKvGroup),
+           static_cast<int>(kv_padded(args.out.size(3)) / kKvGroup), exact ? 1 : 2, rows <= 8 ? 1 : rows <= 16 ? 2 : 4},
+          args.score_mod, args.mask_mod};
 }
 
-SourceKey key_of(const DecodeShape& shape) {
-  return {static_cast<int64_t>(SourceKind::decode), static_cast<int64_t>(shape.cache) * 8 + shape.parts, shape.groups,
-          shape.v_groups, shape.tiles};
+SourceKey DecodeKind::key() const {
+  const int64_t mods = (score ? 1 : 0) + (mask ? 2 : 0),
+                how = (static_cast<int64_t>(shape.cache) * 8 + shape.parts) * 8;
+  return {static_cast<int64_t>(SourceKind::decode), (how + shape.tiles) * 4 + mods,
+          static_cast<int64_t>(shape.groups) << 32 | shape.v_groups, ProgramHash(score).value(),
+          ProgramHash(mask).value()};
 }
 
-Source decode_source(const DecodeShape& shape) {
+Source decode_source(const DecodeKind& kind) {
+  const DecodeShape& shape = kind.shape;
   return {concat("decode of ", name_of_cache(shape.cache), ", head dims up to ", shape.groups * kKvGroup, " and ",
-                 shape.v_groups * kKvGroup, ", queries in ", shape.parts, " parts, ", shape.rows(), " rows"),
-          concat("#include \"cuda/decode/decode.cuh\"\n",
+                 shape.v_groups * kKvGroup, ", queries in ", shape.parts, " parts, ", shape.rows(), " rows",
+                 kind.score ? ", a score_mod" : "", kind.mask ? ", a mask_mod" : ""),
+          concat("#include \"cuda/decode/decode.cuh\"\n", mods_text(kind.score, kind.mask, Gradient::none, ""),
+                 kernel_text("clear_fault", "kDecodeThreads", "DecodeCall", "clear_fault"),
                  kernel_text("decode", "kDecodeThreads", "DecodeCall",
                              concat("decode<lowbit::DType::", name_of(shape.cache), ", ", shape.groups, ", ",
-                                    shape.v_groups, ", ", shape.parts, ", ", shape.tiles, ">")))};
+                                    shape.v_groups, ", ", shape.parts, ", ", shape.tiles, ", Mods>")))};
 }
 
 Source combine_source() {
@@ -52,10 +61,10 @@ void add_decode_sources(std::vector<Source>& all) {
   all.push_back(combine_source());
   for (const KvFormat format : {KvFormat::int8, KvFormat::int4}) all.push_back(kv_convert_source(format, 4));
   for (const int tiles : {1, 4}) {
-    all.push_back(decode_source({DType::int8, 4, 4, 1, tiles}));
-    all.push_back(decode_source({DType::uint8, 4, 4, 2, tiles}));
+    all.push_back(decode_source({{DType::int8, 4, 4, 1, tiles}}));
+    all.push_back(decode_source({{DType::uint8, 4, 4, 2, tiles}}));
   }
-  all.push_back(decode_source({DType::bfloat16, 4, 4, 1, 1}));
+  all.push_back(decode_source({{DType::bfloat16, 4, 4, 1, 1}}));
 }
 
 }  // namespace lowbit::cuda

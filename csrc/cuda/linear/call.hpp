@@ -44,6 +44,18 @@ struct LinearCall {
   float* row_offset;  // [m]: of asymmetric codes, what column_sum is multiplied by
 };
 
+// The product of few rows: where a weight has too few columns to keep the machine busy, k is split among CTAs, whose
+// sums a second kernel adds in their order.
+struct ProductCall {
+  LinearCall call;
+  int32_t splits;  // of k
+  void* partial;   // [splits, m, n], float or int32, as sums are; of one split: not used
+};
+
+// Of int8 activations in tiles (code_tiles.cuh).
+constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
+              kTileColumns = kTilePanels * 16;
+
 // A part of a call of many rows: some columns of the weight, decoded, times some rows of x.
 constexpr int64_t kPanelColumns = 16, kDecodedRun = 16;  // columns of a CTA; k of a thread
 constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun, kFinishedByCta = 4 * kLinearThreads;

@@ -169,4 +169,28 @@ struct LaneTile {
   }
 };
 
+// What a lane has of a tile on its way: codes, and two columns' scales and zero points (float16). kTileGroups: scales
+// along the k of a tile; 0: one for all k, of a weight without zero points.
+template <Format kFormat, int kTileGroups, bool kAsymmetric>
+struct TileAhead {
+  static constexpr int kScales = kTileGroups ? kTileGroups : 1;
+  LaneTile<kFormat> tile;
+  uint32_t scale[kScales], zero[kScales];
+
+  LOWBIT_INLINE void load(const LinearCall& call, const uint8_t* panel, int at, int g, int t) {
+    tile.load(panel + call.sections.codes + at * (128 * codec_of<kFormat>::bits), g, t);
+    if constexpr (kTileGroups > 0)
+#pragma unroll
+      for (int part = 0; part < kScales; part++) {
+        const int of_tile = at * kScales + part >> call.group_shift, last = call.groups - 1,
+                  group = of_tile < last ? of_tile : last;
+        const auto pair = [&](int64_t section) {
+          return *reinterpret_cast<const uint32_t*>(panel + section + (group * 16 + 2 * g) * 2);
+        };
+        scale[part] = call.spec.group_size ? pair(call.sections.group_scale) : 0x3c003c00u;
+        if constexpr (kAsymmetric) zero[part] = pair(call.sections.zero);
+      }
+  }
+};
+
 }  // namespace lowbit::cuda

@@ -9,6 +9,14 @@
 
 namespace lowbit::cuda {
 
+// A sum of products of codes, with what goes with the row (RowSum).
+template <Format kFormat, bool kAsymmetric>
+LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
+  const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
+  const float scaled = __fmaf_rn(static_cast<float>(whole), of_row.scale, of_row.zero);
+  return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
+}
+
 // kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k, of a
 // weight without zero points. kBlocks: of kRowsAtOnce rows.
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
@@ -20,42 +28,24 @@ struct Product {
   static constexpr int kRows = kBlocks * kRowsAtOnce, kSteps = kCodes ? kChunks / 2 : kChunks,
                        kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
-                       kBits = codec_of<kFormat>::bits, kTileBytes = 128 * kBits;
+                       kBits = codec_of<kFormat>::bits;
   // As many tiles ahead as 128 registers have room for: what a tile takes is its codes, scales and zero points.
   static constexpr int kTileWords = kBits + (kTileGroups ? kScales * (1 + kAsymmetric) : 0),
                        kWords = kBlocks == 1 ? 20 : kBlocks == 2 && kWeightParts<kFormat> == 1 && !kCodes ? 12 : 1,
                        kRoom = kWords / kTileWords,
                        kAhead = kRoom < 1 ? 1 : kRoom > 4 ? 4 : kRoom;
 
-  // What a warp has on its way: codes, and two columns' scales and zero points (float16).
-  struct Ahead {
-    LaneTile<kFormat> tile;
-    uint32_t scale[kScales], zero[kScales];
-  };
+  using Ahead = TileAhead<kFormat, kTileGroups, kAsymmetric>;
 
   const LinearCall& call;
   const uint8_t* panel;
   const uint2* rows;  // activations of this lane and the first block
   int64_t first_row;
+  int begin, end;  // tiles
   int g, t;
   LevelParts* levels;
   Sum sum[kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of an asymmetric weight's zero point
   Result result[kBlocks][4];
-
-  LOWBIT_INLINE void load(int tile, Ahead& ahead) const {
-    ahead.tile.load(panel + call.sections.codes + tile * kTileBytes, g, t);
-    if constexpr (kTileGroups > 0)
-#pragma unroll
-      for (int part = 0; part < kScales; part++) {
-        const int of_tile = tile * kScales + part >> call.group_shift, last = call.groups - 1,
-                  group = of_tile < last ? of_tile : last;
-        ahead.scale[part] = call.spec.group_size ? pair_of(call.sections.group_scale, group) : 0x3c003c00u;
-        if constexpr (kAsymmetric) ahead.zero[part] = pair_of(call.sections.zero, group);
-      }
-  }
-  LOWBIT_INLINE uint32_t pair_of(int64_t section, int group) const {
-    return *reinterpret_cast<const uint32_t*>(panel + section + (group * 16 + 2 * g) * 2);
-  }
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
@@ -107,8 +97,9 @@ struct Product {
         if constexpr (kCodes) {
           if (row < call.m)
             result[block][i] =
-                __fmaf_rn(scaled_sum(sum[block][i], call.sums[(row * call.tiles + tile) * kScales + part],
-                                     kAsymmetric ? half_of(zeros, i / 2) : 0.0f),
+                __fmaf_rn(scaled_sum<kFormat, kAsymmetric>(
+                              sum[block][i], call.sums[(row * call.tiles + tile) * kScales + part],
+                              kAsymmetric ? half_of(zeros, i / 2) : 0.0f),
                           w_scale, result[block][i]);
         } else {
           float whole = sum[block][i];
@@ -123,12 +114,6 @@ struct Product {
   LOWBIT_INLINE static float half_of(uint32_t pair, int column) {
     return float_of_half(pair >> 16 * column);
   }
-  LOWBIT_INLINE static float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
-    const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
-    const float scaled = __fmaf_rn(static_cast<float>(whole), of_row.scale, of_row.zero);
-    return kAsymmetric ? __fmaf_rn(zero - static_cast<float>(kCodeOffset<kFormat>), -of_row.sum, scaled) : scaled;
-  }
-
   LOWBIT_INLINE void use(int tile, const Ahead& ahead) {
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
@@ -142,27 +127,44 @@ struct Product {
     Ahead ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; i++)
-      if (warp + i * kLinearWarps < call.tiles) load(warp + i * kLinearWarps, ahead[i]);
-    for (int first = warp; first < call.tiles; first += kAhead * kLinearWarps)
+      if (begin + warp + i * kLinearWarps < end) ahead[i].load(call, panel, begin + warp + i * kLinearWarps, g, t);
+    for (int first = begin + warp; first < end; first += kAhead * kLinearWarps)
 #pragma unroll
       for (int i = 0; i < kAhead; i++) {
         const int tile = first + i * kLinearWarps, next = tile + kAhead * kLinearWarps;
-        if (tile >= call.tiles) break;
+        if (tile >= end) break;
         const Ahead now = ahead[i];
-        if (next < call.tiles) load(next, ahead[i]);
+        if (next < end) ahead[i].load(call, panel, next, g, t);
         use(tile, now);
       }
   }
 };
 
+// What is left to do with the sum over all k.
+template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
+LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
+  Lacks lacks{true, 1.0f};
+  float sum;
+  if constexpr (kCodes) {
+    sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
+  } else {
+    sum = whole, lacks.row_scale = call.row_scale[row];
+    if (kWeightParts<kFormat> > 1 && lacks.row_scale < 0.0f)
+      sum = sum_alone<kFormat>(call, row, n), lacks = {false, 1.0f};
+  }
+  finish<kFormat>(call, row, n, sum, lacks);
+}
+
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
-LOWBIT_INLINE void linear(const LinearCall& call) {
+LOWBIT_INLINE void linear(const ProductCall& given) {
   using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kBlocks>;
   LOWBIT_SHARED(LevelParts, levels, [16]);
   LOWBIT_SHARED(typename P::Result, results, [kLinearWarps][P::kRows][kPanelColumns]);
-  const int64_t blocks = ceil_div(call.m, P::kRows), panel = blockIdx.x / blocks,
-                first_row = blockIdx.x % blocks * P::kRows;
+  const LinearCall& call = given.call;
+  const int64_t blocks = ceil_div(call.m, P::kRows), panel = blockIdx.x / given.splits / blocks,
+                first_row = blockIdx.x / given.splits % blocks * P::kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits);
   if constexpr (kind_of(kFormat) == CodecKind::lookup && codec_of<kFormat>::bits == 4) {
     write_levels<kFormat>(levels);
     __syncthreads();
@@ -170,7 +172,9 @@ LOWBIT_INLINE void linear(const LinearCall& call) {
   P product{.call = call, .panel = call.weight + panel * call.sections.row_bytes,
             .rows = static_cast<const uint2*>(call.ordered) + lane +
                     first_row / kRowsAtOnce * call.tiles * (P::kSteps * P::kPieces * 32),
-            .first_row = first_row, .g = lane / 4, .t = lane % 4, .levels = levels};
+            .first_row = first_row, .begin = split * of_split,
+            .end = static_cast<int>(smaller((split + 1) * of_split, call.tiles)), .g = lane / 4, .t = lane % 4,
+            .levels = levels};
   product.clear();
   for (auto& block : product.result)
     for (auto& result : block) result = 0;
@@ -188,17 +192,22 @@ LOWBIT_INLINE void linear(const LinearCall& call) {
     if (row >= call.m || n >= call.spec.n) continue;
     typename P::Result whole = 0;  // of int32 with wrap-around: what start takes off again
     for (const auto& of_warp : results) whole += of_warp[at / kPanelColumns][column];
-    Lacks lacks{true, 1.0f};
-    float sum;
-    if constexpr (P::kCodes) {
-      sum = kTileGroups ? whole : P::scaled_sum(whole, call.sums[row], 0.0f);
-    } else {
-      sum = whole, lacks.row_scale = call.row_scale[row];
-      if (kWeightParts<kFormat> > 1 && lacks.row_scale < 0.0f)
-        sum = sum_alone<kFormat>(call, row, n), lacks = {false, 1.0f};
-    }
-    finish<kFormat>(call, row, n, sum, lacks);
+    if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);
+    else static_cast<typename P::Result*>(given.partial)[(split * call.m + row) * call.spec.n + n] = whole;
   }
+}
+
+// A thread for each result.
+template <Format kFormat, bool kCodes, int kTileGroups>
+LOWBIT_INLINE void add_splits(const ProductCall& given) {
+  using Result = std::conditional_t<kCodes && kTileGroups == 0, int32_t, float>;
+  const LinearCall& call = given.call;
+  const int64_t all = call.m * call.spec.n, at = static_cast<int64_t>(blockIdx.x) * kLinearThreads + threadIdx.x;
+  if (at >= all) return;
+  Result whole = 0;
+  const auto* partial = static_cast<const Result*>(given.partial) + at;
+  for (int split = 0; split < given.splits; split++) whole += partial[split * all];
+  store_whole<kFormat, kCodes, kTileGroups>(call, at / call.spec.n, at % call.spec.n, whole);
 }
 
 }  // namespace lowbit::cuda

@@ -2,6 +2,7 @@
 // Rows of the op linear: activations are put in order, then multiplied (call.hpp).
 #include "cuda/backend.hpp"
 #include "cuda/linear/call.hpp"
+#include "cuda/runtime/driver.hpp"
 #include "cuda/sources.hpp"
 #include "ops/linear.hpp"
 
@@ -31,38 +32,88 @@ int log2_of(int64_t power) {
 
 // The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
 struct Room {
-  int64_t ordered, sums, rows;  // bytes
-  explicit Room(const LinearArgs& args, const LinearKind& kind)
+  int64_t ordered, sums, rows, partial;  // bytes
+  Room(const LinearArgs& args, const LinearKind& kind, int splits)
       : ordered(round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() * (kind.x_parts ? 2 * kind.x_parts : 1)),
         sums(kind.x_parts ? 0
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
                                 static_cast<int64_t>(sizeof(RowSum))),
-        rows(args.m * 4) {}
+        rows(args.m * 4),
+        partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0) {}
+  int64_t at_rows() const { return ordered + sums; }
+  int64_t all() const { return at_rows() + rows + partial; }
 };
 
-void run_linear(const LinearArgs& args) {
+// Activations are put in order, and launch(call) multiplies them.
+template <class Launch>
+void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Launch&& launch) {
   const WeightSpec& spec = args.weight_spec;
-  const LinearKind kind = kind_of(args);
-  const Room room(args, kind);
-  const Workspace workspace("linear", args.place, room.ordered + room.sums + room.rows);
-  LinearCall call{.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight, .x = args.x,
-                  .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
-                  .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
-                  .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation,
-                  .bias = args.bias, .mul = args.mul, .add = args.add, .y = args.y,
-                  .ordered = workspace.at(0),
-                  .sums = static_cast<RowSum*>(workspace.at(room.ordered)),
-                  .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
-                  .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums))};
+  const Room room(args, kind, splits);
+  const Workspace workspace("linear", args.place, room.all());
+  auto* row_scale = static_cast<float*>(workspace.at(room.at_rows()));
+  ProductCall product{.call = {.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight,
+                               .x = args.x, .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
+                               .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
+                               .bias_dtype = args.bias_dtype, .x_format = args.x_format,
+                               .activation = args.activation, .bias = args.bias, .mul = args.mul, .add = args.add,
+                               .y = args.y, .ordered = workspace.at(0),
+                               .sums = static_cast<RowSum*>(workspace.at(room.ordered)), .row_scale = row_scale,
+                               .row_offset = row_scale},
+                      .splits = splits, .partial = row_scale + args.m};
+  LinearCall& call = product.call;
   if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.tile_groups / kTileK);
-  const int64_t format = static_cast<int64_t>(kind.format), groups = kind.tile_groups;
-  const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts, format, groups};
+  const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
+                                 static_cast<int64_t>(kind.format), kind.tile_groups};
   program(args.place, of_activations, [&] { return activations_source(kind); })
       .launch(args.place, "activations", args.m, kLinearThreads, &call);
-  const SourceKey of_product{static_cast<int64_t>(SourceKind::linear), format, kind.x_parts,
-                             groups * 2 + kind.asymmetric, kind.blocks};
-  program(args.place, of_product, [&] { return linear_source(kind); })
-      .launch(args.place, "linear", spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce), kLinearThreads, &call);
+  launch(product);
+}
+
+SourceKey key_of(SourceKind source, const LinearKind& kind) {
+  return {static_cast<int64_t>(source), static_cast<int64_t>(kind.format), kind.x_parts,
+          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks};
+}
+
+// Of few rows, so that two CTAs come to each multiprocessor; of 16 tiles at least, two for each warp. Whatever the
+// number of rows is: a row has the same bits in any batch of up to 16.
+int splits_of(const LinearArgs& args) {
+  if (args.m > 2 * kRowsAtOnce) return 1;
+  const WeightSpec& spec = args.weight_spec;
+  constexpr int64_t kMost = 16;
+  const int64_t wanted = 2 * multiprocessors(args.place.device) / spec.panels(),
+                most = spec.tiles() / (2 * kLinearWarps);
+  return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
+}
+
+void run_linear(const LinearArgs& args) {
+  const LinearKind kind = kind_of(args);
+  const int splits = splits_of(args);
+  run_ordered(args, kind, splits, [&](const ProductCall& product) {
+    const int64_t ctas = args.weight_spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce);
+    program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
+        .launch(args.place, "linear", ctas * splits, kLinearThreads, &product);
+    if (splits == 1) return;
+    const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
+                              kind.x_parts == 0, kind.tile_groups > 0};
+    program(args.place, of_splits, [&] { return splits_source(kind); })
+        .launch(args.place, "add_splits", ceil_div(args.m * args.weight_spec.n, kLinearThreads), kLinearThreads,
+                &product);
+  });
+}
+
+constexpr int64_t kFewestRowsOfTiles = 17;
+int tile_blocks(const LinearArgs& args) { return args.m > 4 * kRowsAtOnce ? 8 : 4; }
+int64_t code_tiles(const LinearArgs& args) {
+  return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, tile_blocks(args) * kRowsAtOnce);
+}
+
+void run_code_tiles(const LinearArgs& args) {
+  LinearKind kind = kind_of(args);
+  kind.blocks = tile_blocks(args);
+  run_ordered(args, kind, 1, [&](const ProductCall& product) {
+    program(args.place, key_of(SourceKind::code_tiles, kind), [&] { return code_tiles_source(kind); })
+        .launch(args.place, "linear_code_tiles", code_tiles(args), kTileThreads, &product.call);
+  });
 }
 
 template <Format kFormat, bool kCodes>
@@ -73,9 +124,19 @@ std::string_view refuses(const LinearArgs& args) {
   return "";
 }
 
+std::string_view refuses_code_tiles(const LinearArgs& args) {
+  if (stays_float(args.x_format)) return "float activations";
+  if (args.m < kFewestRowsOfTiles) return "fewer than 17 rows";
+  if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  // By count: the weight is decoded again for each 16 or 32 rows elsewhere, but by eight times the CTAs.
+  if (2 * code_tiles(args) < multiprocessors(args.place.device)) return "fewer tiles than half of the multiprocessors";
+  return "";
+}
+
 #define LOWBIT_FLOATS(name, Codec) {"linear_" #name "_cuda", refuses<Format::name, false>, run_linear},
 #define LOWBIT_CODES(name) {"linear_" #name "_int8_cuda", refuses<Format::name, true>, run_linear},
-constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
+constexpr Kernel<LinearArgs> kRows[] = {{"linear_code_tiles_cuda", refuses_code_tiles, run_code_tiles},
+                                        LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
 #undef LOWBIT_FLOATS
 #undef LOWBIT_CODES
 

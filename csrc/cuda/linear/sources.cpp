@@ -33,7 +33,26 @@ Source linear_source(const LinearKind& kind) {
                  kind.x_parts ? concat("activations in ", kind.x_parts, " parts") : "int8 activations", ", ",
                  8 * kind.blocks, " rows"),
           concat("#include \"cuda/linear/product.cuh\"\n",
-                 kernel_text("linear", "kLinearThreads", "LinearCall", specialised))};
+                 kernel_text("linear", "kLinearThreads", "ProductCall", specialised))};
+}
+
+Source splits_source(const LinearKind& kind) {
+  const bool codes = kind.x_parts == 0;
+  return {concat("linear in splits of ", name_of(kind.format),
+                 codes ? concat(", int8 activations, ", kind.tile_groups ? "scaled" : "whole", " sums") : ""),
+          concat("#include \"cuda/linear/product.cuh\"\n",
+                 kernel_text("add_splits", "kLinearThreads", "ProductCall",
+                             concat("add_splits<", text_of(kind.format), ", ", text_of(codes), ", ",
+                                    kind.tile_groups ? 1 : 0, ">")))};
+}
+
+Source code_tiles_source(const LinearKind& kind) {
+  return {concat("linear by tiles of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
+                 kind.tile_groups, " scales a tile, int8 activations, ", 8 * kind.blocks, " rows"),
+          concat("#include \"cuda/linear/code_tiles.cuh\"\n",
+                 kernel_text("linear_code_tiles", "kTileThreads", "LinearCall",
+                             concat("linear_code_tiles<", text_of(kind.format), ", ", kind.tile_groups, ", ",
+                                    text_of(kind.asymmetric), ", ", kind.blocks, ">")))};
 }
 
 Source decoded_source(Format format, bool codes) {
@@ -48,8 +67,10 @@ Source decoded_source(Format format, bool codes) {
 std::vector<Source> linear_sources() {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
-    add_once(all, activations_source(kind));
+    add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
     for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) all.push_back(linear_source(kind));
+    if (kind.x_parts) return;
+    for (const int blocks : {4, 8}) kind.blocks = blocks, all.push_back(code_tiles_source(kind));
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);

@@ -5,11 +5,12 @@
 // that of scores (queries, keys).
 #pragma once
 
-#include "level_zero/attention/scores.hpp"
+#include "level_zero/attention/sums.hpp"
 
 namespace lowbit::level_zero {
 
-template <int kColumns, bool kMods, bool kKeysStay>
+// kCaptured: a pass for what is added up of single scores (sums.hpp), and for nothing else.
+template <int kColumns, bool kMods, bool kKeysStay, bool kCaptured>
 struct Backward {
   static constexpr BackwardShape kShape{kColumns};
   static constexpr int kRows = kShape.rows();
@@ -85,11 +86,19 @@ struct Backward {
       if (call.dropped)
         kept = cuda::dropout_draw(*call.seed, b * call.heads + at.h, q, k) < call.dropped ? 0 : call.kept;
       float ds = hidden ? 0.0f : p * (dp[r][j] * kept - of_row.delta);
+      if constexpr (kCaptured) add_of_mask(at, q, k, ds);
       if constexpr (kMods)
         if (call.score.words && !hidden)
           ds = score_mod_gradient(raw * call.scale, ds, b, at.h, q, k, global<uint64_t>(call.score.words));
       s[r][j] = p * kept, dp[r][j] = ds;
     });
+  }
+
+  LOWBIT_INLINE void add_of_mask(const cuda::TilePlace& at, int q, int k, float ds) const {
+    GlobalSums* const sums = sums_of(global<int32_t>(call.fault));
+    if (!sums->of[Sums::kOfMask].words || ds == 0) return;
+    add_to(sums, Sums::kOfMask, b * sums->mask_stride[0] + at.h * sums->mask_stride[1] + q * sums->mask_stride[2] +
+                                    k * sums->mask_stride[3], ds);
   }
 
   // What the probabilities of rows of large lse add up to, of queries that stay: before anybody needs it.
@@ -128,7 +137,7 @@ struct Backward {
     load_left<!kKeysStay>(shared.left, first_head, begin, rows);
     load_right<!kKeysStay>(shared.right, first_head, begin, rows);
     clear(grad), clear(grad_values);
-    if constexpr (!kKeysStay) find_units();
+    if constexpr (!kKeysStay && !kCaptured) find_units();
     for_each_tile([&](const cuda::TilePlace& at) LOWBIT_INLINED {
       const int from = kKeysStay ? at.q0 : at.k0, count = kKeysStay ? at.rows : at.cols;
       Scores<kRows> s, dp;
@@ -141,7 +150,7 @@ struct Backward {
       __syncthreads();
       multiply_rows(s, &shared.left[first], shared.tile, lane, call.e);
       differentiate(at, s, dp);
-      multiply_onto<kRows, kColumns>(grad, dp, shared.tile, lane);
+      if constexpr (!kCaptured) multiply_onto<kRows, kColumns>(grad, dp, shared.tile, lane);
       if constexpr (kKeysStay) {
         __syncthreads();
         load_right<true>(shared.tile.rows, at.h, from, count);
@@ -149,6 +158,7 @@ struct Backward {
         multiply_onto<kRows, kColumns>(grad_values, s, shared.tile, lane);
       }
     });
+    if constexpr (kCaptured) return;
     __syncthreads();  // what stays is there, also where no tile was visible
     const int h = kKeysStay ? first_head / call.group : first_head;
     store(kKeysStay ? call.grad_k : call.grad_q, grad, shared.left, h, begin, rows, call.e, call.scale);
@@ -168,9 +178,9 @@ struct Backward {
 };
 
 // Under causality the first keys and the last queries have most to do: they are first.
-template <int kColumns, bool kMods, bool kKeysStay>
+template <int kColumns, bool kMods, bool kKeysStay, bool kCaptured = false>
 LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
-  using B = Backward<kColumns, kMods, kKeysStay>;
+  using B = Backward<kColumns, kMods, kKeysStay, kCaptured>;
   LOWBIT_SHARED(typename B::Shared, shared, );
   const Tiling& tiling = kKeysStay ? call.kv_tiles : call.q_tiles;
   const int each = kKeysStay ? call.heads / call.group : call.heads, heads = call.batch * each,

@@ -56,4 +56,36 @@ struct TableCall {
   uint64_t words[kMost];
 };
 
+// The begin of the memory of a call: what kernels note of the faults of two mods, their tables, then Sums.
+constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMost * 8, kSumsAt = 2 * (kFaultBytes + kTableBytes);
+
+// An element of a gradient while it is added up, of parts of values that are integers (sums.hpp).
+struct SumWords {
+  uint64_t high, low, special;  // special: bits of what was not finite
+};
+constexpr uint32_t kSumInfinite = 1, kSumMinusInfinite = 2, kSumNan = 4;
+
+// The gradients that are added up: those of tensors that score_mod captured, then that of the mask.
+struct Sums {
+  static constexpr int kMost = 17, kOfMask = kMost - 1;
+  struct Of {
+    SumWords* words;        // [copies][count], or null: not wanted
+    int64_t count, copies;  // work-groups add to copies of a small one in turn
+  };
+
+  Of of[kMost];
+  int64_t mask_stride[4];
+  int32_t bits;                 // of sums for the largest value
+  uint32_t adds;                // or finds the largest
+  uint32_t largest[kMost + 1];  // bits of what is added to each; one more fills a word
+};
+struct SumsCall {
+  Sums* to;
+  Sums sums;
+};
+
+// In place of where a gradient is added up (d<n> of score/print.hpp), with 4 bytes for each element.
+constexpr int kSumShift = 40;
+constexpr uint64_t sum_address(int tensor) { return static_cast<uint64_t>(tensor + 1) << kSumShift; }
+
 }  // namespace lowbit::level_zero

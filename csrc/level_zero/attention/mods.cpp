@@ -14,16 +14,16 @@ namespace lowbit::level_zero {
 namespace {
 
 // score_mod, its gradient and mask_mod as SPIR-V, kept for good, as programs of the device are.
-std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask) {
+std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask, bool sums) {
   static std::mutex mutex;
-  static std::map<std::array<int64_t, 2>, std::vector<uint32_t>> known;
-  const std::array key{ProgramHash(score).value(), ProgramHash(mask).value()};
+  static std::map<std::array<int64_t, 3>, std::vector<uint32_t>> known;
+  const std::array key{ProgramHash(score).value(), ProgramHash(mask).value(), int64_t{sums}};
   const std::lock_guard lock(mutex);
   std::vector<uint32_t>& words = known[key];
   if (words.empty()) {
     const ScoreFunction functions[] = {
         {score, false, "score_mod"}, {score, true, "score_mod_gradient"}, {mask, false, "mask_mod"}};
-    words = score_spirv(functions);
+    words = score_spirv(functions, sums);
   }
   return words;
 }
@@ -38,18 +38,33 @@ CallMods::CallMods(const Place& place, const ScoreCall* score, const ScoreCall* 
 
 void CallMods::write(const ScoreCall* call, int which) const {
   TableCall args{.fault = fault(which), .table = table(which), .words = {}};
-  if (call) {
-    const std::vector<uint64_t> words = score_table(*call, fault(which));
-    std::ranges::copy(words, args.words);
-  }
+  if (call) std::ranges::copy(score_table(*call, fault(which)), args.words);
+  write(args);
+}
+
+void CallMods::write(const TableCall& table) const {
   level_zero::program(place_, "attention_prepare")
-      .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
+      .launch(place_, "write_table", 1, kAttentionThreads, &table, sizeof table);
+}
+
+ModTable CallMods::score_of_sums(std::span<float* const> gradients) const {
+  if (!score_) return {};
+  char* const at = static_cast<char*>(memory_) + kSumsTableAt;
+  TableCall args{.fault = reinterpret_cast<int32_t*>(at), .table = reinterpret_cast<uint64_t*>(at + kFaultBytes),
+                 .words = {}};
+  std::ranges::copy(score_table(*score_, fault(0), gradients), args.words);
+  write(args);
+  return {args.table};
+}
+
+const Program& CallMods::program_of_sums(std::string_view module, const Build& build) const {
+  return level_zero::program(place_, module, {build.constants, words_of(score_, mask_, true), build.large_registers});
 }
 
 const Program& CallMods::program(std::string_view module, std::string_view with_mods,
                                  Build build) const {
   if (!score_ && !mask_) return level_zero::program(place_, module, build);
-  build.mods = words_of(score_, mask_);
+  build.mods = words_of(score_, mask_, false);
   return level_zero::program(place_, with_mods, build);
 }
 

@@ -14,8 +14,9 @@ namespace lowbit::level_zero {
 // The mods of one call, at the begin of its workspace: what the kernels note of the faults of both, then their tables.
 class CallMods {
  public:
-  static constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMost * 8;
-  static constexpr int64_t kBytes = 2 * (kFaultBytes + kTableBytes);
+  // Behind Sums the table that a pass over the scores for them asks.
+  static constexpr int64_t kSumsTableAt = kSumsAt + static_cast<int64_t>(sizeof(Sums));
+  static constexpr int64_t kBytes = round_up(kSumsTableAt + kFaultBytes + kTableBytes, 16);
 
   // Writes the tables. memory: kBytes of the device. faults: whether something may go wrong on the device.
   CallMods(const Place& place, const ScoreCall* score, const ScoreCall* mask, void* memory, bool faults);
@@ -25,6 +26,11 @@ class CallMods {
   int32_t* fault() const { return fault(0); }  // of block lists, too
   // `module`, or where there are mods `with_mods`, linked with them.
   const Program& program(std::string_view module, std::string_view with_mods, Build build = {}) const;
+  // What adds gradients up, linked with the mods: `module` has add_to_sum.
+  const Program& program_of_sums(std::string_view module, const Build& build) const;
+  // The score_mod whose gradient adds to these places (call.hpp: sum_address), one for each captured tensor.
+  ModTable score_of_sums(std::span<float* const> gradients) const;
+  Sums* sums() const { return reinterpret_cast<Sums*>(static_cast<char*>(memory_) + kSumsAt); }
   // After the kernels, which it waits for: throws what a mod or a list of blocks did that it must not.
   void check_fault(std::string_view op) const;
 
@@ -34,6 +40,7 @@ class CallMods {
     return reinterpret_cast<uint64_t*>(static_cast<char*>(memory_) + 2 * kFaultBytes + which * kTableBytes);
   }
   void write(const ScoreCall* call, int which) const;
+  void write(const TableCall& table) const;
 
   const Place& place_;
   const ScoreCall *score_, *mask_;

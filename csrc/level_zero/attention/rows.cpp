@@ -2,7 +2,7 @@
 // Rows of the ops attention_forward and attention_backward. Block lists and indices of mods are checked on the device;
 // where there are some, the host waits and asks.
 #include "cuda/attention/make_call.hpp"
-#include "level_zero/attention/mods.hpp"
+#include "level_zero/attention/captured.hpp"
 #include "level_zero/backend.hpp"
 
 namespace lowbit::level_zero {
@@ -12,11 +12,12 @@ using cuda::RowStatistics;
 
 // The memory that a call needs besides its tensors.
 struct Room {
-  int64_t classes = 0, statistics = 0, unit = 0;  // bytes
+  int64_t classes = 0, statistics = 0, unit = 0, captured = 0;  // bytes
   static constexpr int64_t at_classes() { return CallMods::kBytes; }
   int64_t at_statistics() const { return at_classes() + round_up(classes, 16); }
   int64_t at_unit() const { return at_statistics() + round_up(statistics, 16); }
-  int64_t all() const { return at_unit() + unit; }
+  int64_t at_captured() const { return at_unit() + round_up(unit, 16); }
+  int64_t all() const { return at_captured() + captured; }
 };
 
 bool may_fail(const AttentionForwardArgs& args) {
@@ -78,7 +79,8 @@ void run_backward(const AttentionBackwardArgs& args) {
   const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
   const Room room{.classes = cuda::class_count(forward),
-                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4};
+                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
+                  .captured = CapturedGradients::bytes(args)};
   const Workspace workspace("attention_backward", forward.place, room.all());
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
   const AttentionCall by_queries = backward_call(args, workspace, room, mods, tile, kKvTile),
@@ -93,6 +95,10 @@ void run_backward(const AttentionBackwardArgs& args) {
   launch(forward.place, kernels, kernel_of(columns, {"keys_64", "keys_128", "keys_256"}),
          forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
+  const CapturedGradients captured(args, mods, workspace.at(room.at_captured()));
+  if (captured.any())
+    captured.run(by_queries, build, kernel_of(columns, {"captured_64", "captured_128", "captured_256"}),
+                 heads * by_queries.q_tiles.count);
   mods.check_fault("attention_backward");
 }
 
@@ -114,9 +120,8 @@ std::string_view refuses_dpas(const AttentionForwardArgs& args) {
 }
 
 std::string_view refuses_backward(const AttentionBackwardArgs& args) {
-  if (args.grad_mask) return "a gradient of mask is wanted";
-  if (args.wants_captured()) return "gradients of captured tensors are wanted";
-  return refuses(args.forward);
+  const std::string_view reason = CapturedGradients::refuses(args);
+  return reason.empty() ? refuses(args.forward) : reason;
 }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {

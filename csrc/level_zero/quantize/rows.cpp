@@ -31,17 +31,14 @@ void run_all(const DequantizeArgs& args) { launch(args, args.spec.n, nullptr); }
 void run_some(const DequantizeArgs& args) {
   const Workspace workspace("embedding", args.place, sizeof(int64_t));
   auto* const outside = static_cast<int64_t*>(workspace.at(0));
-  copy(outside, args.outside, sizeof *outside);
+  copy(args.place.device, outside, args.outside, sizeof *outside);
   launch(args, args.indices.numel(), outside);
-  wait(args.place.device);
-  copy(args.outside, outside, sizeof *outside);
+  copy(args.place.device, args.outside, outside, sizeof *outside);
 }
 
 std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
 std::string_view takes_some(const DequantizeArgs& args) {
-  if (!args.indices) return "all of the weight is wanted";
-  return args.place.device.type == DeviceType::xpu ? "indices on torch's own xpu, where the host cannot read what was "
-                                                     "noted of a wrong one" : "";
+  return args.indices ? "" : "all of the weight is wanted";
 }
 
 constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_level_zero", takes_all, run_all},

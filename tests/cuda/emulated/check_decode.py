@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 import lowbit
 from lowbit import _C
 from lowbit.devices import simulated
+from lowbit.score.program_cache import bind
 
 simulated.enable()
 DEVICE = "lowbit_sim:1"
@@ -123,6 +126,18 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     launches = [line.split()[:4] for line in log.read_text().splitlines() if line.startswith("launch")]
     assert launches == [["launch", "decode", "12", "128"], ["launch", "combine", "16", "128"]]
     assert simulated.live_bytes(DEVICE) == before
+
+
+@pytest.mark.parametrize("size, fails", [(40, False), (39, True)])
+def test_a_gather_out_of_range_ends_the_launch(size: int, fails: bool) -> None:
+    """Nothing is asked about keys that are not there, or that causality hides."""
+    table = torch.randn(size)
+    case = DecodeCase("gather", (1, 2, 1, 1, 60, 64, 64), "int8", options={"causal": True, "position": 39}, score_mod=lambda s, b, h, q, k: s + table[k.clamp(max=39)])
+    data = make_data(case) if not fails else make_data(replace(case, score_mod=None))
+    data.call["score_mod"] = bind("test", lambda s, b, h, q, k: s + table[k], mask=False)
+    told = contextlib.nullcontext() if not fails else pytest.raises(RuntimeError, match="decode of decode of int8 codes.*, a score_mod.*LAUNCH_FAILED")
+    with told:
+        assert_right(case, data, run(case, data, DEVICE, "_sim"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from linear_calls import CASES, row_of, run
+from linear_calls import CASES, CODE_TILES, row_of, run
 
 import lowbit
 from lowbit import _C, testing
@@ -112,6 +112,63 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     assert simulated.live_bytes(DEVICE) == before
 
 
+SPLIT = [
+    LinearCase(m, 20, 2100, dtype, format, group_size, mapping, x_format, *post_ops)
+    for m, dtype, format, group_size, mapping, x_format, *post_ops in (
+        (1, "bfloat16", "int4", 128, "symmetric", "float", "float32", "silu", True, True),
+        (9, "float32", "int8", 0, "symmetric", "int8_row", None, "none", False, False),
+        (3, "float16", "int8", 256, "asymmetric", "int8_group", None, "none", False, False),
+        (2, "float32", "nf4", 64, "symmetric", "float", None, "none", False, False),
+    )
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_k_is_split_where_columns_are_few(case: LinearCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_MULTIPROCESSORS", "132")
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(tmp_path / "log"))
+    data = cached_data(case)
+    y = on_gpu(case)
+    launches = [line.split()[1:3] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("launch")]
+    assert launches == [["activations", str(case.m)], ["linear", "4"], ["add_splits", "1"]]  # of 2 panels, 33 tiles
+    assert_within(y, data.wanted, data.allowed, str(case))
+    if case.x_format == "int8_row":
+        assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
+    if case.m > 1:  # a row has the same bits in any batch
+        one = LinearCase(1, *[getattr(case, name) for name in ("n", "k", "dtype", "format", "group_size", "mapping", "x_format")])
+        assert torch.equal(on_gpu(one, replace(data, x=data.x[:1].contiguous(), bias=None, mul=None, add=None)), y[:1])
+
+
+def test_a_row_of_splits_with_inf_or_nan_alone_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_MULTIPROCESSORS", "132")
+    case = LinearCase(3, 16, 2100, "float32", "float32", 0, "symmetric", "float", None)
+    x = torch.randn(3, 2100)
+    x[1, 2000], x[2, 7] = torch.inf, torch.nan
+    y = on_gpu(case, make_data(case, x))
+    assert y[0].isfinite().all() and y[1].isinf().all() and y[2].isnan().all()
+
+
+def by_tiles(case: LinearCase, data: testing.LinearData | None = None) -> torch.Tensor:
+    return run(case, DEVICE, "linear_code_tiles_cuda_sim", data)
+
+
+@pytest.mark.parametrize("case", CODE_TILES, ids=str)
+def test_tiles_of_codes_are_within_budget_of_the_float64_reference(case: LinearCase) -> None:
+    data = cached_data(case)
+    y = by_tiles(case)
+    assert_within(y, data.wanted, data.allowed, str(case))
+    if case.format == "int8" and case.group_size == 0 and case.mapping == "symmetric":
+        assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
+
+
+def test_a_row_of_tiles_with_inf_or_nan_alone_is_not_finite() -> None:
+    x = torch.randn(40, 130)
+    x[1, 7], x[35, 129] = torch.inf, torch.nan
+    y = by_tiles(case := LinearCase(40, 20, 130, "float32", "int4", 64, "symmetric", "int8_group", None), make_data(case, x))
+    bad = torch.tensor([1, 35])
+    assert y[bad].isnan().all() and y[[i for i in range(40) if i not in (1, 35)]].isfinite().all()
+
+
 MANY_ROWS = [
     LinearCase(m, n, k, dtype, format, group_size, mapping, "float", *post_ops)
     for m, n, k, dtype, format, group_size, mapping, *post_ops in (
@@ -178,16 +235,22 @@ def test_many_rows_of_a_wide_weight_go_in_parts(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_cublas_cannot_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reason(m: int, dtype: str, format: str = "int4", x_format: str = "float") -> str:
+    def reason(m: int, dtype: str, format: str = "int4", x_format: str = "float", row: str = "") -> str:
+        row = row or ("decoded_cublas" if x_format == "float" else "codes_cublas")
         group_size = 0 if format == "float32" else 64
         rows = _C.explain_linear(m, 64, 128, _C.FORMATS[format], group_size, False, _C.X_FORMATS[x_format], dtype, "lowbit_sim")
-        return next(row["reason"] for row in rows if row["name"] == f"linear_{'decoded' if x_format == 'float' else 'codes'}_cublas_sim")
+        return next(each["reason"] for each in rows if each["name"] == f"linear_{row}_sim")
 
     assert reason(255, "bfloat16") == "fewer than 256 rows"
     assert reason(256, "float32").startswith("float32")
     assert reason(256, "bfloat16", "float32") == "a dense weight of another dtype"
     assert reason(256, "bfloat16", "int4", "int8_group") == "a scale for each group of activations"
     assert reason(256, "bfloat16", "int4", "int8_row") == "a weight with groups or zero points"
+    assert reason(16, "bfloat16", "int4", "int8_row", "code_tiles_cuda") == "fewer than 17 rows"
+    assert reason(64, "bfloat16", "int4", "int8_row", "code_tiles_cuda") == "a better row fits"  # the CPU's, on this device
+    assert reason(64, "bfloat16", "int4", "float", "code_tiles_cuda") == "float activations"
+    monkeypatch.setenv("LOWBIT_EMULATED_MULTIPROCESSORS", "3")
+    assert reason(64, "bfloat16", "int4", "int8_row", "code_tiles_cuda") == "fewer tiles than half of the multiprocessors"
     monkeypatch.setenv("LOWBIT_EMULATED_NO_ALGORITHM", "1")
     assert reason(999, "bfloat16") == "cuBLAS has no algorithm for these sizes and alignments (status 15)"
 
@@ -222,11 +285,11 @@ def test_a_sum_that_no_int32_holds_is_refused_by_name() -> None:
 
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by test_emulated.py once as it is and once without each barrier."""
-    for case in (CASES[6], CASES[5], CASES[12]):
+    for case in (CASES[6], CASES[5], CASES[12], CODE_TILES[0]):
         results = []
         for seed in ("0", "1", "2", "3"):
             monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
-            results.append(on_gpu(case))
+            results.append(by_tiles(case) if case in CODE_TILES else on_gpu(case))
         data = cached_data(case)
         assert all(torch.equal(a, b) for a, b in zip(results[1:], results, strict=False))
         assert_within(results[0], data.wanted, data.allowed, str(case))

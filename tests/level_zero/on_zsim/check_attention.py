@@ -21,7 +21,7 @@ level_zero.enable()
 DEVICE = "lowbit_ze:0"
 UNIT = "dpas" if os.environ.get("ZSIM_DEVICE") else "tiles"
 attention_calls.ROWS = (f"attention_forward_{UNIT}_level_zero", "attention_backward_tiles_level_zero")
-NAMES = ("causal 64", "negative scale, sink", "bool mask, dropout", "softcap and window")
+NAMES = ("causal 64", "negative scale, sink", "bool mask, dropout", "softcap and window", "a factor and a bias, captured, of documents")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
@@ -38,6 +38,28 @@ def test_flex_attention_with_a_captured_tensor_and_a_block_mask() -> None:
     got = lowbit.flex_attention(*(t.to(DEVICE) for t in (q, k, v)), lambda s, b, h, q, k: s + there[h] * (q - k), mask.to(DEVICE))
     assert _C.last_kernel("attention_forward") == "attention_forward_tiles_level_zero"  # float32
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 40, 50), (1, 2, 1, 50), (40, 50)], ids=str)
+def test_the_gradient_of_a_mask_is_that_of_float64(shape: tuple[int, ...]) -> None:
+    q, k, v, grad = (torch.randn(2, 2, length, 32) for length in (40, 50, 50, 40))
+    mask = torch.randn(shape)
+    exact = mask.double().requires_grad_()
+    torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), exact).backward(grad.double())
+    made = []
+    for _ in range(2):
+        here = mask.to(DEVICE).requires_grad_()
+        lowbit.scaled_dot_product_attention(*(t.to(DEVICE) for t in (q, k, v)), here).backward(grad.to(DEVICE))
+        made.append(here.grad.cpu())
+    assert torch.equal(*made)  # work-groups add to the same elements
+    torch.testing.assert_close(made[0].double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_where_it_comes_from_in_the_gradient_of_a_mask() -> None:
+    q, mask, grad = torch.randn(1, 1, 9, 16, device=DEVICE), torch.zeros(9, 9, device=DEVICE).requires_grad_(), torch.ones(1, 1, 9, 16)
+    grad[0, 0, 4, 0] = torch.nan
+    lowbit.scaled_dot_product_attention(q, q, q, mask).backward(grad.to(DEVICE))
+    assert mask.grad.cpu().isnan().all(1).tolist() == [row == 4 for row in range(9)] and mask.grad.cpu()[:4].isfinite().all()
 
 
 def test_a_gather_out_of_range_is_an_index_error() -> None:

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// score_mod and mask_mod in a kernel. It is made for Mods, which says whether there are any (kScore, kMask) and whose
+// functions score, gradient and mask call the printed programs (mods.hpp). A Call holds what they captured, and where
+// faults are noted.
+#pragma once
+
+#include "cuda/device/tiles.cuh"
+
+namespace lowbit::cuda {
+
+// A captured tensor, as a printed function takes it.
+struct Elements {
+  const void* data;
+  template <class T>
+  LOWBIT_INLINE operator const T*() const { return static_cast<const T*>(data); }
+};
+
+// In place of where a gradient is added up (d<n> of score/print.hpp): it is not wanted.
+struct NoSum {
+  LOWBIT_INLINE explicit operator bool() const { return false; }
+  LOWBIT_INLINE NoSum operator+(int64_t) const { return *this; }
+};
+LOWBIT_INLINE void add_to(NoSum, float) {}
+
+// Once this CTA has asked its last: a gather was out of range, or an integer was divided by zero.
+template <class Mods, class Call>
+LOWBIT_INLINE void check_fault(const Call& call) {
+  if constexpr (Mods::kScore || Mods::kMask)
+    if (*static_cast<volatile int32_t*>(call.fault)) fail();
+}
+
+}  // namespace lowbit::cuda
