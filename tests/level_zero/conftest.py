@@ -6,12 +6,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
 
-ZSIM = Path(__file__).parent / "zsim"
+from lowbit import _C
+
+HERE = Path(__file__).parent
+LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
+ZSIM = HERE / "zsim"
 POCL = Path("/etc/OpenCL/vendors/pocl.icd")
 TRANSLATOR = "llvm-spirv-15"
 
@@ -71,6 +76,24 @@ def zsim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip(reason)
     opencl = str(Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so"))
     return environment(request.getfixturevalue("driver"), opencl, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def xpu_program(zsim: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Run a program of this folder with what stands for torch's library of xpu, and return what it prints."""
+    library = tmp_path / "libc10_xpu.so"
+    subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
+
+    def run(source: str, *arguments: object) -> str:
+        linked = ["-Wl,--no-as-needed", library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
+        command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / source, *linked, "-o", tmp_path / "program"]
+        subprocess.run(command, check=True)
+        made = [tmp_path / "program", *map(str, arguments)]
+        done = subprocess.run(made, env=os.environ | zsim, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit import _C
 from lowbit.score.program_cache import bind
 
-LIBLOWBIT = Path(_C.__file__).with_name("liblowbit.so")
 HERE = Path(__file__).parent
 
 
@@ -125,24 +123,6 @@ theirs = {name for name, row in rows.items() if row["device"] == "xpu"}
 print(len(ours) > 0 and theirs == {name + "_xpu" for name in ours}, {rows[name]["reason"] for name in theirs})
 """
     assert python(code, **zsim) == "True {'this torch is not built for xpu, or has no syncStreamsOnDevice'}\n"
-
-
-@pytest.fixture
-def xpu_program(zsim: dict[str, str], tmp_path: Path) -> Callable[..., str]:
-    """What a program of ours prints in a process with the stand-in for torch's library of xpu."""
-    library = tmp_path / "libc10_xpu.so"
-    subprocess.run(["g++", "-shared", "-fPIC", HERE / "fake_c10_xpu.cpp", f"-Wl,-soname,{library.name}", "-o", library], check=True)
-
-    def run(name: str, *arguments: object) -> str:
-        linked = ["-Wl,--no-as-needed", library, LIBLOWBIT, f"-Wl,-rpath,{tmp_path}", f"-Wl,-rpath,{LIBLOWBIT.parent}"]
-        command = ["g++", "-std=c++20", f"-I{HERE.parents[1] / 'csrc'}", HERE / name, *linked, "-o", tmp_path / "program"]
-        subprocess.run(command, check=True)
-        made = [tmp_path / "program", *map(str, arguments)]
-        done = subprocess.run(made, env=os.environ | zsim, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
 
 
 def test_rows_for_torchs_own_xpu_wait_for_its_queues(xpu_program: Callable[..., str]) -> None:

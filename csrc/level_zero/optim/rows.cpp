@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp, in memory that host
-// and device share.
-#include <new>
+// Rows of the ops optim_step, encode_state and decode_state: tables for the kernels of step.hpp.
 #include <type_traits>
+#include <vector>
 
 #include "level_zero/backend.hpp"
 #include "level_zero/optim/call.hpp"
+#include "level_zero/runtime/copies.hpp"
 #include "level_zero/runtime/program.hpp"
 #include "ops/optim.hpp"
 
@@ -20,22 +20,45 @@ using cuda::kTaskElements;
 template <class Rule>
 constexpr int kUsualMoments = std::is_same_v<Rule, AdamW> ? 2 : 1;
 
+// What the host computes constants of, read from the device and written back.
+struct Numbers {
+  float grad_scale = 1, found_inf = 0;
+  std::vector<float> step_counts;  // of each tensor
+};
+
+Numbers read_numbers(const OptimStepArgs& args) {
+  Numbers numbers{.step_counts = std::vector<float>(args.tensors.size())};
+  const Copies copies(args.place.device);
+  if (args.grad_scale) copies.add(&numbers.grad_scale, args.grad_scale, sizeof(float));
+  if (args.found_inf) copies.add(&numbers.found_inf, args.found_inf, sizeof(float));
+  for (std::size_t i = 0; i < args.tensors.size(); i++)
+    copies.add(&numbers.step_counts[i], args.tensors[i].step_count, sizeof(float));
+  copies.finish();
+  return numbers;
+}
+
 template <class Rule, class Step>
-void step_with(const OptimStepArgs& args) {
-  const cuda::StepOptions options{args.hyper, args.grad_scale, args.found_inf, args.seed, args.block_size,
-                                  args.stochastic_rounding};
-  const auto count = static_cast<int64_t>(args.tensors.size());
-  const Workspace workspace("optim_step", args.place, count * static_cast<int64_t>(sizeof(StepEntry<Step>)));
-  auto* entries = static_cast<StepEntry<Step>*>(workspace.at(0));
+void step_with(const OptimStepArgs& args, Numbers& numbers) {
+  const cuda::StepOptions options{args.hyper, args.grad_scale ? &numbers.grad_scale : nullptr, nullptr, args.seed,
+                                  args.block_size, args.stochastic_rounding};
+  const std::size_t count = args.tensors.size();
+  static_assert(std::is_trivially_copyable_v<StepEntry<Step>>);
+  std::vector<StepEntry<Step>> entries;
+  entries.reserve(count);
+  const Workspace workspace("optim_step", args.place, static_cast<int64_t>(count * sizeof entries[0]));
+  const Copies copies(args.place.device);
   int64_t tasks = 0;
-  for (int64_t i = 0; i < count; i++) {
-    const OptimTensor& tensor = args.tensors[static_cast<std::size_t>(i)];
-    *tensor.step_count += 1;
-    new (entries + i) StepEntry<Step>{tensor, tasks, {options, tensor, i, *tensor.step_count}};
+  for (std::size_t i = 0; i < count; i++) {
+    const OptimTensor& tensor = args.tensors[i];
+    float& step_count = numbers.step_counts[i] += 1;
+    copies.add(tensor.step_count, &step_count, sizeof step_count);
+    entries.push_back({tensor, tasks, {options, tensor, static_cast<int64_t>(i), step_count}});
     tasks += ceil_div(tensor.numel, kTaskElements);
   }
+  copies.add(workspace.at(0), entries.data(), count * sizeof entries[0]);
+  copies.finish();
   if (tasks == 0) return;
-  const StepCall call{entries, static_cast<int32_t>(count)};
+  const StepCall call{workspace.at(0), static_cast<int32_t>(count)};
   constexpr bool is_usual = Step::kMoments == kUsualMoments<Rule>;
   const std::string_view format = kStateFormatNames[static_cast<int>(args.format)];
   const std::string rule = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
@@ -48,12 +71,13 @@ void step_with(const OptimStepArgs& args) {
 }
 
 void run_step(const OptimStepArgs& args) {
-  if (args.found_inf && *args.found_inf != 0) return;
+  Numbers numbers = read_numbers(args);
+  if (numbers.found_inf != 0) return;
   with_rule(args.rule, [&]<class Rule>() {
     constexpr int kUsual = kUsualMoments<Rule>;
-    if (args.moments == kUsual) return step_with<Rule, typename Rule::template Step<kUsual>>(args);
-    if constexpr (std::is_same_v<Rule, AdamW>) step_with<Rule, AdamW::Step<3>>(args);  // amsgrad
-    if constexpr (std::is_same_v<Rule, Sgd>) step_with<Rule, Sgd::Step<0>>(args);      // without momentum
+    if (args.moments == kUsual) return step_with<Rule, typename Rule::template Step<kUsual>>(args, numbers);
+    if constexpr (std::is_same_v<Rule, AdamW>) step_with<Rule, AdamW::Step<3>>(args, numbers);  // amsgrad
+    if constexpr (std::is_same_v<Rule, Sgd>) step_with<Rule, Sgd::Step<0>>(args, numbers);      // without momentum
   });
 }
 
@@ -77,7 +101,6 @@ void decode(const DecodeStateArgs& args) { convert(args, "decode_state"); }
 template <StateFormat kFormat, class Args>
 std::string_view refuses(const Args& args) {
   if (args.format != kFormat) return "another state format";
-  if (args.place.device.type != DeviceType::level_zero) return "memory that the host cannot read";
   if (!has_codes(kFormat)) return "";
   const int64_t block = kFormat == StateFormat::dynamic4 ? kNibblesBlock : kCodesBlock;
   return args.block_size == block ? "" : "blocks of another size than 256, or 128 of 4 bits";
