@@ -82,4 +82,50 @@ constexpr unsigned kSequential = 1, kOpenMP = 2, kTbb = 4, kThreadPool = 8, kSyc
   X(set_scales, "dnnl_primitive_attr_set_scales", Attributes, int argument, int mask, int dimensions,                 \
     const int64_t* group, int type)
 
+// The graph API, as far as a partition of attention needs it: names and numbers of oneapi/dnnl/dnnl_graph_types.h. Null
+// in builds without it.
+using Graph = struct GraphHandle*;
+using GraphOp = struct GraphOpHandle*;
+using Partition = struct PartitionHandle*;
+using CompiledPartition = struct CompiledPartitionHandle*;
+using GraphTensor = struct GraphTensorHandle*;
+
+constexpr int kMostDims = 12;
+struct LogicalTensor {
+  std::size_t id;
+  int rank;
+  int64_t dims[kMostDims];
+  int type, property, layout;
+  int64_t strides[kMostDims];
+};
+constexpr int kStridedLayout = 2, kVariable = 1, kFusion = 1;
+constexpr int kGraphAdd = 2, kGraphMatmul = 39, kGraphMultiply = 46, kGraphSoftmax = 64;  // dnnl_graph_op_kind_t
+constexpr int kAttributeAxis = 0x30, kAttributeTransposeB = 0x66, kAttributeMode = 0x84;   // dnnl_graph_op_attr_t
+
+#define LOWBIT_ONEDNN_GRAPH_FUNCTIONS(X)                                                                             \
+  X(graph_create, "dnnl_graph_graph_create", Graph*, int engine_kind)                                                \
+  X(graph_destroy, "dnnl_graph_graph_destroy", Graph)                                                                \
+  X(graph_add, "dnnl_graph_add_op", Graph, GraphOp)                                                                  \
+  X(graph_finalize, "dnnl_graph_graph_finalize", Graph)                                                              \
+  X(graph_filter, "dnnl_graph_graph_filter", Graph, int policy)                                                      \
+  X(graph_partition_count, "dnnl_graph_graph_get_partition_num", Graph, std::size_t*)                                \
+  X(graph_partitions, "dnnl_graph_graph_get_partitions", Graph, std::size_t, Partition*)                             \
+  X(graph_op_create, "dnnl_graph_op_create", GraphOp*, std::size_t id, int kind, const char* name)                   \
+  X(graph_op_destroy, "dnnl_graph_op_destroy", GraphOp)                                                              \
+  X(graph_op_input, "dnnl_graph_op_add_input", GraphOp, const LogicalTensor*)                                        \
+  X(graph_op_output, "dnnl_graph_op_add_output", GraphOp, const LogicalTensor*)                                      \
+  X(graph_op_bool, "dnnl_graph_op_set_attr_bool", GraphOp, int name, const uint8_t*, std::size_t)                    \
+  X(graph_op_int, "dnnl_graph_op_set_attr_s64", GraphOp, int name, const int64_t*, std::size_t)                      \
+  X(graph_op_text, "dnnl_graph_op_set_attr_str", GraphOp, int name, const char*, std::size_t)                        \
+  X(partition_destroy, "dnnl_graph_partition_destroy", Partition)                                                    \
+  X(partition_is_supported, "dnnl_graph_partition_is_supported", Partition, uint8_t*)                                \
+  X(partition_compile, "dnnl_graph_partition_compile", Partition, CompiledPartition, std::size_t,                    \
+    const LogicalTensor**, std::size_t, const LogicalTensor**, Engine)                                               \
+  X(compiled_create, "dnnl_graph_compiled_partition_create", CompiledPartition*, Partition)                          \
+  X(compiled_destroy, "dnnl_graph_compiled_partition_destroy", CompiledPartition)                                    \
+  X(compiled_execute, "dnnl_graph_compiled_partition_execute", CompiledPartition, Stream, std::size_t,               \
+    const GraphTensor*, std::size_t, const GraphTensor*)                                                             \
+  X(graph_tensor_create, "dnnl_graph_tensor_create", GraphTensor*, const LogicalTensor*, Engine, void*)              \
+  X(graph_tensor_destroy, "dnnl_graph_tensor_destroy", GraphTensor)
+
 }  // namespace lowbit::onednn

@@ -11,7 +11,7 @@ std::span<const Backend* const> backends() {
   return made_once(kept, [] {
     auto* backend = new Backend{  // two threads may make one each; what is not kept stays, once
         .name = "onednn", .device = DeviceType::cpu, .unavailable = unavailable};
-    add_linear_rows(*backend);
+    add_linear_rows(*backend), add_attention_rows(*backend);
     return std::vector<const Backend*>{backend};
   });
 }

@@ -9,6 +9,7 @@ namespace lowbit::onednn {
 // somebody asks whether it is available, which nobody does who takes a row that stands before these.
 std::span<const Backend* const> backends();
 
+void add_attention_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 
 }  // namespace lowbit::onednn

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op linear. What the op has and oneDNN has not is refused here; how oneDNN does the rest: matmul.hpp.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
-#include <utility>
 
 #include "core/bits.hpp"
 #include "core/parallel.hpp"
@@ -12,6 +9,7 @@
 #include "onednn/backend.hpp"
 #include "onednn/matmul.hpp"
 #include "onednn/operands.hpp"
+#include "onednn/room.hpp"
 
 namespace lowbit::onednn {
 namespace {
@@ -78,48 +76,6 @@ std::string_view refuses_decoded(const LinearArgs& args) {
   if (spec.group_size && args.dtype != DType::float32)
     return "oneDNN rounds a weight of groups to 16 bits before it multiplies 16-bit activations";
   return refused_product(args);
-}
-
-// Memory of this thread, kept between calls: a call's copy of a weight is as large as the weight, and fresh pages cost
-// as much as the product of a few rows.
-class Room {
- public:
-  ~Room() { std::free(data_); }
-  char* of(int64_t bytes) {
-    if (bytes_ >= bytes) return data_;
-    std::free(std::exchange(data_, nullptr));
-    bytes_ = 0;
-    data_ = static_cast<char*>(std::aligned_alloc(4096, static_cast<std::size_t>(round_up(bytes, 4096))));
-    if (!data_) throw std::bad_alloc();
-    bytes_ = round_up(bytes, 4096);
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  int64_t bytes_ = 0;
-};
-thread_local Room room;
-
-// Parts of a room, each 64-byte aligned.
-struct Parts {
-  char* begin = nullptr;
-  int64_t bytes = 0;
-  template <class T>
-  T* take(int64_t count) {
-    T* const part = begin ? reinterpret_cast<T*>(begin + bytes) : nullptr;
-    bytes += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
-    return part;
-  }
-};
-
-// What `take` takes: counted first, then in the room of this thread.
-template <class Call, class Take>
-Call in_room(Take&& take) {
-  Parts counted;
-  take(counted);
-  Parts parts{room.of(counted.bytes)};
-  return take(parts);
 }
 
 int64_t row_bytes(const LinearArgs& args, int64_t k) { return k * static_cast<int64_t>(size_of(args.dtype)); }

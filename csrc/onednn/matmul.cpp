@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "onednn/matmul.hpp"
 
-#include <list>
-#include <map>
+#include "onednn/kept.hpp"
 
 namespace lowbit::onednn {
 namespace {
@@ -216,33 +215,10 @@ void Matmul::run(const Operands& operands, void* room) const {
 }
 
 namespace {
-
-// The one that was asked for last comes first. Each thread has its own, with no lock that a child could find held that
-// was forked meanwhile; what is large in a primitive, its code, oneDNN shares between equal ones.
-struct Cache {
-  using Entry = std::pair<Product, std::shared_ptr<const Matmul>>;
-  std::list<Entry> entries;
-  std::map<Product, std::list<Entry>::iterator> found;
-};
-thread_local Cache cache;
-
+thread_local Kept<Product, Matmul> kept;
 }  // namespace
 
-std::shared_ptr<const Matmul> matmul(const Product& product) {
-  auto& [entries, found] = cache;
-  if (const auto at = found.find(product); at != found.end()) {
-    entries.splice(entries.begin(), entries, at->second);
-    return at->second->second;
-  }
-  entries.emplace_front(product, std::make_shared<const Matmul>(product));
-  found[product] = entries.begin();
-  if (entries.size() > kMostKept) {
-    found.erase(entries.back().first);
-    entries.pop_back();
-  }
-  return entries.front().second;
-}
-
-std::size_t kept_primitives() { return cache.entries.size(); }
+std::shared_ptr<const Matmul> matmul(const Product& product) { return kept.find(product); }
+std::size_t kept_primitives() { return kept.size(); }
 
 }  // namespace lowbit::onednn

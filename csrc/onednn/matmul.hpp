@@ -81,8 +81,7 @@ class Matmul {
   int64_t weight_bytes_ = 0, scratchpad_bytes_ = 0;
 };
 
-// Made or found; of each thread the last kMostKept that it asked for stay.
-constexpr std::size_t kMostKept = 256;
+// Made or found.
 std::shared_ptr<const Matmul> matmul(const Product& product);
 LOWBIT_API std::size_t kept_primitives();
 

@@ -79,6 +79,7 @@ Runtime open() {
         "(pip install onednn-cpu-gomp)");
   Runtime made{.api = {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
                        LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_LATER_FUNCTION)
+                       LOWBIT_ONEDNN_GRAPH_FUNCTIONS(LOWBIT_LATER_FUNCTION)
                        .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(
                            found.symbol("dnnl_memory_desc_get_size"))},
                .engine = nullptr,

@@ -48,6 +48,11 @@ NUMBERS = {
     "argument_of_post_op(2)": "DNNL_ARG_ATTR_MULTIPLE_POST_OP(2) | DNNL_ARG_SRC_1",
     "kSequential": "DNNL_RUNTIME_SEQ", "kOpenMP": "DNNL_RUNTIME_OMP", "kTbb": "DNNL_RUNTIME_TBB",
     "kThreadPool": "DNNL_RUNTIME_THREADPOOL", "kSycl": "DNNL_RUNTIME_SYCL",
+    "kMostDims": "DNNL_MAX_NDIMS", "kStridedLayout": "dnnl_graph_layout_type_strided", "kVariable": "dnnl_graph_tensor_property_variable",
+    "kFusion": "dnnl_graph_partition_policy_fusion", "kGraphAdd": "dnnl_graph_op_add", "kGraphMatmul": "dnnl_graph_op_matmul",
+    "kGraphMultiply": "dnnl_graph_op_multiply", "kGraphSoftmax": "dnnl_graph_op_softmax", "kAttributeAxis": "dnnl_graph_op_attr_axis",
+    "kAttributeTransposeB": "dnnl_graph_op_attr_transpose_b", "kAttributeMode": "dnnl_graph_op_attr_mode",
+    "sizeof(LogicalTensor)": "sizeof(dnnl_graph_logical_tensor_t)", "offsetof(LogicalTensor, strides)": "offsetof(dnnl_graph_logical_tensor_t, layout)",
     "sizeof(Argument)": "sizeof(dnnl_exec_arg_t)", "sizeof(Version)": "sizeof(dnnl_version_t)",
 }  # fmt: skip
 
@@ -61,8 +66,10 @@ def test_numbers_are_those_of_the_headers(tmp_path: Path) -> None:
     api = (ROOT / "csrc" / "onednn" / "api.hpp").read_text()
     assert set(re.findall(r"\b(k[A-Z]\w*) =", api)) == {name for name in NUMBERS if name.startswith("k")}
     checks = [f'static_assert((long)(lowbit::onednn::{ours}) == (long)({theirs}), "{theirs}");' for ours, theirs in NUMBERS.items()]
-    text = "\n".join(checks).replace("lowbit::onednn::sizeof(", "sizeof(lowbit::onednn::")
-    (tmp_path / "numbers.cpp").write_text(f'#include "oneapi/dnnl/dnnl.h"\n#include "onednn/api.hpp"\n{text}\n')
+    text = "\n".join(checks)
+    for word in ("sizeof", "offsetof"):
+        text = text.replace(f"lowbit::onednn::{word}(", f"{word}(lowbit::onednn::")
+    (tmp_path / "numbers.cpp").write_text(f'#include "oneapi/dnnl/dnnl.h"\n#include "oneapi/dnnl/dnnl_graph.h"\n#include "onednn/api.hpp"\n{text}\n')
     command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{include}", f"-I{ROOT / 'csrc'}", str(tmp_path / "numbers.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
