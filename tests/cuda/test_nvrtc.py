@@ -117,7 +117,7 @@ def test_everything_compiles_for_hopper(python: Callable[..., str], tmp_path: Pa
 
 
 def check(made: dict[str, str]) -> None:
-    assert not re.search(r"[1-9]\d* bytes (stack frame|spill stores|spill loads)", made["log"]), made["log"]
+    assert not re.search(r"[1-9]\d* bytes (stack frame|spill stores|spill loads)", made["log"]), made["name"] + made["log"]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", made["log"])]
     few_threads = any(word in made["name"] for word in ("attention", "captured", "decode of", "by tiles"))
     most = MOST_OF_ATTENTION if few_threads else MOST_REGISTERS

@@ -40,8 +40,7 @@ struct Product {
   const LinearCall& call;
   const uint8_t* panel;
   const uint2* rows;  // activations of this lane and the first block
-  int64_t first_row;
-  int begin, end;  // tiles
+  int first_row, begin, end;  // begin, end: tiles
   int g, t;
   LevelParts* levels;
   Sum sum[kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of an asymmetric weight's zero point
@@ -161,8 +160,8 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   LOWBIT_SHARED(LevelParts, levels, [16]);
   LOWBIT_SHARED(typename P::Result, results, [kLinearWarps][P::kRows][kPanelColumns]);
   const LinearCall& call = given.call;
-  const int64_t blocks = ceil_div(call.m, P::kRows), panel = blockIdx.x / given.splits / blocks,
-                first_row = blockIdx.x / given.splits % blocks * P::kRows;
+  const auto blocks = static_cast<int>(ceil_div(call.m, P::kRows)), cta = static_cast<int>(blockIdx.x) / given.splits;
+  const int panel = cta / blocks, first_row = cta % blocks * P::kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits);
   if constexpr (kind_of(kFormat) == CodecKind::lookup && codec_of<kFormat>::bits == 4) {
@@ -171,7 +170,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   }
   P product{.call = call, .panel = call.weight + panel * call.sections.row_bytes,
             .rows = static_cast<const uint2*>(call.ordered) + lane +
-                    first_row / kRowsAtOnce * call.tiles * (P::kSteps * P::kPieces * 32),
+                    static_cast<int64_t>(first_row / kRowsAtOnce) * call.tiles * (P::kSteps * P::kPieces * 32),
             .first_row = first_row, .begin = split * of_split,
             .end = static_cast<int>(smaller((split + 1) * of_split, call.tiles)), .g = lane / 4, .t = lane % 4,
             .levels = levels};
@@ -188,7 +187,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   __syncthreads();
   for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kPanelColumns; at += kLinearThreads) {
     const int64_t row = first_row + at / kPanelColumns, column = at % kPanelColumns;
-    const int64_t n = panel * kPanelColumns + column;
+    const int64_t n = static_cast<int64_t>(panel) * kPanelColumns + column;
     if (row >= call.m || n >= call.spec.n) continue;
     typename P::Result whole = 0;  // of int32 with wrap-around: what start takes off again
     for (const auto& of_warp : results) whole += of_warp[at / kPanelColumns][column];
