@@ -19,8 +19,9 @@ constexpr int64_t kMostCodesK = 1 << 17;  // an int32 holds the sum of so many p
 Weights weights_of(const LinearArgs& args) {
   switch (args.weight_spec.format) {
     case Format::float32: return Weights::float32_panels;
-    case Format::bfloat16: return Weights::bfloat16_panels;
-    case Format::float16: return Weights::float16_panels;
+    case Format::bfloat16:
+      return args.dtype == DType::float32 ? Weights::bfloat16_rows : Weights::bfloat16_panels;
+    case Format::float16: return Weights::float16_rows;
     default: return stays_float(args.x_format) ? Weights::decoded_rows : Weights::int8_rows;
   }
 }
@@ -103,24 +104,27 @@ void run_floats(const LinearArgs& args) {
   const auto product = matmul(product_of(args, threads));
   const WeightSpec& spec = args.weight_spec;
   const int64_t k = k_of_rows(spec), groups = spec.group_size ? k / spec.group_size : 1;
-  const bool padded = spec.k != k, coded = !is_float(spec.format);
+  const Weights weights = weights_of(args);
+  const bool padded = spec.k != k, coded = weights == Weights::decoded_rows,
+             in_place = weights == Weights::float32_panels || weights == Weights::bfloat16_panels;
   struct Call {
-    char *library, *x;
-    int8_t* weight;
+    char *library, *x, *weight;
     float *scale, *bias;
   };
   const Call call = in_room<Call>([&](Parts& parts) {
     return Call{parts.take<char>(product->room_bytes()), parts.take<char>(padded ? args.m * row_bytes(args, k) : 0),
-                parts.take<int8_t>(coded ? spec.panels() * kPanelColumns * k : 0),
+                parts.take<char>(in_place ? 0 : spec.panels() * kPanelColumns * k * (coded ? 1 : 2)),
                 parts.take<float>(coded ? groups * spec.n : 0), parts.take<float>(spec.n)};
   });
   if (padded) pad_rows(args, call.x);
   if (coded) {
-    rows_of_panels(spec, args.weight, k, call.weight);
+    rows_of_panels(spec, args.weight, k, reinterpret_cast<int8_t*>(call.weight));
     scales_of_panels(spec, args.weight, groups, call.scale);
+  } else if (!in_place) {
+    rows_of_k(spec, args.weight, reinterpret_cast<uint16_t*>(call.weight));
   }
   product->run({.x = padded ? call.x : args.x,
-                .weight = coded ? static_cast<const void*>(call.weight) : args.weight, .row_scale = nullptr,
+                .weight = in_place ? static_cast<const void*>(args.weight) : call.weight, .row_scale = nullptr,
                 .column_scale = call.scale, .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add,
                 .y = args.y},
                call.library);

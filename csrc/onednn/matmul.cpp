@@ -7,8 +7,7 @@ namespace lowbit::onednn {
 namespace {
 
 // From how many rows on bfloat16 panels are brought into oneDNN's own blocks for the call. In place they are multiplied
-// 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth. Those
-// of float16 stay: without AVX512_FP16 oneDNN brings them one number at a time.
+// 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth.
 constexpr int64_t kReorderRows = 17;
 
 const Api& api() { return runtime().api; }
@@ -50,7 +49,10 @@ Owned<MemoryDesc> weight_desc(const Product& of) {
   switch (of.weights) {
     case Weights::float32_panels: return panels(of.k, of.n, kFloat32, kPanels16a16b, {16, 16});
     case Weights::bfloat16_panels: return panels(of.k, of.n, kBFloat16, kPanels16a16b2a, {16, 16, 2});
-    case Weights::float16_panels: return panels(of.k, of.n, kFloat16, kPanels16a16b, {16, 16});
+    case Weights::bfloat16_rows:
+    case Weights::float16_rows:
+      return strided(of.weights, of.k, of.n, round_up(of.n, kPanelColumns), 1,
+                     of.weights == Weights::bfloat16_rows ? kBFloat16 : kFloat16);
     case Weights::int8_rows:
     case Weights::decoded_rows: break;
   }
@@ -147,13 +149,11 @@ Matmul::Matmul(const Product& product)
       x_(strided(product.weights, product.m, product.k, product.k, 1, type_of_x(product))),
       weight_(weight_desc(product)),
       y_(strided(product.weights, product.m, product.n, product.n, 1, type_of(product.result))) {
-  const bool decoded = product.weights == Weights::decoded_rows, bfloat16 = product.weights == Weights::bfloat16_panels;
-  if (decoded && !(api().set_math_of_codes && api().set_scales)) {
+  if (product.weights == Weights::decoded_rows && !(api().set_math_of_codes && api().set_scales)) {
     reason_ = "this version of oneDNN decodes no weights";
     return;
   }
-  // float32 is multiplied by no pairs of bfloat16.
-  const bool reordered = bfloat16 && (product.result == DType::float32 || product.m >= kReorderRows);
+  const bool reordered = product.weights == Weights::bfloat16_panels && product.m >= kReorderRows;
   const Owned<MemoryDesc> any = reordered ? tagged(product.k, product.n, kBFloat16, kAnyFormat) : nullptr;
   const MemoryDescHandle* const weight = reordered ? any.get() : weight_.get();
   PrimitiveDesc made;

@@ -100,6 +100,24 @@ void rows_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t k, in
   (spec.format == Format::int8 ? unpack<four_of_int8> : unpack<four_of_int4>)(spec, weight, k, rows);
 }
 
+// A panel of float16 holds 16 columns of one k after another, one of bfloat16 those of two k in pairs.
+void rows_of_k(const WeightSpec& spec, const uint8_t* weight, uint16_t* rows) {
+  const int64_t row = spec.panels() * kPanelColumns;
+  const auto bring = [&](int64_t k, int64_t panel) {
+    uint16_t two[2 * kPanelColumns], apart[2][kPanelColumns];
+    std::memcpy(two, weight + panel * spec.panel_bytes() + spec.codes_at() + k * kPanelColumns * 2, sizeof two);
+    for (int64_t column = 0; column < kPanelColumns; column++)
+      for (int64_t i = 0; i < 2; i++)
+        apart[i][column] = two[spec.format == Format::bfloat16 ? 2 * column + i : i * kPanelColumns + column];
+    for (int64_t i = 0; i < 2; i++)
+      std::memcpy(rows + (k + i) * row + panel * kPanelColumns, apart[i], sizeof apart[i]);
+  };
+  parallel_for(spec.tiles(), threads_for(row * spec.padded_k()), [&](int64_t tile) {
+    for (int64_t k = tile * kTileK; k < (tile + 1) * kTileK; k += 2)
+      for (int64_t panel = 0; panel < spec.panels(); panel++) bring(k, panel);
+  });
+}
+
 void scales_of_panels(const WeightSpec& spec, const uint8_t* weight, int64_t groups, float* scales) {
   std::fill(scales + spec.groups() * spec.n, scales + groups * spec.n, 0.0f);
   parallel_for(spec.panels(), threads_for(spec.groups() * spec.n), [&](int64_t panel) {

@@ -16,7 +16,7 @@ import lowbit
 from lowbit import _C, testing
 from lowbit.testing import LinearCase, assert_within, cached_data, make_data, run_linear
 
-SIZES = ((1, 7, 3), (1, 64, 128), (5, 37, 70), (16, 48, 64), (17, 97, 257), (33, 130, 192), (70, 16, 100))
+SIZES = ((1, 7, 3), (1, 64, 128), (5, 37, 70), (16, 48, 64), (17, 97, 257), (33, 130, 192), (70, 16, 100), (3, 40, 1100))
 FUSED = ("none", "gelu_tanh", "silu")
 
 
