@@ -13,8 +13,8 @@
 namespace lowbit::onednn {
 
 // How the weight lies. Panels are our own (formats/format.hpp), which oneDNN has a name for where codes are floats.
-// Weights of 16 bits that float32 is multiplied by, and float16 always, are brought into rows of k, [k, panels * 16]: by
-// those in blocks of any kind, its own too, 3.13.1 multiplies wrong from k = 576 on (it counts blocks of 32 k for 16).
+// Weights of 16 bits that float32 is multiplied by, and float16 always, are brought into rows of k, [k, panels * 16]:
+// in blocks, its own too, 3.13.1 multiplies them wrong from k = 576 on (it counts blocks of 32 k where there are 16).
 // Other rows are signed codes [n, k], multiplied by codes or decoded by oneDNN and multiplied by floats.
 enum class Weights { float32_panels, bfloat16_panels, bfloat16_rows, float16_rows, int8_rows, decoded_rows };
 
