@@ -10,6 +10,7 @@
 // Inlined also where the scalar kernels are compiled to call their functions (csrc/cpu/CMakeLists.txt): no weak symbol
 // is left in their objects.
 #define LOWBIT_ALWAYS_INLINE [[gnu::__always_inline__]] inline
+#define LOWBIT_NOINLINE [[gnu::noinline]]
 #endif
 
 namespace lowbit {

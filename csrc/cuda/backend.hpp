@@ -20,6 +20,7 @@ void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_linear_rows_of_many(Backend& backend);  // before the others
 void add_optim_rows(Backend& backend);
+void add_pack_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);
 
 }  // namespace lowbit::cuda

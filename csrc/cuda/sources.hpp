@@ -15,7 +15,7 @@ namespace lowbit::cuda {
 
 // Which sources there are: the first number of a SourceKey.
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
-                                  kv_convert, code_tiles, splits };
+                                  kv_convert, code_tiles, splits, pack, all_finite };
 
 // A kernel `name` of `threads`, which calls `body` with its argument, a struct `Args` (both in lowbit::cuda).
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
@@ -44,6 +44,8 @@ Source linear_source(const LinearKind& kind);
 Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
 Source code_tiles_source(const LinearKind& kind);  // 4 or 8 blocks
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
+Source pack_source(Format format, bool searches);  // one for all integer formats
+Source all_finite_source();
 Source decoded_source(Format format, bool codes);
 
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there

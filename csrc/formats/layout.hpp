@@ -105,16 +105,30 @@ LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
 }
 
 // The sum over k of one decoded column, code by code: the same steps, and so the same bits, wherever it is computed.
+// Many GPUs have no double: levels and zero points are counted in units of which both are whole numbers, and what the
+// groups add up to is a pair of floats (Knuth's two-sum), exact to 2^-46.
 template <Format kFormat>
 struct ColumnSum {
-  using Levels = std::conditional_t<kind_of(kFormat) == CodecKind::integer, int64_t, double>;
-  double total = 0;
-  Levels levels = 0;
+  static constexpr bool kIntegers = kind_of(kFormat) == CodecKind::integer;
+  static constexpr float kUnits = kIntegers ? 0x1p24f : 0x1p31f;  // in 1: of a float16; of the levels of fp4
+  int64_t levels = 0;
+  float high = 0, low = 0;
 
-  LOWBIT_INLINE void add(int code) { levels += codec_of<kFormat>::level(code); }
+  LOWBIT_INLINE void add(int code) {
+    if constexpr (kIntegers) levels += codec_of<kFormat>::level(code);
+    else levels += static_cast<int64_t>(codec_of<kFormat>::level(code) * kUnits);
+  }
+  // Of `count` codes; scale: over that of the column.
   LOWBIT_INLINE void end_group(int64_t count, float zero, float scale) {
-    total += (static_cast<double>(levels) - static_cast<double>(zero) * static_cast<double>(count)) * scale;
-    levels = 0;
+    const int64_t sum = kIntegers ? (levels << 24) - static_cast<int64_t>(zero * kUnits) * count : levels;
+    const float of_sum = static_cast<float>(sum), rest = static_cast<float>(sum - static_cast<int64_t>(of_sum)),
+                product = of_sum * scale, total = high + product, part = total - high;
+    low += ((high - (total - part)) + (product - part)) +
+           __builtin_fmaf(rest, scale, __builtin_fmaf(of_sum, scale, -product));
+    high = total, levels = 0;
+  }
+  LOWBIT_INLINE float total(float column_scale) const {
+    return __builtin_fmaf(high / kUnits, column_scale, low / kUnits * column_scale);
   }
 };
 

@@ -13,6 +13,7 @@ void add_attention_rows(Backend& backend);
 void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
 void add_optim_rows(Backend& backend);
+void add_pack_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);
 
 }  // namespace lowbit::level_zero

@@ -7,17 +7,15 @@
 
 #include "core/tensor_view.hpp"
 #include "formats/layout.hpp"
+#include "formats/scales.hpp"
 #include "ops/kernel.hpp"
 
 namespace lowbit {
 
-// How a scale is chosen. symmetric: amax over half the range, as torchao (the largest weight clips by half a step);
-// symmetric_no_clipping_err: no weight clips; asymmetric: min..max widened to contain 0, with an integer zero point.
-enum class Mapping : int { symmetric, symmetric_no_clipping_err, asymmetric };
 inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_clipping_err", "asymmetric"};
 
 // absmax: what the mapping says; search: of many scales and zero points of a group, that one among them, those with the
-// least noise (csrc/cpu/quantize/search.hpp).
+// least noise (formats/scale_search.hpp).
 enum class ScaleChoice : int { absmax, search };
 inline constexpr std::string_view kScaleChoiceNames[] = {"absmax", "search"};
 

@@ -118,6 +118,10 @@ EMULATED cuGetErrorString(int, const char** text) { return *text = "as the emula
 EMULATED cuStreamIsCapturing(void*, int* status) {
   return *status = environment("LOWBIT_EMULATED_CAPTURING") == "1", kSuccess;
 }
+EMULATED cuMemcpyDtoHAsync_v2(void* to, const void* from, std::size_t bytes, void*) {
+  FAILS_AS_TOLD("cuMemcpyDtoHAsync_v2");
+  return log("read ", bytes), std::memcpy(to, from, bytes), kSuccess;
+}
 EMULATED cuStreamSynchronize(void*) { FAILS_AS_TOLD("cuStreamSynchronize"); return log("synchronize"), kSuccess; }
 
 // The image ends where its ELF header says: the section headers are the last of it.

@@ -18,7 +18,7 @@ from lowbit.score.program_cache import bind
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name, fewest", [("torch_device", 10), ("attention", 9), ("optim", 13)])
+@pytest.mark.parametrize("name, fewest", [("torch_device", 10), ("attention", 9), ("optim", 13), ("quantize", 20)])
 def test_checks(name: str, fewest: int, zsim: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(HERE / f"on_zsim/check_{name}.py")],

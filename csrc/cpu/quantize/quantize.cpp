@@ -6,11 +6,12 @@
 #include "cpu/red_zones.hpp"
 #include "cpu/scratch.hpp"
 #include "cpu/panel.hpp"
-#include "cpu/quantize/search.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
 #include "formats/layout.hpp"
+#include "formats/scale_search.hpp"
+#include "formats/scales.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -33,9 +34,6 @@ struct PlainPanel {
       std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
   }
 };
-
-// 2^floor(log2(x)), exact; 0 for 0 and subnormals.
-LOWBIT_INLINE float power_of_two_below(float x) { return float_from_bits(bits_of_float(x) & 0x7f800000u); }
 
 // Splits the scales of one column into column_scale and f16 group scales, and rounds `scale` to what is stored. A power
 // of two as column_scale keeps every f16 scale of an imported checkpoint exact, and gives weights of any magnitude the
@@ -66,7 +64,8 @@ LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t
 template <Format kFormat>
 LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = plain.spec;
-  const float* scale = plain.scale + column * spec.groups();
+  const float* column_scale = reinterpret_cast<const float*>(panel + spec.column_scale_at()) + column;
+  const uint16_t* group_scale = reinterpret_cast<const uint16_t*>(panel + spec.group_scale_at());
   float* zero = plain.zero + column * spec.groups();
   uint16_t* stored = reinterpret_cast<uint16_t*>(panel + spec.zero_at());
   const uint8_t* codes = plain.codes + column * spec.padded_k();
@@ -78,9 +77,9 @@ LOWBIT_INLINE void store_zeros_and_sum(const PlainPanel& plain, int64_t column, 
     }
     const int64_t begin = g * spec.group_k(), end = smaller(spec.k, begin + spec.group_k());
     for (int64_t i = begin; i < end; i++) sum.add(codes[i]);
-    sum.end_group(end - begin, zero[g], scale[g]);
+    sum.end_group(end - begin, zero[g], spec.group_size ? float_from_float16(group_scale[g * 16 + column]) : 1.0f);
   }
-  reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = static_cast<float>(sum.total);
+  reinterpret_cast<float*>(panel + spec.column_sum_at())[column] = sum.total(*column_scale);
 }
 
 // Tiles of codes, plane by plane (piece_of_code), in order. Inlined: gcc leaves vzeroupper out around calls of
@@ -104,38 +103,35 @@ LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
     }
 }
 
-template <class Codec>
-LOWBIT_INLINE i32x16 nearest_code(f32x16 v, float code_max) {
-  if constexpr (Codec::kind == CodecKind::lookup) return Codec::nearest(v);
-  else return to_int(max(set1(0.0f), min(set1(code_max), v)));
-}
-
-// Scale and zero point of x[0..count), before rounding to what is stored.
+// Scale of x[0..count) before rounding to what is stored.
 template <class Codec>
 LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float code_max) {
-  f32x16 low16 = set1(0.0f), high16 = set1(0.0f);  // a range contains 0, and padding is 0
-  for (int64_t i = 0; i < count; i += 16) low16 = min(low16, load(x + i)), high16 = max(high16, load(x + i));
-  const float low = -largest(sub(set1(0.0f), low16)), high = largest(high16), absmax = -low > high ? -low : high;
-  if constexpr (Codec::kind == CodecKind::lookup) return absmax / Codec::range;
-  else {
-    const float half = (code_max + 1) / 2;
-    switch (mapping) {
-      case Mapping::symmetric: break;
-      case Mapping::symmetric_no_clipping_err:
-        return -low / half > high / (half - 1) ? -low / half : high / (half - 1);
-      case Mapping::asymmetric:  // a range may be wider than float32 goes
-        return high - low <= __FLT_MAX__ ? (high - low) / code_max : high / code_max - low / code_max;
-    }
-    return absmax / (code_max / 2);
-  }
+  f32x16 low = set1(0.0f), high = set1(0.0f);  // a range contains 0, and padding is 0
+  for (int64_t i = 0; i < count; i += 16) low = min(low, load(x + i)), high = max(high, load(x + i));
+  return scale_of_range<Codec>(-largest(sub(set1(0.0f), low)), largest(high), mapping, code_max);
 }
 
-LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float levels) {
+LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float code_max) {
   float low = 0.0f;
   for (int64_t i = 0; i < count; i++) low = x[i] < low ? x[i] : low;
-  const float zero = scale > 0.0f ? __builtin_nearbyintf(-low / scale) : 0.0f;
-  return zero > levels ? levels : zero;
+  return zero_of_range(low, scale, code_max);
 }
+
+// A group of each of 16 columns, for the search of their scales.
+struct PanelGroup {
+  const float* weights;     // [count][16], over their absmax scales
+  const float* importances;  // [count], or null where every weight counts the same
+  int64_t count;
+  float code_max;
+
+  LOWBIT_INLINE f32x16 y(int64_t i) const { return load(weights + i * 16); }
+  LOWBIT_INLINE float importance(int64_t i) const { return importances[i]; }
+  LOWBIT_INLINE f32x16 to_float16(f32x16 scale) const {
+    alignas(64) uint16_t half[16];
+    store_f16(half, scale);
+    return load_f16(half);
+  }
+};
 
 // One row of the weight (one column of the panel), widened to float32 and padded with zeros: scales as their groups'
 // ranges say, and as they are stored, and zero points.
@@ -148,10 +144,8 @@ LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plai
   const float levels = static_cast<float>(code_max(spec.format));
   float *scale = plain.scale + column * groups, *zero = plain.zero + column * groups;
   auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
-  for (int64_t g = 0; g < groups; g++) {
+  for (int64_t g = 0; g < groups; g++)
     scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping, levels);
-    if (!(scale[g] >= 0x1p-126f)) scale[g] = 0.0f;
-  }
   store_scales(plain, column, panel);
   for (int64_t g = 0; g < groups; g++)
     zero[g] = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels)
@@ -223,13 +217,13 @@ double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const flo
       scale[column] = plain.scale[column * groups + g], zero[column] = plain.zero[column * groups + g];
     }
     const f32x16 absmax = load(scale), one = set1(1.0f), none = set1(0.0f),
-                 inverse = select(less(none, absmax), div(one, absmax), none),
+                 inverse = either(less(none, absmax), div(one, absmax), none),
                  part = max(load(factor), set1(0x1p-126f));
     for (int64_t i = 0; i < count; i += 16) transpose_16x16(rows + begin + i, padded, y + i * 16, 16);
     for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
-    const Group group{.y = y, .importance = importance ? importance + begin : nullptr, .count = count,
-                      .code_max = static_cast<float>(code_max(spec.format))};
-    const Choice choice = search<codec_of<kFormat>, kWeighted>(
+    const PanelGroup group{.weights = y, .importances = importance ? importance + begin : nullptr, .count = count,
+                           .code_max = static_cast<float>(code_max(spec.format))};
+    const Chosen<f32x16> choice = search<codec_of<kFormat>, kWeighted>(
         group, spec.asymmetric, half_scales, div(absmax, part), load(zero), load(limit));
     store(error, choice.absmax_error);
     for (int64_t column = 0; column < 16; column++)

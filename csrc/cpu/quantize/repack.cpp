@@ -35,8 +35,8 @@ void repack_scales(const RepackArgs& args, int64_t n) {
   const float column_scale = copy_entry<float>(args, &Sections::column_scale, n, 0);
   ColumnSum<kFormat> sum;
   for (int64_t g = 0; g < spec.groups(); g++) {
-    float scale = column_scale, zero = Codec::zero;
-    if (spec.group_size) scale *= float_from_float16(copy_entry<uint16_t>(args, &Sections::group_scale, n, g));
+    float scale = 1, zero = Codec::zero;
+    if (spec.group_size) scale = float_from_float16(copy_entry<uint16_t>(args, &Sections::group_scale, n, g));
     if (spec.asymmetric) zero = float_from_float16(copy_entry<uint16_t>(args, &Sections::zero, n, g));
     const int64_t begin = g * spec.group_k(), end = begin + spec.group_k(), stop = real ? smaller(spec.k, end) : begin;
     if (to.column_sum != Sections::none) {
@@ -49,7 +49,7 @@ void repack_scales(const RepackArgs& args, int64_t n) {
     for (int64_t k = stop; k < smaller(to.stored_k, end); k++) write_code<kFormat, To>(to, out, n, k, padding);
   }
   if (to.column_sum == Sections::none) return;
-  const float total = static_cast<float>(sum.total);
+  const float total = sum.total(column_scale);
   std::memcpy(out + to.at(to.column_sum, sizeof total, n), &total, sizeof total);
 }
 

@@ -5,6 +5,7 @@
 
 #define LOWBIT_INLINE __forceinline__
 #define LOWBIT_ALWAYS_INLINE __forceinline__
+#define LOWBIT_NOINLINE LOWBIT_INLINE
 
 using int8_t = signed char;
 using uint8_t = unsigned char;
@@ -20,6 +21,7 @@ constexpr float FLT_MAX = 0x1.fffffep127f;
 
 LOWBIT_INLINE float __builtin_inff() { return __int_as_float(0x7f800000); }
 LOWBIT_INLINE float __builtin_nanf(const char*) { return __int_as_float(0x7fc00000); }
+LOWBIT_INLINE float __builtin_fmaf(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 namespace std {
 

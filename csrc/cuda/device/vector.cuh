@@ -80,5 +80,6 @@ LOWBIT_INLINE f32 lookup8(const Table8& table, i32 index) {
   return {__shfl_sync(kWarp, table.entry, index.lane & 7, 8)};
 }
 LOWBIT_INLINE f32 lookup8(const float* table, i32 index) { return lookup8(Table8(table, 1.0f), index); }
+LOWBIT_INLINE f32 lookup16(const float* table, i32 index) { return {table[index.lane & 15]}; }  // of any lanes
 
 }  // namespace lowbit::cuda

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "core/error.hpp"
@@ -42,6 +43,7 @@ inline constexpr int kOldestDriver = 12010;  // CUDA 12.1: kernel arguments of m
   X(is_capturing, "cuStreamIsCapturing", Stream stream, int* status)                                                \
   X(launch, "cuLaunchKernel", Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, \
     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra)       \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", void* to, uintptr_t from, std::size_t bytes, Stream stream)               \
   X(synchronize, "cuStreamSynchronize", Stream stream)                                                              \
   X(error_name, "cuGetErrorName", Result error, const char** name)                                                  \
   X(error_text, "cuGetErrorString", Result error, const char** text)

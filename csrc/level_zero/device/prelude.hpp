@@ -9,6 +9,7 @@
 #define __shared__ __attribute__((shared))
 #define LOWBIT_INLINE __device__ inline __attribute__((always_inline))
 #define LOWBIT_ALWAYS_INLINE LOWBIT_INLINE
+#define LOWBIT_NOINLINE LOWBIT_INLINE
 #define LOWBIT_LAMBDA __attribute__((always_inline))  // behind its parameters
 #define LOWBIT_API
 #define __forceinline__ inline __attribute__((always_inline))

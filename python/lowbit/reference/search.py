@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales by search: of each group the one with the least sum of importance * (w - decoded)^2 among many, and never one
-that is worse than the scale of the group's range (csrc/cpu/quantize/search.hpp, in float64).
+that is worse than the scale of the group's range (csrc/formats/scale_search.hpp, in float64).
 
 With the scale u the codes of a group stand for levels l around the zero point; the best scale for those levels is
 ``t = sum h w l / sum h l^2``, and it leaves ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the largest

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the ops quantize and all_finite, by the kernels of CUDA. Both wait for what their kernels have found.
+#include "cuda/quantize/make_pack_call.hpp"
+#include "level_zero/backend.hpp"
+#include "level_zero/runtime/memory.hpp"
+#include "level_zero/runtime/program.hpp"
+
+namespace lowbit::level_zero {
+namespace {
+
+template <class T>
+std::vector<T> read_back(const Place& place, const void* from, int64_t count) {
+  std::vector<T> to(static_cast<std::size_t>(count));
+  copy(place.device, to.data(), from, to.size() * sizeof(T));
+  return to;
+}
+
+void run_quantize(const QuantizeArgs& args) {
+  const WeightSpec& spec = args.spec;
+  const Workspace workspace("quantize", args.place, cuda::room_of(spec).all);
+  const cuda::PackCall call = cuda::pack_call(args, workspace.at(0));
+  const std::string_view format = kFormatNames[static_cast<int>(cuda::packed_as(spec.format))];
+  const Program& pack = program(args.place, "pack");
+  const auto launch = [&](std::string_view kernel) {
+    pack.launch(args.place, concat(kernel, format).c_str(), spec.panels(), cuda::kPackThreads, &call, sizeof call);
+  };
+  if (is_float(spec.format)) launch("pack_floats_");
+  else launch("pack_scales_"), launch("pack_codes_");
+  *args.distortion = cuda::total(read_back<float>(args.place, call.sums, spec.panels() * 3));
+}
+
+void run_all_finite(const AllFiniteArgs& args) {
+  const int64_t groups = cuda::finite_ctas(args);
+  const Workspace workspace("all_finite", args.place, groups * 4);
+  const cuda::FiniteCall call = cuda::finite_call(args, workspace.at(0));
+  program(args.place, "pack")
+      .launch(args.place, "find_not_finite", groups, cuda::kPackThreads, &call, sizeof call);
+  *args.result = true;
+  for (const int32_t found : read_back<int32_t>(args.place, call.found, groups))
+    if (found) *args.result = false;
+}
+
+std::string_view takes_any(const QuantizeArgs&) { return ""; }
+std::string_view takes_each(const AllFiniteArgs&) { return ""; }
+
+constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_level_zero", takes_any, run_quantize}};
+constexpr Kernel<AllFiniteArgs> kFiniteRows[] = {{"all_finite_level_zero", takes_each, run_all_finite}};
+
+}  // namespace
+
+void add_pack_rows(Backend& backend) {
+  add_rows(backend, kQuantizeRows, std::size(kQuantizeRows));
+  add_rows(backend, kFiniteRows, std::size(kFiniteRows));
+}
+
+}  // namespace lowbit::level_zero
