@@ -32,7 +32,7 @@ struct Version {
 constexpr int kCpu = 1, kInOrder = 1, kUserScratchpad = 1;
 constexpr int kStrictMath = 0, kBFloat16Math = 1, kFloat16Math = 2;               // dnnl_fpmath_mode_t
 constexpr int kOutOfMemory = 1, kUnimplemented = 3;                             // dnnl_status_t
-constexpr int kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kInt8 = 5;             // dnnl_data_type_t
+constexpr int kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kInt32 = 4, kInt8 = 5;             // dnnl_data_type_t
 constexpr int kAnyFormat = 1, kPanels16a16b2a = 381, kPanels16a16b = 503;       // dnnl_format_tag_t
 constexpr int kGeluTanh = 43, kSwish = 44;                                      // dnnl_alg_kind_t
 constexpr int kBinaryAdd = 131056, kBinaryMul = 131057;
@@ -80,7 +80,10 @@ constexpr unsigned kSequential = 1, kOpenMP = 2, kTbb = 4, kThreadPool = 8, kSyc
 #define LOWBIT_ONEDNN_LATER_FUNCTIONS(X)                                                                              \
   X(set_math_of_codes, "dnnl_primitive_attr_set_fpmath_mode_v2", Attributes, int mode, int apply_to_codes)            \
   X(set_scales, "dnnl_primitive_attr_set_scales", Attributes, int argument, int mask, int dimensions,                 \
-    const int64_t* group, int type)
+    const int64_t* group, int type)                                                                                   \
+  X(gpu_engine, "dnnl_ze_interop_engine_create", Engine*, void* driver, void* device, void* context)           \
+  X(gpu_memory, "dnnl_ze_interop_memory_create", Memory*, const MemoryDescHandle*, Engine, int count,          \
+    void** handles)
 
 // The graph API, as far as a partition of attention needs it: names and numbers of oneapi/dnnl/dnnl_graph_types.h. Null
 // in builds without it.

@@ -10,7 +10,6 @@ namespace {
 // 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth.
 constexpr int64_t kReorderRows = 17;
 
-const Api& api() { return runtime().api; }
 
 // A matrix, or of a product of codes one of a batch of one: only there a post-op may have one number for each row.
 Owned<MemoryDesc> strided(Weights of, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride,

@@ -4,10 +4,9 @@
 
 #include <array>
 #include <compare>
-#include <memory>
 #include <string>
 
-#include "onednn/runtime.hpp"
+#include "onednn/owned.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit::onednn {
@@ -40,19 +39,6 @@ struct Operands {
   const void *mul, *add;      // [m, n]
   void* y;
 };
-
-// Destroyed by the function of the library that its type has.
-struct Destroy {
-  void operator()(MemoryDesc desc) const { runtime().api.desc_destroy(desc); }
-  void operator()(Memory memory) const { runtime().api.memory_destroy(memory); }
-  void operator()(PostOps post_ops) const { runtime().api.post_ops_destroy(post_ops); }
-  void operator()(Attributes attributes) const { runtime().api.attr_destroy(attributes); }
-  void operator()(PrimitiveDesc desc) const { runtime().api.primitive_desc_destroy(desc); }
-  void operator()(Primitive primitive) const { runtime().api.primitive_destroy(primitive); }
-  void operator()(Stream stream) const { runtime().api.stream_destroy(stream); }
-};
-template <class Handle>
-using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
 
 class Matmul {
  public:

@@ -31,6 +31,7 @@ const Library& library() {
 
 std::string_view name_of_runtime(unsigned runtime) {
   switch (runtime) {
+    case 0: return "not for CPUs";
     case kSequential: return "no threads";
     case kOpenMP: return "OpenMP";
     case kTbb: return "TBB";
@@ -70,21 +71,26 @@ const Version& version_of(const Library& found) {
 #define LOWBIT_LATER_FUNCTION(name, symbol_name, ...) \
   .name = reinterpret_cast<int (*)(__VA_ARGS__)>(dlsym(found.handle, symbol_name)),
 
-Runtime open() {
+Api open_api() {
   const Library& found = library();
   const Version& version = version_of(found);
   check(version.major == 3, ErrorKind::runtime, found.path, " is oneDNN ", version_text(version), ", wanted 3.x");
+  return {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
+          LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_LATER_FUNCTION)
+          LOWBIT_ONEDNN_GRAPH_FUNCTIONS(LOWBIT_LATER_FUNCTION)
+          .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(found.symbol("dnnl_memory_desc_get_size"))};
+}
+
+Runtime open() {
+  const Api& of = api();
+  const Library& found = library();
+  const Version& version = version_of(found);
   check(version.cpu_runtime == kOpenMP || version.cpu_runtime == kSequential, ErrorKind::runtime, found.path,
         " is oneDNN ", version_text(version), ": its threads are not torch's, wanted a build with OpenMP "
         "(pip install onednn-cpu-gomp)");
-  Runtime made{.api = {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
-                       LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_LATER_FUNCTION)
-                       LOWBIT_ONEDNN_GRAPH_FUNCTIONS(LOWBIT_LATER_FUNCTION)
-                       .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(
-                           found.symbol("dnnl_memory_desc_get_size"))},
-               .engine = nullptr,
+  Runtime made{.engine = nullptr,
                .openmp = version.cpu_runtime == kOpenMP ? shared_openmp(found) : OpenMP{}};
-  ensure(made.api.engine_create(&made.engine, kCpu, 0), "dnnl_engine_create");
+  ensure(of.engine_create(&made.engine, kCpu, 0), "dnnl_engine_create");
   return made;
 }
 
@@ -101,6 +107,11 @@ Facts find_out() {
 }
 
 }  // namespace
+
+const Api& api() {
+  static std::atomic<const Api*> kept{nullptr};
+  return made_once(kept, open_api);
+}
 
 const Runtime& runtime() {
   static std::atomic<const Runtime*> kept{nullptr};

@@ -17,6 +17,8 @@ struct Api {
   std::size_t (*desc_bytes)(const MemoryDescHandle*);
 };
 
+const Api& api();  // RuntimeError: why there is none
+
 // Of the OpenMP that the library was built with; null in a sequential build.
 struct OpenMP {
   void (*set_num_threads)(int) = nullptr;
@@ -24,8 +26,8 @@ struct OpenMP {
   int (*in_parallel)() = nullptr;
 };
 
+// On the CPU.
 struct Runtime {
-  Api api;
   Engine engine;
   OpenMP openmp;
 };

@@ -10,7 +10,6 @@
 namespace lowbit::onednn {
 namespace {
 
-const Api& api() { return runtime().api; }
 
 int type_of(DType dtype) {
   return dtype == DType::float32 ? kFloat32 : dtype == DType::bfloat16 ? kBFloat16 : kFloat16;

@@ -40,7 +40,7 @@ class Sdpa {
   std::string compile(const Attention& attention);
 
   struct Destroy {
-    void operator()(CompiledPartition compiled) const { runtime().api.compiled_destroy(compiled); }
+    void operator()(CompiledPartition compiled) const { api().compiled_destroy(compiled); }
   };
   std::string reason_;
   LogicalTensor q_, k_, v_, scale_, mask_, out_, lse_;

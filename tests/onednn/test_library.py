@@ -37,7 +37,7 @@ NUMBERS = {
     "kCpu": "dnnl_cpu", "kInOrder": "dnnl_stream_in_order", "kUserScratchpad": "dnnl_scratchpad_mode_user",
     "kStrictMath": "dnnl_fpmath_mode_strict", "kBFloat16Math": "dnnl_fpmath_mode_bf16", "kFloat16Math": "dnnl_fpmath_mode_f16",
     "kOutOfMemory": "dnnl_out_of_memory", "kUnimplemented": "dnnl_unimplemented",
-    "kFloat16": "dnnl_f16", "kBFloat16": "dnnl_bf16", "kFloat32": "dnnl_f32", "kInt8": "dnnl_s8",
+    "kFloat16": "dnnl_f16", "kBFloat16": "dnnl_bf16", "kFloat32": "dnnl_f32", "kInt32": "dnnl_s32", "kInt8": "dnnl_s8",
     "kAnyFormat": "dnnl_format_tag_any", "kPanels16a16b2a": "dnnl_BA16a16b2a", "kPanels16a16b": "dnnl_BA16a16b",
     "kGeluTanh": "dnnl_eltwise_gelu_tanh", "kSwish": "dnnl_eltwise_swish", "kBinaryAdd": "dnnl_binary_add", "kBinaryMul": "dnnl_binary_mul",
     "kQueryImplementation": "dnnl_query_impl_info_str", "kQueryInnerCount": "dnnl_query_inner_nblks_s32",

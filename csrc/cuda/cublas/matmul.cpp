@@ -69,7 +69,7 @@ void ensure_cublas(int status, std::string_view what) {
 // cuBLAS counts along columns: its A is w as [k, n], transposed; its B is x as [k, m]; its D is y as [n, m].
 class Described {
  public:
-  explicit Described(const Matmul& matmul) {
+  explicit Described(const DenseProduct& matmul) {
     const bool codes = matmul.dtype == DType::int8;
     const int type = codes ? kInteger8 : matmul.dtype == DType::float16 ? kReal16 : kRealBfloat16;
     const int sum = codes ? kInteger32 : kReal32;
@@ -105,7 +105,7 @@ uint32_t alignment_of(const void* data) {
   return uint32_t{1} << std::countr_zero(address);
 }
 
-std::array<uint32_t, 3> alignments(const Matmul& matmul) {
+std::array<uint32_t, 3> alignments(const DenseProduct& matmul) {
   return {alignment_of(matmul.w), alignment_of(matmul.x), alignment_of(matmul.y)};
 }
 
@@ -118,7 +118,7 @@ Handle handle_of(Device device) {
   });
 }
 
-MatmulAlgorithm find(const Place& place, const Matmul& matmul) {
+MatmulAlgorithm find(const Place& place, const DenseProduct& matmul) {
   if (!library(LibraryName::cublas_lt).handle) return {.refused = library(LibraryName::cublas_lt).missing};
   const InContext here(place.device);
   const Described described(matmul);
@@ -149,7 +149,7 @@ struct Algorithms {
 
 }  // namespace
 
-const MatmulAlgorithm& algorithm_for(const Place& place, const Matmul& matmul) {
+const MatmulAlgorithm& algorithm_for(const Place& place, const DenseProduct& matmul) {
   static std::atomic<const Algorithms*> kept{nullptr};
   const Algorithms& algorithms = made_once(kept, [] { return Algorithms(); });
   const Algorithms::Key key{place.device.index, matmul.m, matmul.n, matmul.k, matmul.dtype, alignments(matmul)};
@@ -159,7 +159,7 @@ const MatmulAlgorithm& algorithm_for(const Place& place, const Matmul& matmul) {
   return algorithms.found.try_emplace(key, find(place, matmul)).first->second;
 }
 
-void run(const Place& place, const Matmul& matmul, void* workspace) {
+void run(const Place& place, const DenseProduct& matmul, void* workspace) {
   const MatmulAlgorithm& algorithm = algorithm_for(place, matmul);
   check(algorithm.refused.empty(), ErrorKind::runtime, algorithm.refused);
   const Described described(matmul);

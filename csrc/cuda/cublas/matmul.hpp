@@ -5,19 +5,10 @@
 #include <array>
 #include <string>
 
-#include "core/dtype.hpp"
 #include "core/place.hpp"
+#include "ops/dense_product.hpp"
 
 namespace lowbit::cuda {
-
-// y[m, n] = sum over k of x[m, k] * w[n, k]: of bfloat16 or float16 in float32, of int8 in int32. Rows follow each
-// other.
-struct Matmul {
-  int64_t m, n, k;
-  DType dtype;  // of x and w
-  const void *x, *w;
-  void* y;
-};
 
 inline constexpr int64_t kMatmulWorkspace = int64_t{32} << 20;  // what NVIDIA recommends for Hopper
 
@@ -26,9 +17,9 @@ struct MatmulAlgorithm {
   std::array<uint64_t, 8> data{};
   std::string refused = {};  // why there is none
 };
-const MatmulAlgorithm& algorithm_for(const Place& place, const Matmul& matmul);
+const MatmulAlgorithm& algorithm_for(const Place& place, const DenseProduct& matmul);
 
 // Needs the device's context to be the current one. `workspace`: of kMatmulWorkspace bytes.
-void run(const Place& place, const Matmul& matmul, void* workspace);
+void run(const Place& place, const DenseProduct& matmul, void* workspace);
 
 }  // namespace lowbit::cuda

@@ -78,9 +78,10 @@ int64_t memory_of(DeviceHandle device) {
   return bytes;
 }
 
-Gpu make_gpu(Context context, DeviceHandle handle, const DeviceProperties& of, uint32_t driver) {
-  Gpu made{of.name, concat(driver, "-", of.vendor, "-", of.device), context, handle, nullptr, nullptr, new std::mutex,
-           lanes_of(of), memory_of(handle)};
+Gpu make_gpu(DriverHandle driver, Context context, DeviceHandle handle, const DeviceProperties& of,
+             uint32_t version) {
+  Gpu made{of.name, concat(version, "-", of.vendor, "-", of.device), driver, context, handle, nullptr, nullptr,
+           new std::mutex, lanes_of(of), memory_of(handle)};
   const QueueDescription queue{};
   ensure(api().create_list(context, handle, &queue, &made.list), "zeCommandListCreateImmediate");
   const EventPoolDescription pool_of{};
@@ -106,7 +107,7 @@ std::vector<Gpu> find_gpus() {
       if (of.type != kGpu) continue;
       const ContextDescription context_of{};
       if (!context) ensure(api().create_context(driver, &context_of, &context), "zeContextCreate");
-      found.push_back(make_gpu(context, device, of, of_driver.version));
+      found.push_back(make_gpu(driver, context, device, of, of_driver.version));
     }
   }
   check(!found.empty(), ErrorKind::runtime, "Level Zero's drivers have no GPU");

@@ -22,6 +22,7 @@ const Api& api();  // initialised; an Error if there is no loader, or no driver
 // A GPU with what its calls need. Its list runs in order: what is appended sees all that was appended before.
 struct Gpu {
   std::string name, driver;  // driver: its version, for the cache
+  DriverHandle driver_handle;
   Context context;
   DeviceHandle handle;
   CommandList list;

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// On the host: linear of many rows, whose weight is decoded to the dtype of the activations, or to int8, and multiplied
+// by a library of the device, some columns and some rows at a time, so that memory stays bounded and what was decoded
+// stays in the cache. Where it is decoded to 16 bits a weight is rounded once to their significant bits; codes with one
+// scale a column are exact.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/linear/call.hpp"
+#include "ops/dense_product.hpp"
+#include "ops/linear.hpp"
+
+namespace lowbit::cuda {
+
+constexpr int64_t kMostDecoded = int64_t{64} << 20, kMostProducts = int64_t{128} << 20;  // bytes
+
+inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
+
+// How a call is cut, and the memory that it takes: from its start what was decoded, codes of x, scales and offsets of
+// their rows, products, and what the library wants.
+struct DecodedParts {
+  int64_t padded_k, element, columns, rows;  // element: bytes of a decoded weight
+  int64_t codes, scales, products, library;  // where they are, multiples of 256
+
+  explicit DecodedParts(const LinearArgs& args) {
+    const WeightSpec& spec = args.weight_spec;
+    padded_k = has_codes(args) ? round_up(spec.k, 16) : spec.k;
+    element = has_codes(args) ? 1 : static_cast<int64_t>(size_of(args.dtype));
+    const int64_t fitting = kMostDecoded / (element * padded_k) / kPanelColumns * kPanelColumns;
+    columns = std::min(spec.n, std::max<int64_t>(fitting, 4 * kPanelColumns));
+    rows = std::min(args.m, std::max<int64_t>(kMostProducts / (4 * columns), 1));
+    codes = round_up(element * columns * padded_k, 256);
+    scales = codes + (has_codes(args) ? round_up(args.m * padded_k, 256) : 0);
+    products = scales + 2 * bytes_of_scales(args);
+    library = products + round_up(4 * columns * rows, 256);
+  }
+  static int64_t bytes_of_scales(const LinearArgs& args) { return has_codes(args) ? round_up(4 * args.m, 256) : 0; }
+};
+
+inline DecodedCall decoded_call(const LinearArgs& args, const DecodedParts& parts, void* memory) {
+  char* const at = static_cast<char*>(memory);
+  const LinearCall call{
+      .spec = args.weight_spec, .sections = PanelLayout::sections(args.weight_spec), .weight = args.weight,
+      .x = args.x, .m = args.m, .tiles = 0, .groups = 0, .group_shift = 0, .dtype = args.dtype,
+      .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation, .bias = args.bias,
+      .mul = args.mul, .add = args.add, .y = args.y, .ordered = nullptr, .sums = nullptr,
+      .row_scale = reinterpret_cast<float*>(at + parts.scales),
+      .row_offset = reinterpret_cast<float*>(at + parts.scales + DecodedParts::bytes_of_scales(args))};
+  return {.call = call, .first_column = 0, .columns = 0, .first_row = 0, .rows = 0, .padded_k = parts.padded_k,
+          .decoded = at, .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products};
+}
+
+inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) {
+  const auto of_x = static_cast<int64_t>(size_of(args.dtype)) * part.first_row * part.padded_k;
+  DenseProduct product{.m = part.rows, .n = part.columns, .k = part.padded_k, .dtype = args.dtype,
+                       .x = static_cast<const char*>(args.x) + of_x, .w = part.decoded, .y = part.products};
+  if (has_codes(args)) product.dtype = DType::int8, product.x = part.codes + part.first_row * part.padded_k;
+  return product;
+}
+
+// decode() for each part of the columns, then multiply() for each part of the rows.
+template <class Decode, class Multiply>
+void walk(const LinearArgs& args, const DecodedParts& parts, DecodedCall& part, Decode&& decode, Multiply&& multiply) {
+  const int64_t n = args.weight_spec.n;
+  for (part.first_column = 0; part.first_column < n; part.first_column += parts.columns) {
+    part.columns = std::min(parts.columns, n - part.first_column);
+    decode();
+    for (part.first_row = 0; part.first_row < args.m; part.first_row += parts.rows) {
+      part.rows = std::min(parts.rows, args.m - part.first_row);
+      multiply();
+    }
+  }
+}
+
+inline int64_t ctas_that_decode(const DecodedCall& part) {
+  return ceil_div(part.columns, kPanelColumns) * ceil_div(part.padded_k, kDecodedStretch);
+}
+inline int64_t ctas_that_finish(const DecodedCall& part) {
+  return ceil_div(part.rows * part.columns, kFinishedByCta);
+}
+
+// A dense weight keeps its bits in activations of its own dtype, or of float32.
+inline bool keeps_weight(Format format, DType dtype) {
+  switch (format) {
+    case Format::float32: return dtype == DType::float32;
+    case Format::bfloat16: return dtype != DType::float16;
+    case Format::float16: return dtype != DType::bfloat16;
+    default: return true;
+  }
+}
+
+// Why activations do not fit, before the library is asked; "" if they do.
+inline std::string_view refuses_decoded(const LinearArgs& args) {
+  if (args.x_format != XFormat::floating) return "activations that are rounded to codes";
+  return keeps_weight(args.weight_spec.format, args.dtype) ? "" : "a dense weight of another dtype";
+}
+inline std::string_view refuses_decoded_codes(const LinearArgs& args) {
+  const WeightSpec& spec = args.weight_spec;
+  if (stays_float(args.x_format)) return "float activations";
+  if (args.x_format == XFormat::int8_group && spec.group_size) return "a scale for each group of activations";
+  if (spec.group_size || spec.asymmetric) return "a weight with groups or zero points";
+  return spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : "";
+}
+
+}  // namespace lowbit::cuda
