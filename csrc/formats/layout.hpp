@@ -3,8 +3,8 @@
 // dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
 //
 // A layout says where the sections are (`sections`), and where in the codes of a row of the matrix (column, k) is: the
-// byte of a float (`float_at<format>`), or each piece of a code (`pieces<format>`: calls body(position, first, count)
-// for bits first .. first + count of it).
+// byte of a float (`float_at<format>`), or each piece of a code (`pieces`: calls body(position, first, count) for bits
+// first .. first + count of it).
 #pragma once
 
 #include <type_traits>
@@ -41,13 +41,13 @@ struct PanelLayout {
   }
   template <Format kFormat>
   LOWBIT_INLINE static int64_t float_at(int64_t column, int64_t k) { return lowbit::float_at<kFormat>(column, k); }
-  template <Format kFormat, class Body>
-  LOWBIT_INLINE static void pieces(int64_t column, int64_t k, Body&& body) {
-    constexpr int kBits = codec_of<kFormat>::bits;
-    for (int count = 1; count <= kBits; count *= 2) {
-      if (!(kBits & count)) continue;
-      const CodePosition at = piece_of_code(kBits, count, column, k % kTileK);
-      body(CodePosition{tile_at<kFormat>(k) + at.byte, at.shift}, bits_before_piece(kBits, count), count);
+  template <class Body>
+  LOWBIT_INLINE static void pieces(int bits, int64_t column, int64_t k, Body&& body) {
+    const int64_t tile = k / kTileK * (kPanelColumns * kTileK * bits / 8);
+    for (int count = 1; count <= bits; count *= 2) {
+      if (!(bits & count)) continue;
+      const CodePosition at = piece_of_code(bits, count, column, k % kTileK);
+      body(CodePosition{tile + at.byte, at.shift}, bits_before_piece(bits, count), count);
     }
   }
 };
@@ -68,10 +68,9 @@ struct RowMajorLayout {
   }
   template <Format kFormat>
   LOWBIT_INLINE static int64_t float_at(int64_t, int64_t k) { return k * codec_of<kFormat>::bits / 8; }
-  template <Format kFormat, class Body>
-  LOWBIT_INLINE static void pieces(int64_t, int64_t k, Body&& body) {
-    constexpr int kBits = codec_of<kFormat>::bits;
-    body(CodePosition{k * kBits / 8, static_cast<int>(k * kBits % 8)}, 0, kBits);
+  template <class Body>
+  LOWBIT_INLINE static void pieces(int bits, int64_t, int64_t k, Body&& body) {
+    body(CodePosition{k * bits / 8, static_cast<int>(k * bits % 8)}, 0, bits);
   }
 };
 

@@ -10,21 +10,29 @@
 namespace lowbit {
 namespace {
 
-// Code (n, k). The sections are copies, here and below: a byte that is written may not be one of them.
-template <Format kFormat, class From>
-LOWBIT_INLINE uint32_t read_code(Sections from, const uint8_t* in, int64_t n, int64_t k) {
+// Code (n, k) of so many bits. The sections are copies, here and below: a byte that is written may not be one of them.
+template <class From>
+LOWBIT_INLINE uint32_t read_code(int bits, Sections from, const uint8_t* in, int64_t n, int64_t k) {
   const uint8_t* codes = in + from.row(n) + from.codes;
   uint32_t code = 0;
-  if constexpr (is_float(kFormat)) {
-    std::memcpy(&code, codes + From::template float_at<kFormat>(n % from.columns, k), bits(kFormat) / 8);
-  } else {
-    From::template pieces<kFormat>(n % from.columns, k, [&](CodePosition at, int first, int count) {
-      uint32_t piece = codes[at.byte] >> at.shift;
-      if (at.shift + count > 8) piece |= static_cast<uint32_t>(codes[at.byte + 1]) << (8 - at.shift);
-      code |= (piece & ((1u << count) - 1)) << first;
-    });
-  }
+  From::pieces(bits, n % from.columns, k, [&](CodePosition at, int first, int count) {
+    uint32_t piece = codes[at.byte] >> at.shift;
+    if (at.shift + count > 8) piece |= static_cast<uint32_t>(codes[at.byte + 1]) << (8 - at.shift);
+    code |= (piece & ((1u << count) - 1)) << first;
+  });
   return code;
+}
+
+template <Format kFormat, class From>
+LOWBIT_INLINE uint32_t read_code(Sections from, const uint8_t* in, int64_t n, int64_t k) {
+  if constexpr (is_float(kFormat)) {
+    uint32_t code = 0;
+    std::memcpy(&code, in + from.row(n) + from.codes + From::template float_at<kFormat>(n % from.columns, k),
+                bits(kFormat) / 8);
+    return code;
+  } else {
+    return read_code<From>(bits(kFormat), from, in, n, k);
+  }
 }
 
 template <Format kFormat, class To>
@@ -33,7 +41,7 @@ LOWBIT_INLINE void write_code(Sections to, uint8_t* out, int64_t n, int64_t k, u
   if constexpr (is_float(kFormat)) {
     std::memcpy(codes + To::template float_at<kFormat>(n % to.columns, k), &code, bits(kFormat) / 8);
   } else {
-    To::template pieces<kFormat>(n % to.columns, k, [&](CodePosition at, int first, int count) {
+    To::pieces(bits(kFormat), n % to.columns, k, [&](CodePosition at, int first, int count) {
       const uint32_t piece = (code >> first & ((1u << count) - 1)) << at.shift;
       codes[at.byte] |= static_cast<uint8_t>(piece);
       if (at.shift + count > 8) codes[at.byte + 1] |= static_cast<uint8_t>(piece >> 8);
@@ -52,10 +60,9 @@ LOWBIT_INLINE T read_entry(Sections from, const uint8_t* in, int64_t section, in
 struct ScaleAndZero {
   float column_scale, group_scale, zero;
 };
-template <Format kFormat>
-LOWBIT_INLINE ScaleAndZero read_scale(const WeightSpec& spec, Sections from, const uint8_t* in, int64_t n, int64_t g) {
-  ScaleAndZero read{read_entry<float>(from, in, from.column_scale, n, 0), 1.0f,
-                    static_cast<float>(symmetric_zero(kFormat))};
+LOWBIT_INLINE ScaleAndZero read_scale(int symmetric_zero, const WeightSpec& spec, Sections from, const uint8_t* in,
+                                      int64_t n, int64_t g) {
+  ScaleAndZero read{read_entry<float>(from, in, from.column_scale, n, 0), 1.0f, static_cast<float>(symmetric_zero)};
   if (spec.group_size) read.group_scale = float_from_float16(read_entry<uint16_t>(from, in, from.group_scale, n, g));
   if (spec.asymmetric) read.zero = float_from_float16(read_entry<uint16_t>(from, in, from.zero, n, g));
   return read;
@@ -69,9 +76,18 @@ LOWBIT_INLINE float read_weight(const WeightSpec& spec, Sections from, const uin
   if constexpr (is_float(kFormat)) {
     return Codec::decode(static_cast<typename Codec::Code>(code));
   } else {
-    const auto of = read_scale<kFormat>(spec, from, in, n, spec.group_size ? k / spec.group_size : 0);
+    const auto of = read_scale(Codec::zero, spec, from, in, n, spec.group_size ? k / spec.group_size : 0);
     return (static_cast<float>(Codec::level(static_cast<int>(code))) - of.zero) * (of.column_scale * of.group_scale);
   }
+}
+
+// Weight (n, k) of the integer format of so many bits.
+template <class From>
+LOWBIT_INLINE float read_integer(int bits, const WeightSpec& spec, Sections from, const uint8_t* in, int64_t n,
+                                 int64_t k) {
+  const uint32_t code = read_code<From>(bits, from, in, n, k);
+  const auto of = read_scale(1 << (bits - 1), spec, from, in, n, spec.group_size ? k / spec.group_size : 0);
+  return (static_cast<float>(code) - of.zero) * (of.column_scale * of.group_scale);
 }
 
 }  // namespace

@@ -33,9 +33,15 @@ namespace lowbit {
   X(int7, IntX<7>)
 
 #define LOWBIT_INTEGER_FORMATS(X) X(int4) X(int8) X(int2) X(int3) X(int5) X(int6) X(int7)
+#define LOWBIT_OTHER_FORMATS(X) X(float32) X(bfloat16) X(float16) X(nf4) X(fp4) X(fp4_e2m1) X(fp8_e4m3)
 
 #define LOWBIT_FORMAT(name, Codec) name,
 enum class Format : int { LOWBIT_FORMATS(LOWBIT_FORMAT) };
+#undef LOWBIT_FORMAT
+
+#define LOWBIT_FORMAT(...) +1
+static_assert(LOWBIT_INTEGER_FORMATS(LOWBIT_FORMAT) LOWBIT_OTHER_FORMATS(LOWBIT_FORMAT) ==
+              LOWBIT_FORMATS(LOWBIT_FORMAT));
 #undef LOWBIT_FORMAT
 
 #define LOWBIT_FORMAT(name, Codec) #name,
@@ -79,6 +85,11 @@ LOWBIT_FACT(int, smallest_group, smallest_group)
 
 LOWBIT_ALWAYS_INLINE constexpr bool is_float(Format format) {
   return kind_of(format) == CodecKind::floating;
+}
+
+// Integer formats differ in bits and zero point alone: where those are numbers of a call, one kernel serves all.
+LOWBIT_ALWAYS_INLINE constexpr Format integers_as_int8(Format format) {
+  return kind_of(format) == CodecKind::integer ? Format::int8 : format;
 }
 
 // The format as which kernels read the codes of this one, which they unpack where it is another.

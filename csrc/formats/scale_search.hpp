@@ -10,7 +10,7 @@
 // against absmax as it is; its levels give the next t, once.
 //
 // A Group has count and code_max, y(i) as a vector (Float), importance(i), and rounds scales to float16 and back
-// (to_float16).
+// (to_float16). kSparesClamps: where no weight can leave the levels they are not clamped, by code of its own.
 #pragma once
 
 #include <cstddef>
@@ -158,7 +158,8 @@ LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int coun
   for (int at = 0; at < count; at += 2) {
     const auto a = candidate(reach, steps[at] * levels, levels, group.code_max),
                b = candidate(reach, steps[at + 1] * levels, levels, group.code_max);
-    if (group.code_max >= 15 && at < kFirstWithin) consider<Codec, kWeighted, true>(group, a, b, best);
+    if (Group::kSparesClamps && group.code_max >= 15 && at < kFirstWithin)
+      consider<Codec, kWeighted, Group::kSparesClamps>(group, a, b, best);
     else consider<Codec, kWeighted, false>(group, a, b, best);
   }
 }

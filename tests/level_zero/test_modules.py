@@ -12,7 +12,7 @@ import pytest
 from modules import ROOT, SPIRV
 
 MODULES = sorted(path.stem for path in SPIRV.glob("*.spv"))
-MOST_BYTES = 1_150_000
+MOST_BYTES = 1_200_000
 """Of all modules as a wheel has them, deflated."""
 
 

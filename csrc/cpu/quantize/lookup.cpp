@@ -62,7 +62,7 @@ void decode_row(const DequantizeArgs& args, int64_t n, int64_t at) {
     for (int64_t k = 0; k < spec.k; k += 16) put(k, floats_of_row<kFormat, From>(args, n, k));
   } else {
     for (int64_t g = 0; g < spec.groups(); g++) {
-      const auto of = read_scale<kFormat>(spec, args.sections, args.packed.as<const uint8_t>(), n, g);
+      const auto of = read_scale(symmetric_zero(kFormat), spec, args.sections, args.packed.as<const uint8_t>(), n, g);
       const float scale = of.column_scale * of.group_scale;
       for (int64_t k = g * spec.group_k(); k < smaller(spec.k, (g + 1) * spec.group_k()); k += 16) {
         alignas(16) uint8_t codes[16] = {};

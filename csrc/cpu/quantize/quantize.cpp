@@ -119,6 +119,7 @@ LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, floa
 
 // A group of each of 16 columns, for the search of their scales.
 struct PanelGroup {
+  static constexpr bool kSparesClamps = true;
   const float* weights;     // [count][16], over their absmax scales
   const float* importances;  // [count], or null where every weight counts the same
   int64_t count;
@@ -341,17 +342,12 @@ LOWBIT_INLINE void for_each_panel(const WeightSpec& spec, Body&& body) {
   });
 }
 
-// Of integer formats the largest code alone differs, which is a number here: one of them serves all.
-LOWBIT_INLINE constexpr Format quantized_as(Format format) {
-  return kind_of(format) == CodecKind::integer ? Format::int8 : format;
-}
-
 // Distortions are summed in the order of the panels: the same for any number of threads.
 void run_quantize(const QuantizeArgs& args) {
   const int64_t panels = args.spec.panels();
   Distortion* sums = static_cast<Distortion*>(scratch(Scratch::call, panels * sizeof(Distortion)));
   for_each_panel(args.spec, [&]<Format kFormat>(int64_t panel) {
-    sums[panel] = quantize_panel<quantized_as(kFormat)>(args, panel);
+    sums[panel] = quantize_panel<integers_as_int8(kFormat)>(args, panel);
   });
   *args.distortion = {};
   for (int64_t panel = 0; panel < panels; panel++)

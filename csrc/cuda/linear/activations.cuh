@@ -3,24 +3,12 @@
 // add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or for each group.
 #pragma once
 
-#include "cuda/device/mma.cuh"
+#include "cuda/device/floats.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/linear/call.hpp"
 #include "formats/e4m3.hpp"
 
 namespace lowbit::cuda {
-
-LOWBIT_INLINE float load_as_float(const void* from, DType dtype, int64_t at) {
-  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
-}
-
-LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float value) {
-  if (dtype == DType::float32) static_cast<float*>(to)[at] = value;
-  else static_cast<uint16_t*>(to)[at] =
-      dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
-}
 
 // The upper 16 bits of two floats, side by side.
 LOWBIT_INLINE uint32_t upper_halves(float low, float high) {

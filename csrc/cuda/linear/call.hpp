@@ -61,6 +61,7 @@ constexpr int64_t kPanelColumns = 16, kDecodedRun = 16;  // columns of a CTA; k 
 constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun, kFinishedByCta = 4 * kLinearThreads;
 struct DecodedCall {
   LinearCall call;
+  int bits;  // of a code
   int64_t first_column, columns, first_row, rows;
   int64_t padded_k;  // of codes a multiple of 16, as the tensor cores want it; codes behind k are 0
   void* decoded;     // [columns, padded_k], of the dtype of x, or int8

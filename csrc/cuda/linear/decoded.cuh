@@ -8,21 +8,25 @@
 namespace lowbit::cuda {
 
 // Weight (n, k) without the scale of its column, which its sum gets: level times group scale keeps within 16 bits.
-template <Format kFormat>
-LOWBIT_INLINE float without_column_scale(const LinearCall& call, int64_t n, int64_t k) {
+// kAnyInteger, here and below: the format is the integer format of so many bits as the call says.
+template <Format kFormat, bool kAnyInteger>
+LOWBIT_INLINE float without_column_scale(const DecodedCall& part, int64_t n, int64_t k) {
+  const LinearCall& call = part.call;
   if constexpr (is_float(kFormat)) {
     return read_weight<kFormat, PanelLayout>(call.spec, call.sections, call.weight, n, k);
   } else {
-    const auto code = static_cast<int>(read_code<kFormat, PanelLayout>(call.sections, call.weight, n, k));
+    const int code_bits = kAnyInteger ? part.bits : bits(kFormat),
+              zero = kAnyInteger ? 1 << (code_bits - 1) : symmetric_zero(kFormat);
+    const auto code = static_cast<int>(read_code<PanelLayout>(code_bits, call.sections, call.weight, n, k));
     const int64_t group = call.spec.group_size ? k / call.spec.group_size : 0;
-    const ScaleAndZero of = read_scale<kFormat>(call.spec, call.sections, call.weight, n, group);
+    const ScaleAndZero of = read_scale(zero, call.spec, call.sections, call.weight, n, group);
     return (static_cast<float>(codec_of<kFormat>::level(code)) - of.zero) * of.group_scale;
   }
 }
 
 // A thread decodes 16 consecutive k of one of 16 columns: its stores are whole sectors of 32 bytes, and the columns of
 // its warp share the lines that it reads.
-template <Format kFormat, bool kCodes>
+template <Format kFormat, bool kCodes, bool kAnyInteger = false>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   const LinearCall& call = part.call;
   const int64_t stretches = ceil_div(part.padded_k, kDecodedStretch),
@@ -32,7 +36,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   if (n >= part.first_column + part.columns) return;
   for (int64_t k = begin; k < end; k++) {
     const int64_t at = (n - part.first_column) * part.padded_k + k;
-    const float weight = k < call.spec.k ? without_column_scale<kFormat>(call, n, k) : 0.0f;
+    const float weight = k < call.spec.k ? without_column_scale<kFormat, kAnyInteger>(part, n, k) : 0.0f;
     if constexpr (kCodes) static_cast<int8_t*>(part.decoded)[at] = static_cast<int8_t>(weight);
     else store_from_float(part.decoded, call.dtype, at, weight);
   }

@@ -47,8 +47,9 @@ inline DecodedCall decoded_call(const LinearArgs& args, const DecodedParts& part
       .mul = args.mul, .add = args.add, .y = args.y, .ordered = nullptr, .sums = nullptr,
       .row_scale = reinterpret_cast<float*>(at + parts.scales),
       .row_offset = reinterpret_cast<float*>(at + parts.scales + DecodedParts::bytes_of_scales(args))};
-  return {.call = call, .first_column = 0, .columns = 0, .first_row = 0, .rows = 0, .padded_k = parts.padded_k,
-          .decoded = at, .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products};
+  return {.call = call, .bits = bits(args.weight_spec.format), .first_column = 0, .columns = 0, .first_row = 0,
+          .rows = 0, .padded_k = parts.padded_k, .decoded = at, .codes = reinterpret_cast<int8_t*>(at + parts.codes),
+          .products = at + parts.products};
 }
 
 inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) {

@@ -18,6 +18,7 @@ struct DequantizeCall {
   void* out;            // [n, k], or a row for each index
   int64_t* outside;     // the place of an index that is not one of 0..n-1; null: such a one ends the launch
   DType index_dtype, dtype;
+  int bits;  // of a code
 };
 
 }  // namespace lowbit::cuda

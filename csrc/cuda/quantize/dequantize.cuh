@@ -2,6 +2,7 @@
 // All of a packed weight, or some rows of it, a stretch of a row to a CTA.
 #pragma once
 
+#include "cuda/device/floats.cuh"
 #include "cuda/device/kernel.cuh"
 #include "cuda/quantize/call.hpp"
 #include "formats/layout_codes.hpp"
@@ -27,20 +28,18 @@ LOWBIT_INLINE void note_outside(const DequantizeCall& call, int64_t at) {
 #endif
 }
 
-LOWBIT_INLINE void store_rounded(const DequantizeCall& call, int64_t at, float value) {
-  if (call.dtype == DType::float32) static_cast<float*>(call.out)[at] = value;
-  else static_cast<uint16_t*>(call.out)[at] = call.dtype == DType::bfloat16 ? bfloat16_from_float(value)
-                                                                            : float16_from_float(value);
-}
-
-template <Format kFormat, class From>
+// kAnyInteger: the format is the integer format of so many bits as the call says.
+template <Format kFormat, class From, bool kAnyInteger = false>
 LOWBIT_INLINE void dequantize(const DequantizeCall& call) {
   const int64_t stretches = ceil_div(call.spec.k, kStretch), at = blockIdx.x / stretches, n = wanted_row(call, at),
                 begin = blockIdx.x % stretches * kStretch, end = smaller(begin + kStretch, call.spec.k);
   if (n < 0 || n >= call.spec.n) return note_outside(call, at);
-  for (int64_t k = begin + threadIdx.x; k < end; k += kDequantizeThreads)
-    store_rounded(call, at * call.spec.k + k,
-                  read_weight<kFormat, From>(call.spec, call.sections, call.weight, n, k));
+  for (int64_t k = begin + threadIdx.x; k < end; k += kDequantizeThreads) {
+    float weight;
+    if constexpr (kAnyInteger) weight = read_integer<From>(call.bits, call.spec, call.sections, call.weight, n, k);
+    else weight = read_weight<kFormat, From>(call.spec, call.sections, call.weight, n, k);
+    store_from_float(call.out, call.dtype, at * call.spec.k + k, weight);
+  }
 }
 
 }  // namespace lowbit::cuda

@@ -65,9 +65,4 @@ inline int64_t finite_ctas(const AllFiniteArgs& args) {
   return smaller(kMostFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
 }
 
-// Integer formats differ in numbers of the call alone: one kernel serves all.
-inline constexpr Format packed_as(Format format) {
-  return kind_of(format) == CodecKind::integer ? Format::int8 : format;
-}
-
 }  // namespace lowbit::cuda

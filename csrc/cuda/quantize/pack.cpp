@@ -26,7 +26,7 @@ void run_quantize(const QuantizeArgs& args) {
   const WeightSpec& spec = args.spec;
   const Workspace workspace("quantize", args.place, room_of(spec).all);
   const PackCall call = pack_call(args, workspace.at(0));
-  const SourceKey key{static_cast<int64_t>(SourceKind::pack), static_cast<int64_t>(packed_as(spec.format)),
+  const SourceKey key{static_cast<int64_t>(SourceKind::pack), static_cast<int64_t>(integers_as_int8(spec.format)),
                       args.searches()};
   const Program& pack = program(args.place, key, [&] { return pack_source(spec.format, args.searches()); });
   if (is_float(spec.format)) {
@@ -64,7 +64,7 @@ std::string kernel_of(std::string_view name, Format format, std::string_view mor
 }  // namespace
 
 Source pack_source(Format format, bool searches) {
-  const Format of = packed_as(format);
+  const Format of = integers_as_int8(format);
   const std::string what(kind_of(of) == CodecKind::integer ? "integers" : kFormatNames[static_cast<int>(of)]);
   return {concat("quantize to ", what, searches ? " by search" : ""),
           concat("#include \"cuda/quantize/pack.cuh\"\n",

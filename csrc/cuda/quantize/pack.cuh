@@ -3,6 +3,7 @@
 // csrc/cpu/quantize/quantize.cpp does, in the same order, with the same bits; of the sums of squares the bits alone.
 #pragma once
 
+#include "cuda/device/floats.cuh"
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/quantize/pack_call.hpp"
@@ -11,12 +12,6 @@
 namespace lowbit::cuda {
 
 constexpr int kSlots = kPackThreads / static_cast<int>(kPanelColumns);
-
-LOWBIT_INLINE float widened(const void* data, DType dtype, int64_t at) {
-  if (dtype == DType::float32) return static_cast<const float*>(data)[at];
-  const uint16_t half = static_cast<const uint16_t*>(data)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(half) : float_from_float16(half);
-}
 
 // The greatest of what the 16 threads of a column have. `of_slots` is used for nothing else.
 LOWBIT_INLINE float greatest_of_column(float (&of_slots)[kSlots][kPanelColumns], float value) {
@@ -39,7 +34,7 @@ struct PackColumn {
   float importance_factor;
 
   LOWBIT_INLINE float weight(int64_t k) const {
-    return row < call.n && k < call.k ? widened(call.weight, call.dtype, row * call.k + k) : 0.0f;
+    return row < call.n && k < call.k ? load_as_float(call.weight, call.dtype, row * call.k + k) : 0.0f;
   }
   LOWBIT_INLINE float importance(int64_t k) const {
     return !call.importance ? 1.0f : k < call.k ? call.importance[k] * importance_factor : 0.0f;
@@ -48,6 +43,7 @@ struct PackColumn {
 
 // A group of it, over its absmax scale, for the search.
 struct PackGroup {
+  static constexpr bool kSparesClamps = false;  // a seventh of the kernel for a few instructions
   const PackColumn& column;
   int64_t begin, count;
   float code_max, inverse;
@@ -149,7 +145,8 @@ LOWBIT_INLINE void pack_scales(const PackCall& call) {
     float& scale = call.scale[room_of(call, column.row, g)];
     if (call.half_scales) scale = HalfScale(scale, factor).value;
     if (!(scale == 0.0f || scale >= 0x1p-13f * factor)) lost = 1.0f;
-    call.zero[room_of(call, column.row, g)] = call.asymmetric ? zero_of_range(call.zero[room_of(call, column.row, g)], scale, call.code_max) : call.symmetric_zero;
+    float& zero = call.zero[room_of(call, column.row, g)];
+    zero = call.asymmetric ? zero_of_range(zero, scale, call.code_max) : call.symmetric_zero;
   }
 
   float signal = 0, noise = 0, absmax_noise = 0;
@@ -269,7 +266,7 @@ LOWBIT_INLINE void all_finite(const FiniteCall& call) {
   int32_t mine = 0;
   for (int64_t at = blockIdx.x * kFiniteStretch; at < call.count; at += kMostFiniteCtas * kFiniteStretch)
     for (int64_t i = at + threadIdx.x; i < smaller(call.count, at + kFiniteStretch); i += kPackThreads) {
-      const float x = widened(call.data, call.dtype, i);
+      const float x = load_as_float(call.data, call.dtype, i);
       if (!(x - x == 0.0f)) mine = 1;
     }
   found[threadIdx.x] = mine;

@@ -18,7 +18,8 @@ void run_dequantize(const DequantizeArgs& args) {
                             .out = args.out.data,
                             .outside = nullptr,
                             .index_dtype = args.indices.dtype,
-                            .dtype = args.out.dtype};
+                            .dtype = args.out.dtype,
+                            .bits = bits(spec.format)};
   program(args.place, {static_cast<int64_t>(SourceKind::dequantize), static_cast<int64_t>(spec.format),
                        static_cast<int64_t>(args.layout)},
           [&] { return dequantize_source(spec.format, args.layout); })

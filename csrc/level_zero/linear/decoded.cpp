@@ -34,7 +34,8 @@ void run_decoded(const LinearArgs& args) {
   if (codes) launch("code_rows_int8", args.m);
   cuda::walk(args, parts, part,
              [&] {
-               launch(concat(codes ? "decode_codes_" : "decode_", kFormatNames[static_cast<int>(format)]),
+               const std::string_view name = kFormatNames[static_cast<int>(integers_as_int8(format))];
+               launch(codes ? "decode_codes" : concat("decode_", name),
                       cuda::ctas_that_decode(part));
              },
              [&] {

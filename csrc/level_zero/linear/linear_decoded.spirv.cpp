@@ -10,13 +10,11 @@ LOWBIT_KERNEL(finish_floats, kLinearThreads, DecodedCall) { finish_products<Form
 LOWBIT_KERNEL(finish_coded, kLinearThreads, DecodedCall) { finish_products<Format::int8, false>(args); }
 LOWBIT_KERNEL(finish_codes, kLinearThreads, DecodedCall) { finish_products<Format::int8, true>(args); }
 
-#define LOWBIT_FORMAT(name, Codec) \
-  LOWBIT_KERNEL(decode_##name, kLinearThreads, DecodedCall) { decode_columns<Format::name, false>(args); }
-LOWBIT_FORMATS(LOWBIT_FORMAT)
-#undef LOWBIT_FORMAT
+LOWBIT_KERNEL(decode_codes, kLinearThreads, DecodedCall) { decode_columns<Format::int8, true, true>(args); }
+LOWBIT_KERNEL(decode_int8, kLinearThreads, DecodedCall) { decode_columns<Format::int8, false, true>(args); }
 #define LOWBIT_FORMAT(name) \
-  LOWBIT_KERNEL(decode_codes_##name, kLinearThreads, DecodedCall) { decode_columns<Format::name, true>(args); }
-LOWBIT_INTEGER_FORMATS(LOWBIT_FORMAT)
+  LOWBIT_KERNEL(decode_##name, kLinearThreads, DecodedCall) { decode_columns<Format::name, false>(args); }
+LOWBIT_OTHER_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 
 }  // namespace lowbit::cuda

@@ -19,7 +19,7 @@ void run_quantize(const QuantizeArgs& args) {
   const WeightSpec& spec = args.spec;
   const Workspace workspace("quantize", args.place, cuda::room_of(spec).all);
   const cuda::PackCall call = cuda::pack_call(args, workspace.at(0));
-  const std::string_view format = kFormatNames[static_cast<int>(cuda::packed_as(spec.format))];
+  const std::string_view format = kFormatNames[static_cast<int>(integers_as_int8(spec.format))];
   const Program& pack = program(args.place, "pack");
   const auto launch = [&](std::string_view kernel) {
     pack.launch(args.place, concat(kernel, format).c_str(), spec.panels(), cuda::kPackThreads, &call, sizeof call);

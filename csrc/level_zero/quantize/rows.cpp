@@ -19,8 +19,9 @@ void launch(const DequantizeArgs& args, int64_t rows, int64_t* outside) {
                                   .out = args.out.data,
                                   .outside = outside,
                                   .index_dtype = args.indices.dtype,
-                                  .dtype = args.out.dtype};
-  const std::string kernel = concat("dequantize_", kFormatNames[static_cast<int>(spec.format)]);
+                                  .dtype = args.out.dtype,
+                                  .bits = bits(spec.format)};
+  const std::string kernel = concat("dequantize_", kFormatNames[static_cast<int>(integers_as_int8(spec.format))]);
   program(args.place, args.layout == Layout::row_major ? "embedding" : "dequantize")
       .launch(args.place, kernel.c_str(), rows * ceil_div(spec.k, cuda::kStretch), cuda::kDequantizeThreads, &call,
               sizeof call);

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elements of tensors whose dtype, one of the three floats, is only known while a kernel runs.
+#pragma once
+
+#include "core/dtype.hpp"
+#include "cuda/device/mma.cuh"
+
+namespace lowbit::cuda {
+
+LOWBIT_INLINE float load_as_float(const void* from, DType dtype, int64_t at) {
+  if (dtype == DType::float32) return static_cast<const float*>(from)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : float_of_half(bits);
+}
+
+LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float value) {
+  if (dtype == DType::float32) static_cast<float*>(to)[at] = value;
+  else static_cast<uint16_t*>(to)[at] =
+      dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+}
+
+}  // namespace lowbit::cuda
