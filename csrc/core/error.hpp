@@ -2,9 +2,13 @@
 // The one exception type. `kind` decides the Python exception; the text says op, argument, got, wanted.
 #pragma once
 
+#include <cstddef>
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 // What bindings and C++ programs may call: the shared library hides everything else.
 #define LOWBIT_API __attribute__((visibility("default")))
@@ -19,16 +23,35 @@ class LOWBIT_API Error : public std::runtime_error {
   ErrorKind kind;
 };
 
+// One part of a message: a text, or the address of what a stream prints. Few types, so that the thousand messages share
+// the code that puts them together.
+class LOWBIT_API Part {
+ public:
+  Part(std::string_view text) : value_(text.data()), bytes_(text.size()) {}
+  template <class T>
+    requires(!std::is_convertible_v<const T&, std::string_view>)
+  Part(const T& value)
+      : value_(&value), print_([](std::ostream& out, const void* at) { out << *static_cast<const T*>(at); }) {}
+
+ private:
+  friend std::string join(std::initializer_list<Part> parts);
+  const void* value_;
+  std::size_t bytes_ = 0;
+  void (*print_)(std::ostream&, const void*) = nullptr;
+};
+
+LOWBIT_API std::string join(std::initializer_list<Part> parts);
+[[noreturn, gnu::cold]] LOWBIT_API void fail(ErrorKind kind, std::initializer_list<Part> parts);
+
+// Inlined, as literals of other lengths would make other functions of them.
 template <class... Parts>
-std::string concat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+[[gnu::always_inline]] inline std::string concat(const Parts&... parts) {
+  return join({Part(parts)...});
 }
 
 template <class... Parts>
-void check(bool condition, ErrorKind kind, const Parts&... parts) {
-  if (!condition) [[unlikely]] throw Error(kind, concat(parts...));
+[[gnu::always_inline]] inline void check(bool condition, ErrorKind kind, const Parts&... parts) {
+  if (!condition) [[unlikely]] fail(kind, {Part(parts)...});
 }
 
 }  // namespace lowbit

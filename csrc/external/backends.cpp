@@ -50,29 +50,32 @@ int guarded(const Function& function, const void* args, char* text, std::size_t 
   return result;
 }
 
-template <class Args, std::size_t kSlot>
-std::string_view refuses(const Args& args) {
+template <class Args>
+[[gnu::noinline]] std::string_view refuses(const Args& args, const Kept& kept) {
   if (const std::string_view reason = not_offered(args); !reason.empty()) return reason;
-  const Kept& kept = *slots<Args>[kSlot];
   if (!kept.row.refuses) return "";
   static thread_local char text[512];  // read before the next row is asked
   const Call<Args> call(args);
   return guarded(kept.row.refuses, &call.c, text, sizeof text) ? text : "";
 }
 
-template <class Args, std::size_t kSlot>
-void run(const Args& args) {
-  const Kept& kept = *slots<Args>[kSlot];
+template <class Args>
+[[gnu::noinline]] void run(const Args& args, const Kept& kept) {
   const Call<Args> call(args);
   char text[2048];
   check(guarded(kept.row.run, &call.c, text, sizeof text) == 0, runtime, OpOf<Args>::name, ": the row ", kept.row.name,
         " of ", kept.by, " failed: ", text);
 }
 
+// The functions of one place in the list: no more than a call each, there are a thousand of them.
+template <class Args, std::size_t kSlot>
+constexpr Kernel<Args> kAtSlot = {"", [](const Args& args) { return refuses(args, *slots<Args>[kSlot]); },
+                                  [](const Args& args) { run(args, *slots<Args>[kSlot]); }};
+
 template <class Args>
 Kernel<Args> kernel_of(const Kept& kept) {
   static constexpr auto functions = []<std::size_t... kSlot>(std::index_sequence<kSlot...>) {
-    return std::array{Kernel<Args>{"", refuses<Args, kSlot>, run<Args, kSlot>}...};
+    return std::array{kAtSlot<Args, kSlot>...};
   }(std::make_index_sequence<kMostRows>());
   const auto& all = slots<Args>;
   Kernel<Args> kernel = functions[static_cast<std::size_t>(std::find(all.begin(), all.end(), &kept) - all.begin())];

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/optim.hpp"
 
-#include <algorithm>
-
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -17,9 +15,12 @@ bool is_dense(const TensorView& view) {
   if (view.numel() == 0) return true;
   std::array<int, TensorView::kMaxRank> order;
   int count = 0;
-  for (int i = 0; i < view.rank; i++)
-    if (view.shape[i] != 1) order[count++] = i;
-  std::sort(order.begin(), order.begin() + count, [&](int a, int b) { return view.stride[a] < view.stride[b]; });
+  for (int i = 0; i < view.rank; i++) {
+    if (view.shape[i] == 1) continue;
+    int at = count++;
+    for (; at > 0 && view.stride[order[at - 1]] > view.stride[i]; at--) order[at] = order[at - 1];
+    order[at] = i;
+  }
   int64_t expected = 1;
   for (int i = 0; i < count; i++) {
     if (view.stride[order[i]] != expected) return false;
