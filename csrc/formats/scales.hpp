@@ -30,8 +30,10 @@ LOWBIT_INLINE float scale_of_range(float low, float high, Mapping mapping, float
   return scale >= 0x1p-126f ? scale : 0.0f;
 }
 
-// The integer nearest to x, which is below 2^22: a sum with 1.5 * 2^23 has no fraction.
-LOWBIT_INLINE float nearest_integer(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+// The integer nearest to x, which is not negative and below 2^22: a sum with 1.5 * 2^23 has no fraction. -0 stays -0.
+LOWBIT_INLINE float nearest_integer(float x) {
+  return float_from_bits(bits_of_float((x + 0x1.8p23f) - 0x1.8p23f) | (bits_of_float(x) & 0x80000000u));
+}
 
 // The zero point of an asymmetric weight from `low` on, with the scale that is stored.
 LOWBIT_INLINE float zero_of_range(float low, float scale, float code_max) {

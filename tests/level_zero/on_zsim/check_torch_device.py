@@ -168,8 +168,9 @@ def test_rows_and_explanations_show_the_device() -> None:
 
 def test_ops_without_rows_there_say_so() -> None:
     x = torch.ones(2, 64, device=DEVICE)
-    with pytest.raises(NotImplementedError, match="all_finite: no kernel row fits"):
-        _C.all_finite(x)
+    packed = torch.zeros(_C.packed_shape(_C.LAYOUTS[_C.LAYOUT], 64, 64, 3, 0, False), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(NotImplementedError, match="repack: no kernel row fits"):
+        _C.repack(packed, _C.LAYOUTS[_C.LAYOUT], torch.empty_like(packed), _C.LAYOUTS[_C.LAYOUT], 64, 64, 3, 0, False)
     with pytest.raises(ValueError, match="op: x must be on the CPU, got lowbit_ze:0"):
         devices.check("op", "x", x.device, kernel="score_program")
     packed = torch.empty(_C.packed_shape(0, 64, 64, 3, 0, False), dtype=torch.uint8)
