@@ -97,17 +97,15 @@ bool with_op(std::string_view name, Body&& body) {
   return false;
 }
 
-// Rows are added under the lock of whoever collects them; they and their backends are never freed.
-std::deque<Kept>& all_kept() {
-  static auto* all = new std::deque<Kept>;
-  return *all;
-}
+// Rows are added under the lock of whoever collects them; they and their backends are never freed. Made when the library
+// is loaded: a child that is forked while a thread makes a function's static waits for that thread for ever.
+std::deque<Kept>& all_kept = *new std::deque<Kept>;
 std::atomic<void (*)()> collector{nullptr};
 std::atomic<bool> complete{false};
 std::atomic<const std::vector<const Backend*>*> own_backends{nullptr};
 
 bool has_row(std::string_view name) {
-  for (const Kept& kept : all_kept())
+  for (const Kept& kept : all_kept)
     if (kept.row.name == name) return true;
   for (const Backend* backend : *own_backends.load()) {
 #define LOWBIT_OP(op, Args) \
@@ -148,7 +146,7 @@ void add(const std::string& by, std::vector<Row> rows) {
         "function that a package names in the entry point group lowbit.backends");
   for (std::size_t i = 0; i < rows.size(); i++) check_row(by, rows[i], std::span(rows).first(i));
   for (Row& row : rows) {
-    const Kept& kept = all_kept().emplace_back(std::move(row), by);
+    const Kept& kept = all_kept.emplace_back(std::move(row), by);
     with_op(kept.row.op, [&]<class Args>() { *std::find(slots<Args>.begin(), slots<Args>.end(), nullptr) = &kept; });
   }
 }
@@ -156,12 +154,12 @@ void add(const std::string& by, std::vector<Row> rows) {
 std::vector<AddedRow> added() {
   std::vector<AddedRow> rows;
   backends();
-  for (const auto& [row, by] : all_kept()) rows.push_back({row.name, row.op, row.device, by});
+  for (const auto& [row, by] : all_kept) rows.push_back({row.name, row.op, row.device, by});
   return rows;
 }
 
 bool is_external(const Backend& backend) {
-  for (const Kept& kept : all_kept())
+  for (const Kept& kept : all_kept)
     if (kept.by == backend.name) return true;
   return false;
 }
@@ -175,7 +173,7 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
   if (auto* const collect = collector.load()) collect();
   complete = true;
   std::vector<const Backend*> first, behind;
-  for (const Kept& kept : all_kept()) {
+  for (const Kept& kept : all_kept) {
     // What a device needs around a row it needs around this one too. Of its backends the last asks least of a machine.
     const auto like = std::find_if(own.rbegin(), own.rend(), [&](const Backend* backend) {
       return name_of(backend->device) == kept.row.device;

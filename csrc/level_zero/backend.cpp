@@ -24,8 +24,9 @@ WaitForTorch wait_for_torch() {
   return library ? reinterpret_cast<WaitForTorch>(dlsym(library, "_ZN3c103xpu19syncStreamsOnDeviceEa")) : nullptr;
 }
 
+const std::string& no_xpu = *new std::string("this torch is not built for xpu, or has no syncStreamsOnDevice");
+
 const std::string& unavailable_to_torch(Device device) {
-  static const auto& no_xpu = *new std::string("this torch is not built for xpu, or has no syncStreamsOnDevice");
   return wait_for_torch() ? unavailable(device) : no_xpu;
 }
 

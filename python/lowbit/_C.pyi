@@ -241,7 +241,7 @@ class _Cuda:
         causal: bool,
         backward: bool,
         score_mod: Sequence[int] = ...,
-        score_captured: Sequence[Tensor] = ...,
+        score_captured: Sequence[_Tensor] = ...,
     ) -> dict[str, object]: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
     def prebuild_attention(
@@ -251,9 +251,9 @@ class _Cuda:
         e: int,
         ev: int,
         score_mod: Sequence[int] = ...,
-        score_captured: Sequence[Tensor] = ...,
+        score_captured: Sequence[_Tensor] = ...,
         mask_mod: Sequence[int] = ...,
-        mask_captured: Sequence[Tensor] = ...,
+        mask_captured: Sequence[_Tensor] = ...,
     ) -> list[dict[str, str]]: ...
     def prebuild_decode(
         self,
@@ -263,9 +263,9 @@ class _Cuda:
         ev: int,
         rows: int,
         score_mod: Sequence[int] = ...,
-        score_captured: Sequence[Tensor] = ...,
+        score_captured: Sequence[_Tensor] = ...,
         mask_mod: Sequence[int] = ...,
-        mask_captured: Sequence[Tensor] = ...,
+        mask_captured: Sequence[_Tensor] = ...,
     ) -> dict[str, str]: ...
 
 cuda: _Cuda

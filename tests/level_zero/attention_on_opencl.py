@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 
 import torch
-from modules import ROOT, SPIRV, specialised
+from modules import ROOT, specialised
 from opencl import machine
 from tests.cuda.attention_calls import AttentionCase, AttentionData
 from torch import Tensor

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from lowbit import _C, testing
 from lowbit.reference import optim as reference
