@@ -97,8 +97,8 @@ bool with_op(std::string_view name, Body&& body) {
   return false;
 }
 
-// Rows are added under the lock of whoever collects them; they and their backends are never freed. Made when the library
-// is loaded: a child that is forked while a thread makes a function's static waits for that thread for ever.
+// Rows are added under the lock of whoever collects them; they and their backends are never freed. Made when the
+// library is loaded: a child that is forked while a thread makes a static of a function waits for that thread for ever.
 std::deque<Kept>& all_kept = *new std::deque<Kept>;
 std::atomic<void (*)()> collector{nullptr};
 std::atomic<bool> complete{false};
