@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
+#include "level_zero/runtime/columns.hpp"
 #include "level_zero/runtime/driver.hpp"
 #include "level_zero/runtime/memory.hpp"
+#include "level_zero/runtime/program.hpp"
 
 namespace lowbit {
 namespace {
@@ -18,6 +20,21 @@ py::dict facts() {
   return facts;
 }
 
+py::bytes bytes_of(const std::vector<uint32_t>& words) {
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(uint32_t)};
+}
+
+py::bytes module_of(const std::string& name) {
+  const std::vector<uint32_t> words = level_zero::module_words(name);
+  if (words.empty()) throw py::key_error("level_zero.module: there is none of the name '" + name + "'");
+  return bytes_of(words);
+}
+
+py::bytes from_columns(const py::bytes& columns) {
+  const std::string_view bytes = columns;
+  return bytes_of(level_zero::from_columns({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}));
+}
+
 }  // namespace
 
 void register_level_zero(py::module_& parent) {
@@ -25,6 +42,10 @@ void register_level_zero(py::module_& parent) {
   m.def("facts", facts, "Open the loader; return its path, why there is no GPU (or ''), and the names of the GPUs.");
   m.def("start", level_zero::start,
         "Claim torch's place for the GPUs; RuntimeError if there is none, or another device has it.");
+  m.def("modules", level_zero::module_names, "Names of the modules of SPIR-V in this library.");
+  m.def("module", module_of, py::arg("name"),
+        "A module as SPIR-V, its constants not specialised; KeyError if there is none.");
+  m.def("from_columns", from_columns, py::arg("columns"), "SPIR-V of its columns, as tools/spirv writes them.");
 }
 
 }  // namespace lowbit

@@ -11,12 +11,11 @@ from lowbit import _C
 from lowbit.testing import LinearCase
 
 ROOT = Path(__file__).parents[2]
-SPIRV = ROOT / "csrc" / "level_zero" / "spirv"
 
 
 def specialised(name: str, constants: Sequence[int]) -> bytes:
     """The module with these values of its OpSpecConstants."""
-    data = (SPIRV / f"{name}.spv").read_bytes()
+    data = _C.level_zero.module(name)
     words, numbers, at = list(struct.unpack(f"<{len(data) // 4}I", data)), {}, 5
     while at < len(words):
         count, operation = words[at] >> 16, words[at] & 0xFFFF

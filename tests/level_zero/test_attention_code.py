@@ -7,7 +7,9 @@ from pathlib import Path
 
 import ocloc
 import pytest
-from modules import SPIRV, specialised
+from modules import specialised
+
+from lowbit import _C
 
 pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
 KERNELS = {
@@ -26,7 +28,7 @@ LARGE = "-ze-opt-large-register-file"
 @pytest.mark.parametrize("device", ocloc.LANES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_nothing_is_in_memory_that_could_be_in_registers(name: str, device: str, tmp_path: Path) -> None:
-    compiled = ocloc.compile_module((SPIRV / f"{name}.spv").read_bytes(), device, tmp_path)
+    compiled = ocloc.compile_module(_C.level_zero.module(name), device, tmp_path)
     spilled = [line for line in compiled.spilled if name != "attention_backward" or "_256 " not in line]  # they are built with LARGE
     assert compiled.kernels.keys() == KERNELS[name] and not spilled
     for kernel, code in compiled.kernels.items():
@@ -35,7 +37,7 @@ def test_nothing_is_in_memory_that_could_be_in_registers(name: str, device: str,
 
 @pytest.mark.parametrize("device", ocloc.LANES)
 def test_the_backward_of_256_columns_has_its_registers(device: str, tmp_path: Path) -> None:
-    compiled = ocloc.compile_module((SPIRV / "attention_backward.spv").read_bytes(), device, tmp_path, LARGE)
+    compiled = ocloc.compile_module(_C.level_zero.module("attention_backward"), device, tmp_path, LARGE)
     assert not compiled.spilled and not any(code.count(r"ss\[") for code in compiled.kernels.values())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ocloc
 import pytest
-from modules import SPIRV, constants_of, linear_module, x_parts
+from modules import constants_of, linear_module, x_parts
 
 from lowbit import _C
 from lowbit.testing import LinearCase
@@ -62,7 +62,7 @@ def products(case: LinearCase) -> int:
 @pytest.mark.parametrize("name", ["linear_activations", "linear_floats_portable", "linear_codes_portable"])
 @pytest.mark.parametrize("device", ["dg2", "tgllp"])
 def test_code_without_dpas_has_no_register_in_memory(name: str, device: str, tmp_path: Path) -> None:
-    compiled = ocloc.compile_module((SPIRV / f"{name}.spv").read_bytes(), device, tmp_path)
+    compiled = ocloc.compile_module(_C.level_zero.module(name), device, tmp_path)
     assert compiled.kernels and not compiled.spilled
     for kernel in compiled.kernels.values():
         assert not kernel.count("dpas") and not kernel.count(r"\bcall")

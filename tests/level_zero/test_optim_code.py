@@ -7,10 +7,11 @@ from pathlib import Path
 
 import ocloc
 import pytest
-from modules import SPIRV
+
+from lowbit import _C
 
 pytestmark = pytest.mark.skipif(bool(ocloc.missing()), reason=ocloc.missing())
-MODULES = sorted(path.stem for path in SPIRV.glob("optim_*.spv"))
+MODULES = [name for name in _C.level_zero.modules() if name.startswith("optim_")]
 
 
 def options_of(module: str, device: str) -> str:
@@ -22,7 +23,7 @@ def options_of(module: str, device: str) -> str:
 @pytest.mark.parametrize("device", ocloc.LANES)
 @pytest.mark.parametrize("module", MODULES)
 def test_no_register_of_a_step_goes_to_memory(module: str, device: str, tmp_path: Path) -> None:
-    compiled = ocloc.compile_module((SPIRV / f"{module}.spv").read_bytes(), device, tmp_path, options_of(module, device))
+    compiled = ocloc.compile_module(_C.level_zero.module(module), device, tmp_path, options_of(module, device))
     assert compiled.kernels and not compiled.spilled
     for kernel in compiled.kernels.values():
         assert not kernel.count(r"ss\[") and not kernel.count(r"\bcall")

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The files of level_zero/spirv, which are in the library as they are.
+#include "level_zero/runtime/columns.hpp"
 #include "level_zero/runtime/program.hpp"
 
 // Made by CMake: LOWBIT_MODULE(name, path) for each.
 #define LOWBIT_MODULE(name, path)                                                                     \
-  __asm__(".pushsection .rodata\n.balign 64\nlowbit_spirv_" #name ":\n.incbin \"" path                 \
+  __asm__(".pushsection .rodata\nlowbit_spirv_" #name ":\n.incbin \"" path                 \
           "\"\nlowbit_spirv_" #name "_end:\n.popsection\n");                                            \
-  extern "C" __attribute__((visibility("hidden"))) const uint32_t lowbit_spirv_##name[], lowbit_spirv_##name##_end[];
+  extern "C" __attribute__((visibility("hidden"))) const uint8_t lowbit_spirv_##name[], lowbit_spirv_##name##_end[];
 #include "level_zero/modules.inc"
 #undef LOWBIT_MODULE
 
@@ -15,7 +16,7 @@ namespace {
 
 struct NamedModule {
   std::string_view name;
-  const uint32_t *begin, *end;
+  const uint8_t *begin, *end;
 };
 
 #define LOWBIT_MODULE(name, path) {#name, lowbit_spirv_##name, lowbit_spirv_##name##_end},
@@ -26,9 +27,9 @@ constexpr NamedModule kModules[] = {
 
 }  // namespace
 
-std::span<const uint32_t> find_module(std::string_view name) {
+std::vector<uint32_t> module_words(std::string_view name) {
   for (const NamedModule& module : kModules)
-    if (module.name == name) return {module.begin, module.end};
+    if (module.name == name) return from_columns({module.begin, module.end});
   return {};
 }
 

@@ -109,9 +109,9 @@ const Program& program(const Place& place, std::string_view module, const Build&
   const std::lock_guard lock(programs.mutex);
   Programs::Key wanted(&on, std::move(key));
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
-  const std::span<const uint32_t> words = find_module(module);
+  std::vector<uint32_t> words = module_words(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  const Image image{std::string(module), specialised(words, constants), build.mods,
+  const Image image{std::string(module), specialised(std::move(words), constants), build.mods,
                     kFlags[build.large_registers]};
   return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
 }

@@ -40,7 +40,7 @@ struct Build {
 const Program& program(const Place& place, std::string_view module, const Build& build = {});
 
 // The words of a module of the library by its name; empty if there is none.
-LOWBIT_API std::span<const uint32_t> find_module(std::string_view name);
+LOWBIT_API std::vector<uint32_t> module_words(std::string_view name);
 LOWBIT_API std::vector<std::string_view> module_names();
 
 }  // namespace lowbit::level_zero

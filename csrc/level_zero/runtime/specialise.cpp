@@ -14,8 +14,7 @@ constexpr uint32_t kOpSpecConstant = 50, kOpDecorate = 71, kSpecId = 1;
 
 }  // namespace
 
-std::vector<uint32_t> specialised(std::span<const uint32_t> words, std::span<const int32_t> constants) {
-  std::vector<uint32_t> module(words.begin(), words.end());
+std::vector<uint32_t> specialised(std::vector<uint32_t> module, std::span<const int32_t> constants) {
   std::map<uint32_t, uint32_t> numbers;  // of the ids that are specialised; they are decorated before they are made
   for (std::size_t at = kHeaderWords; at < module.size();) {
     const uint32_t count = module[at] >> 16, operation = module[at] & 0xffff;

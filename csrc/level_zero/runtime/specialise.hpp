@@ -10,6 +10,6 @@ namespace lowbit::level_zero {
 
 // A SPIR-V module in which each OpSpecConstant of 32 bits has the value constants[its SpecId]; those behind the last
 // keep their own.
-std::vector<uint32_t> specialised(std::span<const uint32_t> words, std::span<const int32_t> constants);
+std::vector<uint32_t> specialised(std::vector<uint32_t> module, std::span<const int32_t> constants);
 
 }  // namespace lowbit::level_zero
