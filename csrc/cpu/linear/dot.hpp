@@ -105,14 +105,23 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
     }
 }
 
-// Rows row..row+kRows of the prepared activations times kPanels neighbouring panels, over all of k. With expanded
-// codes, ahead_lines cache lines from `ahead` on are prefetched per half: this tile's share of the panels that are
-// expanded next. kOneHalf: a group is one half, and its totals never leave the registers (AVX2, int4, m = 512: 1.11 to
-// 1.16x).
+// The codes of panels from expand_panel, `stride` apart. ahead_lines cache lines from `ahead` on are prefetched in each
+// half: this tile's share of the panels that are expanded next.
+template <class Codes>
+struct Expanded {
+  const Codes* codes = nullptr;
+  int64_t stride = 0;
+  const uint8_t* ahead = nullptr;
+  int64_t ahead_lines = 0;
+};
+
+// Rows row..row+kRows of the prepared activations times `count` neighbouring panels, over all of k. Where there are
+// fewer than kPanels, which happens once in a call at its last panel, that one is multiplied again: tiles of one panel
+// and many rows were half of the code. kOneHalf: a group is one half, and its totals never leave the registers (AVX2,
+// int4, m = 512: 1.11 to 1.16x).
 template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels>
 void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row,
-              int64_t first_row, int64_t panel, const typename DotOf<kFormat>::Codes* expanded, const uint8_t* ahead,
-              int64_t ahead_lines) {
+              int64_t first_row, int64_t panel, int count, const Expanded<typename DotOf<kFormat>::Codes>& expanded) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
   const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
@@ -120,7 +129,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   Ahead next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
   for (int p = 0; p < kPanels; p++) {
-    panels[p] = view_panel(spec, args.weight, panel + p);
+    panels[p] = view_panel(spec, args.weight, panel + (p < count ? p : 0));
     if constexpr (!kExpanded) next[p] = Ahead(spec, panels[p], next_step, in_four_streams<kFormat>(spec, true));
   }
   const typename Dot::Step* a[kRows];
@@ -133,18 +142,19 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++) result[r][p] = set1(0.0f);
 
+  const uint8_t* ahead = expanded.ahead;
   for (int64_t s = 0, half = 0; half < halves; s++) {
     const int64_t g = spec.group_size ? s : 0, end = smaller(halves, half + halves_per_sum);
     i32x16 total[kRows][kPanels];
     for (int r = 0; r < kRows; r++)
       for (int p = 0; p < kPanels; p++) total[r][p] = set1(Dot::kOffset ? sums[r][s].start : 0);
     do {
-      for (int64_t line = 0; kExpanded && line < ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
+      for (int64_t line = 0; kExpanded && line < expanded.ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
-        dot_half<kFormat, true, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a,
+        dot_half<kFormat, true, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded.codes, expanded.stride, half, a,
                                                                      next, total);
       else
-        dot_half<kFormat, false, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded, halves * kStepsPerHalf, half, a,
+        dot_half<kFormat, false, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded.codes, expanded.stride, half, a,
                                                                       next, total);
     } while (++half < end && !kOneHalf);
     for (int p = 0; p < kPanels; p++) {
@@ -157,7 +167,8 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
   }
   for (int r = 0; r < kRows; r++)
     for (int p = 0; p < kPanels; p++)
-      finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
+      if (p < count)
+        finish(args, first_row + row + r, panel + p, result[r][p], rows.offset ? rows.offset - first_row : nullptr);
 }
 
 // Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread
@@ -190,24 +201,27 @@ void linear_dot(const LinearArgs& args) {
         for (int p = 0; expand && p < count_p; p++)
           expand_panel<kFormat>(spec, view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
                                 expanded + p * panel_steps);
+        const int64_t lines =
+            ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
         for (int64_t tile = 0; tile < tiles.count; tile++)
           with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
             const int64_t row = row_begin + tiles.begin(tile);
-            const int64_t lines =
-                ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
-            const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() +
-                                   tile * lines * 64 * (panel_steps / kStepsPerHalf);
-            with_count<kDotPanels>(count_p, [&](auto kPanels) {
+            const auto run = [&](auto kPanels) {
               if (!expand)
-                return dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, nullptr, nullptr,
-                                                                       0);
+                return dot_tile<kFormat, false, false, kRows, kPanels>(args, rows, row, first, panel, count_p, {});
               // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
               if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
-                const auto run = spec.group_size == kHalfK ? dot_tile<kFormat, true, true, kRows, kPanels>
-                                                           : dot_tile<kFormat, true, false, kRows, kPanels>;
-                run(args, rows, row, first, panel, expanded, ahead, lines);
+                const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() +
+                                       tile * lines * 64 * (panel_steps / kStepsPerHalf);
+                const Expanded<Codes> codes{expanded, count_p > 1 ? panel_steps : 0, ahead, lines};
+                spec.group_size == kHalfK
+                    ? dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, count_p, codes)
+                    : dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, count_p, codes);
               }
-            });
+            };
+            if constexpr (kRows == 1)
+              if (pair == 1) return run(std::integral_constant<int, 1>{});
+            run(std::integral_constant<int, kDotPanels>{});
           });
       }
     });
