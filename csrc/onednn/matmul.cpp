@@ -10,7 +10,6 @@ namespace {
 // 16 columns at a time: as fast for a few rows, 2.4 times slower for 512, of which bringing them is a twentieth.
 constexpr int64_t kReorderRows = 17;
 
-
 // A matrix, or of a product of codes one of a batch of one: only there a post-op may have one number for each row.
 Owned<MemoryDesc> strided(Weights of, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride,
                           int type) {
@@ -58,25 +57,7 @@ Owned<MemoryDesc> weight_desc(const Product& of) {
   return strided(of.weights, of.k, of.n, 1, of.k, kInt8);
 }
 
-int type_of(DType dtype) {
-  return dtype == DType::float32 ? kFloat32 : dtype == DType::bfloat16 ? kBFloat16 : kFloat16;
-}
-
 int type_of_x(const Product& of) { return of.weights == Weights::int8_rows ? kInt8 : type_of(of.result); }
-
-Owned<MemoryDesc> copy_of(const PrimitiveDescHandle* desc, int what) {
-  const MemoryDescHandle* asked = nullptr;
-  ensure(api().query(desc, what, 0, &asked), "dnnl_primitive_desc_query");
-  MemoryDesc copy;
-  ensure(api().desc_clone(&copy, asked), "dnnl_memory_desc_clone");
-  return Owned<MemoryDesc>(copy);
-}
-
-Owned<Primitive> primitive(const PrimitiveDescHandle* desc) {
-  Primitive made;
-  ensure(api().primitive_create(&made, desc), "dnnl_primitive_create");
-  return Owned<Primitive>(made);
-}
 
 Owned<Memory> memory(const Owned<MemoryDesc>& desc, const void* data) {
   Memory made;

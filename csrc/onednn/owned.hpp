@@ -22,4 +22,19 @@ struct Destroy {
 template <class Handle>
 using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
 
+// What a primitive wants or has, as `what` (kQueryWeights ...) asks for it.
+inline Owned<MemoryDesc> copy_of(const PrimitiveDescHandle* desc, int what) {
+  const MemoryDescHandle* asked = nullptr;
+  ensure(api().query(desc, what, 0, &asked), "dnnl_primitive_desc_query");
+  MemoryDesc copy;
+  ensure(api().desc_clone(&copy, asked), "dnnl_memory_desc_clone");
+  return Owned<MemoryDesc>(copy);
+}
+
+inline Owned<Primitive> primitive(const PrimitiveDescHandle* desc) {
+  Primitive made;
+  ensure(api().primitive_create(&made, desc), "dnnl_primitive_create");
+  return Owned<Primitive>(made);
+}
+
 }  // namespace lowbit::onednn

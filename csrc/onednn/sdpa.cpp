@@ -10,11 +10,6 @@
 namespace lowbit::onednn {
 namespace {
 
-
-int type_of(DType dtype) {
-  return dtype == DType::float32 ? kFloat32 : dtype == DType::bfloat16 ? kBFloat16 : kFloat16;
-}
-
 LogicalTensor tensor(std::size_t id, int type, std::initializer_list<int64_t> dims,
                      std::initializer_list<int64_t> strides) {
   LogicalTensor made{.id = id, .rank = static_cast<int>(dims.size()), .dims = {}, .type = type, .property = kVariable,

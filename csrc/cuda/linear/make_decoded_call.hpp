@@ -74,6 +74,13 @@ void walk(const LinearArgs& args, const DecodedParts& parts, DecodedCall& part, 
   }
 }
 
+// body(product) for each, before there is memory: addresses are aligned as those of its memory will be.
+template <class Body>
+void for_each_product(const LinearArgs& args, const DecodedParts& parts, Body&& body) {
+  DecodedCall part = decoded_call(args, parts, reinterpret_cast<void*>(256));
+  walk(args, parts, part, [] {}, [&] { body(product_of(args, part)); });
+}
+
 inline int64_t ctas_that_decode(const DecodedCall& part) {
   return ceil_div(part.columns, kPanelColumns) * ceil_div(part.padded_k, kDecodedStretch);
 }

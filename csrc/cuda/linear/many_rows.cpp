@@ -33,11 +33,9 @@ void run_decoded(const LinearArgs& args) {
 
 std::string_view refuses_product(const LinearArgs& args) {
   if (args.m < kFewestRows) return "fewer than 256 rows";
-  const DecodedParts parts(args);
-  DecodedCall part = decoded_call(args, parts, reinterpret_cast<void*>(256));  // aligned as its memory will be
   std::string_view reason;
-  walk(args, parts, part, [] {}, [&] {
-    if (reason.empty()) reason = algorithm_for(args.place, product_of(args, part)).refused;
+  for_each_product(args, DecodedParts(args), [&](const DenseProduct& product) {
+    if (reason.empty()) reason = algorithm_for(args.place, product).refused;
   });
   return reason;
 }

@@ -2,7 +2,7 @@
 // On the host: the call of the kernels that pack a weight, of an op's arguments, and what its sums are.
 #pragma once
 
-#include <string>
+#include <algorithm>
 #include <vector>
 
 #include "cuda/quantize/pack_call.hpp"
@@ -60,6 +60,10 @@ inline Distortion total(const std::vector<float>& sums) {
 inline FiniteCall finite_call(const AllFiniteArgs& args, void* memory) {
   return {.data = args.tensor.data, .count = args.tensor.numel(), .dtype = args.tensor.dtype,
           .found = static_cast<int32_t*>(memory)};
+}
+// Of what the CTAs have found.
+inline bool is_finite(const std::vector<int32_t>& found) {
+  return std::all_of(found.begin(), found.end(), [](int32_t of) { return of == 0; });
 }
 inline int64_t finite_ctas(const AllFiniteArgs& args) {
   return smaller(kMostFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));

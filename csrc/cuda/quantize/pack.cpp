@@ -45,9 +45,7 @@ void run_all_finite(const AllFiniteArgs& args) {
   const FiniteCall call = finite_call(args, workspace.at(0));
   program(args.place, {static_cast<int64_t>(SourceKind::all_finite)}, all_finite_source)
       .launch(args.place, "find_not_finite", ctas, kPackThreads, &call);
-  *args.result = true;
-  for (const int32_t found : read_back<int32_t>(args.place, "all_finite", call.found, ctas))
-    if (found) *args.result = false;
+  *args.result = is_finite(read_back<int32_t>(args.place, "all_finite", call.found, ctas));
 }
 
 std::string_view takes_any(const QuantizeArgs&) { return ""; }

@@ -13,10 +13,9 @@ using cuda::DecodedParts;
 
 // What oneDNN wants besides, for the largest of its products.
 int64_t room_bytes(const LinearArgs& args, const DecodedParts& parts) {
-  DecodedCall part = cuda::decoded_call(args, parts, reinterpret_cast<void*>(256));
   int64_t bytes = 0;
-  cuda::walk(args, parts, part, [] {}, [&] {
-    bytes = larger(bytes, product_for(args.place.device, cuda::product_of(args, part))->room_bytes());
+  cuda::for_each_product(args, parts, [&](const DenseProduct& product) {
+    bytes = larger(bytes, product_for(args.place.device, product)->room_bytes());
   });
   return bytes;
 }
@@ -35,8 +34,7 @@ void run_decoded(const LinearArgs& args) {
   cuda::walk(args, parts, part,
              [&] {
                const std::string_view name = kFormatNames[static_cast<int>(integers_as_int8(format))];
-               launch(codes ? "decode_codes" : concat("decode_", name),
-                      cuda::ctas_that_decode(part));
+               launch(codes ? "decode_codes" : concat("decode_", name), cuda::ctas_that_decode(part));
              },
              [&] {
                const DenseProduct product = cuda::product_of(args, part);
@@ -52,10 +50,8 @@ std::string_view refuses_products(const LinearArgs& args) {
   thread_local std::string reason;
   reason.clear();
   try {
-    const DecodedParts parts(args);
-    DecodedCall part = cuda::decoded_call(args, parts, reinterpret_cast<void*>(256));
-    cuda::walk(args, parts, part, [] {}, [&] {
-      if (reason.empty()) reason = product_for(args.place.device, cuda::product_of(args, part))->reason();
+    cuda::for_each_product(args, DecodedParts(args), [&](const DenseProduct& product) {
+      if (reason.empty()) reason = product_for(args.place.device, product)->reason();
     });
   } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
     reason = error.what();

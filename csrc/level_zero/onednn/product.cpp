@@ -50,15 +50,6 @@ const GpuEngine& engine_of(int16_t index) {
   return found != all.made.end() ? found->second : all.made.emplace(index, make_engine(index)).first->second;
 }
 
-int type_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32: return kFloat32;
-    case DType::bfloat16: return kBFloat16;
-    case DType::float16: return kFloat16;
-    default: return kInt8;
-  }
-}
-
 Owned<MemoryDesc> matrix(int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride, int type) {
   const int64_t shape[] = {rows, columns}, strides[] = {row_stride, column_stride};
   MemoryDesc desc;
@@ -110,15 +101,9 @@ Product::Product(const Key& key)
     reason_ = concat("oneDNN has only its reference implementation of this product for this GPU, ", implementation);
     return;
   }
-  const MemoryDescHandle* asked = nullptr;
-  onednn::ensure(library().query(desc.get(), kQueryScratchpad, 0, &asked), "dnnl_primitive_desc_query");
-  MemoryDesc copy;
-  onednn::ensure(library().desc_clone(&copy, asked), "dnnl_memory_desc_clone");
-  room_ = Owned<MemoryDesc>(copy);
+  room_ = copy_of(desc.get(), kQueryScratchpad);
   room_bytes_ = static_cast<int64_t>(library().desc_bytes(room_.get()));
-  Primitive primitive;
-  onednn::ensure(library().primitive_create(&primitive, desc.get()), "dnnl_primitive_create");
-  matmul_ = Owned<Primitive>(primitive);
+  matmul_ = primitive(desc.get());
 }
 
 void Product::run(const DenseProduct& product, void* room) const {

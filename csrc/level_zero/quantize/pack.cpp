@@ -35,9 +35,7 @@ void run_all_finite(const AllFiniteArgs& args) {
   const cuda::FiniteCall call = cuda::finite_call(args, workspace.at(0));
   program(args.place, "pack")
       .launch(args.place, "find_not_finite", groups, cuda::kPackThreads, &call, sizeof call);
-  *args.result = true;
-  for (const int32_t found : read_back<int32_t>(args.place, call.found, groups))
-    if (found) *args.result = false;
+  *args.result = cuda::is_finite(read_back<int32_t>(args.place, call.found, groups));
 }
 
 std::string_view takes_any(const QuantizeArgs&) { return ""; }

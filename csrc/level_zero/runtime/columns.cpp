@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <map>
-
+#include <utility>
 
 namespace lowbit::level_zero {
 namespace {
