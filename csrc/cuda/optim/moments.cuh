@@ -21,26 +21,34 @@ template <> struct WordOf<4> { using type = uint32_t; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<16> { using type = uint4; };
 
-// kBytes bytes, of which `left` are there, and zeros.
-template <int kBytes>
-LOWBIT_INLINE void load_bytes(const void* from, int64_t left, void* to) {
-  using Word = typename WordOf<kBytes>::type;
-  if (left >= kBytes && is_aligned<Word>(from)) {
+// `count` elements, of which `left` are there, and zeros. One by one where they lie in no word: by a loop over bytes,
+// Intel's newer compilers keep `to` in memory for both ways.
+template <class Element, int count>
+LOWBIT_INLINE void load_elements(const void* from, int64_t left, void* to) {
+  using Word = typename WordOf<count * sizeof(Element)>::type;
+  if (left >= count && is_aligned<Word>(from)) {
     *static_cast<Word*>(to) = *static_cast<const Word*>(from);
     return;
   }
-  for (int i = 0; i < kBytes; i++)
-    static_cast<uint8_t*>(to)[i] = i < left ? static_cast<const uint8_t*>(from)[i] : uint8_t{0};
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    const Element element = i < left ? static_cast<const Element*>(from)[i] : Element{0};
+    std::memcpy(static_cast<uint8_t*>(to) + i * sizeof element, &element, sizeof element);
+  }
 }
-template <int kBytes>
-LOWBIT_INLINE void store_bytes(void* to, int64_t left, const void* from) {
-  using Word = typename WordOf<kBytes>::type;
-  if (left >= kBytes && is_aligned<Word>(to)) {
+template <class Element, int count>
+LOWBIT_INLINE void store_elements(void* to, int64_t left, const void* from) {
+  using Word = typename WordOf<count * sizeof(Element)>::type;
+  if (left >= count && is_aligned<Word>(to)) {
     *static_cast<Word*>(to) = *static_cast<const Word*>(from);
     return;
   }
-  for (int i = 0; i < kBytes; i++)
-    if (i < left) static_cast<uint8_t*>(to)[i] = static_cast<const uint8_t*>(from)[i];
+#pragma unroll
+  for (int i = 0; i < count; i++) {
+    Element element;
+    std::memcpy(&element, static_cast<const uint8_t*>(from) + i * sizeof element, sizeof element);
+    if (i < left) static_cast<Element*>(to)[i] = element;
+  }
 }
 
 // n elements of a tensor from `at` on, of which `left` are there, and zeros.
@@ -50,13 +58,13 @@ LOWBIT_INLINE void load_floats(const void* base, DType dtype, int64_t at, int64_
   if (dtype == DType::float32) {
 #pragma unroll
     for (int i = 0; i < n; i += 4)
-      load_bytes<16>(static_cast<const float*>(base) + at + i, 4 * (left - i), words + i);
+      load_elements<uint32_t, 4>(static_cast<const float*>(base) + at + i, left - i, words + i);
 #pragma unroll
     for (int i = 0; i < n; i++) to[i] = {__uint_as_float(words[i])};
     return;
   }
-  load_bytes<(n < 8 ? 2 * n : 16)>(static_cast<const uint16_t*>(base) + at, 2 * left, words);
-  if constexpr (n == 16) load_bytes<16>(static_cast<const uint16_t*>(base) + at + 8, 2 * (left - 8), words + 4);
+  load_elements<uint16_t, (n < 8 ? n : 8)>(static_cast<const uint16_t*>(base) + at, left, words);
+  if constexpr (n == 16) load_elements<uint16_t, 8>(static_cast<const uint16_t*>(base) + at + 8, left - 8, words + 4);
 #pragma unroll
   for (int i = 0; i < n; i++) {
     const auto half = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
@@ -71,7 +79,8 @@ LOWBIT_INLINE void store_floats(void* base, DType dtype, int64_t at, int64_t lef
 #pragma unroll
     for (int i = 0; i < n; i++) words[i] = __float_as_uint(from[i].lane);
 #pragma unroll
-    for (int i = 0; i < n; i += 4) store_bytes<16>(static_cast<float*>(base) + at + i, 4 * (left - i), words + i);
+    for (int i = 0; i < n; i += 4)
+      store_elements<uint32_t, 4>(static_cast<float*>(base) + at + i, left - i, words + i);
     return;
   }
   const auto half = [&](int i) -> uint32_t {
@@ -79,8 +88,8 @@ LOWBIT_INLINE void store_floats(void* base, DType dtype, int64_t at, int64_t lef
   };
 #pragma unroll
   for (int i = 0; i < n; i += 2) words[i / 2] = half(i) | half(i + 1) << 16;
-  store_bytes<(n < 8 ? 2 * n : 16)>(static_cast<uint16_t*>(base) + at, 2 * left, words);
-  if constexpr (n == 16) store_bytes<16>(static_cast<uint16_t*>(base) + at + 8, 2 * (left - 8), words + 4);
+  store_elements<uint16_t, (n < 8 ? n : 8)>(static_cast<uint16_t*>(base) + at, left, words);
+  if constexpr (n == 16) store_elements<uint16_t, 8>(static_cast<uint16_t*>(base) + at + 8, left - 8, words + 4);
 }
 
 // n codes as the floats 2^23 + code, which decoders read; 4-bit codes two to a byte, the first in the high nibble.
@@ -88,7 +97,7 @@ template <StateFormat kFormat, int n>
 LOWBIT_INLINE void load_codes(const uint8_t* codes, int64_t at, int64_t left, f32 (&number)[n]) {
   constexpr int kBytes = static_cast<int>(state_bytes(kFormat, n));
   alignas(16) uint8_t bytes[kBytes];
-  load_bytes<kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
+  load_elements<uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
 #pragma unroll
   for (int i = 0; i < n; i++) {
     const uint32_t code = kFormat == StateFormat::dynamic4 ? bytes[i / 2] >> (i % 2 ? 0 : 4) & 15 : bytes[i];
@@ -110,7 +119,7 @@ LOWBIT_INLINE void store_codes(uint8_t* codes, int64_t at, int64_t left, const i
       bytes[i] = static_cast<uint8_t>(saturated(2 * i) << 4 | saturated(2 * i + 1));
     else bytes[i] = saturated(i);
   }
-  store_bytes<kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
+  store_elements<uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
 }
 
 // The scale of the block of element `at`, also for a thread behind the last element: it holds a part of the tables.

@@ -120,7 +120,8 @@ LOWBIT_INLINE int tensor_of_task(const StepTable& table, int32_t task) {
   int found = 0, end = table.count;
   while (end - found > 1) {
     const int middle = (found + end) / 2;
-    (table.first_task[middle] <= task ? found : end) = middle;
+    if (table.first_task[middle] <= task) found = middle;
+    else end = middle;
   }
   return found;
 }

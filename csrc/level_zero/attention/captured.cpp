@@ -83,7 +83,7 @@ CapturedGradients::CapturedGradients(const AttentionBackwardArgs& args, const Ca
   sums_.bits = 61 - (adds > 1 ? std::ilogb(adds) : 0);
 }
 
-void CapturedGradients::run(AttentionCall call, const Build& build, const char* kernel, int64_t groups) const {
+void CapturedGradients::run(AttentionCall call, const char* kernel, int64_t groups) const {
   const Place& place = args_.place;
   std::vector<float*> places(args_.grad_captured.size());
   int64_t most = 1;
@@ -94,8 +94,7 @@ void CapturedGradients::run(AttentionCall call, const Build& build, const char* 
   }
   call.score = mods_.score_of_sums(places);
   const SumsCall sums{mods_.sums(), sums_};
-  const Program &of_rows = program(place, "attention_rows"),
-                &pass = mods_.program_of_sums("attention_captured", build);
+  const Program &of_rows = program(place, "attention_rows"), &pass = mods_.program_of_sums("attention_captured");
   of_rows.launch(place, "sums_start", ceil_div(most, kAttentionThreads), kAttentionThreads, &sums, sizeof sums);
   if (groups) pass.launch(place, kernel, groups, kAttentionThreads, &call, sizeof call);
   of_rows.launch(place, "sums_add", 1, kAttentionThreads, &sums, sizeof sums);

@@ -28,6 +28,14 @@ std::span<const uint32_t> words_of(const ScoreCall* score, const ScoreCall* mask
   return words;
 }
 
+// A device that computes nothing (Intel's driver without a GPU) leaves what was in memory.
+bool may_be_noted(const ScoreCall& call, const int32_t (&noted)[4]) {
+  const auto [seen, tensor, dim, index] = noted;
+  if (seen != 1) return false;
+  if (tensor == ScoreFault::kDivision) return true;
+  return tensor >= 0 && tensor < call.captured_count() && dim >= 0 && dim < call.captured()[tensor].rank;
+}
+
 }  // namespace
 
 CallMods::CallMods(const Place& place, const ScoreCall* score, const ScoreCall* mask, void* memory, bool faults)
@@ -57,8 +65,8 @@ ModTable CallMods::score_of_sums(std::span<float* const> gradients) const {
   return {args.table};
 }
 
-const Program& CallMods::program_of_sums(std::string_view module, const Build& build) const {
-  return level_zero::program(place_, module, {build.constants, words_of(score_, mask_, true), build.large_registers});
+const Program& CallMods::program_of_sums(std::string_view module) const {
+  return level_zero::program(place_, module, {.mods = words_of(score_, mask_, true)});
 }
 
 const Program& CallMods::program(std::string_view module, std::string_view with_mods,
@@ -77,6 +85,8 @@ void CallMods::check_fault(std::string_view op) const {
   for (int which = 0; which < 2; which++) {
     const ScoreCall* call = which ? mask_ : score_;
     if (!call || !noted[which][0]) continue;
+    check(may_be_noted(*call, noted[which]), ErrorKind::runtime, op, ": the device noted a fault that no mod can "
+          "have: it failed, or a kernel did not run");
     ScoreFault& fault = call->fault();
     fault.tensor = noted[which][1], fault.dim = noted[which][2], fault.index = noted[which][3], fault.seen = true;
     call->check_fault();

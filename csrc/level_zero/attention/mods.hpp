@@ -27,7 +27,7 @@ class CallMods {
   // `module`, or where there are mods `with_mods`, linked with them.
   const Program& program(std::string_view module, std::string_view with_mods, Build build = {}) const;
   // What adds gradients up, linked with the mods: `module` has add_to_sum.
-  const Program& program_of_sums(std::string_view module, const Build& build) const;
+  const Program& program_of_sums(std::string_view module) const;
   // The score_mod whose gradient adds to these places (call.hpp: sum_address), one for each captured tensor.
   ModTable score_of_sums(std::span<float* const> gradients) const;
   Sums* sums() const { return reinterpret_cast<Sums*>(static_cast<char*>(memory_) + kSumsAt); }

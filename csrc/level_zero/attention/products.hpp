@@ -47,16 +47,11 @@ struct HeadReader {
     const uint32_t bits = row(r)[column < columns ? column : columns - 1];
     return r < rows && column < columns ? bits : 0;
   }
-  // Of columns from a multiple of 8 on.
+  // Whether the eight columns from a multiple of 8 on are there at once.
+  LOWBIT_INLINE bool has_eight(int column) const { return wide && column + 8 <= columns; }
   LOWBIT_INLINE u32x4 eight(int r, int column) const {
-    u32x4 words = 0;
-    if (wide && column + 8 <= columns) {
-      words = *(const Global<u32x4>*)(row(r) + column);  // NOLINT: no other cast can
-      return r < rows ? words : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = at(r, column + 2 * i) | at(r, column + 2 * i + 1) << 16;
-    return words;
+    const u32x4 words = *(const Global<u32x4>*)(row(r) + column);  // NOLINT: no other cast can
+    return r < rows ? words : 0;
   }
 };
 
@@ -70,9 +65,11 @@ struct RowFactor {
   alignas(16) u32x4 data[kColumns / kStep][kKvTile][2];
 
   LOWBIT_INLINE void load(const HeadReader& from) {
-    for (int at = static_cast<int>(threadIdx.x); at < kKvTile * kColumns / 8; at += kAttentionThreads) {
+    for (int at = static_cast<int>(threadIdx.x); at < times(kKvTile * kColumns / 8); at += kAttentionThreads) {
       const int row = at / (kColumns / 8), eight = at % (kColumns / 8);
-      data[eight / 2][row][eight % 2] = from.eight(row, eight * 8);
+      u32x4& to = data[eight / 2][row][eight % 2];
+      if (from.has_eight(eight * 8)) to = from.eight(row, eight * 8);
+      else for (int i = 0; i < times(8); i++) reinterpret_cast<uint16_t*>(&to)[i] = from.at(row, eight * 8 + i);
     }
   }
   LOWBIT_INLINE i32x8 factor(int step, int row) const { return joined(data[step][row]); }
@@ -84,8 +81,14 @@ struct PairFactor {
   alignas(16) u32x4 data[kTileSteps][kColumns][2];
 
   LOWBIT_INLINE void load(const HeadReader& from) {
-    for (int at = static_cast<int>(threadIdx.x); at < kKvTile / 2 * kColumns / 8; at += kAttentionThreads) {
+    for (int at = static_cast<int>(threadIdx.x); at < times(kKvTile / 2 * kColumns / 8); at += kAttentionThreads) {
       const int pair = at / (kColumns / 8), column = at % (kColumns / 8) * 8;
+      if (!from.has_eight(column)) {
+        for (int i = 0; i < times(16); i++)
+          reinterpret_cast<uint16_t*>(data[pair / 8][column + i / 2])[pair % 8 * 2 + i % 2] =
+              from.at(pair * 2 + i % 2, column + i / 2);
+        continue;
+      }
       const u32x4 low = from.eight(pair * 2, column), high = from.eight(pair * 2 + 1, column);
       const u32x4 even = (low & 0xffffu) | high << 16u, odd = low >> 16u | (high & 0xffff0000u);
 #pragma unroll
@@ -102,7 +105,7 @@ struct OwnRows {
   Rows<RowPiece, kRows> piece[kColumns / kStep][kAttentionThreads];
 
   LOWBIT_INLINE void load(const HeadReader& from, int lane) {
-    for (int step = 0; step < kColumns / kStep; step++) {
+    for (int step = 0; step < times(kColumns / kStep); step++) {
       Rows<RowPiece, kRows> a;
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
@@ -128,7 +131,7 @@ LOWBIT_INLINE void for_each_score(LaneScores<kRows>& s, ScoreMemory<kRows>& memo
   const auto thread = static_cast<int>(threadIdx.x);
 #pragma unroll
   for (int j = 0; j < kOfLane; j++) memory[j][thread] = s[j];
-  for (int i = 0; i < kOfLane * kRows; i++) {
+  for (int i = 0; i < times(kOfLane * kRows); i++) {
     float& value = reinterpret_cast<float*>(&memory[i / kRows][thread])[i % kRows];
     value = each(i / kRows, i % kRows, value);
   }

@@ -53,8 +53,8 @@ void run_forward(const AttentionForwardArgs& args, int lanes) {
   make_classes(args, call);
   const int32_t constants[] = {args.q.dtype == DType::float16};  // as products.hpp has them
   const Program& kernels =
-      lanes == 8    ? mods.program("attention_forward_dpas8", "attention_forward_dpas8_mods", {constants, {}, true})
-      : lanes == 16 ? mods.program("attention_forward_dpas16", "attention_forward_dpas16_mods", {constants, {}, true})
+      lanes == 8    ? mods.program("attention_forward_dpas8", "attention_forward_dpas8_mods", {constants})
+      : lanes == 16 ? mods.program("attention_forward_dpas16", "attention_forward_dpas16_mods", {constants})
                     : mods.program("attention_forward", "attention_forward_mods");
   launch(args.place, kernels, kernel_of(columns, {"forward_64", "forward_128", "forward_256"}),
          args.batch() * args.heads() * call.q_tiles.count, call);
@@ -85,8 +85,7 @@ void run_backward(const AttentionBackwardArgs& args) {
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
   const AttentionCall by_queries = backward_call(args, workspace, room, mods, tile, kKvTile),
                       by_keys = backward_call(args, workspace, room, mods, kKvTile, tile);
-  const Build build{.large_registers = columns == kMostColumns};  // two gradients of 256 columns do not fit otherwise
-  const Program &kernels = mods.program("attention_backward", "attention_backward_mods", build),
+  const Program &kernels = mods.program("attention_backward", "attention_backward_mods"),
                 &of_rows = program(forward.place, "attention_rows");
   make_classes(forward, by_queries);
   launch(forward.place, of_rows, "row_statistics", ceil_div(rows, kSubGroups), by_queries);
@@ -97,7 +96,7 @@ void run_backward(const AttentionBackwardArgs& args) {
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
   const CapturedGradients captured(args, mods, workspace.at(room.at_captured()));
   if (captured.any())
-    captured.run(by_queries, build, kernel_of(columns, {"captured_64", "captured_128", "captured_256"}),
+    captured.run(by_queries, kernel_of(columns, {"captured_64", "captured_128", "captured_256"}),
                  heads * by_queries.q_tiles.count);
   mods.check_fault("attention_backward");
 }

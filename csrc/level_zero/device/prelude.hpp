@@ -74,6 +74,7 @@ using size_t = std::size_t;
 
 __device__ size_t opencl_local_id(uint32_t dimension) __asm__("_Z12get_local_idj");
 __device__ uint32_t opencl_lane() __asm__("_Z22get_sub_group_local_idv");
+__device__ size_t opencl_global_offset(uint32_t dimension) __asm__("_Z17get_global_offsetj");
 __device__ size_t opencl_group_id(uint32_t dimension) __asm__("_Z12get_group_idj");
 LOWBIT_CONVERGENT void opencl_barrier(uint32_t fence) __asm__("_Z7barrierj");
 LOWBIT_CONVERGENT int32_t opencl_shuffle_xor(int32_t value, uint32_t lanes)
@@ -106,6 +107,9 @@ struct GroupIndex {
 };
 #define threadIdx ThreadIndex{}
 #define blockIdx GroupIndex{}
+
+// A count that compilers do not know: a loop of that many turns stays one.
+LOWBIT_INLINE int times(int count) { return count + static_cast<int>(opencl_global_offset(0)); }
 
 LOWBIT_INLINE void __syncthreads() { opencl_barrier(1); }  // local memory
 LOWBIT_INLINE int32_t __shfl_xor_sync(uint32_t, int32_t value, int lanes) { return opencl_shuffle_xor(value, lanes); }

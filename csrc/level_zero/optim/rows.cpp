@@ -63,9 +63,7 @@ void step_with(const OptimStepArgs& args, Numbers& numbers) {
   const std::string_view format = kStateFormatNames[static_cast<int>(args.format)];
   const std::string rule = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
   const std::string kernel = is_usual || Step::kMoments == 0 ? rule : concat(rule, "_", format);
-  // Of 128 registers a thread on Xe-HPG, which hold 8 lanes each, steps put up to 204 in memory.
-  const Build build{.large_registers = dpas_lanes(args.place) == 8};
-  program(args.place, is_usual ? concat("optim_step_", format) : "optim_step_others", build)
+  program(args.place, is_usual ? concat("optim_step_", format) : "optim_step_others")
       .launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
   wait(args.place.device);  // the table is read until then
 }

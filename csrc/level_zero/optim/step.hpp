@@ -15,7 +15,8 @@ LOWBIT_INLINE void step(const StepCall& call) {
   int found = 0, end = call.count;
   while (end - found > 1) {
     const int middle = (found + end) / 2;
-    (entries[middle].first_task <= task ? found : end) = middle;
+    if (entries[middle].first_task <= task) found = middle;
+    else end = middle;
   }
   const StepEntry<Rule>& of = entries[found];
   cuda::update_task<Rule, kFormat, kBlock, kEach>(of.tensor, of.constants,

@@ -25,10 +25,10 @@ using Event = struct EventOfLoader*;
 
 // Each begins with its number and what extends it.
 enum class Kind : int {
-  driver_properties = 0x1, device_properties = 0x3, device_memory_properties = 0x7, context = 0xd, command_queue = 0xe,
-  event_pool = 0x10, event = 0x11, device_memory = 0x15, host_memory = 0x16, module = 0x1b, kernel = 0x1d,
-  kernel_properties = 0x1e,
-  linked_modules = 0x00020002,
+  driver_properties = 0x1, device_properties = 0x3, compute_properties = 0x4, module_properties = 0x5,
+  device_memory_properties = 0x7, context = 0xd, command_queue = 0xe, event_pool = 0x10, event = 0x11,
+  device_memory = 0x15, host_memory = 0x16, module = 0x1b, kernel = 0x1d, kernel_properties = 0x1e,
+  linked_modules = 0x00020002, dot_products = 0x00030013,
 };
 struct Header {
   Kind kind;
@@ -51,6 +51,21 @@ struct DeviceProperties {
   uint32_t timestamp_bits = 0, kernel_timestamp_bits = 0;
   uint8_t uuid[16] = {};
   char name[256] = {};
+};
+struct ComputeProperties {
+  Header header{Kind::compute_properties};
+  uint32_t most_group = 0, most_group_xyz[3] = {}, most_groups_xyz[3] = {}, most_shared_bytes = 0, sub_groups = 0,
+           sub_group_sizes[8] = {};
+};
+struct ModuleProperties {
+  Header header{Kind::module_properties};
+  uint32_t spirv_version = 0, flags = 0, fp16_flags = 0, fp32_flags = 0, fp64_flags = 0, most_argument_bytes = 0,
+           printf_bytes = 0;
+  uint8_t native_kernels[16] = {};
+};
+struct DotProducts {  // ze_intel_device_module_dp_exp_properties_t, behind ModuleProperties: of drivers from 24.05 on
+  Header header{Kind::dot_products};
+  uint32_t flags = 0;  // 1: dp4a, 2: dpas; older drivers write nothing
 };
 struct DeviceMemoryProperties {  // of one kind of memory
   Header header{Kind::device_memory_properties};
@@ -122,6 +137,8 @@ inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and s
   X(driver_properties, "zeDriverGetProperties", DriverHandle driver, DriverProperties* properties)                   \
   X(devices, "zeDeviceGet", DriverHandle driver, uint32_t* count, DeviceHandle* devices)                             \
   X(device_properties, "zeDeviceGetProperties", DeviceHandle device, DeviceProperties* properties)                   \
+  X(compute_properties, "zeDeviceGetComputeProperties", DeviceHandle device, ComputeProperties* properties)          \
+  X(module_properties, "zeDeviceGetModuleProperties", DeviceHandle device, ModuleProperties* properties)             \
   X(memory_properties, "zeDeviceGetMemoryProperties", DeviceHandle device, uint32_t* count,                          \
     DeviceMemoryProperties* properties)                                                                              \
   X(create_context, "zeContextCreate", DriverHandle driver, const ContextDescription* description, Context* context) \
@@ -135,6 +152,7 @@ inline constexpr uint32_t kIndirectAccess = 1 | 2 | 4;  // of host, device and s
   X(destroy_log, "zeModuleBuildLogDestroy", BuildLog log)                                                            \
   X(native_binary, "zeModuleGetNativeBinary", Module module, std::size_t* bytes, uint8_t* image)                     \
   X(create_kernel, "zeKernelCreate", Module module, const KernelDescription* description, KernelHandle* kernel)      \
+  X(destroy_kernel, "zeKernelDestroy", KernelHandle kernel)                                                          \
   X(kernel_properties, "zeKernelGetProperties", KernelHandle kernel, KernelProperties* properties)                   \
   X(set_group_size, "zeKernelSetGroupSize", KernelHandle kernel, uint32_t x, uint32_t y, uint32_t z)                 \
   X(set_argument, "zeKernelSetArgumentValue", KernelHandle kernel, uint32_t index, std::size_t bytes,                \

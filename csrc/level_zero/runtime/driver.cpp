@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 
@@ -12,6 +13,7 @@ namespace lowbit::level_zero {
 namespace {
 
 constexpr int kGpu = 1;
+constexpr uint32_t kDpas = 2;
 constexpr uint64_t kForEver = UINT64_MAX;
 
 // A driver's threads and queues are those of the process that opened it; a child would wait for them for ever.
@@ -50,8 +52,8 @@ std::vector<Handle> all_of(Get&& get, std::string_view what) {
   return all;
 }
 
-// Level Zero does not say which extensions of sub-groups a device has: by the PCI ids of those that have dpas.
-int lanes_of(const DeviceProperties& of) {
+// Of drivers that do not say which dot products a device has: by the PCI ids of those that have dpas.
+int known_lanes(const DeviceProperties& of) {
   constexpr uint32_t kIntel = 0x8086;
   struct Range {
     uint32_t first, last;
@@ -68,6 +70,20 @@ int lanes_of(const DeviceProperties& of) {
   return 0;
 }
 
+// A dpas is an instruction of the narrowest sub-groups: 8 lanes on Xe-HPG, 16 from Xe-HPC on.
+int lanes_of(DeviceHandle device, const DeviceProperties& of) {
+  DotProducts products;
+  ModuleProperties modules;
+  modules.header.next = &products;
+  ensure(api().module_properties(device, &modules), "zeDeviceGetModuleProperties");
+  if (products.flags == 0) return known_lanes(of);
+  if (!(products.flags & kDpas)) return 0;
+  ComputeProperties compute;
+  ensure(api().compute_properties(device, &compute), "zeDeviceGetComputeProperties");
+  const uint32_t narrowest = *std::min_element(compute.sub_group_sizes, compute.sub_group_sizes + compute.sub_groups);
+  return narrowest == 8 || narrowest == 16 ? static_cast<int>(narrowest) : 0;
+}
+
 int64_t memory_of(DeviceHandle device) {
   uint32_t count = 0;
   ensure(api().memory_properties(device, &count, nullptr), "zeDeviceGetMemoryProperties");
@@ -81,7 +97,7 @@ int64_t memory_of(DeviceHandle device) {
 Gpu make_gpu(DriverHandle driver, Context context, DeviceHandle handle, const DeviceProperties& of,
              uint32_t version) {
   Gpu made{of.name, concat(version, "-", of.vendor, "-", of.device), driver, context, handle, nullptr, nullptr,
-           new std::mutex, lanes_of(of), memory_of(handle)};
+           new std::mutex, lanes_of(handle, of), memory_of(handle)};
   const QueueDescription queue{};
   ensure(api().create_list(context, handle, &queue, &made.list), "zeCommandListCreateImmediate");
   const EventPoolDescription pool_of{};

@@ -15,14 +15,6 @@ namespace {
 constexpr const char* kFlags[] = {LOWBIT_FLAGS, LOWBIT_FLAGS " -ze-opt-large-register-file"};
 #undef LOWBIT_FLAGS
 
-// All that what is built depends on.
-struct Image {
-  std::string name;
-  std::vector<uint32_t> words;
-  std::span<const uint32_t> mods;
-  const char* flags;
-};
-
 std::string_view bytes_of(std::span<const uint32_t> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
 }
@@ -48,21 +40,20 @@ Module create(const Gpu& on, const ModuleDescription& description, std::string_v
   return module;
 }
 
-Module build(const Gpu& on, const Image& image) {
+Module build(const Gpu& on, const Image& image, const char* flags) {
   const auto as_bytes = [](std::span<const uint32_t> words) { return reinterpret_cast<const uint8_t*>(words.data()); };
   if (image.mods.empty()) {
-    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words),
-                                  .flags = image.flags};
+    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words), .flags = flags};
     return create(on, alone, image.name);
   }
-  const std::size_t bytes[] = {image.words.size() * 4, image.mods.size_bytes()};
+  const std::size_t bytes[] = {image.words.size() * 4, image.mods.size() * 4};
   const uint8_t* images[] = {as_bytes(image.words), as_bytes(image.mods)};
-  const char* flags[] = {image.flags, image.flags};
+  const char* of_each[] = {flags, flags};
   const void* constants[] = {nullptr, nullptr};
-  const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = flags, .constants = constants};
+  const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = of_each, .constants = constants};
   // The first again, which drivers do not look at: the loader's validation refuses a description without a module.
   const ModuleDescription linked{.header = {Kind::module, &both}, .bytes = bytes[0], .image = images[0],
-                                 .flags = image.flags};
+                                 .flags = flags};
   return create(on, linked, image.name);
 }
 
@@ -74,9 +65,9 @@ std::string native_image(Module module) {
 }
 
 // From the cache, which is asked for whole files alone: a driver may die of half a module.
-Module load(const Gpu& on, const Image& image) {
+Module load(const Gpu& on, const Image& image, const char* flags) {
   Hash hash;
-  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(image.flags);
+  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(flags);
   const std::string path = (cache_folder("level_zero") / concat(image.name, "-", hash.text(), ".native")).string();
   if (const auto kept = read_cached(path)) {
     const ModuleDescription native{.format = ModuleFormat::native, .bytes = kept->size(),
@@ -84,9 +75,15 @@ Module load(const Gpu& on, const Image& image) {
     Module module = nullptr;
     if (api().create_module(on.context, on.handle, &native, &module, nullptr) == 0) return module;
   }
-  const Module made = build(on, image);
+  const Module made = build(on, image, flags);
   if (const std::string native = native_image(made); !native.empty()) write_cached(path, native);
   return made;
+}
+
+uint32_t spilled_bytes(KernelHandle kernel) {
+  KernelProperties properties;
+  ensure(api().kernel_properties(kernel, &properties), "zeKernelGetProperties");
+  return properties.spill_bytes;
 }
 
 struct Programs {
@@ -103,34 +100,49 @@ const Program& program(const Place& place, std::string_view module, const Build&
   const Gpu& on = gpu(place.device);
   std::string key(module);
   const std::span<const int32_t> constants = build.constants;
-  key.append(1, build.large_registers ? 'l' : 's');
-  key.append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
+  key.append(1, '\0').append(reinterpret_cast<const char*>(constants.data()), constants.size_bytes());
   key.append(1, '\0').append(bytes_of(build.mods));
   const std::lock_guard lock(programs.mutex);
   Programs::Key wanted(&on, std::move(key));
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
   std::vector<uint32_t> words = module_words(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  const Image image{std::string(module), specialised(std::move(words), constants), build.mods,
-                    kFlags[build.large_registers]};
-  return programs.loaded.try_emplace(std::move(wanted), image.name, load(on, image)).first->second;
+  Image image{std::string(module), specialised(std::move(words), constants), {build.mods.begin(), build.mods.end()}};
+  return programs.loaded.try_emplace(std::move(wanted), on, std::move(image)).first->second;
+}
+
+Program::Program(const Gpu& on, Image image)
+    : on_(on), image_(std::move(image)), modules_{load(on, image_, kFlags[0]), nullptr} {}
+
+// Where its registers do not fit, with twice as many for half as many threads at once: if that helps.
+KernelHandle Program::make(const char* kernel) const {
+  const auto from = [&](Module module) {
+    const KernelDescription description{.name = kernel};
+    KernelHandle made = nullptr;
+    ensure(api().create_kernel(module, &description, &made), concat(on_.name, ": ", kernel, " of ", image_.name));
+    return made;
+  };
+  KernelHandle made = from(modules_[0]);
+  if (const uint32_t spilled = spilled_bytes(made)) {
+    if (!modules_[1]) modules_[1] = load(on_, image_, kFlags[1]);
+    KernelHandle other = from(modules_[1]);
+    if (spilled_bytes(other) < spilled) std::swap(made, other);
+    api().destroy_kernel(other);
+  }
+  ensure(api().set_indirect_access(made, kIndirectAccess), "zeKernelSetIndirectAccess");
+  return made;
 }
 
 void Program::launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
                      std::size_t bytes) const {
   const Gpu& on = gpu(place.device);
   const auto what = [&] {
-    return concat(name_of(place.device), ": ", kernel, " of ", name_, ", ", groups, " groups of ", threads, " threads");
+    return concat(name_of(place.device), ": ", kernel, " of ", image_.name, ", ", groups, " groups of ", threads,
+                  " threads");
   };
   const std::lock_guard lock(mutex_);  // arguments are set in the kernel itself
   auto found = kernels_.find(kernel);
-  if (found == kernels_.end()) {
-    const KernelDescription description{.name = kernel};
-    KernelHandle made = nullptr;
-    if (const Result failed = api().create_kernel(module_, &description, &made)) ensure(failed, what());
-    ensure(api().set_indirect_access(made, kIndirectAccess), "zeKernelSetIndirectAccess");
-    found = kernels_.emplace(kernel, made).first;
-  }
+  if (found == kernels_.end()) found = kernels_.emplace(kernel, make(kernel)).first;
   const GroupCount count{static_cast<uint32_t>(groups)};
   const std::lock_guard list_lock(*on.mutex);
   Result failed = api().set_group_size(found->second, static_cast<uint32_t>(threads), 1, 1);

@@ -14,17 +14,25 @@
 
 namespace lowbit::level_zero {
 
+struct Image {
+  std::string name;
+  std::vector<uint32_t> words, mods;
+};
+
 class Program {
  public:
-  Program(std::string name, Module module) : name_(std::move(name)), module_(module) {}
+  Program(const Gpu& on, Image image);
 
   // A kernel by its name, given one struct; behind all that the device was given before. Nothing is waited for.
   void launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
               std::size_t bytes) const;
 
  private:
-  std::string name_;
-  Module module_;
+  KernelHandle make(const char* kernel) const;
+
+  const Gpu& on_;
+  Image image_;
+  mutable Module modules_[2];  // the second with large registers, once a kernel of the first has spilled some
   mutable std::mutex mutex_;
   mutable std::map<std::string, KernelHandle, std::less<>> kernels_;
 };
@@ -33,7 +41,6 @@ class Program {
 struct Build {
   std::span<const int32_t> constants = {};  // values by number (runtime/specialise.hpp)
   std::span<const uint32_t> mods = {};      // a module of the functions that it imports (score/spirv.hpp)
-  bool large_registers = false;             // twice as many registers for half as many threads at once
 };
 
 // One of the library's modules.

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "modules.hpp"
@@ -61,11 +62,23 @@ ze_result_t compute_properties(ze_device_handle_t, ze_device_compute_properties_
   to->maxTotalGroupSize = to->maxGroupSizeX = to->maxGroupSizeY = to->maxGroupSizeZ = kMostGroup;
   to->maxGroupCountX = to->maxGroupCountY = to->maxGroupCountZ = UINT32_MAX;
   to->maxSharedLocalMemory = 64 << 10;
-  to->numSubGroupSizes = 3, to->subGroupSizes[0] = 8, to->subGroupSizes[1] = 16, to->subGroupSizes[2] = 32;
+  to->numSubGroupSizes = 0;
+  const char* dpas = std::getenv("ZSIM_DPAS");
+  for (uint32_t lanes = dpas && std::string_view(dpas) == "16" ? 16 : 8; lanes <= 32; lanes *= 2)
+    to->subGroupSizes[to->numSubGroupSizes++] = lanes;
   return ZE_RESULT_SUCCESS;
 }
+// ze_intel_gpu.h, which Debian 12 has not got.
+struct DotProducts {
+  uint32_t kind;
+  void* next;
+  uint32_t flags;
+};
 ze_result_t module_properties(ze_device_handle_t, ze_device_module_properties_t* to) {
   to->spirvVersionSupported = ZE_MAKE_VERSION(1, 2);
+  auto* const products = static_cast<DotProducts*>(to->pNext);
+  const char* dpas = std::getenv("ZSIM_DPAS");  // lanes of a newer driver's dpas, 0: none; unset: an older driver
+  if (dpas && products && products->kind == 0x00030013) products->flags = std::string_view(dpas) == "0" ? 1 : 3;
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t device_memory(ze_device_handle_t, uint32_t* count, ze_device_memory_properties_t* to) {

@@ -8,11 +8,12 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 
 namespace zsim {
 namespace {
 
-constexpr char kNative[] = "zsim native\n";
+constexpr char kNative[] = "zsim native\n", kLarge[] = "large register file\n";
 
 std::string log_of(cl_program program) {
   std::size_t bytes = 0;
@@ -23,9 +24,10 @@ std::string log_of(cl_program program) {
   return text;
 }
 
-std::string native_of(const std::vector<std::string>& spirv) {
+std::string native_of(const _ze_module_handle_t& module) {
   std::string image = kNative;
-  for (const std::string& one : spirv) image += std::to_string(one.size()) + "\n" + one;
+  if (module.has_large_registers) image += kLarge;
+  for (const std::string& one : module.spirv) image += std::to_string(one.size()) + "\n" + one;
   return image;
 }
 
@@ -33,7 +35,9 @@ std::string native_of(const std::vector<std::string>& spirv) {
 std::vector<std::string> modules_in(std::string image) {
   std::vector<std::string> found;
   if (image.rfind(kNative, 0) != 0) return found;
-  for (std::size_t at = sizeof kNative - 1; at < image.size();) {
+  std::size_t at = sizeof kNative - 1;
+  if (image.compare(at, sizeof kLarge - 1, kLarge) == 0) at += sizeof kLarge - 1;
+  while (at < image.size()) {
     const std::size_t bytes = std::strtoull(image.c_str() + at, nullptr, 10);
     at = image.find('\n', at) + 1;
     if (at + bytes > image.size()) return {};
@@ -91,6 +95,17 @@ cl_int set_constants(cl_program program, const ze_module_constants_t* constants)
   return CL_SUCCESS;
 }
 
+// ZSIM_SPILLS is a kernel, what it spills and what with large registers: "linear_8 100 0".
+uint32_t spilled(const _ze_kernel_handle_t& kernel) {
+  const char* const told = std::getenv("ZSIM_SPILLS");
+  std::istringstream words(told ? told : "");
+  std::string name;
+  uint32_t bytes = 0, bytes_large = 0;
+  words >> name >> bytes >> bytes_large;
+  if (name != kernel.name) return 0;
+  return kernel.has_large_registers ? bytes_large : bytes;
+}
+
 }  // namespace
 
 ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_module_desc_t* description,
@@ -104,6 +119,7 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     return ZE_RESULT_ERROR_MODULE_BUILD_FAILURE;
   }
   std::vector<std::string> spirv;
+  bool has_large_registers = description->pBuildFlags && std::strstr(description->pBuildFlags, "-large-register-file");
   const ze_module_constants_t* const* constants = &description->pConstants;
   const auto* linked = static_cast<const ze_module_program_exp_desc_t*>(description->pNext);
   if (linked && linked->stype == ZE_STRUCTURE_TYPE_MODULE_PROGRAM_EXP_DESC) {
@@ -112,7 +128,10 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     constants = linked->pConstants;
   } else {
     spirv.emplace_back(reinterpret_cast<const char*>(description->pInputModule), description->inputSize);
-    if (description->format == ZE_MODULE_FORMAT_NATIVE) spirv = modules_in(spirv[0]);
+    if (description->format == ZE_MODULE_FORMAT_NATIVE) {
+      has_large_registers = spirv[0].rfind(std::string(kNative) + kLarge, 0) == 0;
+      spirv = modules_in(spirv[0]);
+    }
     if (spirv.empty()) return ZE_RESULT_ERROR_INVALID_NATIVE_BINARY;
   }
   const OpenCl& cl = *opencl();
@@ -137,7 +156,7 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     if (failed && log && program) (*log)->text = log_of(program);
   }
   if (failed) return ZE_RESULT_ERROR_MODULE_BUILD_FAILURE;
-  *to = new _ze_module_handle_t{program, std::move(spirv)};
+  *to = new _ze_module_handle_t{program, std::move(spirv), has_large_registers};
   return ZE_RESULT_SUCCESS;
 }
 
@@ -149,7 +168,7 @@ ze_result_t destroy_module(ze_module_handle_t module) {
 }
 
 ze_result_t native_binary(ze_module_handle_t module, std::size_t* bytes, uint8_t* to) {
-  const std::string image = native_of(module->spirv);
+  const std::string image = native_of(*module);
   if (to) std::memcpy(to, image.data(), *bytes < image.size() ? *bytes : image.size());
   *bytes = image.size();
   return ZE_RESULT_SUCCESS;
@@ -171,7 +190,7 @@ ze_result_t create_kernel(ze_module_handle_t module, const ze_kernel_desc_t* des
   cl_int failed = CL_SUCCESS;
   cl_kernel kernel = opencl()->clCreateKernel(module->program, description->pKernelName, &failed);
   if (failed) return ZE_RESULT_ERROR_INVALID_KERNEL_NAME;
-  *to = new _ze_kernel_handle_t{kernel, description->pKernelName};
+  *to = new _ze_kernel_handle_t{kernel, description->pKernelName, module->has_large_registers};
   return ZE_RESULT_SUCCESS;
 }
 
@@ -186,7 +205,8 @@ ze_result_t kernel_properties(ze_kernel_handle_t kernel, ze_kernel_properties_t*
   cl_uint arguments = 0;
   opencl()->clGetKernelInfo(kernel->kernel, CL_KERNEL_NUM_ARGS, sizeof arguments, &arguments, nullptr);
   to->numKernelArgs = arguments;
-  to->localMemSize = to->privateMemSize = to->spillMemSize = 0;
+  to->localMemSize = to->privateMemSize = 0;
+  to->spillMemSize = spilled(*kernel);
   return ZE_RESULT_SUCCESS;
 }
 
@@ -216,8 +236,9 @@ std::function<ze_result_t()> launch(ze_kernel_handle_t kernel, const ze_group_co
   const uint32_t counts[] = {groups.groupCountX, groups.groupCountY, groups.groupCountZ};
   for (int i = 0; i < 3; i++) local[i] = kernel->group[i], global[i] = counts[i] * local[i];
   const bool is_indirect = kernel->is_indirect;
-  return [=, name = kernel->name] {
+  return [=, name = kernel->name, is_large = kernel->has_large_registers] {
     const OpenCl& cl = *opencl();
+    if (std::getenv("ZSIM_SPILLS")) std::printf("zsim: %s%s\n", name.c_str(), is_large ? " with large registers" : "");
     cl_int result = failed;
     if (!result) result = cl.clEnqueueNDRangeKernel(cl.queue, copy, 3, nullptr, global, local, 0, nullptr, nullptr);
     if (!result) result = cl.clFinish(cl.queue);

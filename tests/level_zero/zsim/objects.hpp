@@ -52,10 +52,12 @@ struct _ze_module_build_log_handle_t {
 struct _ze_module_handle_t {
   cl_program program;
   std::vector<std::string> spirv;  // of each module that was linked
+  bool has_large_registers;
 };
 struct _ze_kernel_handle_t {
   cl_kernel kernel;
   std::string name;
+  bool has_large_registers;
   std::size_t group[3] = {1, 1, 1};
   bool is_indirect = false;
 };
