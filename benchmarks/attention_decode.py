@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding: one query of 32 heads over 8 kv heads, batch 1, caches that do not fit L3; and a prompt with a quantized
-cache.
+"""Decoding: one query of 32 heads over 8 kv heads, batch 1, caches that do not fit L3; and a prompt with
+a quantized cache.
 
 Head-major is [B, H, S, D]; token-major [B, S, H, D] seen as the same. GB/s: bytes of keys, values and scales, against
-what the machine reads with 4
-prefetched streams a thread in the same rounds.
+what the machine reads with 4 prefetched streams a thread in the same rounds.
 """
 
 from __future__ import annotations
@@ -130,8 +129,8 @@ def _ggml(
 
 
 def _prompt(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache of the
-    first."""
+    """A prompt of 2048 tokens: float attention, the same and its quantization, and a second half over a cache
+    of the first."""
     rows, length = [], 2048
     half = length // 2
     mask = torch.ones(half, length, dtype=torch.bool).tril(half)

@@ -6,8 +6,8 @@
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/bench_attention.py   # as an
     AVX2 machine
 
-The part `decode` takes llama.cpp in when it is built: --ggml llama.cpp=/path/libggml.so (docs/measured/linear.md says
-how).
+The part `decode` takes llama.cpp in when it is built: --ggml llama.cpp=/path/libggml.so
+(docs/measured/linear.md says how).
 
 Each part is a file attention_<part>.py beside this one. Ratios compare calls of the same rounds. Nothing is asserted.
 """

@@ -4,8 +4,8 @@
     python benchmarks/bench_bitsandbytes.py
     python benchmarks/bench_bitsandbytes.py --only Linear4bit --rounds 20 --n 11008 --k 4096
 
-Each of three processes builds the same layers and optimizers of bitsandbytes, and they time a case in turns, one at a
-time:
+Each of three processes builds the same layers and optimizers of bitsandbytes, and they time a case in turns, one
+at a time:
     lowbit      its entry point took bitsandbytes' ops
     bf16        bitsandbytes alone, on a CPU with AVX512-BF16 the kernel that it has for that (else as plain)
     plain       bitsandbytes alone as on a CPU without AVX512-BF16

@@ -4,9 +4,9 @@ torch's SDPA over bfloat16 and a copy in memory, in the same interleaved rounds.
 
     python benchmarks/bench_decode_cuda.py --out benchmarks/results/decode_cuda.json
 
-Every call is a replay of a CUDA graph, over caches that are more than the L2 cache together. `of a copy` is the bytes
-of the cache a second as a share of what a copy reads and writes. Ratios are against torch in the same run. Nothing is
-asserted.
+Every call is a replay of a CUDA graph, over caches that are more than the L2 cache together. `of a copy` is the
+bytes of the cache a second as a share of what a copy reads and writes. Ratios are against torch in the same run.
+Nothing is asserted.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
 Peers beyond torch take part when they can be imported: pip install "torch==2.13.0" torchao bitsandbytes; llama.cpp and
 ik_llama.cpp when they are built: --ggml ik_llama.cpp=/path/libggml.so (docs/measured/linear.md says how).
 M <= --cold-m rotates over copies of each weight that exceed --cold-mib together, as decoding a model does; larger M
-repeats one
-weight. Ratios are against torch fp32 in the same run at the same number of threads. Nothing is asserted.
+repeats one weight. Ratios are against torch fp32 in the same run at the same number of threads. Nothing is asserted.
 """
 
 from __future__ import annotations

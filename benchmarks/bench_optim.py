@@ -7,13 +7,11 @@
     LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/bench_optim.py   # as an AVX2 machine
 
 Three problems: one large float32 parameter list, the same in bfloat16, and 1000 tensors of 64x64. Ratios are against
-torch's fused AdamW in
-the same run (above 1: faster). A step's bytes are what must cross the memory bus at least: parameter, gradient and
-states read,
-parameter and states written. The first step of a fresh optimizer allocates its states: that of ours is compared with
-the one after.
-bitsandbytes and torchao take part when they can be imported (torchao compiles for each shape: seconds, before the
-rounds).
+torch's fused AdamW in the same run (above 1: faster). A step's bytes are what must cross the memory bus at least:
+parameter, gradient and states read, parameter and states written. The first step of a fresh optimizer allocates its
+states: that of ours is compared with the one after.
+bitsandbytes and torchao take part when they can be imported (torchao compiles for each shape: seconds,
+before the rounds).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time calls against each other, describe the machine, and write both down.
 
-A round takes one sample of every candidate, so a drift of the machine (shared memory bandwidth, frequency) meets all
-alike; the
-best sample of each counts, the median and the spread are kept beside it. A sample is as many calls as fill `sample_s`.
+A round takes one sample of every candidate, so a drift of the machine (shared memory bandwidth, frequency) meets
+all alike; the best sample of each counts, the median and the spread are kept beside it. A sample is as many calls
+as fill `sample_s`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Timing:
 
 
 def rotate(calls: Sequence[Call]) -> Call:
-    """Return a call that runs the next of ``calls`` each time: with enough copies of a weight none is left in a
-    cache."""
+    """Return a call that runs the next of ``calls`` each time: with enough copies of a weight none is left
+    in a cache."""
     if len(calls) == 1:
         return calls[0]
     state = {"next": 0}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who takes part in bench_linear: lowbit's formats, torch, and the peers that can be imported.
 
-A candidate makes a module-like call from a float32 weight [n, k]. Everybody gets the activations that its fast path
-wants:
+A candidate makes a module-like call from a float32 weight [n, k]. Everybody gets the activations that its
+fast path wants:
 torch's bf16 and int4pack/int8pack kernels take bf16, the others the dtype of the run.
 """
 
@@ -35,8 +35,8 @@ class Candidate:
         make: float weight [n, k] -> (layer, bytes of the weight that one call reads).
         dtype: of its activations; None is the dtype of the run.
         ours: whether it is lowbit's.
-        copies: whether deepcopy copies its weight (bitsandbytes shares it; at tens of ms a call, cold or not is the
-            same).
+        copies: whether deepcopy copies its weight (bitsandbytes shares it; at tens of ms a call, cold or not
+            is the same).
     """
 
     name: str

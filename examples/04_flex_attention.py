@@ -2,8 +2,7 @@
 """Attention with your own mask and score function, forward and backward on the CPU, with no compiler.
 
 Three uses in a few lines each, and each compared with the same thing written naively: a sliding window, a prefix LM,
-and a bias
-that is learned.
+and a bias that is learned.
 
     python examples/04_flex_attention.py --length 2048
 """
@@ -62,8 +61,8 @@ def compare(name: str, mask: MaskMod, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def learn_a_bias(q: Tensor, k: Tensor, v: Tensor, steps: int) -> None:
-    """Recover a hidden bias per head and distance from attention outputs alone: its gradient comes through
-    flex_attention."""
+    """Recover a hidden bias per head and distance from attention outputs alone: its gradient
+    comes through flex_attention."""
     length = q.shape[-2]
     hidden = torch.randn(HEADS, 2 * length) * 0.5
     learned = torch.zeros_like(hidden, requires_grad=True)

@@ -2,9 +2,8 @@
 """Make the package index's page of a source tree complete: `python tools/index_page.py TREE URL`, for .ci/wheels.
 
 The index shows README alone, beside no other file: links and pictures become those of the project's public address at
-the tag of this
-version, and the metadata name the address. In a checkout links are relative, so that they lead to the files of the same
-commit."""
+the tag of this version, and the metadata name the address. In a checkout links are relative, so that they lead to the
+files of the same commit."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from pathlib import Path
 
 
 def absolute_links(page: str, url: str, version: str) -> str:
-    """``page`` with each relative link at ``url``: pictures as files (raw), everything else as it is shown there
-    (blob)."""
+    """``page`` with each relative link at ``url``: pictures as files (raw), everything else as it is
+    shown there (blob)."""
 
     def link(match: re.Match[str]) -> str:
         picture, text, path = match.groups()
@@ -25,8 +24,8 @@ def absolute_links(page: str, url: str, version: str) -> str:
 
 
 def with_urls(pyproject: str, url: str, version: str) -> str:
-    """``pyproject`` with the addresses of home page, documentation, changelog and issues, before its first table after
-    [project]."""
+    """``pyproject`` with the addresses of home page, documentation, changelog and issues, before its first
+    table after [project]."""
     urls = {
         "Homepage": url,
         "Documentation": f"{url}/blob/v{version}/docs/index.md",

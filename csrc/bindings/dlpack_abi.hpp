@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of DLPack 1.x's C exchange API that a reader of tensors needs, declared after its specification
-// (dmlc.github.io/dlpack).
+// The part of DLPack 1.x's C exchange API that a reader of tensors needs, declared after
+// its specification (dmlc.github.io/dlpack).
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counter-based random numbers: a pure function of key and counter, so results do not depend on threads, tiles or
-// order.
+// Counter-based random numbers: a pure function of key and counter, so results do not depend on threads,
+// tiles or order.
 #pragma once
 
 #include <array>

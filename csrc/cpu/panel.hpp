@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a header of
-// cpu/simd/.
+// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a
+// header of cpu/simd/.
 #pragma once
 
 #include "core/isa.hpp"

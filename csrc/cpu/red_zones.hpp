@@ -28,8 +28,8 @@ constexpr bool kRedZones = false;
 #endif
 constexpr int64_t kRedZone = kRedZones ? 64 : 0;  // bytes
 
-// Hands out 64-byte aligned arrays of one piece of memory, a red zone behind each; with base null it only counts their
-// bytes.
+// Hands out 64-byte aligned arrays of one piece of memory, a red zone behind each; with base null it only
+// counts their bytes.
 struct Arena {
   char* base = nullptr;
   int64_t bytes = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scratch memory of the calling thread: 64-byte aligned, kept between calls, grown when needed, freed when the thread
-// ends.
+// Scratch memory of the calling thread: 64-byte aligned, kept between calls, grown when needed, freed when
+// the thread ends.
 #pragma once
 
 #include <cstddef>

@@ -14,8 +14,8 @@
 //   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
 //   position           float formats: the byte where that of (column, k) lies in a tile of 16 columns x 64 k; the codes
 //                      of the others lie in planes (piece_of_code)
-// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights of each
-// column;
+// and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights
+// of each column;
 //   k_of(unit, at)     where value `at` of unit `unit` stands in the 64 k of its tile
 //   value<at, Lanes>   that value as float: level - value_zero, times 2^shift(at) where a device reads it so. Lanes
 //   loads 16 columns.
@@ -71,8 +71,8 @@ struct IntegerCodec {
   LOWBIT_INLINE static auto level_of(Int codes) { return to_float(codes); }
 };
 
-// Units of codes of half a byte. Value `at` of a unit is nibble `at` of each column's four bytes, counted from the
-// lowest.
+// Units of codes of half a byte. Value `at` of a unit is nibble `at` of each column's four bytes, counted
+// from the lowest.
 struct NibbleTile {
   static constexpr int unit_values = 8, unit_bytes = 64;
   LOWBIT_INLINE static constexpr int64_t k_of(int64_t unit, int at) { return unit * 4 + at / 2 + at % 2 * 32; }

@@ -87,8 +87,8 @@ inline constexpr std::string_view kLayoutNames[] = {LOWBIT_LAYOUTS(LOWBIT_LAYOUT
 
 inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // what quantize writes, and the other ops read
 
-// Of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout is the
-// eighth.
+// Of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout
+// is the eighth.
 inline constexpr int kLayoutVersion = 2;
 
 // body.operator()<Type>() for the layout that is only known now.

@@ -141,8 +141,8 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   }
 }
 
-// Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that owns its
-// elements.
+// Strides of a gradient may be 0 only where nothing is stored twice: it must have the strides of a tensor that
+// owns its elements.
 void check_gradient(std::string_view op, std::string_view name, const TensorView& gradient, const TensorView& like) {
   check_heads(op, name, gradient, like.dtype, {like.size(0), like.size(1), like.size(2), like.size(3)});
 }

@@ -3,8 +3,8 @@
 // step counts.
 //   g = grad / grad_scale (written back), negated if maximize; weight decay; rule(p, g, moments); every moment rounded
 //   to its format
-// The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to nearest, or
-// stochastically.
+// The update uses the moments before they are rounded. Arithmetic is float32; parameters are rounded to
+// nearest, or stochastically.
 #pragma once
 
 #include <optional>
@@ -62,8 +62,8 @@ class LOWBIT_API OptimStep {
   int moments() const { return args_.moments; }
   bool has_scales() const { return has_codes(args_.format); }
 
-  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored by float
-  // formats.
+  // `step` is one float32, counted up by run(). moment and scale have moments() entries; scale is ignored
+  // by float formats.
   void add(const TensorView& param, const TensorView& grad, const TensorView& step, const TensorView* moment,
            const TensorView* scale);
   void run();

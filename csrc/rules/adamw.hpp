@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adam and AdamW (Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101), as torch computes them:
-//   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2;  p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 -
-//   beta2^t) + eps)
-// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA; the
-// rate divides the divisor, so that the new parameter is one FMA too. One division and one square root an element, both
-// exact.
+//   m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
+//   p -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// amsgrad divides by the largest v so far. Counted in units of 1 - beta1 and 1 - beta2, a new moment is one FMA;
+// the rate divides the divisor, so that the new parameter is one FMA too. One division and one square root an
+// element, both exact.
 #pragma once
 
 #include <cfloat>

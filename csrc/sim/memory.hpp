@@ -16,8 +16,8 @@ inline constexpr int kMostDevices = 8;
 LOWBIT_API void start(int devices, std::size_t bytes);
 LOWBIT_API int device_count();  // 0 until start()
 
-// Null for 0 bytes and where there is no room: the caller knows what its world calls that error. 256-byte aligned, not
-// zeroed.
+// Null for 0 bytes and where there is no room: the caller knows what its world calls that error. 256-byte
+// aligned, not zeroed.
 LOWBIT_API void* allocate(int device, std::size_t bytes);
 LOWBIT_API void deallocate(void* pointer) noexcept;
 LOWBIT_API int device_of(const void* pointer);  // -1: not memory of a simulated device

@@ -12,8 +12,8 @@ namespace {
 Symbols table;
 std::atomic<bool> found{false};
 
-// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that links to
-// torch.
+// torch's Python package opens its libraries locally, so RTLD_DEFAULT sees them only in a C++ program that
+// links to torch.
 void* torch_library() {
 #ifdef __APPLE__
   void* library = dlopen("@rpath/libtorch_cpu.dylib", RTLD_LAZY | RTLD_NOLOAD);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C functions of torch's stable ABI that we use, found in the running torch: no torch header, no link, any torch
 // from 2.10 on, the first that has them all.
-// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these for two
-// years).
+// Declared after torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h (torch promises these
+// for two years).
 #pragma once
 
 #include <cstdint>

@@ -57,8 +57,8 @@ extern "C" {
 }
 }
 
-// libstdc++ asks whether the process has one thread, to count references without atomics (glibc 2.32): it may have
-// more.
+// libstdc++ asks whether the process has one thread, to count references without atomics (glibc 2.32): it
+// may have more.
 extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
 char __libc_single_threaded = 0;
 

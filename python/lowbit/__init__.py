@@ -8,8 +8,7 @@ Example:
     >>> report = lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight(group_size=32))
 
 Public names are loaded at first use (the table below): `import torch` imports this package by its autoload entry point,
-and
-must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
+and must stay quick. Importing registers the ops `torch.ops.lowbit.*`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks), `lowbit kernels [op]`,
-`lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit compare A B`, `lowbit recorder DIR`,
-`lowbit --version`."""
+"""Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks),
+`lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`,
+`lowbit compare A B`, `lowbit recorder DIR`, `lowbit --version`."""
 
 from __future__ import annotations
 

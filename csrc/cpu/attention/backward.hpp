@@ -3,11 +3,11 @@
 //   p = exp(s - lse - rest);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
 // rest: what lse lost of the sum where it is large (RowStatistics).
-// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of grad_q
-// are added at the end: five products a tile. Where that is still too few, and for gradients of masks and captured
-// tensors, one pass over tiles of keys makes grad_k and grad_v and another over tiles of queries makes grad_q: seven.
-// Nothing is added by two threads, and every element is summed in the same order in all ways: the bits do not depend on
-// threads.
+// Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of
+// grad_q are added at the end: five products a tile. Where that is still too few, and for gradients of masks and
+// captured tensors, one pass over tiles of keys makes grad_k and grad_v and another over tiles of queries makes
+// grad_q: seven. Nothing is added by two threads, and every element is summed in the same order in all ways: the bits
+// do not depend on threads.
 // Keys stay and queries pass, not the other way round: a tile of queries is half as large and need not be transposed.
 #pragma once
 

@@ -197,8 +197,8 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 // The scores where they are visible, as the softmax took them, in tile.p.
 template <class Tile>
 void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, Tile& tile) {
-  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where nothing was
-  // multiplied.
+  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where
+  // nothing was multiplied.
   multiply_keys(forward, at, tile.reverse.call ? nullptr : tile.visible.spans, tile);
   if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, tile.visible.all.end);
   modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible, tile.p);

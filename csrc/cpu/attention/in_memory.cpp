@@ -19,8 +19,8 @@ int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int
       .as<const int32_t>()[b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2] + i * tensor.stride[3]];
 }
 
-// The lists as one class per block: every entry is read and checked here, and tiles need not care for order or
-// direction.
+// The lists as one class per block: every entry is read and checked here, and tiles need not care for
+// order or direction.
 std::vector<BlockClass> read_lists(AttentionForwardArgs& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return {};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as int8 or int4 codes. Queries and probabilities become int16 with one scale per row, so that a
-// product with codes is one multiply-add of pairs: twice the elements of a float32 FMA, and exact. int16 against
-// float32 queries and probabilities is an error of 2^-16 of the largest, 250 times less than that of the codes
-// themselves.
+// Keys and values as int8 or int4 codes. Queries and probabilities become int16 with one scale per row, so that
+// a product with codes is one multiply-add of pairs: twice the elements of a float32 FMA, and exact. int16
+// against float32 queries and probabilities is an error of 2^-16 of the largest, 250 times less than that of
+// the codes themselves.
 #pragma once
 
 #include "cpu/decode/tokens.hpp"
@@ -71,9 +71,9 @@ LOWBIT_INLINE TwiceCodes twice(const char* p) {
   else return {twice_i8(reinterpret_cast<const int8_t*>(p)), twice_i8(reinterpret_cast<const int8_t*>(p) + 16)};
 }
 
-// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16 columns][pair
-// of rows][32 lanes]. scales: [token] of int8, [token][group] of int4, whose groups meet theirs; same: of one token for
-// all.
+// to[row][token] = q[row] . code[token] * steps, for two tokens with four rows, or four with two. q: [16
+// columns][pair of rows][32 lanes]. scales: [token] of int8, [token][group] of int4, whose groups meet theirs; same:
+// of one token for all.
 template <KvFormat kFormat, int kRows, int kColumns>
 LOWBIT_INLINE void score_codes(const int16_t* q, const float* steps, const char* key, int64_t stride, int64_t padded,
                                const float* scales, bool same, float* to, int64_t to_stride) {

@@ -130,8 +130,8 @@ struct PreparedQueries {
     to_int16(row, padded, step, row_codes);
     return step * static_cast<float>(args.scale);
   }
-  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every order of
-  // columns.
+  // Row i of a tile into its place: rows 0..kPairs - 1 are first halves. Four elements stay together in every
+  // order of columns.
   template <int kHalf, int64_t kPairs, class T>
   LOWBIT_INLINE static void pair_up(const T* row, int64_t i, int64_t columns, T* tile) {
     for (int64_t c = 0; c < columns; c += 4) {
@@ -264,8 +264,8 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : log_sum(base, total);
 }
 
-// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is not for
-// nothing.
+// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is
+// not for nothing.
 LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) {
   return larger(1, smaller(8, splits / (8 * threads)));
 }

@@ -94,8 +94,8 @@ struct Int8Rows {
   float* offset;     // [rows], asymmetric activations only, else null
 };
 
-// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and rare: plain
-// code.
+// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and
+// rare: plain code.
 inline Range asymmetric_range(const float* x, int64_t k) {
   float lowest = 0.0f, highest = 0.0f, poison = 0.0f;
   for (int64_t i = 0; i < k; i++) {

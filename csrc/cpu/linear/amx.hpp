@@ -86,8 +86,8 @@ void multiply_block(const Product& product, const TileResults<Product>& to, int6
   while (taken < made) take(taken++);
 }
 
-// Short sums, which all end in the block: scaling them is most of the work, so the results of one tile stay in
-// registers.
+// Short sums, which all end in the block: scaling them is most of the work, so the results of one tile
+// stay in registers.
 template <class Product>
 void multiply_short_sums(const Product& product, float* results, int64_t row_tile, int64_t panel, int64_t begin,
                          int64_t end, const uint8_t* weights) {

@@ -12,8 +12,8 @@ LOWBIT_INLINE int threads_for_products(int64_t m, const WeightSpec& spec) {
   return m * spec.n * spec.k < kSerialProducts ? 1 : num_threads();
 }
 
-// At least eight tasks a thread, so that one slow thread costs little; at most eight panels a task; a multiple of the
-// tile.
+// At least eight tasks a thread, so that one slow thread costs little; at most eight panels a task; a multiple
+// of the tile.
 LOWBIT_INLINE int64_t panel_chunk(int64_t panels, int64_t threads, int64_t tile) {
   const int64_t wanted = larger(1, smaller(8, panels / (threads * 8)));
   return round_up(wanted, tile);

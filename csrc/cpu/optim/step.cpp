@@ -11,8 +11,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Elements of one task: large enough that handing it out costs nothing (2 us at 8 GB/s a core), small enough to
-// balance.
+// Elements of one task: large enough that handing it out costs nothing (2 us at 8 GB/s a core), small
+// enough to balance.
 constexpr int64_t kTaskElements = 1 << 14;
 static_assert(kTaskElements >= kMaxStateBlock);
 

@@ -91,8 +91,8 @@ Addresses<Offset> find_addresses(const ScoreCall& call, int64_t number, const So
   return to;
 }
 
-// Addresses of a whole strip whose indices are linear in both directions (bias[b, h, q, k]): start + r * down + c *
-// along.
+// Addresses of a whole strip whose indices are linear in both directions (bias[b, h, q, k]): start + r * down +
+// c * along.
 struct Plane {
   bool valid = true;
   int64_t start = 0, down = 0, along = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers give in
-// intrinsics.
+// The vector of 16 columns in plain C++: any machine, and the meaning of every function that the other headers
+// give in intrinsics.
 #pragma once
 
 #define LOWBIT_IS_SCALAR 1
@@ -177,9 +177,9 @@ LOWBIT_INLINE void store_i32(int32_t* p, i32x16 a) { std::memcpy(p, &a, 64); }
 LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
   LOWBIT_LANES p[i] = static_cast<uint8_t>(a.lane[i] < 0 ? 0 : a.lane[i] > 255 ? 255 : a.lane[i]);
 }
-// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code; written as
-// the lanes plus an offset, saturated to what 8 bits hold, with 4 bits only from below. Lanes and sums fit into 16
-// bits.
+// 32 codes of 8 bits, or of 4, two to a byte, the first in the high nibble. Read as the floats 2^23 + code;
+// written as the lanes plus an offset, saturated to what 8 bits hold, with 4 bits only from below. Lanes and sums
+// fit into 16 bits.
 LOWBIT_INLINE void load_32_u8(const uint8_t* p, f32x16& a, f32x16& b) {
   LOWBIT_LANES a.lane[i] = 0x1p23f + p[i], b.lane[i] = 0x1p23f + p[16 + i];
 }
@@ -310,8 +310,8 @@ LOWBIT_INLINE void store_four_rows(float* to, int64_t stride, f32x8 a) {
   for (int i = 0; i < 8; i++) to[i / 2 * stride + i % 2] = a.lane[i];
 }
 
-// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as float, times
-// 2^shift(at).
+// One row of codes, and the value of byte or nibble number `at` (0..3, 0..7) of every column as
+// float, times 2^shift(at).
 LOWBIT_INLINE u8x64 load_codes(const uint8_t* p) { u8x64 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i32x16 words_of(u8x64 c) { i32x16 r; std::memcpy(&r, &c, 64); return r; }
 template <int at>

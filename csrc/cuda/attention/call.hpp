@@ -13,8 +13,8 @@ constexpr int kMostHeadDim = 256;
 constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
 constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
 
-// Of the forward: a warp has 16 row_tiles queries. As much as 255 registers hold: the sums of the result, and a tile of
-// scores.
+// Of the forward: a warp has 16 row_tiles queries. As much as 255 registers hold: the sums of the result, and a
+// tile of scores.
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers

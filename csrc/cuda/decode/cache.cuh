@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are exact in
-// bfloat16.
+// Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are
+// exact in bfloat16.
 //
 // Of a group of 32 columns lane (g, t) takes 8 of a key, in two steps of 16 k, and of the values of four tokens, t, t +
 // 4, t + 8 and t + 12, four columns: whichever lie side by side.

@@ -21,8 +21,8 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
   return rows;
 }
 
-// The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits in any
-// batch.
+// The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits
+// in any batch.
 void split_keys(const DecodeArgs& args, DecodeCall& call) {
   call.end = args.causal ? larger(0, smaller(args.kv_length(), args.position + args.q_length())) : args.kv_length();
   const int64_t seen = args.window > 0 ? larger(0, args.position - args.window + 1) : 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of many rows of int8 activations: a CTA makes 128 columns of up to 64 rows, a warp 32 of these columns. Codes
-// of the activations, and what goes with their rows, are copied to shared memory a tile of k ahead; each warp reads the
-// weight of its own columns, a tile ahead too, as signed bytes. Sums of one scale are exact in int32, and are scaled in
-// registers.
+// of the activations, and what goes with their rows, are copied to shared memory a tile of k ahead; each warp reads
+// the weight of its own columns, a tile ahead too, as signed bytes. Sums of one scale are exact in int32, and are
+// scaled in registers.
 #pragma once
 
 #include "cuda/device/tiles.cuh"

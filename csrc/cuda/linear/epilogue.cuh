@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a sum before it is stored: column scale, offset of asymmetric activations, bias, activation, mul,
-// add.
+// What happens to a sum before it is stored: column scale, offset of asymmetric activations, bias,
+// activation, mul, add.
 #pragma once
 
 #include "cuda/linear/activations.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the headers beside
-// this.
+// Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the
+// headers beside this.
 #include "cuda/backend.hpp"
 #include "cuda/optim/table.hpp"
 #include "cuda/sources.hpp"

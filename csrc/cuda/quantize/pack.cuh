@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A float weight to packed panels: scales and zero points of a panel by one kernel, codes by a second one. Both do what
-// csrc/cpu/quantize/quantize.cpp does, in the same order, with the same bits, but for the sums of squares: they are added
-// in another order.
+// csrc/cpu/quantize/quantize.cpp does, in the same order, with the same bits, but for the sums of squares: they are
+// added in another order.
 #pragma once
 
 #include "cuda/device/floats.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels that pack a float weight get, and the one that looks for inf and nan; the same text for host and
-// device.
+// What the kernels that pack a float weight get, and the one that looks for inf and nan; the same text for
+// host and device.
 #pragma once
 
 #include "formats/layout.hpp"

@@ -71,8 +71,8 @@ LOWBIT_INLINE void multiply_rows(Scores<kRows>& s, const float (*rows)[kColumns]
   }
 }
 
-// sums += p times the rows of the tile. Columns in two turns where they are many: their values would not fit the
-// registers.
+// sums += p times the rows of the tile. Columns in two turns where they are many: their values would not
+// fit the registers.
 template <int kRows, int kColumns>
 LOWBIT_INLINE void multiply_onto(float (&sums)[kRows][kColumns / kSubGroup], const Scores<kRows>& p,
                                  const SharedTile<kColumns>& tile, int lane) {

@@ -115,8 +115,8 @@ LOWBIT_INLINE u32x4 integers(u32x4 words, int byte) {
                         static_cast<float>(zero_of_symmetric()));
 }
 
-// float8_e4m3: exponent and mantissa where float32 has them, behind bits of a higher exponent, times 2^8
-// (formats/fp8_e4m3.hpp).
+// float8_e4m3: exponent and mantissa where float32 has them, behind bits of a higher exponent,
+// times 2^8 (formats/fp8_e4m3.hpp).
 LOWBIT_INLINE u32x4 float8(u32x4 words, int byte) {
   const u32x4 codes = words >> 8 * byte;
   const auto u = __builtin_bit_cast(Vector<float, 4>, (codes & 0x7fu) << 20 | (uint32_t{112} << 23));

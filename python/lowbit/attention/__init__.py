@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: scaled_dot_product_attention, flex_attention with BlockMask, masks and mods, decoding over a quantized
-cache.
+"""Attention: scaled_dot_product_attention, flex_attention with BlockMask, masks and mods, decoding over
+a quantized cache.
 
 Loaded at first use, as the names of `lowbit`.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """create_block_mask: which blocks of scores a mask empties, keeps whole, or cuts, without the mask of every score.
 
-The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this leaves open
-are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two where torch takes
-seconds.
+The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this
+leaves open are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
+where torch takes seconds.
 """
 
 from __future__ import annotations

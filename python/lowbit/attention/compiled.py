@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """flex_attention under torch.compile: torch's own higher-order op, with our kernels.
 
-Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they capture
-into inputs. What is registered here then runs wherever that op would: it traces the subgraphs into score programs and
-calls
-    `lowbit::attention_forward`,
-so that after AOTAutograd nothing of the higher-order op is left. Calls that are not ours (no `_LOWBIT` among the kernel
-options, unless installed) go on to torch's kernels.
+Dynamo knows `torch.ops.higher_order.flex_attention`: it turns the mods into subgraphs and the tensors that they
+capture into inputs. The functions registered here run wherever that op would. They trace the subgraphs into score
+programs and call `lowbit::attention_forward`, so that after AOTAutograd nothing of the higher-order op is left. Calls
+that are not ours (no `_LOWBIT` among the kernel options, unless installed) go on to torch's kernels.
 """
 
 from __future__ import annotations
@@ -79,8 +77,8 @@ def _attention(
     kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured as further
-    arguments."""
+    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured
+    as further arguments."""
     score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
     mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))
     rebuilt = _block_mask(block_mask[:2], block_mask[2:6], tuple(block_mask[-3:-1]), mask)

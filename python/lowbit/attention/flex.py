@@ -40,8 +40,8 @@ def flex_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Any:
-    """Return softmax(score_mod(scale * query key^T)) value over what ``block_mask`` lets be seen; torch's function of
-    this name.
+    """Return softmax(score_mod(scale * query key^T)) value over what ``block_mask`` lets be seen; torch's function
+    of this name.
 
     Differentiable, once, in query, key, value, sink and the floating tensors that score_mod captures, through the
     result and lse.
@@ -61,8 +61,8 @@ def flex_attention(
             for float64 inputs).
         dropout_p: probability to drop each attention probability; the seed comes from torch's generator.
         sink: ``[Hq]``, a logit per head that takes part in the softmax and has no value; lse includes it.
-        cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their own
-            document only.
+        cu_seqlens: int ``[documents + 1]``, where each document begins in L (= S), then L: tokens see their
+            own document only.
 
     Returns:
         ``[B, Hq, L, Ev]`` in the dtype of query and the order of its strides; (out, lse) with return_lse; (out,
@@ -70,8 +70,8 @@ def flex_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
-        RuntimeError: a mod branches on values, draws random numbers, writes to what it is given, or block_mask is a
-            slice.
+        RuntimeError: a mod branches on values, draws random numbers, writes to what it is given, or block_mask
+            is a slice.
 
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 256), None, None, 4096, 4096)

@@ -28,8 +28,8 @@ _USUAL = (Tensor.__torch_function__.__func__, None)  # inherited, or disabled as
 
 
 def install() -> None:
-    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit for CPU
-    tensors.
+    """Run torch's ``flex_attention``, ``create_block_mask`` and ``scaled_dot_product_attention`` by lowbit
+    for CPU tensors.
 
     The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions
     in modules that have imported them by name. Tensors on other devices, and what lowbit refuses by dtype or layout, go

@@ -11,8 +11,8 @@ from lowbit.attention.block_mask import EMPTY, FULL, PARTIAL, from_classes, to_c
 
 
 def with_documents(cu_seqlens: Tensor, block_mask: BlockMask | None, query: Tensor, key: Tensor) -> BlockMask:
-    """Return ``block_mask`` (None: everything) within documents. Made of torch's ops, so that torch.compile can trace
-    it.
+    """Return ``block_mask`` (None: everything) within documents. Made of torch's ops, so that torch.compile
+    can trace it.
 
     Args:
         cu_seqlens: int ``[documents + 1]``, see flex_attention.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether query, key and value can go to the op as they are: most calls, and most of what a small call costs in
-Python."""
+"""Whether query, key and value can go to the op as they are: most calls, and most of what a small call
+costs in Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
-    """Whether all is well and nothing needs to be broadcast; 2 us, where each check by its name takes 5 and the views
-    another 12.
+    """Whether all is well and nothing needs to be broadcast; 2 us, where each check by its name takes 5 and the
+    views another 12.
 
     Args:
         query, key, value: anything.

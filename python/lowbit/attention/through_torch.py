@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a mod that no score program expresses: evaluated by torch (vmap), 128 queries at a time, forward and
-backward.
+"""Attention with a mod that no score program expresses: evaluated by torch (vmap), 128 queries at a time,
+forward and backward.
 
-Slow, but right, and its memory grows with the length, not with its square: each block of queries is computed again in
-the backward.
+Slow, but right, and its memory grows with the length, not with its square: each block of queries is computed again
+in the backward.
 """
 
 from __future__ import annotations

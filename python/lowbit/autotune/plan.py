@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: what autoquant chose for each linear layer, and why. It prints, plots, is kept as JSON, and is applied to a
-model."""
+"""Plan: what autoquant chose for each linear layer, and why. It prints, plots, is kept as JSON, and is applied
+to a model."""
 
 from __future__ import annotations
 

@@ -87,8 +87,7 @@ class SeenLayer:
 class Recording:
     """Notes what the linear layers of a model see, until `finalize` measures and makes the plan.
 
-    The model is used as before; calls and attributes of this object are the model's, so that it can stand in its
-    place.
+    The model is used as before; calls and attributes of this object are the model's, so that it can stand in its place.
 
     Example:
         >>> recording = lowbit.autoquant(model, manual=True)

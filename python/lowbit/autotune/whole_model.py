@@ -5,8 +5,8 @@ Padding does not count: where the input has an ``attention_mask`` [B, L], as mod
 [B, L, ...] are compared at the tokens that it lets through. What such a model makes of padding means nothing: of
 all-MiniLM-L6-v2 with int8 weights and activations on 32 sentences, 15.7 dB with it and 22.7 dB without.
 
-The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is taken
-away again.
+The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is
+taken away again.
 """
 
 from __future__ import annotations

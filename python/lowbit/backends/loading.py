@@ -48,8 +48,8 @@ def fill() -> None:
     """Ask every package once, in the order of their names; what one of them raises stays in `found`.
 
     Raises:
-        RuntimeError: with LOWBIT_STRICT=1, a package failed; or a package asked for an op or for rows while it added
-            its own.
+        RuntimeError: with LOWBIT_STRICT=1, a package failed; or a package asked for an op or for rows while it
+            added its own.
     """
     global _state
     with _lock:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit_ze`: Intel GPUs by oneAPI Level Zero, for a torch that is not built for them. What runs on them:
-docs/ops/level_zero.md.
+"""`lowbit_ze`: Intel GPUs by oneAPI Level Zero, for a torch that is not built for them. What runs
+on them: docs/ops/level_zero.md.
 
 Example:
     >>> from lowbit.devices import level_zero
@@ -32,9 +32,9 @@ class LevelZeroModule(DeviceModule):
 def enable() -> None:
     """Make the Intel GPUs known to torch as ``lowbit_ze:0`` ...; calling again does nothing.
 
-    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch it
-    builds 150 lines of C++ (some seconds). A torch that is built for Intel GPUs has them as ``xpu`` and needs none of
-    this.
+    Must come before the first ``backward()`` of the process. Cannot be undone. The first time for a version of torch
+    it builds 150 lines of C++ (some seconds). A torch that is built for Intel GPUs has them as ``xpu`` and needs
+    none of this.
 
     Raises:
         RuntimeError: there is no loader, no driver or no GPU (says which), another device has taken torch's one place

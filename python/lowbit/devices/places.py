@@ -31,8 +31,8 @@ def types() -> tuple[str, ...]:
 
 
 def type_of_rows(device: torch.device, kernel: str) -> str:
-    """Return the type of device whose rows of ``kernel`` serve a tensor of ``device``: the CPU's, once moved, if not
-    its own."""
+    """Return the type of device whose rows of ``kernel`` serve a tensor of ``device``: the CPU's, once moved, if
+    not its own."""
     return device.type if device.type != "meta" and has_rows(kernel, device) else "cpu"
 
 
@@ -70,8 +70,7 @@ def check(
     meta: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise ``error`` unless lowbit has kernels for ``device``, of every op or of ``kernel``; ``meta``
-    passes too.
+    """Raise ``error`` unless lowbit has kernels for ``device``, of every op or of ``kernel``; ``meta`` passes too.
 
     Example:
         >>> check("flex_attention", "query", query.device)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod of flex_attention
-becomes."""
+"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod
+of flex_attention becomes."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ Granularity = PerRow | PerAxis | PerToken | PerGroup
 
 
 class FormatConfig:
-    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when it is
-    made."""
+    """Base of every configuration that ``quantize_`` takes. A configuration is immutable and checked when
+    it is made."""
 
     __slots__ = ()
     function: ClassVar[str]  # the lower-case function that makes it: names it in errors
@@ -143,8 +143,8 @@ def integer_spec(
     scale: str | None = None,
     algorithm: Algorithm | None = None,
 ) -> LinearSpec:
-    """Check how scales are chosen and codes found, and return the spec of an integer weight; HQQ makes it
-    asymmetric."""
+    """Check how scales are chosen and codes found, and return the spec of an integer weight; HQQ
+    makes it asymmetric."""
     if scale not in (None, *_C.SCALE_CHOICES):
         names = ", ".join(map(repr, _C.SCALE_CHOICES))
         raise ValueError(f"{function}: scale must be one of {names} or None, got scale={scale!r}")
@@ -162,8 +162,8 @@ def integer_spec(
 
 
 def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:
-    """Return how activations are rounded. Groups of activations are the groups of the weight; a zero point is per
-    row."""
+    """Return how activations are rounded. Groups of activations are the groups of the weight; a zero point
+    is per row."""
     if act_group_size and act_mapping is MappingType.ASYMMETRIC:
         raise ValueError(f"{function}: asymmetric activations must be per row, got groups of {act_group_size}")
     if act_group_size and act_group_size != group_size:

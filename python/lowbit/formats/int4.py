@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int4 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..15, zero 8 when
-symmetric."""
+"""int4 weights: weight-only, and with int8 activations.
+
+w = scale * (code - zero), code 0..15, zero 8 when symmetric.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,8 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
         act_mapping_type: symmetric or asymmetric activations. Symmetric is the default here (torchao's: asymmetric):
             a scale per row and group is both faster and more precise than an offset per row.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
-        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row and
-            weight group.
+        act_granularity: ``PerRow()`` takes symmetric activations with one scale per row; None with one per row
+            and weight group.
         scale: "search" takes the scale and zero point of each group with the least error, "absmax" those of its range,
             as torchao does. None is search, but absmax for ``SYMMETRIC_NO_CLIPPING_ERR``.
         algorithm: how codes are found: ``lowbit.GPTQ()``, ``lowbit.HQQ()``, or None for each weight's nearest one.

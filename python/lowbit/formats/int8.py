@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 weights: weight-only, and with int8 activations. w = scale * (code - zero), code 0..255, zero 128 when
-symmetric."""
+"""int8 weights: weight-only, and with int8 activations.
+
+w = scale * (code - zero), code 0..255, zero 128 when symmetric.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one quantized linear layer is made of, in words and in the numbers that the ops take.
 
-A spec is the common result of every configuration: quantize_, QuantLinear and the report know nothing else about a
-format.
+A spec is the common result of every configuration: quantize_, QuantLinear and the report know nothing else
+about a format.
 """
 
 from __future__ import annotations

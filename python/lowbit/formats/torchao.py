@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's own configuration objects, turned into lowbit's; and what to use in place of names that lowbit does not
-have."""
+"""torchao's own configuration objects, turned into lowbit's; and what to use in place of names that lowbit
+does not have."""
 
 from __future__ import annotations
 

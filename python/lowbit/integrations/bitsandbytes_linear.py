@@ -98,8 +98,8 @@ def int8_scaled_mm(
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``A @ B.T * row_stats * col_stats / 127**2 + bias`` of few rows: codes by codes, without an int32 result
-    in between."""
+    """Return ``A @ B.T * row_stats * col_stats / 127**2 + bias`` of few rows: codes by codes, without an int32
+    result in between."""
     dtype = dtype or torch.float16
     tensors = [A, B, row_stats, col_stats] + ([] if bias is None else [bias])
     if not (

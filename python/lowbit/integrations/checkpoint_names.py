@@ -35,8 +35,8 @@ def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
 
 
 def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:
-    """Return the weights that the files hold, on the meta device, and the layouts beside packed ones, by the names of
-    the model.
+    """Return the weights that the files hold, on the meta device, and the layouts beside packed ones, by the names
+    of the model.
 
     Raises:
         ValueError: a file is not safetensors, or there is none.

@@ -74,9 +74,9 @@ def quantize_checkpoint(
     Raises:
         FileNotFoundError: the folder holds no such checkpoint.
         FileExistsError: ``out`` is there.
-        ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the model,
-            weights are not finite, the settings are not those of an interrupted run, or what was written reads back
-            otherwise.
+        ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the
+            model, weights are not finite, the settings are not those of an interrupted run, or what was written
+            reads back otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")

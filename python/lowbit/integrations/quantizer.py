@@ -102,8 +102,8 @@ class LowbitQuantizer(HfQuantizer):
         return PackWeight(self)
 
     def pack(self, model: nn.Module, param_name: str, value: Tensor) -> bool:
-        """Make the layer of this weight a QuantLinear or QuantEmbedding; False where it is none of ours or of another
-        shape."""
+        """Make the layer of this weight a QuantLinear or QuantEmbedding; False where it is none of ours or
+        of another shape."""
         if not self.param_needs_quantization(model, param_name):
             return False
         name = param_name.removesuffix(".weight")

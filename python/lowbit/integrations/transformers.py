@@ -140,8 +140,8 @@ class _Layer(CacheLayerMixin):
 
 
 class CachedStates(Tensor):
-    """The keys or the values of a quantized layer, as transformers hands them on: any torch operation dequantizes
-    them."""
+    """The keys or the values of a quantized layer, as transformers hands them on: any torch
+    operation dequantizes them."""
 
     store: QuantizedKVLayer
     which: int

@@ -24,8 +24,8 @@ failures: dict[str, Exception] = {}
 
 
 def join_when_imported() -> None:
-    """Import the integrations as soon as their package has been imported, now if it is already. Imports nothing
-    itself."""
+    """Import the integrations as soon as their package has been imported, now if it is already.
+    Imports nothing itself."""
     for package, integrations in _SERVED.items():
         finder = _Finder(package, integrations)
         if not finder.joined() and not any(

@@ -55,8 +55,8 @@ def attention(
     materializes the scores, and is not there with programs, a block mask or dropout.
 
     Args:
-        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a multiple of
-            Hkv.
+        q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a
+            multiple of Hkv.
         scale: factor of q k^T.
         causal: query i sees keys 0 to i.
         mask: bool (False: not seen) or floating (added), 4-d, each size 1 or that of ``[B, Hq, L, S]``.
@@ -96,12 +96,11 @@ def attention(
         or any(tensor.requires_grad for tensor in score_captured)
     ):
         return _forward(call)
-    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: where |s| =
-    # 200,
-    # p = exp(s - lse) would be off by four times as much. The result in float32: a gradient of the scores is
-    # p (dp - sum of grad_out * out), and where one score is far above the others that difference is nothing but the
-    # rounding of the result.
-    # On a GPU both stay off: nobody there sums in another order, and results of 16 bits are what every library has.
+    # want_max_scores keeps the call from `decode`, which sums q k^T in another order than the backward: at |s| = 200
+    # p = exp(s - lse) would be off by four times as much. real_out asks for the result in float32. A gradient of the
+    # scores is p (dp - sum of grad_out * out), and where one score is far above the others this difference is nothing
+    # but the rounding of the result.
+    # On a GPU both stay off: no row there sums in another order, and every library has results of 16 bits.
     call["want_max_scores"] = call["real_out"] = not q.is_cuda
     function = _TransformedAttention if compiling or transformed else _Attention
     out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))
@@ -211,8 +210,8 @@ class _Attention(torch.autograd.Function):
 def _twice_differentiable(
     call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None
 ) -> dict[str, Any]:
-    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the kernel has
-    it."""
+    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the
+    kernel has it."""
     q, k, v, mask, sink = (call[name] for name in ("q", "k", "v", "mask", "sink"))
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))

@@ -60,8 +60,7 @@ def _folded(op: Callable[..., Any], count: int, call: dict[str, Any], dims: dict
     """The results of one call with the mapped dimension as part of the batch; None where it cannot join.
 
     All tensors of ``[B, ...]`` have to be mapped, a mask too unless its B is 1. Programs, blocks and dropout count
-    batches; the gradients of a sink, and
-    of a mask that is not mapped, are sums over the batch.
+    batches; the gradients of a sink, and of a mask that is not mapped, are sums over the batch.
     """
     rows = [name for name in ("q", "k", "v", "out", "lse", "grad_out", "grad_lse") if call.get(name) is not None]
     if any(dims[name] is None for name in rows) or dims["sink"] is not None or call.get("sink_needs"):

@@ -2,8 +2,7 @@
 """Fake kernels: shape, dtype and strides of each op's result, for tracing without data.
 
 They refuse what csrc/ops refuses, with the same kind of error and the same text (tests/ops holds both to it). Results
-are
-always contiguous: Inductor asserts exact strides.
+are always contiguous: Inductor asserts exact strides.
 """
 
 from __future__ import annotations

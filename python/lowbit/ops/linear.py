@@ -39,8 +39,8 @@ def linear(
 ) -> Tensor:
     """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
 
-    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
-    identity.
+    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts
+    as the identity.
     The weight is frozen: gradients go to x, bias, mul and add.
 
     Args:
@@ -102,15 +102,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
-    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32 and rounds
-    once."""
+    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32
+    and rounds once."""
     whole = x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1]
     return whole and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed form is
-    kept)."""
+    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed
+    form is kept)."""
 
     generate_vmap_rule = True
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps over lists of tensors, in place: `_C.OptimStep` in eager mode, and an opaque op for torch.compile.
 
-The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost does not
-count.
+The op is defined by `torch.library` (the C shims pass no lists of tensors); it runs once per step, so its cost
+does not count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 
 @dataclass(slots=True)
 class StepLists:
-    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k in states[k][i],
-    scales[k][i]."""
+    """Tensors of one call, by position: parameter i has grads[i], steps[i], and moment k
+    in states[k][i], scales[k][i]."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -42,8 +42,8 @@ class StepLists:
 
 @dataclass(slots=True)
 class Step:
-    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names of `_C.OPTIM_RULES`,
-    `_C.STATE_FORMATS`)."""
+    """One call: every parameter of ``lists`` by ``rule``, moments in ``state_format`` (names
+    of `_C.OPTIM_RULES`, `_C.STATE_FORMATS`)."""
 
     rule: str
     state_format: str

@@ -89,8 +89,8 @@ def _fake(name: str) -> Callable[..., Any]:
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
-    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a reloaded
-    package needs."""
+    """Return ``library``, kept alive as long as `_C`: a freed one takes its registrations with it, which a
+    reloaded package needs."""
     _C.__dict__.setdefault("_libraries", []).append(library)
     return library
 

@@ -24,8 +24,8 @@ class _Adam(LowBitOptimizer):
         eps: added to the denominator.
         weight_decay: AdamW: shrinks the parameter by lr * weight_decay; Adam: is added to the gradient.
         amsgrad: divide by the largest second moment so far.
-        block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the 4-bit classes
-            (torchao's).
+        block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the
+            4-bit classes (torchao's).
         bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
         options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
 

@@ -2,8 +2,8 @@
 """The optimizer that all rules share: state per parameter, param groups, one fused step per group and state format.
 
 The state of a parameter is plain tensors: ``step`` (float32), and per moment its values or codes (``exp_avg``) and,
-when quantized, its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on the
-local shards.
+when quantized, its scales (``exp_avg_scale``). A DTensor's state is DTensors over the same mesh; a step works on
+the local shards.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return {name: is_signed for name, (is_signed, needs) in moments.items() if needs is None or group[needs]}
 
     def _all_moments(self) -> dict[str, tuple[bool, str | None]]:
-        """Return the moments that the rule may keep: name -> can be negative, and the option without which it is not
-        kept."""
+        """Return the moments that the rule may keep: name -> can be negative, and the option without which it
+        is not kept."""
         return OPTIM_RULES[self.RULE]["moments"]
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
@@ -117,8 +117,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._plans[len(self.param_groups) - 1] = Plan(self, group, trainable)
 
     def _format_of(self, group: dict[str, Any], param: Tensor) -> str:
-        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so that ranks
-        agree."""
+        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so
+        that ranks agree."""
         state_format = group["state_format"]
         return "float32" if has_codes(state_format) and param.numel() < group["min_8bit_size"] else state_format
 
@@ -127,8 +127,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return Layout.of(sharding.local(param), self._format_of(group, param), group["block_size"])
 
     def _prepare_state(self, group: dict[str, Any], param: Tensor) -> Layout:
-        """Make the state of a parameter, or convert it to the parameter's memory order and the group's options as they
-        are now."""
+        """Make the state of a parameter, or convert it to the parameter's memory order and the group's options as
+        they are now."""
         state, layout, moments = self.state[param], self._layout(group, param), self._moments(group)
         kept = self._layouts.get(param, layout) if state else None
         if kept == layout and all(name in state for name in moments):
@@ -231,8 +231,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do, after converting moments to the memory order that their parameters
-        have now.
+        """Return the state as torch's optimizers do, after converting moments to the memory order that their
+        parameters have now.
 
         4-bit codes do not say their order: a loader reads them in that of the parameter.
         """
@@ -244,8 +244,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any of their
-        formats.
+        """Load a state dict of this optimizer, or of the same rule in torch, torchao or bitsandbytes, in any
+        of their formats.
 
         Moments are converted to the format that each parameter has here. A saved state format that is the one wanted is
         taken bit for bit.

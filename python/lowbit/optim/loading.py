@@ -36,8 +36,8 @@ class _Held:
 
 
 def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-    """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it does not
-    fit."""
+    """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it
+    does not fit."""
     before = optimizer.register_load_state_dict_pre_hook(_hold)
     after = optimizer.register_load_state_dict_post_hook(_release, prepend=True)
     try:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Lists of the parameters of ``group`` that have a gradient now, their states made or converted where that is
-    needed."""
+    """Lists of the parameters of ``group`` that have a gradient now, their states made or converted where
+    that is needed."""
 
     def __init__(self, optimizer: LowBitOptimizer, group: dict[str, Any], params: list[Tensor]) -> None:
         self.optimizer = optimizer

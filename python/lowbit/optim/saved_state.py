@@ -240,8 +240,8 @@ def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None
 
 
 def _layout_like(values: Any, local: Tensor, state_format: str, block_size: int) -> Layout:
-    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which is
-    checked after."""
+    """Return the memory order of saved codes, where the parameter is; its own order where they cannot be read, which
+    is checked after."""
     readable = isinstance(values, Tensor) and values.layout is torch.strided and values.shape == local.shape
     return replace(Layout.of(values if readable else local, state_format, block_size), device=local.device)
 

@@ -65,8 +65,8 @@ def row_like(param: Tensor, state: Tensor, count_of: Callable[[int], int]) -> Te
 
 
 def local_moment(values: Tensor, scale: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views of a
-    DTensor's."""
+    """Return the values (or codes) and scales of the local part of a moment: the tensors themselves, or views
+    of a DTensor's."""
     if not is_dtensor(values):
         return values, scale
     values = local(values)

@@ -35,8 +35,8 @@ def nibble_bytes(numel: int) -> int:
 class Layout:
     """How the moments of one (local) parameter lie in memory: blocks are of elements that follow each other there.
 
-    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions of
-    size 1.
+    ``stride`` is that of a dense tensor in the order of the parameter, None if it is row by row, and 0 in dimensions
+    of size 1.
     ``block_size`` is 0 where there are no scales.
     """
 
@@ -96,8 +96,8 @@ def allocate(layout: Layout) -> tuple[Tensor, Tensor | None]:
 
 
 def encode(values: Tensor, layout: Layout, is_signed: bool) -> tuple[Tensor, Tensor | None]:
-    """Return codes and scales (or the cast values and None) of a moment given in floating point, in any memory
-    order."""
+    """Return codes and scales (or the cast values and None) of a moment given in floating point, in
+    any memory order."""
     moment, scale = allocate(layout)
     if scale is None:
         return moment.copy_(values), None

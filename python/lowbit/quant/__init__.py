@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizing models: quantize_, dequantize_, the layer between them, the report; load, fuse_gated_mlps, adapters of
-peft."""
+"""Quantizing models: quantize_, dequantize_, the layer between them, the report; load, fuse_gated_mlps,
+adapters of peft."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def adapter_modules(model: nn.Module) -> set[int]:
 
 
 def adopt_lora_layers(model: nn.Module) -> None:
-    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the one that
-    merges."""
+    """Turn peft's float LoRA layers around a QuantLinear, which was quantized after peft came, into the
+    one that merges."""
     peft = sys.modules.get("peft.tuners.lora.layer")
     for module in model.modules() if peft is not None else ():
         if type(module) is peft.Linear and isinstance(module.get_base_layer(), QuantLinear):

@@ -73,8 +73,8 @@ def calibrate(
 
     Args:
         model: in float; layers that are quantized are counted too.
-        batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping the
-            keyword ones.
+        batches: an iterable of inputs: a tensor is the one argument, a tuple or list the positional ones, a mapping
+            the keyword ones.
         hessian: keep the mean of x x^T too, which `GPTQ` needs: 4 k^2 bytes per layer.
         filter_fn: called with (module, qualified name) of each linear layer, True counts it; None counts all.
 

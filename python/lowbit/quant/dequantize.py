@@ -18,10 +18,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
     weight, in place.
 
     The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their
-    identity,
-    hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they were; a
-    layer that
-    was a Conv1D of transformers becomes an nn.Linear, which computes the same.
+    identity, hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they
+    were; a layer that was a Conv1D of transformers becomes an nn.Linear, which computes the same.
 
     Args:
         model: any module, also a QuantLinear by itself.

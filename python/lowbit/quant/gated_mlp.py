@@ -41,9 +41,9 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
     """Fuse each module of ``model`` that is a gated MLP of three `QuantLinear`, in place.
 
     A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized, no hooks) and ``act_fn``
-    (silu, gelu or relu), no other
-    submodule or parameter, and when its own forward gives, on two random float32 rows, what the fused one gives: within
-    1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
+    (silu, gelu or relu), no other submodule or parameter, and when its own forward gives, on two random float32
+    rows, what the fused one gives: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round
+    to a neighbour).
 
     Args:
         model: any module. Its names, parameters and state dict stay as they are.
@@ -62,8 +62,8 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
         if module.gate_proj.weight.is_meta:
             raise ValueError(f"fuse_gated_mlps: {name} must have its weights in memory, got the meta device")
         if _agrees(module, activation):
-            # The class is changed in place, as quantize_ does it: other owners of the module, its hooks and its name
-            # stay valid.
+            # The class is changed in place, as quantize_ does it: other owners of the module, its hooks and its
+            # name stay valid.
             module.unfused, module.__class__ = type(module), FusedGatedMLP
             module.activation = activation
             fused.append(name)
@@ -90,8 +90,8 @@ def _has_gated_layers(module: nn.Module) -> bool:
 
 
 def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
-    """The number of the activation that ``function`` computes, found by its values: classes and names of them
-    change."""
+    """The number of the activation that ``function`` computes, found by its values: classes and names
+    of them change."""
     if not callable(function):
         return None
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")

@@ -38,14 +38,12 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
 
     ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
-    tensors; layers
-    that share a weight share it again.
+    tensors; layers that share a weight share it again.
 
     Args:
         model: the float model (or one that is quantized in the same way), on the cpu or the meta device.
         file: a ``.safetensors`` file, a file of ``torch.save(model.state_dict())``, a folder that ``save_pretrained``
-            wrote, or
-            a state dict.
+            wrote, or a state dict.
 
     Returns:
         Names of the layers that were turned into QuantLinear and QuantEmbedding.
@@ -53,8 +51,7 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
         ValueError: names are missing or not the model's, or a packed weight does not fit its layer: checked before the
-            model is
-            changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
+            model is changed. Or a buffer that no file holds (not persistent) would stay on the meta device.
 
     Example:
         >>> torch.save(quantized.state_dict(), "model.pt")
@@ -183,8 +180,8 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _fill_buffers(model: nn.Module) -> None:
-    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on the meta
-    device."""
+    """Make the buffers that no state dict holds (tables of rotary embeddings) where they are still on
+    the meta device."""
     initialize = getattr(model, "_init_weights", None)  # of transformers' models: fills such modules
     left = []
     for prefix, module in model.named_modules():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a whole state dict before load_state_dict copies the first tensor, so that a refused one leaves the model as it
-was."""
+"""Check a whole state dict before load_state_dict copies the first tensor, so that a refused one leaves the model
+as it was."""
 
 from __future__ import annotations
 

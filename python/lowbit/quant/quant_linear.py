@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuantLinear: an nn.Linear whose weight is stored packed, once.
 
-weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] says what the bytes mean (formats/spec.py).
-All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole panels) need no hooks of
-ours.
+weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] says what the bytes mean
+(formats/spec.py). All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole
+panels) need no hooks of ours.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class QuantLinear(nn.Linear):
     """Apply ``y = x @ dequantize(weight).T + bias`` with the packed weight.
 
     Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor
-    makes
-    an unset layer, to load a state dict into.
+    makes an unset layer, to load a state dict into.
 
     Args:
         in_features, out_features, bias: as in nn.Linear.
@@ -77,8 +76,8 @@ class QuantLinear(nn.Linear):
     def prefer(self, row: str) -> None:
         """Prefer this kernel row for every call that it can serve; the empty name takes the preference back.
 
-        The preference stays with the object, its copies and pickles. It is no part of the state dict, which may go to
-        another machine.
+        The preference stays with the object, its copies and pickles. It is no part of the state dict, which may go
+        to another machine.
 
         Raises:
             ValueError: the op linear has no row of this name (lists the rows).
@@ -210,8 +209,8 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
 def quantize_in_place(module: nn.Module, weight: nn.Parameter, spec: LinearSpec) -> None:
     """Turn a float layer into the QuantLinear that holds the packed ``weight``.
 
-    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and names stay
-    valid.
+    The object stays the same (its class changes, as FSDP2 does it), so hooks, other owners of the layer and
+    names stay valid.
     """
     module.out_features, module.in_features = features_of(module)
     module.__class__ = QuantLinear

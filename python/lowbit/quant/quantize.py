@@ -40,9 +40,9 @@ def quantize_(
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
-    Layers that share a weight share the packed one; an embedding that shares it keeps the float one. On the meta device
-    only the structure changes; load a quantized state dict with ``assign=True`` then. Every check comes before the
-    first change.
+    Layers that share a weight share the packed one; an embedding that shares it keeps the float one. On the meta
+    device only the structure changes; load a quantized state dict with ``assign=True`` then. Every check comes before
+    the first change.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
@@ -133,8 +133,8 @@ def _progress(groups: list[list[Selected]], report: QuantizationReport) -> Itera
 def _quantize_group(
     group: list[Selected], device: torch.device | None, calibration: Calibration | None
 ) -> Iterator[ReportRow]:
-    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its last owner
-    here."""
+    """Pack the one weight of these layers and hand it to all of them; the float weight dies with its
+    last owner here."""
     first = group[0]
     weight: torch.Tensor = matrix_of(first.module, first.module.weight)
     before, shape = weight.nbytes, features_of(first.module)

@@ -29,8 +29,8 @@ class ReportRow:
         error_db: 10 log10(sum of w^2 / sum of (w - dequantized)^2); larger is better, inf is exact, nan unknown (meta
             device). With a calibration each square counts as much as the mean square of its input; with GPTQ it is that
             of the layer's outputs.
-        kernel: the row that will serve it with activations of the weight's dtype; two where one token takes another
-            row.
+        kernel: the row that will serve it with activations of the weight's dtype; two where one token
+            takes another row.
         note: why it was skipped, or what else happened.
         absmax_db: the error dB with the scales of the groups' ranges, where others were chosen; else nan.
     """
@@ -74,8 +74,8 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
-    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts of
-    an MoE.
+    """A weight of two or more dimensions in no linear layer, which stays float: an embedding, a convolution, experts
+    of an MoE.
 
     Args:
         name: of the parameter.

@@ -129,8 +129,8 @@ def reason_to_skip(module: nn.Module) -> str:
 
 
 def _may_be_forced(module: nn.Module) -> bool:
-    """Whether an explicit filter may take this layer in spite of the reason: a subclass that computes like
-    nn.Linear."""
+    """Whether an explicit filter may take this layer in spite of the reason: a subclass that
+    computes like nn.Linear."""
     return (
         isinstance(module, nn.Linear)
         and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear)

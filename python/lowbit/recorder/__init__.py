@@ -93,8 +93,8 @@ def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "lowbit.re
 
 
 def watch(timeout: float = 0) -> None:
-    """Have a thread write a dump, and a line on stderr, where a call runs for longer than ``timeout`` seconds, and on
-    SIGUSR1.
+    """Have a thread write a dump, and a line on stderr, where a call runs for longer than ``timeout`` seconds,
+    and on SIGUSR1.
 
     The thread does not need Python: it works where the interpreter hangs. A handler of SIGUSR1 that was there is called
     too. ``LOWBIT_FR_TIMEOUT`` in the environment does the same from the first call on.

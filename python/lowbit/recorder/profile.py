@@ -19,8 +19,8 @@ _PROBED_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine does at most, measured: reading memory, float32 FMAs and products of int8 in registers, each on
-    all threads."""
+    """What this machine does at most, measured: reading memory, float32 FMAs and products of int8 in registers, each
+    on all threads."""
 
     threads: int
     bandwidth: float  # bytes in a second

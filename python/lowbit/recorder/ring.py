@@ -48,8 +48,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call. Times are nanoseconds of the machine's monotonic clock; ``end_ns`` is 0 of a call that has not
-    ended."""
+    """One call. Times are nanoseconds of the machine's monotonic clock; ``end_ns`` is 0 of a call that
+    has not ended."""
 
     sequence: int
     op: str

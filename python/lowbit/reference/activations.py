@@ -6,8 +6,8 @@
     int8_row_asymmetric  one scale and one integer zero point per row; its range contains 0
     float8_row           float8_e4m3fn, one scale per row; its codes are the float8 numbers within +-448
 
-The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole row, not
-finite.
+The scale is computed in float32; rounding is half to even. inf and nan make the scale, and so the whole
+row, not finite.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in float64, all scores at once: what flex_attention must return.
 
-scores = score_mod(scale * q k^T); -inf where mask_mod says no; softmax over k (and the sink, a column without a value);
-times v.
+scores = score_mod(scale * q k^T); -inf where mask_mod says no; softmax over k (and the sink, a column without a
+value); times v.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def hadamard(size: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate rows ``[..., E]``, padded with zeros to a multiple of 32, in blocks of the largest power of two that
-    divides that."""
+    """Rotate rows ``[..., E]``, padded with zeros to a multiple of 32, in blocks of the largest power of two
+    that divides that."""
     padded = pad(x.double())
     size = padded.shape[-1] & -padded.shape[-1]
     return (padded.unflatten(-1, (-1, size)) @ hadamard(size)).flatten(-2)
@@ -51,8 +51,8 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, position: int = 0, window: int = 0,
     mask: Tensor | None = None, sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return out, lse and the probabilities ``[B, Hq, L, S]`` in float64; a row that sees nothing is 0, its lse
-    -inf."""
+    """Return out, lse and the probabilities ``[B, Hq, L, S]`` in float64; a row that sees nothing is 0,
+    its lse -inf."""
     group, length, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
     scores = q.double() @ k.transpose(-1, -2) * scale

@@ -2,14 +2,12 @@
 """The layouts of a packed weight, byte for byte: "x86-panel-16x64", which the kernels read, and "row-major".
 
 x86-panel-16x64: uint8 [panels, panel_bytes]; a panel is 16 output columns over all k; n is padded to 16, k to 64.
-Sections of a panel, each
-padded to 64 bytes:
+Sections of a panel, each padded to 64 bytes:
     column_scale float32 [16] | column_sum float32 [16] | group_scale float16 [groups, 16] | zero float16 [groups, 16] |
     codes
 column_sum is the sum over k of the decoded column. Absent: group_scale per channel, zero when symmetric, all but the
-codes for
-float formats. Codes are tiles of 64 k. A code of 1 to 8 bits is cut into pieces of 1, 2, 4 and 8 bits, those whose sum
-its bits are, from its lowest bits on; each piece has a plane in the tile, in this order, of rows of 64 bytes:
+codes for float formats. Codes are tiles of 64 k. A code of 1 to 8 bits is cut into pieces of 1, 2, 4 and 8 bits, those
+whose sum its bits are, from its lowest bits on; each piece has a plane in the tile, in this order, of rows of 64 bytes:
     8 bits    16 rows  [16 columns, 4 k]
     4 bits     8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
     2 bits     4 rows  [16 columns, 4 k], of k 0..15 in the lowest two bits, of k 48..63 in the highest
@@ -19,8 +17,8 @@ and those of floats:
     float16   64 half rows [16 columns]
     bfloat16  32 rows  [16 columns, 2 k]
 
-row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes, nothing padded
-otherwise:
+row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes,
+nothing padded otherwise:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
 The same sections are absent. Codes follow one another bit by bit, from the lowest bit of a byte on.
 """

@@ -49,8 +49,8 @@ def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "floa
     """Return sum_k |x| * |w|, what rounding errors are proportional to.
 
     Kernels may multiply codes counted from an offset of their own (0 for int4, else the zero point of a symmetric
-    weight) and take zero point times sum of x off
-    the total, so a weight counts as far as it and the zero point are from that offset; exact where both forms agree.
+    weight) and take zero point times sum of x off the total, so a weight counts as far as it and the zero point are
+    from that offset; exact where both forms agree.
     """
     if isinstance(weight, QuantizedWeight):
         offset = 0 if weight.format == "int4" or weight.format in LEVELS else code_of_zero(weight.format)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step computes, in torch float64: the maps of the state formats, encoding, the rules, stochastic
-rounding.
+"""What an optimizer step computes, in torch float64: the maps of the state formats, encoding, the
+rules, stochastic rounding.
 
-A quantized moment is stored as codes and one float32 scale per block of consecutive elements: moment = map[code] *
-scale.
+A quantized moment is stored as codes and one float32 scale per block of consecutive elements:
+moment = map[code] * scale.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ SMALLEST = 2.0**-126  # a block whose scale would be smaller counts as zeros: it
 
 
 def dynamic_map(signed: bool, decades: int) -> Tensor:
-    """Values of a dynamic map by code, sorted, float64 ``[2 ** (decades + 1)]`` (bitsandbytes' and torchao's
-    ``create_dynamic_map``).
+    """Values of a dynamic map by code, sorted, float64 ``[2 ** (decades + 1)]``.
 
-    Decade d = 0 .. decades - 1 spans 10**(d - decades) .. 10**(d - decades + 1) and holds 2**d bins (unsigned: 2**(d +
-    1)) of equal
-    width, each standing for its middle. 0 and 1 are values of their own; a signed map has the negative of every bin.
+    This is ``create_dynamic_map`` of bitsandbytes and torchao. Decade d = 0 .. decades - 1 spans
+    10**(d - decades) .. 10**(d - decades + 1) and holds 2**d bins (unsigned: 2**(d + 1)) of equal width, each standing
+    for its middle. 0 and 1 are values of their own; a signed map has the negative of every bin.
     """
     positive = []
     for decade in range(decades):
@@ -57,8 +56,8 @@ def blocks(values: Tensor, block_size: int) -> Tensor:
 
 
 def scales(values: Tensor, format: str, block_size: int) -> Tensor:
-    """Scale of each block, float64: absmax / `largest_code`; nan for a block with inf or nan, 0 for one below
-    `SMALLEST`."""
+    """Scale of each block, float64: absmax / `largest_code`; nan for a block with inf or nan, 0 for
+    one below `SMALLEST`."""
     absmax = blocks(values.double(), block_size).abs().amax(1)
     scale = absmax / largest_code(format)
     scale = torch.where(scale < SMALLEST, 0.0, scale)
@@ -88,8 +87,9 @@ def unpack_nibbles(packed: Tensor, numel: int) -> Tensor:
 def adamw(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of Adam: decoupled decay (AdamW) or added to the gradient. moments: exp_avg, exp_avg_sq[,
-    max_exp_avg_sq].
+    """One step of Adam, with decay decoupled (AdamW) or added to the gradient.
+
+    moments: exp_avg, exp_avg_sq[, max_exp_avg_sq].
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     p = p (1 - lr decay) - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
@@ -112,8 +112,8 @@ def adamw(
 def sgd(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of SGD as torch: the first step takes the gradient as momentum, without dampening. moments: momentum, or
-    none."""
+    """One step of SGD as torch: the first step takes the gradient as momentum, without dampening. moments:
+    momentum, or none."""
     g = g + hyper["weight_decay"] * p
     if hyper["momentum"] == 0:
         return p - hyper["lr"] * g, []
@@ -125,8 +125,8 @@ def sgd(
 def lion(
     p: Tensor, g: Tensor, moments: list[Tensor], step: int, hyper: Mapping[str, float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step of Lion (arXiv 2302.06675): p moves by lr in the direction of the sign of an average. moments:
-    exp_avg."""
+    """One step of Lion (arXiv 2302.06675): p moves by lr in the direction of the sign of an
+    average. moments: exp_avg."""
     beta1, beta2, lr = hyper["beta1"], hyper["beta2"], hyper["lr"]
     average = beta1 * moments[0] + (1 - beta1) * g
     return p * (1 - lr * hyper["weight_decay"]) - lr * average.sign(), [beta2 * moments[0] + (1 - beta2) * g]
@@ -148,8 +148,8 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 def random16(numel: int, block_size: int, seed: int, step: int, index: int) -> Tensor:
     """16 random bits of each element of parameter number ``index`` at ``step``: int64 ``[numel]``.
 
-    Philox gives each tensor a seed and each block of it a key; an element hashes its place in the block with that key
-    (lowbias32).
+    Philox gives each tensor a seed and each block of it a key; an element hashes its place in the block with
+    that key (lowbias32).
     """
     word = 0xFFFFFFFF
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize a weight: choose scales, round, and decode. w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] -
-zero[n, g]).
+"""Quantize a weight: choose scales, round, and decode.
 
-g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format has
-the
-fixed zero 128 (int8), 8 (int4), or the like. A lookup format (``LEVELS``) has the level of a code in place of
+    w[n, k] = column_scale[n] * group_scale[n, g] * (code[n, k] - zero[n, g])
+
+g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format
+has the fixed zero 128 (int8), 8 (int4), or the like. A lookup format (``LEVELS``) has the level of a code in place of
 code - zero.
 """
 
@@ -119,8 +119,8 @@ def group_ranges(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def choose_scale(low: Tensor, high: Tensor, format: str, mapping: str) -> Tensor:
     """Ideal scale of each group, float32.
 
-    ``symmetric`` is torchao's: the largest weight clips by at most half a step. ``symmetric_no_clipping_err``: nothing
-    clips.
+    ``symmetric`` is torchao's: the largest weight clips by at most half a step.
+    ``symmetric_no_clipping_err``: nothing clips.
     ``asymmetric``: the codes span min to max.
     """
     if format in LEVELS:
@@ -140,8 +140,7 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     """Store a scale per group as float32 per column times float16 per group.
 
     The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16
-    scales of
-    other checkpoints stay what they are.
+    scales of other checkpoints stay what they are.
     """
     if not group_size:
         return scale[:, 0], None
@@ -180,8 +179,8 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
 
 
 def nearest_codes(values: Tensor, format: str) -> Tensor:
-    """Codes of the nearest levels, uint8: of a table the lower one half-way, of float8 the even one; the largest past
-    it."""
+    """Codes of the nearest levels, uint8: of a table the lower one half-way, of float8 the even one; the
+    largest past it."""
     if format == "fp8_e4m3":
         most = largest_level(format)
         return values.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -3,9 +3,9 @@
 that is worse than the scale of the group's range (csrc/formats/scale_search.hpp, in float64).
 
 With the scale u the codes of a group stand for levels l around the zero point; the best scale for those levels is
-``t = sum h w l / sum h l^2``, and it leaves ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the largest
-``(sum h w l)^2 / sum h l^2`` wins, its t is rounded to what is stored, and one more is made of the levels that it
-gives.
+``t = sum h w l / sum h l^2``, and it leaves ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the
+largest ``(sum h w l)^2 / sum h l^2`` wins, its t is rounded to what is stored, and one more is made of the levels
+that it gives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each ATen op means as score-program instructions: those of aten_pointwise.py, and here those that read, make or
-fold tensors.
+"""What each ATen op means as score-program instructions: those of aten_pointwise.py, and here those that read, make
+or fold tensors.
 
 FUNCTIONS says which op a function that a mod calls from Python is.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ATen ops that work element by element, as score-program instructions: one row per op, the instructions are those of
-csrc/score/ops.hpp.
+"""ATen ops that work element by element, as score-program instructions: one row per op, the instructions are
+those of csrc/score/ops.hpp.
 
 A row gets the tracer, the meta tensor of the result (its shape and dtype are torch's own answer) and the op's
 arguments. The type of a program value is float, int or bool; floats are computed in float32 (float64 for float64

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a piece of Python code can read, by its opcodes: names of globals, and names of attributes of whatever it gets
-hold of."""
+"""What a piece of Python code can read, by its opcodes: names of globals, and names of attributes of whatever it
+gets hold of."""
 
 from __future__ import annotations
 

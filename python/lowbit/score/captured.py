@@ -6,14 +6,15 @@ its dtype and its number of dimensions; the tensors themselves are listed in the
 to the kept program.
 
 A program made from more than its key says would be handed to a mod that it does not fit. So there is a key only where
-everything that the code can reach is of a kind whose every reading is seen here: code whose opcodes read names,
-attributes by their
-    names and elements
-(bytecode.py); closure cells, defaults, the globals that the code names; numbers, strings, lists, tuples, dicts; modules
-and plain objects, of which the attributes that any code in reach names are followed, properties and methods too;
-functions of torch and math. What runs code of its own when it is read (`__getitem__`, `__getattr__`, `__len__`,
-descriptors, caches), what can read anything (`getattr`) and what is not of Python (files, clocks, environment) makes
-the key None: that mod is traced at every call.
+everything that the code can reach is of a kind whose every reading is seen here:
+- code whose opcodes read names, attributes by their names, and elements (bytecode.py);
+- closure cells, defaults, the globals that the code names;
+- numbers, strings, lists, tuples, dicts; functions of torch and math;
+- modules and plain objects: the attributes that any code in reach names are followed, properties and methods too.
+
+Three kinds make the key None, and such a mod is traced at every call: objects that run code of their own when they are
+read (`__getitem__`, `__getattr__`, `__len__`, descriptors, caches), functions that can read anything (`getattr`), and
+whatever is outside of Python (files, clocks, environment).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ _NEVER_RUN = frozenset(
 
 @dataclass(slots=True)
 class Captured:
-    """The tensors of a mod in a fixed order, and the key of everything else (None: there is something that cannot be
-    compared)."""
+    """The tensors of a mod in a fixed order, and the key of everything else (None: there is something that
+    cannot be compared)."""
 
     tensors: list[Tensor] = field(default_factory=list)
     key: Hashable | None = None
@@ -247,8 +248,8 @@ class _Walk:
         return named, self.value(forward) if type(module) not in _CONTAINERS or type(module) is nn.Sequential else None
 
     def _protocols(self, value: Any) -> Hashable:
-        """The methods that Python calls by itself; those that hand out what an attribute's name does not say are
-        unknown."""
+        """The methods that Python calls by itself; those that hand out what an attribute's name does not
+        say are unknown."""
         kind, found = type(value), []
         fields = getattr(kind, "__dataclass_fields__", {})
         for name, item in sorted(_inherited(kind).items()):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and mixtures
-of them.
+"""``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and
+mixtures of them.
 
-torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is left are
-tensors.
+torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is
+left are tensors.
 """
 
 from __future__ import annotations

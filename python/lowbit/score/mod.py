@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions work
-everywhere too."""
+"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions
+work everywhere too."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHADES = " ░▒▓█"
 
 
 class MaskMod:
-    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``, ``|`` and
-    ``~``.
+    """A mask_mod with a name and a picture, joined to others (also plain functions, on either side) by ``&``,
+    ``|`` and ``~``.
 
     Args:
         function: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key.
@@ -120,8 +120,8 @@ def _text(values: Tensor) -> str:
 
 
 def draw(values: Tensor, title: str, ax: Any, lengths: tuple[int, int] | None = None, **options: Any) -> Any:
-    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels) and
-    return these.
+    """Draw values ``[queries, keys]`` on matplotlib axes (None: of a new figure, large enough for all labels)
+    and return these.
 
     Args:
         lengths: queries and keys that the picture spans, if its rows and columns are blocks.

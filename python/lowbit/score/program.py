@@ -65,8 +65,8 @@ class ProgramBuilder:
         self._captured: list[Captured] = []
 
     def captured(self, type: str, rank: int) -> Captured:
-        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``, of
-        ``rank`` dimensions."""
+        """Declare the next captured tensor: ``float`` (any float dtype), ``int`` (int32, int64) or ``bool``,
+        of ``rank`` dimensions."""
         if type not in TYPES:
             raise ValueError(f"captured: type must be one of {', '.join(TYPES)}, got {type!r}")
         self._captured.append(Captured(len(self._captured), type, rank))
@@ -81,8 +81,8 @@ class ProgramBuilder:
         return self._emit("float", _C.SCORE_OPS["float_const"][0], struct.unpack("<q", struct.pack("<d", value))[0])
 
     def op(self, name: str, *operands: Value) -> Value:
-        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where`` of bools
-        ``where_bool``."""
+        """Apply an op, or its variant for the operands' types: ``add`` of ints is ``add_int``, ``where``
+        of bools ``where_bool``."""
         types = "".join(value.type[0] for value in operands)
         for variant in (name, f"{name}_int", f"{name}_bool"):
             opcode, signature = _C.SCORE_OPS.get(variant, (-1, ""))

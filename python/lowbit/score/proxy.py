@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a mod gets while it is traced: no data, but what they are made of. What is done with them, the
-tracer decides."""
+"""The tensors that a mod gets while it is traced: no data, but what they are made of. What is done with them,
+the tracer decides."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lowbit.score.program import Value
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The arguments of an op with each leaf changed; a sixth of what torch's own tree_map takes, which is most of a
-    trace."""
+    """The arguments of an op with each leaf changed; a sixth of what torch's own tree_map takes, which is most
+    of a trace."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(change, item) for item in tree])

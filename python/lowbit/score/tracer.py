@@ -68,8 +68,8 @@ _NEVER_DRAW = frozenset(
 
 @dataclass(slots=True)
 class Steps:
-    """What torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or (func, args,
-    kwargs)."""
+    """What torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or
+    (func, args, kwargs)."""
 
     leaves: int
     steps: list[Tensor | tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -202,8 +202,8 @@ class Tracer:
         return self._constants[id(tensor)]
 
     def real(self, tensor: Tensor) -> Tensor | None:
-        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for their values
-        only."""
+        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for
+        their values only."""
         if not isinstance(tensor, Proxy):
             return tensor
         if not isinstance(tensor.content, Outside):
@@ -225,8 +225,8 @@ class Tracer:
         return made
 
     def replace(self, leaf: Any) -> Any:
-        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program is
-        not kept."""
+        """The proxy of a captured tensor. One that captured.py did not list is not covered by the key: the program
+        is not kept."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, Proxy):
             return leaf
         proxy = self.proxies.get(id(leaf))
@@ -389,8 +389,8 @@ def _is_mask(index: Any) -> bool:
 
 
 def _meta_of(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are no
-    indices zeros."""
+    """The result of an op in shape and dtype. Its integers are ones, by which can be divided, and where those are
+    no indices zeros."""
     try:
         return func(*_metas(args, False), **_metas(kwargs, False))
     except (IndexError, RuntimeError):
@@ -418,11 +418,11 @@ def _metas(tree: Any, zeros: bool) -> Any:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as what it is while
-    tracing.
+    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as what it
+    is while tracing.
 
-    A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the 1.2 s
-    as well.
+    A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the
+    1.2 s as well.
     """
     sizes = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return torch.ones(sizes, dtype=tensor.dtype, device="cpu" if math.prod(sizes) <= MAX_ELEMENTS else "meta")

@@ -66,13 +66,12 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
            mul: Tensor | None = None, add: Tensor | None = None) -> Tensor:  # fmt: skip
     """Largest allowed error of each element of a result, from the dtype and k alone.
 
-    A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings of
-    2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point, adding the
-    bias).
+    A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings
+    of 2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point,
+    adding the bias).
     The activations have slope <= 1.13; evaluating them adds 8 roundings of their argument. mul and add are one rounding
     each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the
-    reference
-    takes the same codes) need no term of their own.
+    reference takes the same codes) need no term of their own.
 
     Args:
         dtype: of the result.
@@ -119,8 +118,8 @@ def formats_of_kind(kind: str) -> list[str]:
 
 
 def linear_cases(rounds: int = 2) -> list[LinearCase]:
-    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime, so pairs
-    vary."""
+    """Each format ``rounds`` times, with shapes, dtypes and post-ops taken in turn: strides are coprime,
+    so pairs vary."""
     cases = []
     for index, (format, group_size, mapping, x_format) in enumerate(itertools.chain(*[list(format_cases())] * rounds)):
         bias, activation, mul, add = POST_OPS[index * 7 % len(POST_OPS)]
@@ -398,8 +397,8 @@ class Moment:
         """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a
         step of the dtype.
 
-        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a scale is
-        rounded.
+        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a
+        scale is rounded.
         """
         if self.scale is None:
             return ROUNDOFF[self.format] * values.abs() + 2.0**-133
@@ -425,8 +424,8 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
               hyper: Mapping[str, float], *, format: str, block_size: int = 256, row: str | None = None,
               grad_scale: Tensor | None = None,
               found_inf: Tensor | None = None, seed: int | None = None) -> None:  # fmt: skip
-    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row than ``row``
-    ran."""
+    """Run `_C.OptimStep` in place; ``moments[i]`` holds moment i of every parameter. Fails if another row
+    than ``row`` ran."""
     states = [[moment.state for moment in each] for each in moments]
     scales = [] if format in ("float32", "bfloat16") else [[moment.scale for moment in each] for each in moments]
     previous = _C.force_kernel(row)

@@ -89,8 +89,8 @@ class Problem:
             magnitudes = [total_g + old[0].abs()] if old else []
             magnitudes += [total_g**2 + sum(m.abs() for m in old[1:])] * len(old[1:])
             errors = [12 * u * magnitude for magnitude in magnitudes]
-            # an update is a product of at most 16 roundings; a moment in its numerator may cancel, so its error counts
-            # by itself
+            # an update is a product of at most 16 roundings; a moment in its numerator may cancel, so its error
+            # counts by itself
             if self.rule == "adamw":
                 variance = new[-1]
                 denominator = variance.sqrt() / math.sqrt(1 - self.hyper["beta2"] ** step) + self.hyper["eps"]

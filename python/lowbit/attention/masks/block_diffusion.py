@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training mask of block diffusion language models (BD3-LM, arXiv 2503.09573): the noised sequence, then the clean
-one."""
+"""Training mask of block diffusion language models (BD3-LM, arXiv 2503.09573): the noised sequence, then
+the clean one."""
 
 from __future__ import annotations
 

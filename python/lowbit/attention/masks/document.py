@@ -10,8 +10,7 @@ from lowbit.score.mod import MaskFunction, MaskMod
 
 
 def document_ids(cu_seqlens: Tensor) -> Tensor:
-    """Return the number of the document of each token, ``[total]`` int32, from the cumulative lengths ``[documents +
-    1]``."""
+    """Return the document of each token, ``[total]`` int32, from the cumulative lengths ``[documents + 1]``."""
     lengths = cu_seqlens.diff()
     return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32, device=lengths.device), lengths)
 
@@ -20,10 +19,10 @@ def document(ids: Tensor, inner: MaskFunction | None = None) -> MaskMod:
     """Return the mask ``ids[q] == ids[k]``, and ``inner`` within each document.
 
     Args:
-        ids: integer ``[L]``, the document of each token, or ``[B, L]``, one row per batch entry; tokens of a document
-            stand together.
-        inner: a mask_mod that gets positions counted from the start of the document, `masks.causal` for one; None for
-            all.
+        ids: integer ``[L]``, the document of each token, or ``[B, L]``, one row per batch entry; tokens of a
+            document stand together.
+        inner: a mask_mod that gets positions counted from the start of the document, `masks.causal` for one;
+            None for all.
 
     Raises:
         ValueError: ids that are neither ``[L]`` nor ``[B, L]``.

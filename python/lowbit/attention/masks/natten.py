@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighborhood attention over an image (arXiv 2204.07143): each pixel sees the window around it, moved inside at the
-edges."""
+"""Neighborhood attention over an image (arXiv 2204.07143): each pixel sees the window around it, moved inside
+at the edges."""
 
 from __future__ import annotations
 

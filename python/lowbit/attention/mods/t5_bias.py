@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5's relative position bias (arXiv 1910.10683): a learned value per head and bucket of distances, wider the
-farther."""
+"""T5's relative position bias (arXiv 1910.10683): a learned value per head and bucket of distances,
+wider the farther."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def t5_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = Tru
     Args:
         table: ``[buckets, H]``, as transformers' ``relative_attention_bias.weight``; may require grad.
         max_distance: farther ones share the last bucket.
-        bidirectional: half of the buckets for keys after the query (encoder); else those are all at distance 0
-            (decoder).
+        bidirectional: half of the buckets for keys after the query (encoder); else those are all at
+            distance 0 (decoder).
 
     Raises:
         ValueError: table not ``[buckets, H]``, or max_distance within the buckets of single distances.
