@@ -25,7 +25,7 @@ SUFFIXES = PYTHON | {".cpp", ".hpp", ".cuh", ".h"}
 ITEM = re.compile(r"(?:[-*]|\d+\.) +")
 FIELD = re.compile(r"[\w*`., ]+: ")  # an argument or an error in a section of a docstring
 SECTION = re.compile(r"\s*(?:Args|Raises|Returns|Yields|Attributes):$")
-CODE = re.compile(r"(`+)(.+?)\1")
+WHOLE = re.compile(r"(`+).+?\1|\[[^\]]*\]\([^)]*\)")  # code and links: not broken
 
 
 def indent_of(line: str) -> str:
@@ -36,7 +36,7 @@ def wrap(text: str, first: str, rest: str) -> list[str]:
     """Return ``text`` in lines after ``first`` and ``rest``: narrower than they could be where words would be left."""
 
     def lines(width: int) -> list[str]:
-        whole = CODE.sub(lambda code: code[0].replace(" ", "\0"), " ".join(text.split()))
+        whole = WHOLE.sub(lambda piece: piece[0].replace(" ", "\0"), " ".join(text.split()))
         options = {"initial_indent": first, "subsequent_indent": rest}
         return textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False, **options)
 

@@ -32,6 +32,14 @@ def test_docstrings_and_comments_are_whole(tool: ModuleType) -> None:
     assert not broken, f"python tools/wrap_prose.py {' '.join(broken)}"
 
 
+def test_pages_are_wrapped(tool: ModuleType) -> None:
+    """The API page is made of docstrings; the changelog is a list of long lines."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [page for page in pages if page.name not in ("api.md", "changelog.md")]
+    ragged = [str(page.relative_to(ROOT)) for page in pages if tool.wrapped(page) != page.read_text()]
+    assert not ragged, f"python tools/wrap_prose.py {' '.join(ragged)}"
+
+
 def test_a_broken_docstring_is_found_and_mended(tool: ModuleType) -> None:
     full = "Make one from a float layer with ``quantize_`` or ``from_linear``, from plain codes with ``pack``. The constructor"
     broken = f'"""Name.\n\n{full}\nmakes\nan unset layer, to load a state dict into.\n\n    code  stays\n    as it is\n"""\n'
