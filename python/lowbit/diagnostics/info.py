@@ -78,9 +78,10 @@ def _onednn() -> str:
 
 
 def _cuda() -> dict[str, str]:
-    """What was found of NVIDIA's libraries, and whether our kernels run on the first device."""
+    """What was found of NVIDIA's libraries, and which ops run on the first device."""
     reason = _C.cuda.unavailable(0)
-    facts = {"cuda:0": f"not available: {reason}" if reason else "attention, linear, optimizers"}
+    ops = [op for op in _C.OPS if any(row["device"] == "cuda" for row in _C.kernels(op))]
+    facts = {"cuda:0": f"not available: {reason}" if reason else f"runs {', '.join(ops)}"}
     facts["cuda attention by cuDNN"] = _C.cuda.cudnn_missing() or "yes"
     return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}
 
