@@ -108,6 +108,36 @@ def test_two_adapters_merge_in_turn_and_unmerge_to_the_same_bytes():
     assert all(torch.equal(*pair) for pair in zip(before, packed(model), strict=True))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_weight_that_is_loaded_while_an_adapter_is_merged_counts_as_merged(name, assign):
+    """As in peft's float layers: unmerging takes the adapter off the weight that is there."""
+    model, x = adapted(CONFIGS[name])
+    up = model.base_model.model.up
+    with torch.no_grad():
+        delta = up.get_delta_weight("default").clone()
+    model.merge_adapter()
+    loaded = nn.Linear(64, 96)
+    up.base_layer.load_state_dict(lowbit.QuantLinear.from_linear(loaded, up.base_layer.spec).state_dict(), assign=assign)
+    wanted = loaded.weight - delta
+    model.unmerge_adapter()
+    error = (up.base_layer.dequantize() - wanted).norm() / wanted.norm()
+    assert error < (0.02 if name in ("int8", "float") else 0.25)
+
+
+def test_a_weight_that_is_loaded_between_two_merges_is_what_unmerging_leaves():
+    model, _ = adapted(CONFIGS["float"])
+    model.add_adapter("second", lora())
+    up = model.base_model.model.up
+    up.merge(adapter_names=["default"])
+    loaded = nn.Linear(64, 96)
+    up.base_layer.load_state_dict(lowbit.QuantLinear.from_linear(loaded, up.base_layer.spec).state_dict())
+    up.merge(adapter_names=["second"])
+    up.unmerge()
+    with torch.no_grad():
+        torch.testing.assert_close(up.base_layer.dequantize(), loaded.weight - up.get_delta_weight("default"))
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_a_broken_adapter_is_refused_and_nothing_changes(safe):
     model, _ = adapted(CONFIGS["int8"], lora_bias=False)

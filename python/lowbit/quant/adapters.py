@@ -4,7 +4,8 @@
 peft gives a QuantLinear, which is an nn.Linear, its LoRA layer for float weights; that one trains, but its merge adds
 to the stored weight. `watch_for_peft` puts `QuantLoraLinear` into peft's dispatch for them when peft is imported,
 before or after this package: merging decodes the weight, lets peft add to it, and packs the sum; unmerging brings back
-the very bytes that were there.
+the very bytes that were there. A weight that was loaded in between counts as merged, as peft has it for float layers:
+unmerging takes the adapter off it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.safetensors_file import bytes_of
 
 _DISPATCH = "peft.tuners.lora.model"
 
@@ -107,6 +110,7 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
             if not isinstance(base, QuantLinear):
                 return super().merge(safe_merge, adapter_names)
             packed, merged = base.weight, list(self.merged_adapters)
+            original = self._packed_before_merge() if merged else packed
             bias = None if base.bias is None else base.bias.detach().clone()
             try:
                 with _decoded(base) as dense:
@@ -119,17 +123,24 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
                     base.bias.data.copy_(bias)
                 raise
             base.weight = weight
-            if changed and not merged:
-                self.__dict__["packed_before_merge"] = packed
+            if changed:
+                self.__dict__["before_merge"] = original, _checksum(weight)
 
         def unmerge(self) -> None:
-            base, packed = self.get_base_layer(), self.__dict__.pop("packed_before_merge", None)
+            base = self.get_base_layer()
             if not isinstance(base, QuantLinear) or not self.merged:
                 return super().unmerge()
+            original = self._packed_before_merge()
             with _decoded(base) as dense:
                 super().unmerge()
-                weight = pack_weight(dense.weight, base.spec)[0] if packed is None else packed
+                weight = pack_weight(dense.weight, base.spec)[0] if original is None else original
             base.weight = weight
+            self.__dict__.pop("before_merge", None)
+
+        def _packed_before_merge(self) -> nn.Parameter | None:
+            """The weight that merging replaced; None if another one was loaded since."""
+            original, merged = self.__dict__.get("before_merge", (None, None))
+            return original if merged == _checksum(self.get_base_layer().weight) else None
 
         def __repr__(self) -> str:
             return super().__repr__().replace("lora.Linear", "lora.QuantLoraLinear")
@@ -137,6 +148,11 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
     QuantLoraLinear.__qualname__ = "QuantLoraLinear"
     globals()["QuantLoraLinear"] = QuantLoraLinear
     return QuantLoraLinear
+
+
+def _checksum(weight: Tensor) -> int:
+    """Tell one packed weight from another, also in copies of the layer."""
+    return 0 if weight.is_meta else zlib.crc32(bytes_of(weight.detach().cpu().contiguous()))
 
 
 @contextlib.contextmanager
