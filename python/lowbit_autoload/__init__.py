@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 ran = False
-failures: dict[str, Exception] = {}  # by the name of the package that was to know lowbit: "torch", "bitsandbytes"
+failures: dict[str, str] = {}  # by the name of the package that was to know lowbit: "torch", "bitsandbytes"
 
 
 class _Keeping:
@@ -29,7 +29,7 @@ class _Keeping:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        failures[self.package] = error
+        failures[self.package] = f"{type(error).__name__}: {error}"
         return os.environ.get("LOWBIT_STRICT") != "1"
 
 

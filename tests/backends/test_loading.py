@@ -193,3 +193,24 @@ def test_only_named_packages_are_asked(packages: Packages, python: Callable[...,
         assert "nobody: LOWBIT_BACKENDS names it, and it is not installed" in out
     else:
         assert "no package has an entry point" in out
+
+
+FIRST_OP = """
+import gc, weakref, torch, lowbit
+from lowbit.backends import loading
+def first_op():
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    lowbit.quantize_(layer, lowbit.int8_weight_only())
+    x = torch.ones(2, 32)
+    layer(x)
+    return weakref.ref(x)
+x = first_op()
+gc.collect()
+assert isinstance(loading.found[0].failure, OverflowError)
+print(x())
+"""
+
+
+def test_a_failure_that_is_kept_keeps_nothing_of_the_first_op(packages: Packages, python: Callable[..., str]) -> None:
+    packages.add("raises", "def register(api):\n    try:\n        1 / 0\n    except ZeroDivisionError:\n        raise OverflowError('no such accelerator')\n")
+    assert python(FIRST_OP, PYTHONPATH=packages.path) == "None\n"

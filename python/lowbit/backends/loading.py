@@ -105,10 +105,20 @@ def _asked(entry: metadata.EntryPoint) -> Found:
         if not package.rows:
             package.reason = "it added nothing"
     except Exception as error:
-        package.failure, package.reason = error, f"failed: {type(error).__name__}: {error}"
+        package.failure, package.reason = _kept(error), f"failed: {type(error).__name__}: {error}"
     finally:
         api.close()
     return package
+
+
+def _kept(error: Exception) -> Exception:
+    """The error as `found` has it: its frames would keep what the op that came first was called with. Where it will be
+    raised, LOWBIT_STRICT=1, it has them."""
+    link: BaseException | None = None if os.environ.get("LOWBIT_STRICT") == "1" else error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _in_child() -> None:

@@ -13,8 +13,7 @@ def autoload_state() -> str:
     """Say in one sentence whether `import torch` registered the ops, and why not."""
     module = sys.modules.get("lowbit_autoload")
     if module is not None and "torch" in module.failures:
-        failure = module.failures["torch"]
-        return f"failed: {type(failure).__name__}: {failure}"
+        return f"failed: {module.failures['torch']}"
     if module is not None and module.ran:
         return "ran at import torch"
     if os.environ.get("LOWBIT_AUTOLOAD") == "0":

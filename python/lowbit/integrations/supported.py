@@ -41,7 +41,7 @@ def _bitsandbytes() -> str:
         return f"left as it is, {_SWITCH}=0"
     failure = getattr(sys.modules.get("lowbit_autoload"), "failures", {}).get("bitsandbytes")
     if failure is not None:
-        return f"left as it is: {type(failure).__name__}: {failure}"
+        return f"left as it is: {failure}"
     taken = getattr(sys.modules.get("lowbit.integrations.bitsandbytes_ops"), "states", {})
     if taken:
         return "; ".join(f"{name}: {state}" for name, state in taken.items())

@@ -19,7 +19,7 @@ _SERVED = {
     "transformers.modeling_utils": ("lowbit.integrations.transformers", "lowbit.integrations.quantizer"),
     "torchao.quantization.quant_api": ("lowbit.integrations.torchao_configs",),
 }
-failures: dict[str, Exception] = {}
+failures: dict[str, str] = {}
 """Integrations that do not fit the package that is there: they say why when they are imported by name, and in info."""
 
 
@@ -52,7 +52,7 @@ class _Finder:
                 importlib.import_module(integration)
                 failures.pop(integration, None)
             except Exception as error:
-                failures[integration] = error
+                failures[integration] = str(error)
                 if os.environ.get("LOWBIT_STRICT") == "1":
                     raise
         return True

@@ -40,6 +40,14 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a mod has no program. Kept as text: an exception would keep its frames, and the tensors of the
+    call in them."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class BoundProgram:
     """A program and its tensors: what an attention op takes."""
 
@@ -47,7 +55,7 @@ class BoundProgram:
     captured: list[Tensor]
 
 
-_programs: dict[Any, Program | UnknownOp | None] = {}
+_programs: dict[Any, Program | Reason] = {}
 traces = 0
 """How many mods have been traced so far; the tests count it."""
 
@@ -78,10 +86,10 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
         if program is None:
             with _disable_current_modes():  # of torch.compile and torch.export
                 program = _trace(op, argument, mod, captured.tensors, dtype)
-            if isinstance(program, UnknownOp) or program.keep:
-                _keep(shaped if isinstance(program, UnknownOp) or program.reads_shapes else key, program)
-    if isinstance(program, UnknownOp):
-        raise program
+            if isinstance(program, Reason) or program.keep:
+                _keep(shaped if isinstance(program, Reason) or program.reads_shapes else key, program)
+    if isinstance(program, Reason):
+        raise UnknownOp(program.text)
     tensors = program.steps.run(captured.tensors, program.sources)
     if mask and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise RuntimeError(f"{op}: Captured buffers from mask mod that require grad are not supported; use .detach()")
@@ -94,7 +102,7 @@ def _surroundings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), autocast
 
 
-def _keep(key: Any, program: Program | UnknownOp) -> None:
+def _keep(key: Any, program: Program | Reason) -> None:
     if key is None:
         return
     if len(_programs) >= _KEPT:
@@ -104,7 +112,7 @@ def _keep(key: Any, program: Program | UnknownOp) -> None:
 
 def _trace(
     op: str, argument: str, mod: Callable[..., Any], captured: list[Tensor], dtype: torch.dtype
-) -> Program | UnknownOp:
+) -> Program | Reason:
     global traces
     traces += 1
     tracer = Tracer(captured)
@@ -119,7 +127,7 @@ def _trace(
             made = tracer.run(mod, arguments)
         return _finish(op, argument, tracer, made)
     except UnknownOp as unknown:
-        return unknown
+        return Reason(str(unknown))
     except DataDependent:
         raise RuntimeError(
             f"{op}: {argument} must not use the value of a tensor in Python (`if`, `.item()`), as this is "
