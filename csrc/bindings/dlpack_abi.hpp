@@ -32,6 +32,8 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
+inline constexpr const char* kExchangeApiName = "dlpack_exchange_api";  // of the capsule around it
+
 struct ExchangeApi {
   struct {
     struct {

@@ -13,18 +13,16 @@ namespace {
 
 using enum ErrorKind;
 
-// The exchange API of a type, or null. Asked once per type: the last few types stay in a list (all under the GIL).
+// The exchange API of a type, or null: what is no capsule of its name, an int for one, may point anywhere. Asked once
+// per type: the last few types stay in a list (all under the GIL).
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
   for (const char* name :
        {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {  // the second: torch 2.9 and 2.10
     const py::object attribute = py::getattr(reinterpret_cast<PyObject*>(type), name, py::none());
-    void* pointer = nullptr;
-    if (PyCapsule_CheckExact(attribute.ptr()))
-      pointer = PyCapsule_GetPointer(attribute.ptr(), PyCapsule_GetName(attribute.ptr()));
-    else if (PyLong_CheckExact(attribute.ptr())) pointer = PyLong_AsVoidPtr(attribute.ptr());
-    PyErr_Clear();
-    const auto* api = static_cast<const dlpack::ExchangeApi*>(pointer);
-    if (api && api->header.version.major == 1 && api->view_of_object) return api;
+    if (!PyCapsule_IsValid(attribute.ptr(), dlpack::kExchangeApiName)) continue;
+    const auto* api = static_cast<const dlpack::ExchangeApi*>(
+        PyCapsule_GetPointer(attribute.ptr(), dlpack::kExchangeApiName));
+    if (api->header.version.major == 1 && api->view_of_object) return api;
   }
   return nullptr;
 }

@@ -17,6 +17,26 @@ def test_elements_of_no_bytes_are_refused(array: np.ndarray) -> None:
         _C.all_finite(array)
 
 
+EXCHANGE_APIS = """
+import ctypes
+from lowbit import _C
+
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+for name in ("__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"):
+    for api in (1, 64, 2**63, -1, 0, True, 1.5, "text", None, object(), new(8, b"another name", None), new(8, None, None)):
+        try:
+            _C.all_finite(type("Odd", (), {name: api})())
+        except TypeError as error:
+            print(error)
+"""
+
+
+def test_an_exchange_api_that_is_no_capsule_of_its_name_is_not_called(python: Callable[..., str]) -> None:
+    lines = python(EXCHANGE_APIS).splitlines()
+    assert lines == ["all_finite: tensor must be a torch CPU tensor or a numpy array, got Odd"] * 24
+
+
 FUZZ = """
 import random, re, numpy as np, torch
 from lowbit import _C
