@@ -154,7 +154,9 @@ _HOME = {
     "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
     "warmup": "lowbit.devices.warmup",
 }
-_MODULES = {name: f"lowbit.{name}" for name in ("attention", "backends", "devices", "optim", "recorder")}
+_MODULES = (
+    "attention", "autotune", "backends", "devices", "formats", "integrations", "optim", "quant", "recorder", "testing",
+)  # fmt: skip
 __all__ = [
     "AuxOutput",
     "AuxRequest",
@@ -247,7 +249,7 @@ def __getattr__(name: str) -> Any:
     if _torch is None and (name in _MODULES or name in _HOME):
         raise ImportError(f'lowbit.{name} needs PyTorch, which is not installed: pip install "lowbit[torch]"')
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return importlib.import_module(f"lowbit.{name}")
     if name not in _HOME:
         instead = _instead(name)
         caller = sys._getframe(1)  # `from lowbit import name` would replace the text of an AttributeError with its own

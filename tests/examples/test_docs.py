@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,30 @@ def test_paths_in_a_page_lead_to_files(page: Path) -> None:
                 assert path in names | OF_OTHERS or is_there(path, page), path
             elif not path.startswith("test/"):
                 assert is_there(path, page), path
+
+
+def test_names_in_a_page_are_there_after_import_lowbit(python: Callable[..., str]) -> None:
+    """`lowbit.devices.simulated.enable` without a further import. Each room is asked in a child of its own, so that no other
+    one has loaded it."""
+    pages = [page for page in PAGES if page.parent.name not in ("recipes", "measured")]
+    lines = [line for page in pages for line in page.read_text().splitlines() if not re.match(r" *(>>> )?(from|import) ", line)]
+    names = {name for line in lines for name in re.findall(r"(?<![\w./:-])lowbit(?:\.[A-Za-z_]\w*){2,}(?![\w/]|\.json|\.md)", line)}
+    assert "lowbit.devices.simulated.enable" in names and len(names) > 40
+    missing = python(
+        """import itertools, os, sys, lowbit
+for _, names in itertools.groupby(sys.argv[1:], lambda name: name.split(".")[1]):
+    child = os.fork()
+    if child == 0:
+        try:
+            for name in names:
+                eval(name)
+        except AttributeError as error:
+            print(name, error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)""",
+        *sorted(names),
+    )
+    assert not missing
 
 
 def test_paths_in_a_comment_lead_to_files() -> None:

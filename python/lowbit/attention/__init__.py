@@ -27,11 +27,12 @@ _HOME = {
     "installed": "installation",
 }
 _ROOMS = ("masks", "mods")
+_FILES = ("kv_layer",)
 __all__ = [*_HOME, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in (*_ROOMS, *_FILES):
         return importlib.import_module(f"lowbit.attention.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'lowbit.attention' has no attribute {name!r}")
