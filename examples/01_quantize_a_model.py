@@ -78,8 +78,7 @@ def main() -> None:
         kernels = sorted({layer.row for layer in lowbit.explain(model, m=many["input_ids"].numel())}) or ["torch"]
         cells = f"{size:6.1f}{1e3 * batch_1:7.1f} ms{1e3 * batch_32:7.1f} ms{tokens / batch_32:10.0f}"
         print(f"{name:29}{cells}{cosine.mean():8.4f}{cosine.min():8.4f}  {', '.join(kernels)}")
-    head, *lines = str(reports[name]).splitlines()
-    print("", head, *lines[:3], "...", *lines[-3:], sep="\n")
+    print(f"\n{reports[name]}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ to a model."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
@@ -19,7 +18,6 @@ from torch import nn
 from lowbit import _C
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.kv_choice import CacheChoice
-from lowbit.diagnostics.table import html_table, text_table
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.linear_layers import features_of, is_linear
@@ -28,6 +26,8 @@ from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
 from lowbit.quant.whole_file import write_whole
+from lowbit.tables.folding import decibels, folded, label, spread
+from lowbit.tables.table import Table
 
 VERSION = 1
 COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
@@ -198,32 +198,24 @@ class Plan:
 
         return picture(self)
 
+    @property
+    def layers(self) -> Table:
+        """Every layer with a line of its own; the plan itself has one line for layers of one kind."""
+        return Table(COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+
     def __repr__(self) -> str:
-        return "\n".join([self._title(), text_table(COLUMNS, self._cells()), *self._below()])
+        return repr(self._table())
 
     def _repr_html_(self) -> str:
-        below = "".join(f"<p>{html.escape(line)}</p>" for line in self._below())
-        return f"<p>{html.escape(self._title())}</p>{html_table(COLUMNS, self._cells())}{below}"
+        return self._table()._repr_html_()
+
+    def _table(self) -> Table:
+        lines = folded(self.rows, lambda row: (row.shape, row.calls, row.spec, row.row, row.note))
+        return Table(COLUMNS, [(name, *_cells(rows)) for name, rows in lines], self._title(), self._below())
 
     def _title(self) -> str:
         bound = "no bound" if math.isinf(self.min_sqnr) else f"bound {self.min_sqnr:.1f} dB"
         return f"plan: {len(self.specs)} of {len(self.rows)} linear layers quantized, {bound}"
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.layer or "(the model)",
-                _size(row.shape),
-                ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
-                "float" if row.spec is None else row.spec.name,
-                row.row,
-                f"{row.float_seconds / row.seconds:.2f}x" if row.seconds else "",
-                "" if math.isnan(row.error_db) else "exact" if row.error_db == math.inf else f"{row.error_db:.1f}",
-                f"{row.bytes_before / 1e6:.2f} -> {row.bytes_after / 1e6:.2f}" if row.bytes_before else "",
-                row.note,
-            )
-            for row in self.rows
-        ]
 
     def _below(self) -> list[str]:
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
@@ -294,6 +286,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cells(rows: list[PlanRow]) -> tuple[str, ...]:
+    """What a line says of layers that are alike: bytes of all of them, the spread of their times and errors."""
+    row = rows[0]
+    before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
+    return (
+        _size(row.shape),
+        ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
+        "float" if row.spec is None else row.spec.name,
+        row.row,
+        spread((row.float_seconds / row.seconds for row in rows if row.seconds), lambda ratio: f"{ratio:.2f}x"),
+        decibels(row.error_db for row in rows),
+        f"{before / 1e6:.2f} -> {after / 1e6:.2f}" if before else "",
+        row.note,
+    )
 
 
 def _size(shape: tuple[int, ...]) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.diagnostics.table import html_table, text_table
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.distortion import decibel
 from lowbit.quant.layout import numbers_of, repack_weight
 from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
+from lowbit.tables.folding import folded, label, spread
+from lowbit.tables.table import Table
 
 _COLUMNS = ("layer", "a", "b", "shape", "error dB")
 
@@ -68,11 +68,20 @@ class Comparison:
         """Of all weights together."""
         return decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
+    @property
+    def layers(self) -> Table:
+        """Every weight with a line of its own; the comparison itself has one line for those of one kind."""
+        return Table(_COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+
     def __repr__(self) -> str:
-        return "\n".join([text_table(_COLUMNS, self._cells()), *self._below()])
+        return repr(self._table())
 
     def _repr_html_(self) -> str:
-        return html_table(_COLUMNS, self._cells()) + "".join(f"<p>{html.escape(line)}</p>" for line in self._below())
+        return self._table()._repr_html_()
+
+    def _table(self) -> Table:
+        lines = folded(self.rows, lambda row: (row.a, row.b, row.shape))
+        return Table(_COLUMNS, [(name, *_cells(rows)) for name, rows in lines], below=self._below())
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the error of each layer that differs, in the order of the model, a colour per kind; return the axes.
@@ -98,9 +107,6 @@ class Comparison:
         if kinds:
             ax.legend(fontsize="small", ncols=2)
         return ax
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [(row.layer, row.a, row.b, "x".join(map(str, row.shape)), _text(row.error_db)) for row in self.rows]
 
     def _below(self) -> list[str]:
         same = sum(not row.noise for row in self.rows)
@@ -197,6 +203,11 @@ def _slices(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, (1 << 17) // max(1, a[0].numel())) if len(a) else 1
     for i in range(0, len(a), rows):
         yield a[i : i + rows], b[i : i + rows]
+
+
+def _cells(rows: list[ComparedLayer]) -> tuple[str, ...]:
+    row = rows[0]
+    return row.a, row.b, "x".join(map(str, row.shape)), spread((row.error_db for row in rows), _text)
 
 
 def _text(error_db: float) -> str:

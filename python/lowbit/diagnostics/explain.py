@@ -13,7 +13,8 @@ from torch import nn
 from lowbit import _C
 from lowbit.backends.report import added_by, named
 from lowbit.devices import places
-from lowbit.diagnostics.table import html_table, text_table
+from lowbit.tables.folding import folded, label
+from lowbit.tables.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,20 @@ class LayerExplanation:
 
 
 class Explanation(list[LayerExplanation]):
-    """One entry per quantized layer; prints as a table, and below it why other rows do not serve each format: of many
-    with one reason the first."""
+    """One entry per quantized layer; prints as a table with one line for layers of one kind, and below it why other
+    rows do not serve each format: of many with one reason the first."""
 
     _HEADER = ("layer", "format", "n x k", "row")
     _BELOW = ("format", "why not", "other rows")
     _SHOWN = 4
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        by = added_by()
-        return [(entry.layer, entry.format, entry.shape, named(entry.row, by)) for entry in self]
+    @property
+    def layers(self) -> Table:
+        """Every layer with a line of its own; the explanation itself has one line for layers of one kind."""
+        return Table(self._HEADER, [(label(entry.layer), *_cells(entry)) for entry in self])
+
+    def _table(self) -> Table:
+        return Table(self._HEADER, [(name, *_cells(entries[0])) for name, entries in folded(self, _cells)])
 
     def _reasons(self) -> list[tuple[str, str, str]]:
         names: dict[tuple[str, str], dict[str, None]] = {}
@@ -54,12 +59,16 @@ class Explanation(list[LayerExplanation]):
     def __repr__(self) -> str:
         if not self:
             return "no quantized linear layer here"
-        return text_table(self._HEADER, self._cells()) + "\n\n" + text_table(self._BELOW, self._reasons())
+        return f"{self._table()}\n\n{Table(self._BELOW, self._reasons())}"
 
     def _repr_html_(self) -> str:
         if not self:
             return "<p>no quantized linear layer here</p>"
-        return html_table(self._HEADER, self._cells()) + html_table(self._BELOW, self._reasons())
+        return self._table()._repr_html_() + Table(self._BELOW, self._reasons())._repr_html_()
+
+
+def _cells(entry: LayerExplanation) -> tuple[str, ...]:
+    return entry.format, entry.shape, named(entry.row, added_by())
 
 
 def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

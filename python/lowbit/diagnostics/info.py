@@ -11,7 +11,7 @@ from lowbit import _C, devices
 from lowbit.backends.report import report, told
 from lowbit.devices import level_zero
 from lowbit.devices.autoload import autoload_state
-from lowbit.diagnostics.table import html_table, text_table
+from lowbit.tables.table import html_table, text_table
 from lowbit.integrations.supported import integration_states
 from lowbit.ops.registration import registered
 
@@ -50,15 +50,24 @@ def info() -> Info:
     facts |= integration_states()
     facts["devices"] = ", ".join(devices.list())
     facts |= {f"backend {package.name}": told(package) for package in report()}
-    for kernel in _C.kernels("linear") if isa["chosen"] else ():
-        more_is_said = kernel["backend"] in _SAID_APART
-        if not kernel["available"] and not more_is_said:
-            what = f"row {kernel['name']}" if kernel["device"] == "cpu" else f"device {kernel['device']}"
-            facts[what] = f"not available: {kernel['reason']}"
+    facts |= _backends() if isa["chosen"] else {}
     facts["oneDNN"] = _onednn()
     facts |= _cuda()
     facts["level_zero"] = _level_zero()
     return facts
+
+
+def _backends() -> dict[str, str]:
+    """One line for each instruction set and each device whose rows of linear do not run here, with the first reason;
+    `lowbit.kernels` has a line for each row."""
+    running, reasons = set(), {}
+    for row in _C.kernels("linear"):
+        what = f"rows of {row['backend']}" if row["device"] == "cpu" else f"device {row['device']}"
+        if row["available"]:
+            running.add(what)
+        elif row["backend"] not in _SAID_APART:
+            reasons.setdefault(what, f"not available: {row['reason']}")
+    return {what: reason for what, reason in reasons.items() if what not in running}
 
 
 def _recorder() -> str:

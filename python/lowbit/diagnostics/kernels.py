@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lowbit import _C
 from lowbit.backends.report import added_by, named
 from lowbit.devices import places
-from lowbit.diagnostics.table import html_table, text_table
+from lowbit.tables.table import html_table, text_table
 
 
 class KernelTable(list[dict[str, object]]):

@@ -28,6 +28,7 @@ from lowbit.quant.quant_linear import QuantLinear
 from lowbit.reference import optim as state_codes
 from lowbit.reference.layout import from_row_major
 from lowbit.reference.quantize import LEVELS
+from lowbit.tables.folding import LayerNames
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
@@ -104,7 +105,7 @@ def to_bitsandbytes(
     return result
 
 
-def replace_linear4bit(model: nn.Module) -> list[str]:
+def replace_linear4bit(model: nn.Module) -> LayerNames:
     """Turn every Linear4bit of a model into a QuantLinear with the same codes, in place; return their names.
 
     Raises:
@@ -124,7 +125,7 @@ def replace_linear4bit(model: nn.Module) -> list[str]:
     for key, layer in layers.items():
         for name in names[key]:
             model.set_submodule(name, layer)
-    return [name for found in names.values() for name in found]
+    return LayerNames(name for found in names.values() for name in found)
 
 
 def _layer_of_module(module: nn.Module, name: str) -> QuantLinear:

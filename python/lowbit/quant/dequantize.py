@@ -10,10 +10,11 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.gated_mlp import unfuse_gated_mlps
 from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.tables.folding import LayerNames
 
 
 @torch.no_grad()
-def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]:
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerNames:
     """Turn every `QuantLinear` and `QuantEmbedding` of ``model`` into an nn.Linear or nn.Embedding with the decoded
     weight, in place.
 
@@ -27,11 +28,14 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
             float parameter of the model, or float32; of an embedding that of its results.
 
     Returns:
-        Names of the layers, in the order of ``named_modules``; empty where there is none.
+        Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line for
+        those of a kind.
 
     Example:
         >>> lowbit.dequantize_(model)
-        ['layers.0', 'layers.2']
+        model.layers.*.self_attn.q_proj x 16
+        model.layers.*.self_attn.k_proj x 16
+        ...
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
@@ -40,7 +44,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> list[str]
     decoded: dict[
         int, tuple[nn.Parameter, nn.Parameter]
     ] = {}  # with the packed weight, whose id stays its own as long as it lives
-    names = []
+    names = LayerNames()
     for name, module in model.named_modules():
         if not isinstance(module, (QuantLinear, QuantEmbedding)):
             continue

@@ -5,7 +5,7 @@ of its own for act_fn and ``*``.
 Example:
     >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight())
     >>> lowbit.fuse_gated_mlps(model)
-    ['model.layers.0.mlp', ...]
+    model.layers.*.mlp x 16
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.ops.linear import activation_functions, linear
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.tables.folding import LayerNames
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
@@ -37,7 +38,7 @@ class FusedGatedMLP(nn.Module):
 
 
 @torch.no_grad()
-def fuse_gated_mlps(model: nn.Module) -> list[str]:
+def fuse_gated_mlps(model: nn.Module) -> LayerNames:
     """Fuse each module of ``model`` that is a gated MLP of three `QuantLinear`, in place.
 
     A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized, no hooks) and ``act_fn``
@@ -49,12 +50,12 @@ def fuse_gated_mlps(model: nn.Module) -> list[str]:
         model: any module. Its names, parameters and state dict stay as they are.
 
     Returns:
-        Names of the modules that were fused; empty where there is none.
+        Names of the modules that were fused, a list; empty where there is none. It prints one line for those of a kind.
 
     Raises:
         ValueError: such a module is on the meta device, where its forward cannot be tried.
     """
-    fused = []
+    fused = LayerNames()
     for name, module in model.named_modules():
         activation = _activation(getattr(module, "act_fn", None))
         if isinstance(module, FusedGatedMLP) or activation is None or not _has_gated_layers(module):

@@ -23,6 +23,7 @@ from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
+from lowbit.tables.folding import LayerNames
 
 _INDEX_OR_FILE = (
     "model.safetensors.index.json",
@@ -34,7 +35,7 @@ _INDEX_OR_FILE = (
 PACKED = (QuantLinear, QuantEmbedding)
 
 
-def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]:
+def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerNames:
     """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
 
     ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
@@ -46,7 +47,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
             wrote, or a state dict.
 
     Returns:
-        Names of the layers that were turned into QuantLinear and QuantEmbedding.
+        Names of the layers that were turned into QuantLinear and QuantEmbedding, a list; it prints one line for those
+        of a kind.
 
     Raises:
         FileNotFoundError: there is no such file, or none in the folder.
@@ -62,7 +64,7 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> list[str]
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)
     packed = dict(packed_layers(model, state))
-    turned = [name for name, (module, _) in packed.items() if not isinstance(module, PACKED)]
+    turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
     for name in turned:
         module, stored = packed[name]
         if not isinstance(module, PACKED):  # one layer may have two names

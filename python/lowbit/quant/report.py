@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,6 +12,8 @@ from torch import nn
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.distortion import Distortion
 from lowbit.quant.linear_layers import features_of
+from lowbit.tables.folding import decibels, folded, label
+from lowbit.tables.table import Table
 
 COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "absmax dB", "kernel", "note")
 
@@ -91,7 +92,8 @@ class FloatWeight:
 
 @dataclass
 class QuantizationReport:
-    """Say what ``quantize_`` did. Print it, or let a notebook show it.
+    """Say what ``quantize_`` did. Print it, or let a notebook show it: layers of one kind are one line, with the bytes of
+    all of them. ``layers`` has a line for each.
 
     Args:
         config: the configuration, as text.
@@ -139,34 +141,25 @@ class QuantizationReport:
             "rows": [asdict(row) | {"shape": list(row.shape)} for row in self.rows],
         }
 
+    @property
+    def layers(self) -> Table:
+        """Every layer with a line of its own; the report itself has one line for layers of one kind."""
+        return Table(COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *self._text_table(), *self._below()])
+        return repr(self._table())
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return self._table()._repr_html_()
 
-        rows = "".join(line("td", _cells(row)) for row in self.rows)
-        table = f"<table><thead>{line('th', COLUMNS)}</thead><tbody>{rows}</tbody></table>" if self.rows else ""
-        after = self._below()
-        return f"<p>{html.escape(self._title())}</p>{table}" + "".join(f"<p>{html.escape(text)}</p>" for text in after)
+    def _table(self) -> Table:
+        lines = folded(self.rows, lambda row: (row.format, row.shape, row.kernel, row.note))
+        return Table(COLUMNS, [(name, *_cells(rows)) for name, rows in lines], self._title(), self._below())
 
     def _title(self) -> str:
         if not self.quantized:
             return f"{self.config}: no layer was quantized, {len(self.skipped)} skipped"
         return f"{self.config}: {len(self.quantized)} quantized, {len(self.skipped)} skipped"
-
-    def _text_table(self) -> list[str]:
-        if not self.rows:
-            return []
-        table = [COLUMNS, *map(_cells, self.rows)]
-        used = [i for i in range(len(COLUMNS)) if any(cells[i] for cells in table[1:])]
-        width = {i: max(len(cells[i]) for cells in table) for i in used}
-        right = {3, 4, 5, 6}
-        return [
-            "  ".join(cells[i].rjust(width[i]) if i in right else cells[i].ljust(width[i]) for i in used).rstrip()
-            for cells in table
-        ]
 
     def _totals(self) -> list[str]:
         lines = []
@@ -196,22 +189,19 @@ def model_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
 
 
-def _cells(row: ReportRow) -> tuple[str, ...]:
+def _cells(rows: list[ReportRow]) -> tuple[str, ...]:
+    """What a line says of layers that are alike: bytes of all of them, the spread of their errors."""
+    row = rows[0]
     return (
-        row.layer or "(the model)",
         row.format or "skipped",
         f"{row.shape[0]}x{row.shape[1]}",
-        _size(row.bytes_before),
-        _size(row.bytes_after),
-        _decibels(row.error_db),
-        _decibels(row.absmax_db),
+        _size(sum(row.bytes_before for row in rows)),
+        _size(sum(row.bytes_after for row in rows)),
+        decibels(row.error_db for row in rows),
+        decibels(row.absmax_db for row in rows),
         row.kernel,
         row.note,
     )
-
-
-def _decibels(value: float) -> str:
-    return "" if math.isnan(value) else "exact" if value == math.inf else f"{value:.1f}"
 
 
 def _change(before: int, after: int) -> str:

@@ -9,6 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.tables.folding import folded, told
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -90,7 +92,8 @@ def select(
         check_module(name, module, device, embeddings=embeddings)
         taken.append((name, module))
     if strict and (not taken or (filter_fn is None and skipped)):
-        left = "; ".join(f"{_label(item.name)}: {item.reason}" for item in skipped) or "the model has no nn.Linear"
+        lines = folded(skipped, attrgetter("reason"), lambda item: _label(item.name))
+        left = "; ".join(f"{name}: {items[0].reason}" for name, items in lines) or "the model has no nn.Linear"
         raise ValueError(f"quantize_: strict=True and not every linear layer can be quantized: {left}")
     return _with_specs(model, config, taken), skipped
 
@@ -241,7 +244,7 @@ def check_calibration(calibration: Any, config: FormatConfig, selected: list[Sel
         raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
     unseen = [_label(item.name) for item in selected if item.name not in calibration.layers]
     if unseen:
-        raise ValueError(f"quantize_: calibration must have seen every layer, got none of {', '.join(unseen)}")
+        raise ValueError(f"quantize_: calibration must have seen every layer, got none of {told(unseen)}")
     for item in selected:
         inputs, k = calibration.layers[item.name], features_of(item.module)[1]
         if len(inputs.squares) != k:

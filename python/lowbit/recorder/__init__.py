@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from lowbit import _C
-from lowbit.diagnostics.table import html_table, text_table
+from lowbit.tables.table import html_table, text_table
 from lowbit.recorder.analysis import Analysis, RankState
 from lowbit.recorder.report import Report, report
 from lowbit.recorder.ring import Record, Recording, Sizes, parse

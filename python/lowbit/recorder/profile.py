@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from lowbit import _C
-from lowbit.diagnostics.table import html_table, text_table
+from lowbit.tables.table import html_table, text_table
 from lowbit.recorder.ring import Record, records_in
 
 _PROBED_BYTES = 512 << 20

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of one kind as one line: ``model.layers.*.mlp.up_proj x 30``.
+
+Layers are of one kind if their names differ in numbers alone. Those of a kind that are also alike in what a line says
+of them share that line. Where a kind has others too, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+LEAST = 3
+"""So many layers that are alike share a line; of fewer each has its own."""
+
+Row = TypeVar("Row")
+
+
+def folded(
+    rows: Iterable[Row], alike: Callable[[Row], Hashable], name: Callable[[Any], str] = attrgetter("layer")
+) -> list[tuple[str, list[Row]]]:
+    """Return the lines of a table of layers: what each begins with, and the rows that it is about.
+
+    Args:
+        rows: one per layer.
+        alike: what rows of one kind have to have in common to share a line.
+        name: the layer's name.
+    """
+    kinds: dict[str, dict[Hashable, list[Row]]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(name(row)), {}).setdefault(alike(row), []).append(row)
+    lines = []
+    for kind, groups in kinds.items():
+        count = sum(map(len, groups.values()))
+        for group in groups.values():
+            if len(group) < LEAST:
+                lines += [(label(name(row)), [row]) for row in group]
+            else:
+                lines.append((f"{kind} x {len(group)}" + (f" of {count}" if count > len(group) else ""), group))
+    return lines
+
+
+def _kind(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def label(name: str) -> str:
+    """The name of a layer as tables show it."""
+    return name or "(the model)"
+
+
+def spread(values: Iterable[float], text: Callable[[float], str]) -> str:
+    """Values of several layers: the least and the largest, or the one; those that are not known (nan) are left out."""
+    known = [value for value in values if not math.isnan(value)]
+    return " to ".join(dict.fromkeys(map(text, (min(known), max(known))))) if known else ""
+
+
+def decibels(values: Iterable[float]) -> str:
+    """Errors of several layers, in dB."""
+    return spread(values, lambda value: "exact" if value == math.inf else f"{value:.1f}")
+
+
+class LayerNames(list[str]):
+    """Names of layers; prints one line for those of a kind."""
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self)) or "no layer"
+
+
+def told(names: Sequence[str]) -> str:
+    """The names as part of a sentence."""
+    return ", ".join(_lines(names))
+
+
+def _lines(names: Sequence[str]) -> list[str]:
+    return [line for line, _ in folded(names, lambda name: None, str)]
