@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the docs say about the code is so: links and paths lead somewhere, rows are named, the README's lines run, the API page is
-current, the recipes' diffs apply, the README's commands are those of .ci/run."""
+"""What the docs say about the code is so: links and paths lead somewhere, rows are named, the README's lines run, the
+API page is current, the recipes' diffs apply, the README's commands are those of .ci/run."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_paths_in_a_page_lead_to_files(page: Path) -> None:
 
 
 def test_names_in_a_page_are_there_after_import_lowbit(python: Callable[..., str]) -> None:
-    """`lowbit.devices.simulated.enable` without a further import. Each room is asked in a child of its own, so that no other
-    one has loaded it."""
+    """`lowbit.devices.simulated.enable` without a further import. Each room is asked in a child of its own, so that no
+    other one has loaded it."""
     pages = [page for page in PAGES if page.parent.name not in ("recipes", "measured")]
     lines = [line for page in pages for line in page.read_text().splitlines() if not re.match(r" *(>>> )?(from|import) ", line)]
     names = {name for line in lines for name in re.findall(r"(?<![\w./:-])lowbit(?:\.[A-Za-z_]\w*){2,}(?![\w/]|\.json|\.md)", line)}

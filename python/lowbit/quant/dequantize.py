@@ -28,8 +28,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
             float parameter of the model, or float32; of an embedding that of its results.
 
     Returns:
-        Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line for
-        those of a kind.
+        Names of the layers, in the order of ``named_modules``, a list; empty where there is none. It prints one line
+        for those of a kind.
 
     Example:
         >>> lowbit.dequantize_(model)

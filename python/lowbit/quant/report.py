@@ -92,8 +92,8 @@ class FloatWeight:
 
 @dataclass
 class QuantizationReport:
-    """Say what ``quantize_`` did. Print it, or let a notebook show it: layers of one kind are one line, with the bytes of
-    all of them. ``layers`` has a line for each.
+    """Say what ``quantize_`` did. Print it, or let a notebook show it: layers of one kind are one line, with the bytes
+    of all of them. ``layers`` has a line for each.
 
     Args:
         config: the configuration, as text.
