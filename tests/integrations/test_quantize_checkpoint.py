@@ -23,7 +23,7 @@ import lowbit
 from lowbit.__main__ import main
 from lowbit.autotune.plan import PlanRow
 from lowbit.formats import FORMATS
-from lowbit.quant.safetensors_file import SafetensorsFile
+from lowbit.integrations import quantize_checkpoint
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -143,6 +143,44 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
     assert len(report.quantized) == 14
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 16
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "match"),
+    [
+        ("model-00001-of-", flip, r"model-00001-of-.*safetensors of an interrupted run is not what was written.*Remove that file"),
+        ("model-00002-of-", cut, r"model-00002-of-.*safetensors of an interrupted run is not what was written.*Remove that file"),
+        ("progress.json", cut, "progress.json of an interrupted run is damaged; remove that folder"),
+        ("progress.json", lambda path: path.write_text("{}"), "progress.json of an interrupted run is damaged; remove that folder"),
+        ("progress.json", lambda path: path.write_bytes(b"\xff\0"), "progress.json of an interrupted run is damaged; remove that folder"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_an_interrupted_run_is_refused_and_the_remedy_works(file, spoil, match, tmp_path, monkeypatch):
+    folder = save("llama", tmp_path, max_shard_size="60KB")
+    lowbit.quantize_checkpoint(folder, tmp_path / "whole", CONFIG)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(quantize_checkpoint._Run, "finish", lambda run, target: signal.raise_signal(signal.SIGINT))
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    partial = tmp_path / "packed.partial"
+    path = next(path for path in partial.iterdir() if path.name.startswith(file))
+    spoil(path)
+    with pytest.raises(ValueError, match=match):
+        lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    shutil.rmtree(partial) if "folder" in match else path.unlink()
+    report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+    assert len(report.quantized) == 14
+
+
 def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
     """At any moment: the folder is there as a whole or not at all."""
     folder = save("llama", tmp_path, max_shard_size="60KB")
@@ -164,7 +202,7 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
 
 def test_a_shard_that_reads_back_otherwise_is_refused(tmp_path, monkeypatch):
     folder = save("llama", tmp_path)
-    monkeypatch.setattr(SafetensorsFile, "checksum", lambda self: 0)
+    monkeypatch.setattr(quantize_checkpoint, "file_checksum", lambda path: 0)
     with pytest.raises(ValueError, match="reads back otherwise than it was written"):
         lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
     assert not (tmp_path / "packed").exists()

@@ -2,8 +2,8 @@
 """quantize_checkpoint: a folder of transformers in, the same folder with packed weights out, one tensor at a time.
 
 The work is done in ``<out>.partial``, which becomes ``out`` at the end by one rename. Each shard is written under a
-temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done, so
-that an interrupted run goes on where it was.
+temporary name, read back and compared by checksum, and then renamed; ``progress.json`` lists those that are done with
+their checksums, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import AutoConfig
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import model_names
+from lowbit.integrations.checkpoint_progress import CheckpointProgress
 from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
 from lowbit.integrations.selection import Selection
@@ -37,13 +38,14 @@ from lowbit.quant.safetensors_file import (
     Entry,
     SafetensorsFile,
     bytes_of,
+    file_checksum,
     safetensors_files,
     write_safetensors,
 )
 from lowbit.quant.select import serving_kernel
 from lowbit.quant.whole_file import write_whole
 
-_PROGRESS, _CONFIG = "progress.json", "config.json"
+_CONFIG = "config.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}  # of other forms: not copied
 
 
@@ -58,8 +60,9 @@ def quantize_checkpoint(
 ) -> QuantizationReport:
     """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
 
-    One tensor at a time is in memory. A run that was interrupted is taken up by the same call. Layers that transformers
-    splits or merges while it loads (experts, fused projections of a few models) stay float; the report names them.
+    One tensor at a time is in memory. A run that was interrupted is taken up by the same call, which compares its files
+    with their checksums. Layers that transformers splits or merges while it loads (experts, fused projections of a few
+    models) stay float; the report names them.
 
     Args:
         model: the folder, with ``config.json`` and safetensors files.
@@ -75,8 +78,8 @@ def quantize_checkpoint(
         FileNotFoundError: the folder holds no such checkpoint.
         FileExistsError: ``out`` is there.
         ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the
-            model, weights are not finite, the settings are not those of an interrupted run, or what was written
-            reads back otherwise.
+            model, weights are not finite, the settings are not those of an interrupted run, a file of that run is
+            damaged, or what was written reads back otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
@@ -139,23 +142,12 @@ class _Run:
         self.selection: Selection = quantizer.selection
         self.names = model_names(self.model, [key for file in self.files for key in file.entries])
         stats = [(file.path.name, file.path.stat()) for file in self.files]
-        self.done: dict[str, list[dict[str, Any]]] = {}
-        self.identity = {
+        identity = {
             "settings": settings.to_dict() | {"lowbit": _C.version, "layout": _C.LAYOUT},
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / _PROGRESS).exists():
-            self._resume(json.loads((folder / _PROGRESS).read_text()))
-
-    def _resume(self, found: dict[str, Any]) -> None:
-        for what, wanted in self.identity.items():
-            if found[what] != wanted:
-                raise ValueError(
-                    f"quantize_checkpoint: {self.folder} holds an interrupted run with other {what}; give it the same, "
-                    f"or remove that folder: got {wanted}, there {found[what]}"
-                )
-        self.done = found["done"]
+        self.progress = CheckpointProgress(folder, identity)
 
     def progress_bar(self) -> Any:
         """A bar over the bytes that are read, on a terminal; entering it gives the function that moves it on."""
@@ -164,7 +156,7 @@ class _Run:
     def shard(self, file: SafetensorsFile, tell: Callable[[int], None]) -> None:
         """Write one shard and note that it is done, unless it is."""
         name = file.path.name
-        if name in self.done:
+        if name in self.progress.rows:
             tell(sum(entry.nbytes for entry in file.entries.values()))
             return
         rows: list[ReportRow] = []
@@ -172,13 +164,12 @@ class _Run:
         temporary = self.folder / f"{name}.tmp"
         crc = write_safetensors(temporary, entries, tensors, {"format": "pt"} | file.metadata | metadata_of(formats))
         written = SafetensorsFile(temporary)
-        if written.checksum() != crc or written.entries != entries:
+        if file_checksum(temporary) != crc or written.entries != entries:
             raise ValueError(
                 f"quantize_checkpoint: {temporary} reads back otherwise than it was written: a broken disk?"
             )
         os.replace(temporary, self.folder / name)
-        self.done[name] = [asdict(row) for row in rows]
-        write_whole(self.folder / _PROGRESS, json.dumps(self.identity | {"done": self.done}))
+        self.progress.add(name, crc, rows)
 
     def _parts(
         self, file: SafetensorsFile, rows: list[ReportRow], tell: Callable[[int], None]
@@ -238,18 +229,14 @@ class _Run:
         config = json.loads((self.source / _CONFIG).read_text())
         config["quantization_config"] = self.settings.to_dict()
         write_whole(self.folder / _CONFIG, json.dumps(config, indent=2))
-        (self.folder / _PROGRESS).unlink()
+        self.progress.remove()
         os.rename(self.folder, target)
         self.folder = target
 
     def report(self) -> QuantizationReport:
         """What was done, also by the runs before this one."""
         report = QuantizationReport(str(self.settings.config or "by plan"))
-        rows = {
-            row["layer"]: ReportRow(**row | {"shape": tuple(row["shape"])})
-            for part in self.done.values()
-            for row in part
-        }
+        rows = {row.layer: row for part in self.progress.rows.values() for row in part}
         rows |= {row.layer: row for row in self.left}
         for name in self.selection.layers.keys() - rows.keys():
             note = "transformers makes its weight out of others while it loads, or the checkpoint has none"

@@ -114,15 +114,16 @@ class SafetensorsFile:
                 done += count
         return tensor
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of the whole file as it is on disk."""
-        crc = 0
-        with self.path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while chunk := file.read(_CHUNK):
-                crc = zlib.crc32(chunk, crc)
-        return crc
+
+def file_checksum(path: Path) -> int:
+    """Return the CRC-32 of a file as it is on disk."""
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def write_safetensors(

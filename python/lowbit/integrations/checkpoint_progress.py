@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CheckpointProgress: which shards of a checkpoint are written, with their checksums, so that a run can be taken up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lowbit.quant.report import ReportRow
+from lowbit.quant.safetensors_file import file_checksum
+from lowbit.quant.whole_file import write_whole
+
+_FILE = "progress.json"
+
+
+class CheckpointProgress:
+    """The shards in ``folder`` that are done; one that is missing there is not.
+
+    Args:
+        folder: where the shards are, and the file ``progress.json``, if a run was interrupted.
+        identity: what has to be the same for a run to go on, in values of JSON.
+
+    Raises:
+        ValueError: the folder is of a run with another identity, or a file in it is damaged. Says what to remove.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder, self.identity = folder, identity
+        self.rows: dict[str, list[ReportRow]] = {}
+        self._checksums: dict[str, int] = {}
+        if (folder / _FILE).exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            found = json.loads((self.folder / _FILE).read_text(encoding="utf-8"))
+            identity = {what: found[what] for what in self.identity}
+            done = {
+                name: (shard["crc32"], [ReportRow(**row | {"shape": tuple(row["shape"])}) for row in shard["rows"]])
+                for name, shard in found["done"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"quantize_checkpoint: {self.folder / _FILE} of an interrupted run is damaged; remove that folder "
+                f"to begin anew: {type(error).__name__}: {error}"
+            ) from None
+        for what, wanted in self.identity.items():
+            if identity[what] != wanted:
+                raise ValueError(
+                    f"quantize_checkpoint: {self.folder} holds an interrupted run with other {what}; give it the same, "
+                    f"or remove that folder: got {wanted}, there {identity[what]}"
+                )
+        for name, (checksum, rows) in done.items():
+            shard = self.folder / name
+            if not shard.exists():
+                continue
+            if file_checksum(shard) != checksum:
+                raise ValueError(
+                    f"quantize_checkpoint: {shard} of an interrupted run is not what was written: a broken disk? "
+                    "Remove that file, and the run makes it again"
+                )
+            self.rows[name], self._checksums[name] = rows, checksum
+
+    def add(self, name: str, checksum: int, rows: list[ReportRow]) -> None:
+        """Note that a shard is written."""
+        self.rows[name], self._checksums[name] = rows, checksum
+        done = {
+            name: {"crc32": self._checksums[name], "rows": [asdict(row) for row in rows]}
+            for name, rows in self.rows.items()
+        }
+        write_whole(self.folder / _FILE, json.dumps({**self.identity, "done": done}))
+
+    def remove(self) -> None:
+        """Forget all: the folder is whole."""
+        (self.folder / _FILE).unlink()
