@@ -79,6 +79,24 @@ def test_saved_and_loaded_it_is_the_same_bit_for_bit_and_that_of_the_command_lin
     assert formats(again.dequantize()) == {}
 
 
+@pytest.mark.parametrize("name", ["tied", "gpt2", "bert", "llama"])
+def test_a_folder_in_another_layout_loads_tied(name, tmp_path):
+    cls, folder = MODELS[name][0], save(name, tmp_path)
+    wanted = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(W4A8, embeddings=INT8))
+    wanted.save_pretrained(tmp_path / "rows")
+    file = tmp_path / "rows" / "model.safetensors"
+    safetensors.save_file(lowbit.quant.repack(safetensors.load_file(file)), file, {"format": "pt"})
+    loaded = cls.from_pretrained(tmp_path / "rows")
+    assert formats(loaded) == formats(wanted) and torch.equal(logits(loaded), logits(wanted))
+    head, table = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+    assert (head.weight is table.weight) == loaded.config.tie_word_embeddings
+    fresh = cls(wanted.config).eval()
+    lowbit.load(fresh, tmp_path / "rows")
+    assert torch.equal(logits(fresh), logits(wanted))
+    head, table = fresh.get_output_embeddings(), fresh.get_input_embeddings()
+    assert (head.weight is table.weight) == loaded.config.tie_word_embeddings
+
+
 def test_a_file_that_holds_the_head_of_a_tied_pair_alone_is_read(tmp_path):
     cls, folder = transformers.LlamaForCausalLM, save("tied", tmp_path)
     state = safetensors.load_file(folder / "model.safetensors")

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import lowbit
 from lowbit import _C
 from lowbit.formats import LinearSpec
+from lowbit.formats.spec import StoredWeight
 from lowbit.quant import QuantLinear, quantize_, repack
+from lowbit.quant.layout import repack_weight
 
 
 @pytest.fixture(params=_C.LAYOUTS)
@@ -107,6 +109,45 @@ def test_layers_that_shared_a_weight_share_it_again(layout, tied):
     fresh = tied()
     lowbit.load(fresh, repack(model.state_dict(), layout))
     assert fresh[0].weight is fresh[1].weight and torch.equal(fresh(x), model(x))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_file_of_repacked_tied_weights_is_no_larger_than_the_model(layout, tied, suffix, tmp_path):
+    model = tied()
+    quantize_(model, lowbit.int8_weight_only())
+    state = repack(model.state_dict(), layout)
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+    if suffix == ".pt":
+        torch.save(state, tmp_path / "model.pt")
+    else:
+        del state["1.weight"]  # as safetensors stores it
+        pytest.importorskip("safetensors.torch").save_file(state, tmp_path / "model.safetensors")
+    fresh = tied()
+    lowbit.load(fresh, tmp_path / f"model{suffix}")
+    assert fresh[0].weight is fresh[1].weight and same(fresh.state_dict(), model.state_dict())
+
+
+def test_a_state_dict_that_names_a_tied_weight_once_is_repacked(layout, tied):
+    model = tied()
+    quantize_(model, lowbit.int8_weight_only())
+    state = model.state_dict()
+    del state["1.weight"]  # as safetensors stores it
+    state["other.layout"] = other = torch.arange(3)
+    there = repack(state, layout)
+    assert there.pop("other.layout") is other
+    fresh = tied()
+    lowbit.load(fresh, there)
+    assert fresh[0].weight is fresh[1].weight and same(fresh.state_dict(), model.state_dict())
+
+
+def test_repacking_tells_parts_of_one_tensor_apart(layout):
+    spec = LinearSpec("int4", 32)
+    both = torch.stack([QuantLinear.from_linear(nn.Linear(64, 32), spec).weight for _ in range(2)])
+    numbers = torch.tensor(spec.layout(32, 64))
+    state = {f"{i}.weight": both[i] for i in range(2)} | {f"{i}.layout": numbers for i in range(2)}
+    wanted = [repack_weight(weight, StoredWeight(spec, 32, 64, _C.LAYOUT), layout) for weight in both]
+    result = repack(state, layout)
+    assert all(torch.equal(result[f"{i}.weight"], wanted[i]) for i in range(2))
 
 
 def test_meta_weights_are_repacked_as_shapes(layout):

@@ -76,12 +76,19 @@ def test_tied_weights_stay_one(config: object) -> None:
     assert notes["head"] == "shares the weight of embed" and report.rows[-1].bytes_after == 0
     assert torch.equal(model.embed.dequantize(), model.embed(torch.arange(50)))
     torch.testing.assert_close(model.embed.dequantize(), model.head.dequantize(), rtol=1e-6, atol=1e-7)
-    state = copy.deepcopy(model.state_dict())
-    again = Tied()
-    lowbit.load(again, state)
-    assert again.head.weight is again.embed.weight
     x = torch.randint(0, 50, (3, 7))
-    assert torch.equal(again(x), model(x))
+    for layout in lowbit._C.LAYOUTS:
+        state = lowbit.quant.repack(copy.deepcopy(model.state_dict()), layout)
+        assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+        for device in ("cpu", "meta"):
+            again = Tied().to(device)
+            if device == "meta":
+                again.head.weight = again.embed.weight
+            lowbit.load(again, state)
+            assert again.head.weight is again.embed.weight
+            assert torch.equal(again(x), model(x))
+        lowbit.load(again, state)  # into layers that are packed
+        assert again.head.weight is again.embed.weight and torch.equal(again(x), model(x))
     lowbit.dequantize_(again)
     assert type(again.embed) is nn.Embedding and again.head.weight is again.embed.weight
     torch.testing.assert_close(again(x), model(x), rtol=0.2, atol=0.2)  # dynamic activations go

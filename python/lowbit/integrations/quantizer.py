@@ -35,7 +35,7 @@ from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
 from lowbit.quant.load import PACKED, packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.quant_embedding import quantize_embedding_in_place
+from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import serving_kernel
@@ -250,12 +250,19 @@ def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
 
 
 def _repack(model: nn.Module) -> None:
-    """Repack each weight that the checkpoint held in another layout or version, one after the other."""
+    """Repack each weight that the checkpoint held in another layout or version, one after the other; tied ones stay
+    one, in the layout of the linear layer."""
+    repacked: dict[int, tuple[Tensor, nn.Parameter]] = {}  # with the old one, so that its id stays its own
     for module in model.modules():
-        if isinstance(module, QuantLinear):
-            held = {"weight": module.weight, "layout": module.layout}
-            if (wanted := in_layout(held, "")) is not held:
-                module.weight, module.layout = nn.Parameter(wanted["weight"], requires_grad=False), wanted["layout"]
+        if not isinstance(module, QuantLinear):
+            continue
+        held = {"weight": module.weight, "layout": module.layout}
+        if (wanted := in_layout(held, "")) is not held:
+            new = held["weight"], nn.Parameter(wanted["weight"], requires_grad=False)
+            module.weight, module.layout = repacked.setdefault(id(held["weight"]), new)[1], wanted["layout"]
+    for module in model.modules():
+        if isinstance(module, QuantEmbedding) and id(module.weight) in repacked:
+            module._hold(repacked[id(module.weight)][1], module.spec, _C.LAYOUT, module.like.dtype)
 
 
 register_quantization_config(METHOD)(LowbitConfig)

@@ -45,7 +45,8 @@ def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT)
 def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str, Any]:
     """Return a state dict with every packed weight in ``layout``; all other entries are the tensors that they were.
 
-    Every layout loads, whatever the machine: `load` and ``load_state_dict`` bring a weight into that of its kernels.
+    Entries that are one tensor stay one. Every layout loads, whatever the machine: `load` and ``load_state_dict`` bring
+    a weight into that of its kernels.
 
     Args:
         state_dict: of a model with `QuantLinear` layers, in any layouts.
@@ -59,18 +60,28 @@ def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str
     """
     if layout not in _C.LAYOUTS:
         raise ValueError(f"repack: layout must be one of {', '.join(_C.LAYOUTS)}, got layout={layout!r}")
-    result = dict(state_dict)
-    for key, weight in state_dict.items():
-        prefix, _, name = key.rpartition("weight")
-        numbers = state_dict.get(f"{prefix}layout")
-        if name or (prefix and prefix[-1] != ".") or not isinstance(numbers, Tensor) or weight.dtype != torch.uint8:
+    held = dict(state_dict)
+    result, repacked = dict(held), dict[tuple[Any, ...], Tensor]()
+    for key, numbers in held.items():
+        prefix, _, name = key.rpartition("layout")
+        weight = held.get(f"{prefix}weight")  # none of a layer whose weight is tied to that of another
+        if name or (prefix and prefix[-1] != ".") or not isinstance(numbers, Tensor):
+            continue
+        if weight is not None and weight.dtype != torch.uint8:
             continue
         try:
             stored = numbers_of(numbers)
         except ValueError as error:
-            raise ValueError(f"repack: {key} must be a packed weight, got {error}") from None
-        result[key] = repack_weight(weight, stored, layout)
-        result[f"{prefix}layout"] = numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))
+            if weight is None:  # a tensor of another module that has this name
+                continue
+            raise ValueError(f"repack: {prefix}weight must be a packed weight, got {error}") from None
+        result[key] = numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))
+        if weight is not None:
+            memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+            tied = memory, stored.spec.weight_args(stored.n, stored.k), stored.layout
+            if tied not in repacked:
+                repacked[tied] = repack_weight(weight, stored, layout)
+            result[f"{prefix}weight"] = repacked[tied]
     return result
 
 

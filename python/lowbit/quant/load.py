@@ -65,10 +65,12 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
     _check_names(model, state)
     packed = dict(packed_layers(model, state))
     turned = LayerNames(name for name, (module, _) in packed.items() if not isinstance(module, PACKED))
+    of_linear = {id(module.weight) for module, _ in packed.values() if is_linear(module)}
     for name in turned:
         module, stored = packed[name]
         if not isinstance(module, PACKED):  # one layer may have two names
-            layout = stored.layout if is_embedding(module) else _C.LAYOUT
+            alone = is_embedding(module) and id(module.weight) not in of_linear
+            layout = stored.layout if alone else _C.LAYOUT
             shape = stored.spec.shape(stored.n, stored.k, layout)
             weight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
             if is_embedding(module):
