@@ -168,6 +168,21 @@ def test_a_row_major_weight_of_another_shape_is_refused_before_anything_is_copie
     assert torch.equal(model(x), wanted)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_weight_that_is_not_contiguous_is_loaded(config, layout, assign):
+    """Rows that are one row expanded, or a transposed copy, as programs make them that look at no strides."""
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Embedding(32, 64))
+    nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight)
+    quantize_(model, config, lambda module, name: bool(name))
+    x, rows = torch.randn(3, 64), torch.arange(32)
+    wanted = model[0](x), model[1](rows)
+    state = repack(model.state_dict(), layout)
+    state["0.weight"] = state["0.weight"][:1].expand(len(state["0.weight"]), -1)
+    state["1.weight"] = state["1.weight"].T.contiguous().T
+    model.load_state_dict(state, assign=assign)
+    assert torch.equal(model[0](x), wanted[0]) and torch.equal(model[1](rows), wanted[1])
+
+
 def test_a_layout_or_a_version_that_is_not_here_is_named(model):
     quantize_(model, lowbit.int8_weight_only())
     state = model.state_dict()

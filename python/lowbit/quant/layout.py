@@ -116,14 +116,16 @@ def text_of(tensor: Tensor) -> str:
 
 
 def in_layout(state_dict: dict[str, Any], prefix: str, layout: str = _C.LAYOUT) -> dict[str, Any]:
-    """Return the state dict with the layer under ``prefix`` in this layout and version, if it is in others."""
+    """Return the state dict with the layer under ``prefix`` in this layout and version, and its weight contiguous; the
+    same one if it is so."""
     weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
     if not isinstance(numbers, Tensor) or numbers.is_meta:
         return state_dict
     stored = numbers_of(numbers)
-    if stored.layout == layout and numbers.numel() == len(LAYOUT_FIELDS):
+    contiguous = not isinstance(weight, Tensor) or weight.is_contiguous()
+    if stored.layout == layout and numbers.numel() == len(LAYOUT_FIELDS) and contiguous:
         return state_dict
     changed = {prefix + "layout": numbers.new_tensor(stored.spec.layout(stored.n, stored.k, layout))}
     if isinstance(weight, Tensor):
-        changed[prefix + "weight"] = repack_weight(weight, stored, layout)
+        changed[prefix + "weight"] = repack_weight(weight, stored, layout).contiguous()
     return {**state_dict, **changed}
