@@ -216,6 +216,31 @@ def test_pack_says_what_it_wanted(changes, text):
         QuantLinear.pack(**given | changes)
 
 
+@pytest.mark.parametrize("spec", [
+    LinearSpec("int8", 32), LinearSpec("int8", 32, True, mapping="asymmetric"), LinearSpec("int4", 32, scale="absmax"),
+    LinearSpec("int4", 32), LinearSpec("int4", 32, True, mapping="asymmetric"), LinearSpec("int3", 32, True, mapping="asymmetric"),
+    LinearSpec("int2", 32), LinearSpec("nf4", 32), LinearSpec("fp8_e4m3", 32), LinearSpec("int8"), LinearSpec("int4", 0, True, mapping="asymmetric"),
+], ids=lambda spec: spec.name + spec.scale)  # fmt: skip
+def test_unpacked_parts_pack_to_the_same_scales(spec):
+    """Of groups from 2^-26 to 1 of the largest in a column, whose part of the scale may have been rounded up to 2."""
+    torch.manual_seed(0)
+    n, groups = 400, 8
+    sizes = 2.0 ** torch.linspace(-26, 0, groups) * (1 + torch.rand(n, groups))
+    sizes[:, -1] = 1 - 2.0 ** -torch.arange(n).remainder(24)  # the last group's largest weight: scales up to a power of two
+    weight = torch.rand(n, groups, 32).mul(2).sub(1)
+    weight /= weight.abs().amax(2, keepdim=True)
+    facts = _C.FORMAT_FACTS[spec.format]
+    whole = facts["code_max"] / 2 if facts["kind"] == "integer" else facts["code_max"]
+    linear = nn.Linear(groups * 32, n, bias=False)
+    linear.weight.data = (weight * (sizes * whole)[:, :, None]).flatten(1)
+    layer = QuantLinear.from_linear(linear, spec)
+    codes, scale, zero = layer.unpack()
+    again = QuantLinear.pack(codes, scale, zero if spec.asymmetric else None, spec)
+    for one, other in zip(again.unpack(), (codes, scale, zero), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(again.dequantize(), layer.dequantize())
+
+
 def test_pack_takes_scales_of_either_sign():
     codes, scale = torch.randint(0, 16, (5, 70), dtype=torch.uint8), -torch.rand(5, 3) - 0.5
     layer = QuantLinear.pack(codes, scale, None, LinearSpec("int4", 32))

@@ -73,8 +73,10 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int) -> QuantizedWeight:
-        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded to what is stored."""
-        return cls(format, group_size, codes, *split_scale(scale, group_size), None if zero is None else zero.half())
+        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded to what is stored;
+        those of a `QuantizedWeight` need no rounding."""
+        half = None if zero is None else zero.half()
+        return cls(format, group_size, codes, *split_stored_scale(scale, group_size), half)
 
     @property
     def scale(self) -> Tensor:
@@ -147,6 +149,21 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     column_scale = (scale.abs().amax(1).view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
     fraction = torch.where(column_scale[:, None] > 0, scale / column_scale[:, None], 0)
     return column_scale, fraction.half()
+
+
+def split_stored_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
+    """Split as :func:`split_scale` does, but by half the power of two where that alone keeps every scale of a column.
+
+    A column's largest part may have been rounded up to 2: with the next power of two, subnormal parts would lose a bit.
+    """
+    column_scale, group_scale = split_scale(scale, group_size)
+    if group_scale is None:
+        return column_scale, None
+    half_column = column_scale / 2
+    twice = scale / half_column[:, None]
+    loses = (column_scale[:, None] * group_scale.float() != scale).any(1)
+    lower = loses & (half_column >= SMALLEST) & (twice.half().float() == twice).all(1)
+    return torch.where(lower, half_column, column_scale), torch.where(lower[:, None], twice.half(), group_scale)
 
 
 def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> QuantizedWeight:
