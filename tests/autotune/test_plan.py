@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import math
+import pickle
 import sys
 
 import pytest
@@ -161,3 +162,14 @@ def test_without_matplotlib_the_error_says_what_to_install(block, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'Plan.plot needs matplotlib: pip install "lowbit\[notebook\]"'):
         plan_of(block).plot()
+
+
+def test_a_plan_in_the_place_of_the_model_says_what_to_do(block, x, make_plan):
+    """`model = autoquant(model, x)` is what users of torchao write."""
+    model = make_plan(block, x, [lowbit.int8_weight_only()], {"int8": 5.0})
+    with pytest.raises(TypeError, match=r"a plan cannot be called, .*plan\.apply\(model\) quantizes it in place"):
+        model(x)
+    for name in ("eval", "parameters", "generate", "state_dict", "config"):
+        with pytest.raises(AttributeError, match=rf"a plan has no '{name}', .*plan\.apply\(model\)"):
+            getattr(model, name)
+    assert not hasattr(model, "forward") and repr(copy.deepcopy(model)) == repr(pickle.loads(pickle.dumps(model))) == repr(model)

@@ -30,6 +30,10 @@ from lowbit.tables.folding import decibels, folded, label, spread
 from lowbit.tables.table import Table
 
 VERSION = 1
+_NO_MODEL = (
+    "it is no model: autoquant leaves the model as it is; plan.apply(model) quantizes it in place, and the model is "
+    "called as before"
+)
 COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
 
 
@@ -197,6 +201,13 @@ class Plan:
         from lowbit.autotune.picture import picture
 
         return picture(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise TypeError: a plan is no model."""
+        raise TypeError(f"Plan: a plan cannot be called, {_NO_MODEL}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"Plan: a plan has no {name!r}, {_NO_MODEL}")
 
     @property
     def layers(self) -> Table:
