@@ -80,7 +80,7 @@ def test_the_model_is_as_it_was():
     assert [module.training for module in model] == [True, False, True, True]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model[0]._forward_pre_hooks and seen.layers["0"].rows == 4
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="got RuntimeError on batch 0"):
         lowbit.calibrate(model, [torch.randn(4, 9)])
     assert model.training and not model[0]._forward_pre_hooks
 
@@ -120,7 +120,7 @@ def test_what_quantize_cannot_use_is_refused_before_anything_changes():
         (lowbit.int4_weight_only(32), seen, "calibration must have seen every layer, got none of second, never"),
         (lowbit.int8_weight_only(), seen, "calibration is for scales that are searched for and for GPTQ, got int8_weight"),
         (lowbit.int4_weight_only(32, algorithm=lowbit.HQQ()), seen, "calibration is for scales that are searched for"),
-        (lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), None, "GPTQ needs calibration=lowbit.calibrate"),
+        (lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), None, "GPTQ needs calibration=batches, or of lowbit.calibrate"),
     ]
     for config, calibration, text in cases:
         with pytest.raises(ValueError, match=f"quantize_: {text}"):
@@ -128,7 +128,7 @@ def test_what_quantize_cannot_use_is_refused_before_anything_changes():
     only_first = lambda module, name: name == "first"  # noqa: E731
     with pytest.raises(ValueError, match=r"quantize_: GPTQ needs lowbit.calibrate\(\.\.\., hessian=True\)"):
         lowbit.quantize_(model, lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), only_first, calibration=seen)
-    with pytest.raises(TypeError, match="quantize_: calibration must be of lowbit.calibrate, got dict"):
+    with pytest.raises(TypeError, match="quantize_: calibration must be of lowbit.calibrate, or an iterable of batches .*, got dict; .x. is one"):
         lowbit.quantize_(model, lowbit.int4_weight_only(32), only_first, calibration={})
     other = nn.ModuleDict({"first": nn.Linear(41, 8)})
     with pytest.raises(ValueError, match="quantize_: calibration of first must be of k=41, got 40"):
@@ -174,3 +174,44 @@ def test_layers_that_share_a_weight_share_what_was_seen(tied):
     lowbit.quantize_(model, lowbit.int4_weight_only(32), calibration=calibration)
     lowbit.quantize_(twin, lowbit.int4_weight_only(32), calibration=again)
     assert torch.equal(model[0].weight, twin[0].weight)
+
+
+@pytest.mark.parametrize("config", [lowbit.int4_weight_only(32), lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ())])
+def test_batches_are_calibrated_with_inside_of_quantize(config):
+    batches = [skewed(40, 64, seed) for seed in range(3)]
+    given, made = (nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8)) for _ in range(2))
+    made.load_state_dict(given.state_dict())
+    hessian = config.algorithm is not None
+    lowbit.quantize_(given, config, calibration=lowbit.calibrate(given, batches, hessian=hessian))
+    lowbit.quantize_(made, config, calibration=iter(batches))
+    assert all(torch.equal(a, b) for a, b in zip(given.state_dict().values(), made.state_dict().values(), strict=True))
+    assert made.training and not any(module._forward_pre_hooks for module in made)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "error", "text"),
+    [
+        (torch.randn(4, 64), TypeError, r"calibration must be of lowbit.calibrate, or an iterable of batches .* got Tensor; \[x\] is one"),
+        (7, TypeError, "an iterable of batches that the model is run on, got int"),
+        ("batches", TypeError, "got str"),
+        ([], ValueError, "a linear layer must be called, got 0 batches"),
+        ([torch.randn(4, 64), torch.randn(4, 63)], ValueError, r"got RuntimeError on batch 1, which is model\(float32 \[4, 63\]\): mat1"),
+        ([(torch.randn(4, 64), torch.tensor([1]))], ValueError, r"TypeError on batch 0, which is model\(float32 \[4, 64\], int64 \[1\]\): .*takes"),
+        ([{"ids": torch.randn(4, 64)}], ValueError, r"batch 0, which is model\(ids=float32 \[4, 64\]\): .*unexpected keyword"),
+        ([torch.full((4, 64), torch.inf)], ValueError, "inputs of 0 must be finite"),
+    ],
+)
+def test_a_wrong_batch_is_named_and_nothing_is_changed(calibration, error, text):
+    model = nn.Sequential(nn.Linear(64, 8))
+    with pytest.raises(error, match=text):
+        lowbit.quantize_(model, lowbit.int4_weight_only(32), calibration=calibration)
+    assert type(model[0]) is nn.Linear and model.training and not model[0]._forward_pre_hooks
+
+
+def test_batches_that_the_format_has_no_use_for_are_refused_before_they_are_run():
+    def batches():
+        raise AssertionError("was run")
+        yield
+
+    with pytest.raises(ValueError, match="calibration is for scales that are searched for and for GPTQ, got int8_weight_only"):
+        lowbit.quantize_(nn.Sequential(nn.Linear(64, 8)), lowbit.int8_weight_only(), calibration=batches())

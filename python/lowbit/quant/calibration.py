@@ -83,7 +83,8 @@ def calibrate(
 
     Raises:
         TypeError: model is no module, or batches is one input and no iterable of inputs.
-        ValueError: there was no batch, or no linear layer was called; a layer was given inf or nan (says which).
+        ValueError: there was no batch, the model fails on one (says on which, and what it is), or no linear layer was
+            called; a layer was given inf or nan (says which).
 
     Example:
         >>> calibration = lowbit.calibrate(model, batches)
@@ -105,8 +106,7 @@ def calibrate(
     try:
         with evaluating(model), without_encoder_fast_path(model):  # which would pass the layers by
             for batch in _progress(batches):
-                args, kwargs = arguments_of(batch)
-                model(*args, **kwargs)
+                _run(model, batch, count)
                 count += 1
     finally:
         for handle in handles:
@@ -122,10 +122,29 @@ def calibrate(
     return Calibration(called, tuple(name for name in moments if name not in called))
 
 
+def _run(model: nn.Module, batch: Any, number: int) -> None:
+    args, kwargs = arguments_of(batch)
+    try:
+        model(*args, **kwargs)
+    except Exception as error:  # the model is the caller's, and so is what it raises
+        told = [*map(_told, args), *(f"{name}={_told(value)}" for name, value in kwargs.items())]
+        raise ValueError(
+            f"calibrate: the model must run on each batch, got {type(error).__name__} on batch {number}, which is "
+            f"model({', '.join(told)}): {error}"
+        ) from error
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
 def _counting(moments: InputMoments) -> Callable[..., None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        moments.add(x.to(moments.squares.device))
+        if x.dim() and x.shape[-1] == len(moments.squares):  # else the layer itself says what is wrong
+            moments.add(x.to(moments.squares.device))
 
     return count
 

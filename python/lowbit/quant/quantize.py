@@ -23,7 +23,7 @@ from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
 from lowbit.quant.quant_linear import quantize_in_place
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow, model_bytes
-from lowbit.quant.select import FilterFn, Selected, check_calibration, inputs_of, select
+from lowbit.quant.select import FilterFn, Selected, calibration_of, inputs_of, select
 
 PROGRESS_BYTES = 10**9  # selected weights above this get a progress bar
 
@@ -35,7 +35,7 @@ def quantize_(
     device: torch.device | str | None = None,
     *,
     strict: bool = False,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Iterable[Any] | None = None,
 ) -> QuantizationReport:
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
@@ -53,8 +53,9 @@ def quantize_(
             else reads or computes; the report says what was left out and why. Adapters of peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
-        calibration: of ``lowbit.calibrate``: errors then count as the inputs of each layer say. For configurations
-            whose scales are searched for (int4 by default), and for `GPTQ`.
+        calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count
+            as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
+            and for `GPTQ`.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
@@ -72,11 +73,11 @@ def quantize_(
     config = _check_arguments(model, config)
     device = _cpu_or_none(device)
     selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True)
-    check_calibration(calibration, config, selected)
+    seen = calibration_of(model, calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
     for group in _progress(_by_weight(selected), report):
-        rows |= {row.layer: row for row in _quantize_group(group, device, calibration)}
+        rows |= {row.layer: row for row in _quantize_group(group, device, seen)}
     rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
     report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
     if not selected:

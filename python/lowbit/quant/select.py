@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from lowbit.formats.float import FLOAT_FORMATS
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
-from lowbit.quant.calibration import Calibration
+from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear, matrix_of
 from lowbit.quant.packing import all_finite
@@ -228,20 +228,29 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
             )
 
 
-def check_calibration(calibration: Any, config: FormatConfig, selected: list[Selected]) -> None:
-    """Raise unless ``calibration`` is what the configuration needs, and has seen every layer."""
+def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration | None:
+    """Return the calibration that was given, or that of the batches that were; raise unless it is what the
+    configuration needs and has seen every layer."""
     selected = [item for item in selected if is_linear(item.module)]  # what an embedding is given does not weigh errors
     real = [item for item in selected if item.module.weight.device.type != "meta"]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
-    if calibration is None:
+    if given is None:
         if gptq:
-            raise ValueError("quantize_: GPTQ needs calibration=lowbit.calibrate(model, batches, hessian=True)")
-        return
-    if not isinstance(calibration, Calibration):
-        raise TypeError(f"quantize_: calibration must be of lowbit.calibrate, got {type(calibration).__name__}")
+            raise ValueError("quantize_: GPTQ needs calibration=batches, or of lowbit.calibrate(..., hessian=True)")
+        return None
+    if isinstance(given, (torch.Tensor, Mapping, str)) or not isinstance(given, (Calibration, Iterable)):
+        raise TypeError(
+            "quantize_: calibration must be of lowbit.calibrate, or an iterable of batches that the model is run on, "
+            f"got {type(given).__name__}; [x] is one"
+        )
     unused = [item for item in selected if item.spec.scale != "search" or item.spec.algorithm is not None]
     if unused and not gptq:
         raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
+    if isinstance(given, Calibration):
+        calibration = given
+    else:
+        names = {item.name for item in selected}
+        calibration = calibrate(model, given, hessian=gptq, filter_fn=lambda module, name: name in names)
     unseen = [_label(item.name) for item in selected if item.name not in calibration.layers]
     if unseen:
         raise ValueError(f"quantize_: calibration must have seen every layer, got none of {told(unseen)}")
@@ -257,6 +266,7 @@ def check_calibration(calibration: Any, config: FormatConfig, selected: list[Sel
             )
         if gptq and inputs.products is None:
             raise ValueError("quantize_: GPTQ needs lowbit.calibrate(..., hessian=True), got one without")
+    return calibration
 
 
 def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMoments | None:
