@@ -30,11 +30,12 @@ FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 
 def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    lengths = args.decode_lengths or ((16384,) if args.quick else (4096, 16384))
     for head_dim in (64,) if args.quick else (64, 128):
-        for length in (16384,) if args.quick else (4096, 16384):
+        for length in lengths:
             for token_major in (False, True):
                 rows += _shape(args, head_dim, length, token_major)
-    return rows + _prompt(args)
+    return rows if args.decode_lengths else rows + _prompt(args)
 
 
 def _shape(args: argparse.Namespace, head_dim: int, length: int, token_major: bool) -> list[dict[str, Any]]:

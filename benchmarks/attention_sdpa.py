@@ -46,7 +46,7 @@ def bench(args: argparse.Namespace) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for direction in ("forward", "backward"):
         rows = []
-        for shape in QUICK if args.quick else SHAPES:
+        for shape in args.sdpa_shapes or (QUICK if args.quick else SHAPES):
             for causal in (False, True):
                 found = [measure(args, direction, shape, dtype, causal) for dtype in args.dtypes]
                 results += found

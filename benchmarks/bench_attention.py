@@ -45,6 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--sdpa-shapes", help="BxHxLxD,... (default: nine, of 1 to 20 GFLOP)")
+    parser.add_argument("--decode-lengths", help="tokens of a cache, no prompts (default 4096,16384, and prompts)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, help="samples of each candidate (default 8)")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, 3 rounds")
@@ -54,6 +56,9 @@ def parse_arguments() -> argparse.Namespace:
     args.libraries = [Library(name, Path(path)) for name, _, path in (given.partition("=") for given in args.ggml)]
     args.parts = args.parts.split(",")
     args.dtypes = [getattr(torch, name) for name in args.dtypes.split(",")]
+    shapes = args.sdpa_shapes.split(",") if args.sdpa_shapes else []
+    args.sdpa_shapes = [tuple(int(size) for size in shape.split("x")) for shape in shapes]
+    args.decode_lengths = [int(length) for length in args.decode_lengths.split(",")] if args.decode_lengths else []
     args.rounds = args.rounds or (3 if args.quick else 8)
     torch.set_num_threads(args.threads)
     return args

@@ -16,6 +16,7 @@ import platform
 import random
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ ENVIRONMENT = (
     "LOWBIT_ISA LOWBIT_KERNEL ATEN_CPU_CAPABILITY MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS "
     "MKL_NUM_THREADS"
 ).split()
+MEASURED = (":/csrc", ":/python", ":/benchmarks")
 PACKAGES = ("torch", "lowbit", "torchao", "bitsandbytes", "transformers", "numpy")
 
 
@@ -168,6 +170,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """The last commit of what is measured, "with changes" where files differ from it; "unknown" outside of git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, "--", *MEASURED]
+        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("log", "-1", "--format=%h") + (" with changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def header() -> dict[str, Any]:
     """Everything about a run but its figures."""
     import lowbit
@@ -175,6 +191,8 @@ def header() -> dict[str, Any]:
     return {
         "schema": 1,
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "commit": commit(),
+        "threads": torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
