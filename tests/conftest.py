@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from torch import nn  # noqa: E402
 
 import lowbit  # noqa: E402, F401
 from lowbit import testing  # noqa: E402
+
+pytest_plugins = ["share", "skips", "nested"]
 
 if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
     import on_device
@@ -37,17 +38,9 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
         terminalreporter.write_line(f"rows that ran on {DEVICE}: {' '.join(sorted(on_device.ran))}")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device; of the tests that
-    walk kernel rows a share, every LOWBIT_TEST_EVERY-th."""
-    for_device = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
-    every, walking = int(os.environ.get("LOWBIT_TEST_EVERY", "1")), itertools.count()
-    items[:] = [item for item in for_device if not _walks(item) or next(walking) % every == 0]
-
-
-def _walks(item: pytest.Item) -> bool:
-    return item.path.parent.name in ("ops", "score") or item.get_closest_marker("walks") is not None
+    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device."""
+    items[:] = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
 
 
 _ROWS = testing.rows("linear")

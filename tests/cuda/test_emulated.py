@@ -6,36 +6,30 @@ What this cannot see: speed, occupancy, the memory model between CTAs, a real dr
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nested import Run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def pytest_of(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False)
-
-
+@pytest.mark.core
 @pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "emulated").glob("check_*.py")))
-def test_checks(file: str, emulated: dict[str, str]) -> None:
-    done = pytest_of(str(HERE / "emulated" / file), **emulated)
-    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 5, done.stdout[-8000:] + done.stderr[-4000:]
+def test_checks(file: str, emulated: dict[str, str], nested: Callable[..., Run]) -> None:
+    done = nested(HERE / "emulated" / file, **emulated)
+    assert done.code == 0 and done.passed > 5, done
 
 
-def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str]) -> None:
+def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nested: Callable[..., Run]) -> None:
     """A share of tests/ops, as `LOWBIT_TEST_DEVICE` runs it on any device."""
-    files = [str(ROOT / "tests/ops" / name) for name in ("test_optim.py", "test_state_formats.py")]
-    done = pytest_of(*files, "-k", "cuda_sim", **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1", LOWBIT_TEST_EVERY="7")
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.stdout)[1].split())
+    files = [ROOT / "tests/ops" / name for name in ("test_optim.py", "test_state_formats.py")]
+    done = nested(*files, "-k", "cuda_sim", share=7, **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1")
+    assert done.code == 0, done
+    ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.said)[1].split())
     assert {name for name in ran if name.startswith("optim_step")} >= {f"optim_step_{f}_cuda_sim" for f in ("float32", "dynamic8", "dynamic4", "float8")}
 
 
@@ -45,15 +39,14 @@ def barriers() -> list[str]:
     return [path.parent.name for path in files for _ in re.findall(r"__syncthreads\(\);", path.read_text())]
 
 
-@pytest.mark.walks
 @pytest.mark.parametrize("number", range(len(barriers())))
-def test_without_a_barrier_the_checks_fail(number: int, emulated: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_barrier_the_checks_fail(number: int, emulated: dict[str, str], nested: Callable[..., Run], tmp_path: Path) -> None:
     op = {"device": "linear"}.get(barriers()[number], barriers()[number])
     check = f"{HERE / 'emulated' / f'check_{op}.py'}::test_barriers"
     environment = emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_WITHOUT_BARRIER": str(number)}
-    done = pytest_of(check, **environment)
-    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout[-4000:]
-    assert re.search(r"assert all\(torch.equal\(a, b\)|CUDA_ERROR_LAUNCH_FAILED|elements are|not close", done.stdout), done.stdout[-4000:]
+    done = nested(check, share=1, **environment)
+    assert done.code == 1 and "FAILED" in done.said, done
+    assert re.search(r"assert all\(torch.equal\(a, b\)|CUDA_ERROR_LAUNCH_FAILED|elements are|not close", done.said), done
 
 
 @pytest.mark.parametrize(

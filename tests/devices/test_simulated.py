@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nested import Run
 
 from lowbit import _C
 
@@ -20,46 +22,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def passed(file: str, **environment: str) -> int:
-    """Run a file of checks; return how many passed, fail if one failed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(CHECKS / file)],
-        env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return int(re.search(r"(\d+) passed", done.stdout)[1])
-
-
+@pytest.mark.core
 @pytest.mark.parametrize(
     "file", sorted(path.name for path in CHECKS.glob("check_*.py") if path.name != "check_torch_ops.py")
 )
-def test_checks(file: str) -> None:
-    assert passed(file) > 0
+def test_checks(file: str, nested: Callable[..., Run]) -> None:
+    done = nested(CHECKS / file)
+    assert done.code == 0 and done.passed > 0, done
 
 
-def rows_that_ran(every: int, *tests: str) -> set[str]:
-    """Run a share of tests of the ops on the device; return the rows that did."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests],
-        env=os.environ | {"LOWBIT_TEST_DEVICE": "lowbit_sim:1", "LOWBIT_TEST_EVERY": str(every)},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.stdout)[1].split())
-
-
-def test_the_ops_pass_their_tests_there_by_rows_of_the_device() -> None:
+def test_the_ops_pass_their_tests_there_by_rows_of_the_device(nested: Callable[..., Run]) -> None:
     """A share of tests/ops, without what takes long: every op runs there, in memory that only its row may touch."""
-    ops, score = (str(CHECKS.parents[1] / name) for name in ("ops", "score"))
-    ran = rows_that_ran(60, ops, score, "-k", "not long_sums and not extremes")
-    ran |= rows_that_ran(8, f"{ops}/test_blocks.py")  # which has two ops of few tests: a larger share, or none may be in it
+    ops, score = (CHECKS.parents[1] / name for name in ("ops", "score"))
+    done = nested(ops, score, "-k", "not long_sums and not extremes", share=200, LOWBIT_TEST_DEVICE="lowbit_sim:1")
+    assert done.code == 0, done
+    ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.said)[1].split())
     for op in set(_C.OPS) - {"repack", "dequantize"}:  # hardly called by tests/ops; check_lowbit.py does
         rows = [str(row["name"]) for row in _C.kernels(op) if row["device"] == "lowbit_sim"]
         assert set(rows) & ran, f"no row of {op} ran there"
 
 
-def test_ops_of_torch_give_on_the_device_what_they_give_on_the_cpu() -> None:
-    assert passed("check_torch_ops.py", PYTORCH_PRINT_REPRO_ON_FAILURE="0", OMP_NUM_THREADS="1") >= 660
+def test_ops_of_torch_give_on_the_device_what_they_give_on_the_cpu(nested: Callable[..., Run]) -> None:
+    done = nested(CHECKS / "check_torch_ops.py", share=1, PYTORCH_PRINT_REPRO_ON_FAILURE="0", OMP_NUM_THREADS="1")
+    assert done.code == 0 and done.passed >= 660, done
 
 
 def test_host_code_that_touches_device_memory_dies_and_is_told_why() -> None:

@@ -97,7 +97,7 @@ def test_readme_has_the_two_commands_of_ci() -> None:
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
     for command in (
         'pip install -c constraints.txt ".[examples]" && python examples/01_quantize_a_model.py',
-        'pip install -c constraints.txt ".[test]" && pytest -n auto --dist worksteal',
+        'pip install -c constraints.txt ".[test]" && pytest',
     ):
         assert command in readme.splitlines() and command in ci
     assert len(readme.splitlines()) <= 155, "a reader wants to be through in five minutes"

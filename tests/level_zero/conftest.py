@@ -25,7 +25,7 @@ def missing_intel() -> str:
     """Why Intel's OpenCL is not here, or nothing."""
     folder = os.environ.get("LOWBIT_LEVEL_ZERO_OPENCL")
     if not folder:
-        return "LOWBIT_LEVEL_ZERO_OPENCL names no folder with libintelocl.so (tools/level_zero_env FOLDER makes one)"
+        return "LOWBIT_LEVEL_ZERO_OPENCL names no folder with libintelocl.so (tools/test_env makes one)"
     if not Path(folder, "libintelocl.so").exists():
         return f"no libintelocl.so in {folder} (LOWBIT_LEVEL_ZERO_OPENCL)"
     return ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenCL on a CPU that takes SPIR-V with sub-groups, by ctypes: Intel's runtime (PyPI intel-opencl-rt, intel-cmplr-lib-rt).
 
-LOWBIT_LEVEL_ZERO_OPENCL names the folder of its libintelocl.so (tools/level_zero_env); the system has the loader (Debian: ocl-icd-libopencl1).
+LOWBIT_LEVEL_ZERO_OPENCL names the folder of its libintelocl.so (tools/test_env); the system has the loader (Debian: ocl-icd-libopencl1).
 """
 
 from __future__ import annotations

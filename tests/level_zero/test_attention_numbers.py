@@ -14,7 +14,7 @@ import torch
 from tests.cuda.attention_calls import CASES, AttentionCase, assert_right, expected, make_data
 from torch import Tensor
 
-pytestmark = [pytest.mark.walks, pytest.mark.skipif(bool(opencl.missing()), reason=opencl.missing())]
+pytestmark = pytest.mark.skipif(bool(opencl.missing()), reason=opencl.missing())
 FLOAT32 = torch.float32
 OF_FLOAT32 = [
     dataclasses.replace(case, name=f"float32, {case.name}", dtype=FLOAT32, bias=case.bias if case.bias in (None, torch.bool) else FLOAT32)

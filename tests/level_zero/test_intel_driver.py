@@ -15,7 +15,6 @@ import ocloc
 import pytest
 
 pytestmark = [
-    pytest.mark.walks,
     pytest.mark.skipif(not find_library("ze_intel_gpu"), reason="no libze_intel_gpu.so.1 (apt install intel-opencl-icd)"),
     pytest.mark.skipif(not find_library("ze_loader"), reason="no libze_loader.so.1 (apt install libze1)"),
 ]

@@ -6,14 +6,13 @@ The modules are those that a GPU gets. What this cannot see: what dpas does with
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nested import Run
 
 HERE = Path(__file__).parent
 PCI_IDS = {"without dpas": "", "pvc": "0x0bd5", "dg2": "0x5690"}
@@ -32,15 +31,13 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(module)
 
 
-@pytest.mark.walks
+@pytest.mark.core
 @pytest.mark.parametrize(
     "file, device",
     [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc"), ("check_attention.py", "pvc")],
 )
-def test_checks(file: str, device: str, zsim: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_checks(file: str, device: str, zsim: dict[str, str], nested: Callable[..., Run], request: pytest.FixtureRequest) -> None:
     has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim" / file)]
-    done = subprocess.run(command, env=os.environ | zsim | has_dpas, capture_output=True, text=True, timeout=900, check=False)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0 and re.search(r"[1-9]\d* passed", done.stdout), said
-    assert "ze_validation" not in said.lower() and "zsim:" not in done.stderr, said
+    done = nested(HERE / "on_zsim" / file, **zsim, **has_dpas)
+    assert done.code == 0 and done.passed > 0, done
+    assert "ze_validation" not in str(done).lower() and "zsim:" not in done.errors, done

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from nested import Run
 
 HERE = Path(__file__).parent
 FILES = {  # what is left out multiplies: the activations of linear are brought in order by sub-groups
@@ -19,15 +17,13 @@ FILES = {  # what is left out multiplies: the activations of linear are brought 
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name, fewest", [("torch_device", 14), ("dequantize", 1), ("embedding", 10)])
-def test_checks(name: str, fewest: int, zsim_on_pocl: dict[str, str]) -> None:
+def test_checks(name: str, fewest: int, zsim_on_pocl: dict[str, str], nested: Callable[..., Run]) -> None:
     file, which = FILES[name]
-    every = "6" if name == "embedding" else "1"
-    on_device = {} if name == "torch_device" else {"LOWBIT_TEST_DEVICE": "lowbit_ze:0", "LOWBIT_TEST_EVERY": every}
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(file), "-k", which]
-    done = subprocess.run(command, env=os.environ | zsim_on_pocl | on_device, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= fewest
-    assert "ze_validation" not in (done.stdout + done.stderr).lower() and "zsim:" not in done.stderr, done.stderr
+    on_device = {} if name == "torch_device" else {"LOWBIT_TEST_DEVICE": "lowbit_ze:0"}
+    done = nested("-s", file, "-k", which, share=6 if name == "embedding" else 1, **zsim_on_pocl, **on_device)
+    assert done.code == 0 and done.passed >= fewest, done
+    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, done
     if on_device:
-        assert f"dequantize_{'rows' if name == 'embedding' else 'panels'}_level_zero" in done.stdout
+        assert f"dequantize_{'rows' if name == 'embedding' else 'panels'}_level_zero" in done.said

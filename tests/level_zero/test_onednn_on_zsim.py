@@ -6,12 +6,12 @@ What this cannot see: oneDNN's own kernels, which are machine code of a GPU.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from nested import Run
 
 HERE = Path(__file__).parent
 FUNCTIONS = re.findall(r'"(dnnl_\w+)"', (HERE.parents[1] / "csrc" / "onednn" / "api.hpp").read_text())
@@ -29,12 +29,10 @@ def stand_in(folder: Path, without: str = "") -> dict[str, str]:
     return {"LOWBIT_ONEDNN_PATH": str(folder)}
 
 
-def test_checks(zsim: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(HERE / "on_zsim" / "check_onednn.py")]
-    done = subprocess.run(command, env=os.environ | zsim | stand_in(tmp_path), capture_output=True, text=True, timeout=600, check=False)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 15, said
-    assert "ze_validation" not in said.lower() and "zsim:" not in done.stderr, said
+def test_checks(zsim: dict[str, str], nested: Callable[..., Run], tmp_path: Path) -> None:
+    done = nested(HERE / "on_zsim" / "check_onednn.py", share=1, **zsim, **stand_in(tmp_path))
+    assert done.code == 0 and done.passed > 15, done
+    assert "ze_validation" not in str(done).lower() and "zsim:" not in done.errors, done
 
 
 REASONS = """

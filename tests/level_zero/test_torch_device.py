@@ -12,21 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from nested import Run
 
 from lowbit.score.program_cache import bind
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name, fewest", [("torch_device", 10), ("attention", 9), ("optim", 13), ("quantize", 20)])
-def test_checks(name: str, fewest: int, zsim: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", str(HERE / f"on_zsim/check_{name}.py")],
-        env=os.environ | zsim, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > fewest
-    assert "ze_validation" not in (done.stdout + done.stderr).lower() and "zsim:" not in done.stderr, done.stderr
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["torch_device", "attention", "optim", "quantize"])
+def test_checks(name: str, zsim: dict[str, str], nested: Callable[..., Run]) -> None:
+    file = HERE / f"on_zsim/check_{name}.py"
+    done = nested("-s", file, **zsim)
+    assert done.code == 0 and done.passed >= file.read_text().count("\ndef test_"), done
+    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, done
 
 
 @pytest.mark.parametrize("first, second", [("simulated", "level_zero"), ("level_zero", "simulated")])
@@ -140,7 +139,6 @@ def test_mods_on_torchs_own_xpu(xpu_program: Callable[..., str]) -> None:
     assert re.fullmatch(r"attend: score_mod reads index 3\d of dimension 0 of captured tensor 0, which has size 30", error), error
 
 
-@pytest.mark.walks
 def test_the_example_of_gpus_runs_here(zsim: dict[str, str]) -> None:
     example = [str(HERE.parents[1] / "examples/07_on_a_gpu.py"), "--device", "lowbit_ze"]
     sizes = "--width 128 --rounds 1 --sentences 3 --tokens 2".split()

@@ -76,6 +76,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: b
     torch.testing.assert_close(lse.double()[shown], wanted_lse[shown], rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.core(ROW)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_as_good_as_torchs(shape: tuple[int, ...], mask: str, dtype: torch.dtype) -> None:

@@ -59,6 +59,7 @@ def row(request: pytest.FixtureRequest) -> str:
     return str(request.param["name"])
 
 
+@pytest.mark.core
 def test_programs_sink_and_lse_with_all_gradients(row: str) -> None:
     dtype = testing.attention_dtypes(row)[0]
     budget = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]

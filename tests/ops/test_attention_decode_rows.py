@@ -33,6 +33,7 @@ def wanted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     return torch.softmax(scores if mask is None else scores + mask.double(), -1) @ next(wide)
 
 
+@pytest.mark.core
 def test_a_decode_row_computes_attention(row: str) -> None:
     q, k, v = inputs(row)
     mask = torch.randn(1, 4, 1, 700)

@@ -15,6 +15,7 @@ from lowbit import _C, testing
 from lowbit.reference.quantize import LEVELS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = {op: [row["name"] for row in testing.rows(op) if row["available"]] for op in ("blocks_linear", "blocks_dequantize", "int8_linear")}
 ISAS = list(dict.fromkeys(row["backend"] for row in testing.rows("blocks_linear") if row["available"]))
 
 
@@ -49,6 +50,7 @@ def weight_of(format: str, numel: int, block_size: int, nested: bool) -> tuple[l
     return [codes[::2] << 4 | codes[1::2], absmax], parts, weights
 
 
+@pytest.mark.core(*ROWS["blocks_linear"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("block_size", [32, 64, 128, 4096])
 @pytest.mark.parametrize("format", ["nf4", "fp4"])
@@ -74,6 +76,7 @@ def test_every_row_is_within_the_roundings_of_its_sums(
             testing.assert_within(y, wanted, error + rounding + smallest, what=f"{format} {dtype}")
 
 
+@pytest.mark.core(*ROWS["blocks_dequantize"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("block_size", [32, 64, 4096])
 @pytest.mark.parametrize("format", ["nf4", "fp4"])
@@ -90,6 +93,7 @@ def test_weights_are_those_of_float32(
             assert torch.equal(out, weights[begin:].to(dtype)), (dtype, begin)
 
 
+@pytest.mark.core(*ROWS["int8_linear"])
 @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 17, 32), (2, 3, 31), (4, 16, 64), (5, 6, 1000), (9, 300, 1029)])
 def test_int8_is_exact_until_it_is_scaled(forced: Callable[..., None], m: int, n: int, k: int) -> None:
     x, weight = (torch.randint(-128, 128, (rows, k), dtype=torch.int8) for rows in (m, n))

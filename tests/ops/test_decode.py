@@ -183,6 +183,7 @@ def row(request: pytest.FixtureRequest) -> str:
     return str(request.param["name"])
 
 
+@pytest.mark.core
 def test_every_row_is_within_budget_of_float64(row: str) -> None:
     for case in cases(kind_of(row)):
         data = make(case)
@@ -295,6 +296,7 @@ def test_a_cache_hides_no_nan(kind: str, poison: float) -> None:
     assert out[..., :32].isnan().all()
 
 
+@pytest.mark.core(*(row["name"] for row in testing.rows("kv_dequantize") if row["available"]))
 @pytest.mark.parametrize("name", [str(row["name"]) for row in testing.rows("kv_quantize") if row["available"]])
 @pytest.mark.parametrize("kind,rotate", [("int8", False), ("int8", True), ("int4", False), ("int4", True)])
 @pytest.mark.parametrize("columns", [1, 31, 64, 80, 96, 128])

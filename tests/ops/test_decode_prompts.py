@@ -70,6 +70,7 @@ def budget(case: Case, data: Data, row: str) -> tuple[Tensor, Tensor]:
     return allowed + rounding * (data.out.abs() + allowed) + 1e-30, score[..., 0] + sums + U * data.lse.abs().nan_to_num()
 
 
+@pytest.mark.core
 def test_every_row_is_within_budget_of_float64(row: str) -> None:
     for case in cases(row):
         data = make(case)

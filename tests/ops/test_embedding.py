@@ -28,6 +28,7 @@ def embedding(weight: Tensor, indices: Tensor, dtype: torch.dtype, case: tuple[s
     )  # fmt: skip
 
 
+@pytest.mark.core(*ROWS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_row_gives_the_rows_of_the_decoded_weight(case: tuple[str, int, str]) -> None:
     """Scale, zero point and the products of both are three roundings of float32; storing is one of the dtype."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from lowbit import _C, linear, testing
+from lowbit import _C, force_kernel, linear, testing
 from lowbit.testing import LinearCase, assert_within, cached_data, run_linear
 
 ROWS = [row["name"] for row in testing.rows("linear")]
@@ -24,6 +24,7 @@ def cases_of(row: str) -> list[LinearCase]:
     return [case for case in CASES if testing.serves(row, case)]
 
 
+@pytest.mark.core
 def test_row_is_within_budget_of_the_float64_reference(kernel: str) -> None:
     cases = cases_of(kernel)
     assert cases, f"no case reaches row {kernel}"
@@ -122,7 +123,9 @@ def test_a_result_does_not_depend_on_the_other_rows_of_the_batch_when_arithmetic
     assert torch.equal(whole, alone)
 
 
-def test_dequantize_is_the_reference_rounded_to_float32() -> None:
+@pytest.mark.core
+@pytest.mark.parametrize("row", [str(row["name"]) for row in testing.rows("dequantize") if row["available"] and "_panels_" in str(row["name"])])
+def test_dequantize_is_the_reference_rounded_to_float32(row: str) -> None:
     for format, group_size, mapping, x_format in testing.format_cases():
         if x_format != "float":
             continue
@@ -130,6 +133,7 @@ def test_dequantize_is_the_reference_rounded_to_float32() -> None:
             packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
             decoded = testing.decode_weight(packed, n, k, format, group_size, mapping)
             wanted = decoded.double() if isinstance(decoded, torch.Tensor) else decoded.decode()
-            actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
+            with force_kernel(row):
+                actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
             assert actual.dtype == torch.float32
             torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-23, atol=0)

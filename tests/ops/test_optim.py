@@ -39,6 +39,7 @@ def format_of(row: str) -> str:
     return next(format for format in STATE_FORMATS if f"_{format}_" in row)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", RULES)
 def test_step_is_within_budget_of_the_float64_reference(row: str, name: str) -> None:
     format = format_of(row)

@@ -72,6 +72,7 @@ def test_reference_maps_are_those_of_bitsandbytes_and_torchao(signed: bool) -> N
     assert torch.allclose(reference.code_map("dynamic4", True), torch.tensor(torchao.create_dynamic_map(True, 3, 4)).double(), rtol=3 * 2.0**-24)
 
 
+@pytest.mark.core(*(row["name"] for row in testing.rows("decode_state") if row["available"]))
 @pytest.mark.parametrize("format, signed", MAPS)
 def test_every_code_decodes_to_the_map_and_zero_and_one_exactly(isa: str, format: str, signed: bool) -> None:
     codes, wanted = all_codes(format), reference.code_map(format, signed)
@@ -118,6 +119,7 @@ def hard_values(format: str, signed: bool) -> Tensor:
     return values.clamp(-1, 1)[torch.randperm(len(values), generator=generator)]
 
 
+@pytest.mark.core(*(row["name"] for row in ROWS))
 @pytest.mark.parametrize("format, signed", MAPS)
 def test_encoding_finds_the_nearest_value_but_for_ties(isa: str, format: str, signed: bool) -> None:
     block = 64

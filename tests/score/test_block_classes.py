@@ -9,10 +9,11 @@ import pytest
 import torch
 from score_programs import MASKS, causal, code_of, dense, document, everything, nothing, window
 
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.score.program import ProgramBuilder, Value
 
 
+@pytest.mark.core(*(row["name"] for row in testing.rows("block_classes")))
 @pytest.mark.parametrize("q_block, kv_block", [(128, 128), (32, 64), (16, 300), (1, 1), (400, 400)])
 @pytest.mark.parametrize("lengths", [(256, 256), (100, 300), (257, 129), (1, 1), (7, 0)], ids=str)
 @pytest.mark.parametrize("build", MASKS, ids=lambda build: build.__name__)

@@ -27,6 +27,7 @@ from score_programs import (
 from lowbit.score.program import ProgramBuilder, Value
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (64, 64), (5, 100), (33, 16)], ids=str)
 @pytest.mark.parametrize("build", FLOATS, ids=lambda build: build.__name__)

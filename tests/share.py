@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests a run takes.
+
+A test function is a kind of check; its parameters are variants of it. `pytest` alone runs every kind of check once: the
+functions marked `core` with all their variants (every kernel row against float64), of each other function one variant and
+of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. What is named by a path, -k or -m runs whole.
+
+Variants are chosen by a hash of the test's id and of the commit: the next commit has others, and every kernel row gets its
+turn, which a counter does not give (it meets the same rows again where their number is a multiple of N).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+QUICK = 12
+NO_COMMIT = "no commit"
+COMMIT = "LOWBIT_TEST_COMMIT"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("share", "which variants of tests run (tests/share.py)")
+    group.addoption("--share", type=_count, metavar="N", help=f"one variant in N, and one of each test function; {QUICK} where no test is named")
+    group.addoption("--everything", action="store_const", dest="share", const=1, help="every variant of every test")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Settle the share; a run of the suite takes every core (`-n` says otherwise), where pytest-xdist is there."""
+    option = config.option
+    whole_suite = config.args_source != config.ArgsSource.ARGS and not option.keyword and not option.markexpr
+    if hasattr(config, "workerinput"):
+        return  # has the options of the run
+    if whole_suite and getattr(option, "numprocesses", 0) is None and not option.collectonly and not option.usepdb:
+        option.numprocesses, option.dist = "auto", "worksteal"
+    if option.share is None:
+        option.share = QUICK if whole_suite else 1
+    os.environ[COMMIT] = os.environ.get(COMMIT) or _head() or NO_COMMIT  # for workers and nested runs
+
+
+def _head() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def chosen(items: Iterable[pytest.Item], share: int, commit: str) -> list[pytest.Item]:
+    """One in `share` of the items, at least one of each function (one that can run here, if there is one), all that are core."""
+    items = list(items)
+    numbers = {item: _number(item.nodeid, commit) for item in items}
+    first: dict[str, pytest.Item] = {}
+    for item in sorted(items, key=lambda item: (not _can_run(item), numbers[item])):
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    firsts = set(first.values())
+    return [item for item in items if item in firsts or numbers[item] * share < 1 or item.get_closest_marker("core")]
+
+
+def _number(nodeid: str, commit: str) -> float:
+    """Between 0 and 1. A smaller share is a part of a larger one."""
+    return int.from_bytes(hashlib.sha256(f"{commit} {nodeid}".encode()).digest()[:6], "big") / 2**48
+
+
+def _can_run(item: pytest.Item) -> bool:
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return all(param.get("available", True) for param in params if isinstance(param, dict))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    taken = chosen(items, config.option.share, os.environ[COMMIT])
+    left = set(items).difference(taken)
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+    config.stash[_LEFT_OUT] = len(left)
+    items[:] = taken
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    node.config.stash[_LEFT_OUT] = node.workeroutput["left_out"] if hasattr(node, "workeroutput") else 0
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    if config.option.share == 1:
+        return
+    commit = os.environ[COMMIT]
+    by = f"by commit {commit[:12]}" if commit != NO_COMMIT else f"the same ones each time: no git here that knows a commit, {COMMIT} can name one"
+    terminalreporter.write_line(
+        f"share: one variant in {config.option.share} ({by}): {config.stash.get(_LEFT_OUT, 0)} left out; all run by pytest --everything"
+    )
