@@ -182,7 +182,7 @@ class Measuring:
 
     def _measure(self, seen: SeenLayer, shape: Shape, specs: list[LinearSpec]) -> dict[str, float]:
         sample = torch.cat([rows for rows in seen.sample if rows.dtype == shape.torch_dtype])
-        x = sample[torch.arange(shape.m) % len(sample)]
+        x = sample[torch.arange(shape.m, device=sample.device) % len(sample)]
         calls = {FLOAT: Timed(lambda: seen.module.forward(x), self._bytes_between(seen, None), FLOAT)}
         for spec in list(specs):
             try:

@@ -81,7 +81,8 @@ class SeenLayer:
         had = any(it.dtype == x.dtype for it in self.sample)
         take = min(len(rows), max((left + 1) // 2, not had))
         if take > 0:
-            self.sample.append(rows[torch.linspace(0, len(rows) - 1, take).long()].clone())
+            places = torch.linspace(0, len(rows) - 1, take, dtype=torch.float32, device=rows.device)
+            self.sample.append(rows[places.long()].clone())
 
 
 class Recording:

@@ -50,7 +50,8 @@ class Timer:
     def best(self, calls: Mapping[Key, Timed]) -> dict[Key, float]:
         """Return the best seconds of one call each, from interleaved rounds."""
         between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
-        buffer = torch.ones(between // 4)  # written: all of memory that never was is one page of zeros
+        # Written: all of memory that never was is one page of zeros.
+        buffer = torch.ones(between // 4, dtype=torch.float32, device="cpu")
         start = time.perf_counter()
         two = {key: sorted((_sample(it, buffer), _sample(it, buffer))) for key, it in calls.items()}
         fastest: dict[str, float] = {}

@@ -101,7 +101,7 @@ def to_bitsandbytes(
         result[name] = (first << 4 | second)[:, None]
         result[f"{name}.quant_map"] = LEVELS[spec.format].clone()
         result |= {f"{name}.{part}": value for part, value in _nested(absmax, facts, compress_statistics).items()}
-        result[f"{name}{_STATE}{spec.format}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+        result[f"{name}{_STATE}{spec.format}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device="cpu")
     return result
 
 
@@ -189,7 +189,8 @@ def layer_of_blocks(
             f"{wanted[1]} scales, got {pairs.numel()} and {absmax.numel()}"
         )
     codes = state_codes.unpack_nibbles(pairs, n * k).view(n, k)
-    begins = torch.arange(n)[:, None] * k + torch.arange(0, k, group)
+    rows, columns = torch.arange(n, device=codes.device), torch.arange(0, k, group, device=codes.device)
+    begins = rows[:, None] * k + columns
     spec = LinearSpec(format, 0 if per_row else group)
     return QuantLinear.pack(codes, absmax.float()[begins // blocksize], None, spec)
 

@@ -29,8 +29,8 @@ def quantize_blockwise(
     values = A.detach().float().contiguous()
     if not signed and values.min() < 0:  # the map begins with 0
         return theirs()
-    codes = torch.empty(A.shape, dtype=torch.uint8)
-    absmax = torch.empty(-(-A.numel() // blocksize), dtype=torch.float32)
+    codes = values.new_empty(A.shape, dtype=torch.uint8)
+    absmax = values.new_empty(-(-A.numel() // blocksize))
     _C.encode_state(values, _DYNAMIC8, signed, blocksize, codes, absmax)
     return codes, absmax
 

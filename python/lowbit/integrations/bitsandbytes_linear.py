@@ -84,7 +84,7 @@ def dequantize_4bit(
     weight = _weight(A, absmax, blocksize, quant_type, prod(shape), None)
     if weight is None or dtype not in FLOATS:
         return theirs()
-    out = torch.empty(shape, dtype=dtype)
+    out = A.new_empty(shape, dtype=dtype)
     weight.dequantize(0, out)
     return out
 
@@ -114,7 +114,7 @@ def int8_scaled_mm(
         and all(tensor.is_contiguous() for tensor in tensors)
     ):
         return theirs()
-    out = torch.empty(A.shape[0], B.shape[0], dtype=dtype)
+    out = A.new_empty(A.shape[0], B.shape[0], dtype=dtype)
     _C.int8_linear(A, _plain(B), row_stats.flatten(), col_stats.flatten(), out, bias)
     return out
 
@@ -173,12 +173,12 @@ def _product(A: Tensor, weight: _Weight, n: int, k: int, bias: Tensor | None) ->
     x = A.reshape(-1, k).contiguous()
     if bias is not None:
         bias = bias.detach().contiguous()
-    y = torch.empty(x.shape[0], n, dtype=A.dtype)
+    y = x.new_empty(x.shape[0], n)
     if x.shape[0] <= _FEW_ROWS and k % 8 == 0:
         weight.multiply(x, y, bias)
         return y.view(*A.shape[:-1], n)
     rows = min(n, max(32, _PART // k // 32 * 32))  # of 32, so that each part begins with whole bytes
-    part = torch.empty(rows, k, dtype=A.dtype)
+    part = x.new_empty(rows, k)
     for begin in range(0, n, rows):
         some = part[: min(rows, n - begin)]
         weight.dequantize(begin * k, some)

@@ -123,6 +123,6 @@ def _take(
     gradient = g if gnorm_scale == 1 else g.float() * gnorm_scale
     lists = StepLists(
         [p.detach()], [gradient.detach()], [[state] for state in states], [[scale] for scale in scales],
-        [torch.tensor(float(step - 1))],
+        [torch.tensor(step - 1, dtype=torch.float32, device="cpu")],
     )  # fmt: skip
     take([Step(_RULES[name], state_format, BLOCK_SIZE, lists, lr, hyper)])

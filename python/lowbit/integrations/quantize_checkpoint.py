@@ -186,7 +186,8 @@ class _Run:
                 continue
             packed[key] = layers[key].entry, _packed(file, key, layers, rows, tell)
             for name, layer in layers.items():
-                numbers = torch.tensor(layer.spec.layout(*layer.features, layer.layout), dtype=torch.int64)
+                layout = layer.spec.layout(*layer.features, layer.layout)
+                numbers = torch.tensor(layout, dtype=torch.int64, device="cpu")
                 others[f"{name.removesuffix('weight')}layout"] = (
                     Entry("I64", tuple(numbers.shape), numbers.nbytes),
                     [bytes(bytes_of(numbers))],

@@ -149,7 +149,7 @@ class LowbitQuantizer(HfQuantizer):
                     continue
                 spec = replace(packed.spec, x_format=selection.spec(name, model.dtype).x_format)
                 _become_packed(module, packed.weight, spec, selection.layout(name), model.dtype)
-                like = torch.empty(0, dtype=model.dtype)
+                like = packed.weight.new_empty(0, dtype=model.dtype)
                 kernel = serving_kernel(spec, *row.shape, like, embedding=is_embedding(module))
                 self.report.rows.append(row.shared(name, spec, kernel))
 

@@ -99,8 +99,7 @@ def calibrate(
     for name, module in model.named_modules():
         if is_linear(module) and (filter_fn is None or filter_fn(module, name)):
             k = features_of(module)[1]
-            products = torch.zeros(k, k) if hessian else None
-            moments[name] = InputMoments(0, torch.zeros(k, dtype=torch.float64), products)
+            moments[name] = InputMoments.zero(k, hessian)
             handles.append(module.register_forward_pre_hook(_counting(moments[name]), with_kwargs=True))
     count = 0
     try:

@@ -38,11 +38,11 @@ def gptq(
     importance = hessian.diagonal().clone()
     size = group_size or k
     in_order = not options.act_order and size <= BLOCK
-    order = importance.argsort(descending=True, stable=True) if options.act_order else torch.arange(k)
+    order = importance.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
     factor = _factor(hessian[order][:, order], options.damping)
     left = weight.T[order]  # [k, n], what is still to be rounded
     scale, zero = scales(weight, importance)
-    codes = torch.empty(k, n, dtype=torch.uint8)
+    codes = weight.new_empty(k, n, dtype=torch.uint8)
     block = size if in_order else BLOCK
     for begin in range(0, k, block):
         end = min(begin + block, k)

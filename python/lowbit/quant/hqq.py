@@ -29,7 +29,7 @@ def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[T
     """
     n, k = weight.shape
     w = grouped(weight, group_size)
-    inside = grouped(torch.ones(1, k), group_size)
+    inside = grouped(weight.new_ones(1, k), group_size)
     count = inside.sum(2)
     low, high = torch.where(inside > 0, w, torch.inf).amin(2), torch.where(inside > 0, w, -torch.inf).amax(2)
     far = torch.maximum(low, -high) > FAR * (high - low)

@@ -28,6 +28,12 @@ class InputMoments:
     squares: Tensor
     products: Tensor | None = None
 
+    @classmethod
+    def zero(cls, k: int, products: bool) -> InputMoments:
+        """Return those of no rows, on the CPU; ``products``: whether x x^T is summed too."""
+        squares = torch.zeros(k, dtype=torch.float64, device="cpu")
+        return cls(0, squares, squares.new_zeros(k, k, dtype=torch.float32) if products else None)
+
     @property
     def importance(self) -> Tensor:
         """The mean of x^2, float32 ``[k]``."""

@@ -102,7 +102,7 @@ class SafetensorsFile:
         dtype = DTYPES.get(entry.dtype)
         if dtype is None or math.prod(entry.shape) * dtype.itemsize != entry.nbytes:
             raise ValueError(f"{self.path}: {name} of {entry.dtype} {list(entry.shape)} in {entry.nbytes} bytes")
-        tensor = torch.empty(entry.shape, dtype=dtype)
+        tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
         memory = bytes_of(tensor)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._begin + self._offsets[name])

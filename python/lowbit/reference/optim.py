@@ -31,7 +31,7 @@ def dynamic_map(signed: bool, decades: int) -> Tensor:
         top = 10.0 ** (decade - decades + 1)
         positive += [top * (0.1 + 0.9 * (bin + 0.5) / bins) for bin in range(bins)]
     negative = [-value for value in reversed(positive)] if signed else []
-    return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64)
+    return torch.tensor([*negative, 0.0, *positive, 1.0], dtype=torch.float64, device="cpu")
 
 
 def code_map(format: str, signed: bool) -> Tensor:
@@ -39,9 +39,9 @@ def code_map(format: str, signed: bool) -> Tensor:
     if format == "dynamic8":
         return dynamic_map(signed, 7)
     if format == "dynamic4":  # torchao's: the unsigned one has no zero
-        return dynamic_map(True, 3) if signed else torch.linspace(0, 1, 17, dtype=torch.float64)[1:]
+        return dynamic_map(True, 3) if signed else torch.linspace(0, 1, 17, dtype=torch.float64, device="cpu")[1:]
     if format == "float8":
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).double()
     raise ValueError(f"code_map: no codes in format {format!r}")
 
 

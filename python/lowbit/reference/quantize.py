@@ -21,20 +21,22 @@ SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group cou
 def _nf4_levels() -> Tensor:
     """Quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' roundings on the way."""
     last = 0.9677083  # (1 - 1 / 30 + 1 - 1 / 32) / 2
-    tails = [torch.special.ndtri(torch.linspace(last, 0.5, count)[:-1].double()).float() for count in (9, 8)]
-    levels = torch.cat([tails[0], torch.zeros(1), -tails[1]]).sort().values
+    places = [torch.linspace(last, 0.5, count, dtype=torch.float32, device="cpu") for count in (9, 8)]
+    tails = [torch.special.ndtri(place[:-1].double()).float() for place in places]
+    levels = torch.cat([tails[0], tails[0].new_zeros(1), -tails[1]]).sort().values
     return levels / levels[-1]
 
 
-def _both_signs(magnitudes: Tensor) -> Tensor:
-    return torch.cat([magnitudes, -magnitudes])
+def _both_signs(magnitudes: list[float]) -> Tensor:
+    positive = torch.tensor(magnitudes, dtype=torch.float32, device="cpu")
+    return torch.cat([positive, -positive])
 
 
 LEVELS = {
     "nf4": _nf4_levels(),
-    "fp4": _both_signs(torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12),
-    "fp4_e2m1": _both_signs(torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])),
-    "fp8_e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    "fp4": _both_signs([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12,
+    "fp4_e2m1": _both_signs([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+    "fp8_e4m3": torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float(),
 }
 """What the codes of a lookup format stand for, float32. Those of fp4 are bitsandbytes'; two codes of it are 0."""
 
@@ -202,5 +204,6 @@ def nearest_codes(values: Tensor, format: str) -> Tensor:
         most = largest_level(format)
         return values.clamp(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
     rising = LEVELS[format].sort().values
-    first = torch.tensor([LEVELS[format].tolist().index(level) for level in rising.tolist()], dtype=torch.uint8)
+    codes = [LEVELS[format].tolist().index(level) for level in rising.tolist()]
+    first = torch.tensor(codes, dtype=torch.uint8, device=values.device)
     return first[torch.searchsorted((rising[1:] + rising[:-1]) / 2, values.contiguous())]

@@ -25,9 +25,10 @@ def alibi(heads: int) -> ScoreMod:
     per_head, per_other = 8.0 / whole, 4.0 / whole
 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        exponent = (h + 1) * per_head
+        head = h.to(torch.float32)  # whatever torch's default dtype is
+        exponent = (head + 1) * per_head
         if whole != heads:
-            exponent = torch.where(h < whole, exponent, (2 * (h - whole) + 1) * per_other)
+            exponent = torch.where(h < whole, exponent, (2 * (head - whole) + 1) * per_other)
         return score + (kv_idx - q_idx) * torch.exp2(-exponent)
 
     return ScoreMod(mod, f"alibi({heads})")

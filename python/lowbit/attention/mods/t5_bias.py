@@ -37,7 +37,8 @@ def t5_bias(table: Tensor, *, max_distance: int = 128, bidirectional: bool = Tru
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         offset = kv_idx - q_idx
         distance = offset.abs() if bidirectional else (-offset).clamp(min=0)
-        far = exact + (torch.log(distance.clamp(min=1) / exact) * per_octave).to(torch.int32)
+        far_off = distance.clamp(min=1).to(torch.float32)  # whatever torch's default dtype is
+        far = exact + (torch.log(far_off / exact) * per_octave).to(torch.int32)
         bucket = torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
         if bidirectional:
             bucket = bucket + torch.where(offset > 0, buckets, 0)
