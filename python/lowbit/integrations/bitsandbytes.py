@@ -101,7 +101,8 @@ def to_bitsandbytes(
         result[name] = (first << 4 | second)[:, None]
         result[f"{name}.quant_map"] = LEVELS[spec.format].clone()
         result |= {f"{name}.{part}": value for part, value in _nested(absmax, facts, compress_statistics).items()}
-        result[f"{name}{_STATE}{spec.format}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device="cpu")
+        told = list(json.dumps(facts).encode())
+        result[f"{name}{_STATE}{spec.format}"] = torch.tensor(told, dtype=torch.uint8, device="cpu")
     return result
 
 
