@@ -9,7 +9,10 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -120,18 +123,42 @@ def test_on_a_gpu_runs_its_calls_on_a_cpu_too() -> None:
     assert abs(rows["lowbit AdamW8bit"][2] - rows["torch AdamW"][2]) < 0.02
 
 
+def notebooks_tool() -> ModuleType:
+    loader = SourceFileLoader("notebooks_tool", str(ROOT / "tools" / "notebooks"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    tool = importlib.util.module_from_spec(spec)
+    loader.exec_module(tool)
+    return tool
+
+
+def test_two_executions_of_a_notebook_are_compared_by_structure() -> None:
+    nbformat = pytest.importorskip("nbformat")
+    tool, v4 = notebooks_tool(), nbformat.v4
+
+    def notebook(*outputs: Any) -> Any:
+        return v4.new_notebook(cells=[v4.new_markdown_cell("text"), v4.new_code_cell("1", outputs=list(outputs))])
+
+    def shown(html: str) -> Any:
+        return v4.new_output("display_data", {"text/html": html, "text/plain": "a table"})
+
+    first = notebook(v4.new_output("stream", text="a"), shown("<th>layer</th><th class='x'>ms</th><td>1</td>"))
+    other_times = notebook(*(v4.new_output("stream", text=word) for word in "bc"), shown("<th>layer</th><th>ms</th><td>2</td>"))
+    assert tool.difference(first, other_times) == ""
+    more_columns = notebook(v4.new_output("stream", text="a"), shown("<th>layer</th><th>us</th>"))
+    assert "cell 2: kept with" in tool.difference(first, more_columns) and "'us'" in tool.difference(first, more_columns)
+    assert "cell 2: kept with" in tool.difference(first, notebook(v4.new_output("stream", text="a")))
+
+
 @pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3)])
 def test_the_notebook_runs_and_renders_tables_and_pictures(name: str, tables: int, pictures: int) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
-    file = EXAMPLES / "notebooks" / f"{name}.ipynb"
-    notebook = nbformat.read(file, as_version=4)
+    for package in ("nbformat", "nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    tool = notebooks_tool()
+    notebook = tool.read(name)
     assert sum(bool(cell.get("outputs")) for cell in notebook.cells) >= 5, "the notebook is kept with its outputs"
-    assert file.stat().st_size < 300_000, "and they are small"
+    assert (EXAMPLES / "notebooks" / f"{name}.ipynb").stat().st_size < 300_000, "and they are small"
     if name != "autoquant":  # it measures for three minutes; the test of example 05 makes its calls
-        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+        assert tool.difference(notebook, tool.executed(notebook)) == "", f"tools/notebooks {name} executes it in place"
     kinds = [kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
     assert kinds.count("text/html") >= tables and kinds.count("image/png") >= pictures, kinds
     assert not [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]
