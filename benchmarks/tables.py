@@ -189,7 +189,8 @@ def decode(runs: Runs) -> str:
         found = cells(head)
         for head_dim in sorted({at for _, at in found}):
             figures = (found.get((key, head_dim)) for _, key in shown)
-            rows.append([f"{isa}, D = {head_dim}", *(f"{1e3 * row['best_s']:.3g}" if row else "" for row in figures)])
+            times = (f"{1e3 * row['best_s']:#.3g}".rstrip(".") if row else "" for row in figures)
+            rows.append([f"{isa}, D = {head_dim}", *times])
     return _with_gaps(table(["ms", *(name for name, _ in shown)], rows), runs, DECODE, names)
 
 
