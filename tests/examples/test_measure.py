@@ -42,7 +42,7 @@ def test_every_table_of_a_benchmark_is_made_of_its_result_file(measure: ModuleTy
     for make in measure.BENCHMARKS[name].tables.values():
         one, two = cells(make({"AVX2": head})), cells(make({"AVX2": head, "AMX": head}))
         assert len(one) > 1 and all(any(row) for row in one.values())
-        assert sum(map(len, two.values())) > 1.5 * sum(map(len, one.values())), "a second instruction set has columns or rows"
+        assert sum(map(len, two.values())) >= 1.5 * sum(map(len, one.values())), "a second instruction set has columns or rows"
 
 
 def test_the_table_of_readme_marks_the_fastest_and_names_the_peers_that_are_missing(measure: ModuleType) -> None:
