@@ -7,8 +7,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowbit import devices
+from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import register
 
 register()
@@ -67,8 +69,11 @@ class QuantizedKVLayer:
         Raises:
             ValueError: a shape does not fit the cache.
             TypeError: the dtype is not float32, bfloat16 or float16.
+            NotImplementedError: a tensor has a forward-mode tangent.
         """
         self._check_append(key, value)
+        if forward_ad._current_level >= 0:  # -1 outside of forward mode
+            refuse_tangents("QuantizedKVCache", (key, value))
         key, value = (
             tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous() for tensor in (key, value)
         )
@@ -133,6 +138,7 @@ class QuantizedKVLayer:
         Raises:
             ValueError: the cache is empty, or a shape does not fit.
             TypeError: a dtype does not fit.
+            NotImplementedError: a tensor has a forward-mode tangent.
         """
         if self.shape is None or self._k is None or self._v is None:
             raise ValueError("QuantizedKVCache: attend needs a cache that holds something: append first")
@@ -144,6 +150,8 @@ class QuantizedKVLayer:
             )
         if query.dtype not in _DTYPES:
             raise TypeError(f"QuantizedKVCache: query must be float32, bfloat16 or float16, got {query.dtype}")
+        if forward_ad._current_level >= 0:  # -1 outside of forward mode
+            refuse_tangents("QuantizedKVCache", (query, mask, sink))
         query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()
         scale = 1 / math.sqrt(e) if scale is None else float(scale)
         q_length, position = query.shape[2], length - query.shape[2]

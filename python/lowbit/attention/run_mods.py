@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 
 from lowbit.attention.block_mask import to_classes
@@ -30,8 +31,10 @@ def run_mods(
     """Trace the mods and run the op: (out, lse, max_scores). Everything has been checked."""
     mask_mod = None if block_mask is None else block_mask.mask_mod
     blocks, block_size = _lists(block_mask, *query.shape[:2])
-    argument = "score_mod"
+    argument = "mask_mod" if score_mod is None else "score_mod"
     try:
+        if forward_ad._current_level >= 0 and (score_mod or mask_mod or blocks):  # -1 outside of forward mode
+            raise UnknownOp("forward mode (torch.func.jvp, jacfwd)")
         score = _NOTHING if score_mod is None else bind(_NAME, score_mod, mask=False, dtype=query.dtype)
         argument = "mask_mod"
         mask = _NOTHING if mask_mod is None else bind(_NAME, mask_mod, mask=True)

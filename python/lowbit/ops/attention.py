@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lowbit.ops import batching
+from lowbit.ops import attention_formulas, batching
+from lowbit.ops.forward_mode import refuse_tangents
 from lowbit.ops.registration import by_name, register
 
 register()
@@ -52,7 +54,8 @@ def attention(
 
     Differentiable in q, k, v, a floating mask, sink and the floating tensors that score_mod captures, through the
     result and the log-sum-exp. The largest score is not differentiable. A second derivative (create_graph=True)
-    materializes the scores, and is not there with programs, a block mask or dropout.
+    materializes the scores, and is not there with programs, a block mask or dropout; so does forward mode, which is
+    not there with programs or a block mask.
 
     Args:
         q, k, v: ``[B, Hq, L, E]``, ``[B, Hkv, S, E]``, ``[B, Hkv, S, Ev]``, one floating dtype; Hq is a
@@ -84,6 +87,11 @@ def attention(
         "score_mod": score_mod, "score_captured": score_captured, "mask_mod": mask_mod, "mask_captured": mask_captured,
         "blocks": blocks, "block_size": block_size, "want_max_scores": want_max_scores, "real_out": False,
     }  # fmt: skip
+    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+        if not (score_mod or mask_mod or blocks):
+            return attention_formulas.forward(call)
+        tensors = refuse_tangents("attention with score_mod, mask_mod or a block mask", _tensors(call))
+        call = _joined(_without_tensors(call), tensors)
     compiling = _is_dynamo_compiling()
     transformed = not compiling and _is_transformed()
     if not _is_grad_enabled() or not (
@@ -153,7 +161,8 @@ class _TransformedAttention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         twice = torch.is_grad_enabled()  # create_graph=True, and always in torch.func
         if twice and not (call["score_mod"] or call["mask_mod"] or call["blocks"] or call["dropout_p"] > 0):
-            grads = _twice_differentiable(call, needs, grad_out, grad_lse)
+            nothing = {name: [None] * len(call[name]) for name in _LISTS}
+            grads = nothing | attention_formulas.gradients(call, needs, grad_out, grad_lse)
         else:
             wanted = {"mask_needs": needs["mask"], "sink_needs": needs["sink"]}
             wanted["score_captured_needs"] = list(needs["score_captured"])
@@ -205,46 +214,3 @@ class _Attention(torch.autograd.Function):
         return output
 
     backward = _TransformedAttention.backward
-
-
-def _twice_differentiable(
-    call: dict[str, Any], needs: dict[str, Any], grad_out: Tensor, grad_lse: Tensor | None
-) -> dict[str, Any]:
-    """The gradients of a call without programs by torch's own ops, from the whole matrix of scores, as the
-    kernel has it."""
-    q, k, v, mask, sink = (call[name] for name in ("q", "k", "v", "mask", "sink"))
-    real = torch.float64 if q.dtype == torch.float64 else torch.float32
-    groups = (k.shape[1], q.shape[1] // max(1, k.shape[1]))
-    wide_k, wide_v = (x.to(real).repeat_interleave(groups[1], 1) for x in (k, v))
-    scores = q.to(real) @ wide_k.transpose(-1, -2) * call["scale"]
-    visible = None
-    if call["causal"]:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        visible = mask if visible is None else mask & visible
-    elif mask is not None:
-        scores = scores + mask.to(real)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
-    p = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(
-        empty, 0.0
-    )  # a row that sees nothing must not make nan
-    p, p_sink = (p, None) if sink is None else (p[..., :-1], p[..., -1:])
-
-    grad_out = grad_out.to(real)
-    grad_p = grad_out @ wide_v.transpose(-1, -2)
-    d = (p * grad_p).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        d = d - grad_lse.to(real)[..., None]
-    grad_s = p * (grad_p - d)
-    return {name: [None] * len(call[name]) for name in _LISTS} | {
-        "q": (grad_s @ wide_k * call["scale"]).to(q.dtype),
-        "k": (grad_s.transpose(-1, -2) @ q.to(real) * call["scale"]).unflatten(1, groups).sum(2).to(k.dtype),
-        "v": (p.transpose(-1, -2) @ grad_out).unflatten(1, groups).sum(2).to(v.dtype),
-        "mask": grad_s.sum_to_size(mask.shape).to(mask.dtype) if needs["mask"] else None,
-        "sink": -(p_sink * d).sum((0, 2, 3)) if needs["sink"] else None,
-        "seed": None,
-    }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lowbit.ops.registration import register
@@ -63,9 +64,13 @@ def linear(
         TypeError: a dtype is not one of the above.
         NotImplementedError: no kernel row serves these arguments, or the forced one does not (lists each row's reason).
     """
-    transformed = (
-        not _is_dynamo_compiling() and _is_transformed()
-    )  # inside vmap a tensor does not say that the one around it requires a gradient
+    compiling = _is_dynamo_compiling()
+    if forward_ad._current_level >= 0:  # -1 outside of forward mode
+        if compiling:
+            torch._dynamo.graph_break(msg="linear: a forward-mode derivative is computed outside of graphs")
+        return _post_ops(_LinearWithTangents.apply(x, weight, bias, _Leaf(op_args), row), activation, mul, add)
+    # Inside vmap a tensor does not say that the one around it requires a gradient.
+    transformed = not compiling and _is_transformed()
     if _is_grad_enabled() and (
         transformed
         or x.requires_grad
@@ -88,7 +93,7 @@ def linear(
         x = x.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    op = _linear_op if _is_dynamo_compiling() else _linear_function
+    op = _linear_op if compiling else _linear_function
     if activation == row == 0 and mul is None and add is None:  # each argument costs 0.3 us, and *op_args 0.15
         n, k, format, group_size, asymmetric, x_format = op_args
         return op(x, weight, n, k, format, group_size, asymmetric, x_format, bias)
@@ -136,6 +141,34 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad_out.float().reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
         return grad_x, None, grad_bias, None, None
+
+
+class _Leaf(tuple):
+    """op_args as one argument of a Function: torch counts those of `jvp` under vmap with tuples taken apart."""
+
+
+class _LinearWithTangents(_Linear):
+    """The same in forward mode, where the tangent is x' @ w.T + bias', as straight-through as the backward. A class of
+    its own: Dynamo takes no Function with a `jvp` where a gradient is wanted, and ignores the `jvp` elsewhere."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Linear.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[1])
+        ctx.y_shape, ctx.y_dtype = output.shape, output.dtype
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * 5 if grad_out is None else _Linear.backward(ctx, grad_out)
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, weight: None, bias: Tensor | None, *_: None) -> Tensor:
+        *weight_args, _ = ctx.op_args
+        y = 0.0 if bias is None else bias.float().expand(ctx.y_shape)
+        if x is not None:
+            y = y + x.float() @ _dequantize_op(*ctx.saved_tensors, *weight_args).T
+        return y.to(ctx.y_dtype)
 
 
 activation_functions = (
