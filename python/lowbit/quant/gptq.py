@@ -38,7 +38,9 @@ def gptq(
     importance = hessian.diagonal().clone()
     size = group_size or k
     in_order = not options.act_order and size <= BLOCK
-    order = importance.argsort(descending=True, stable=True) if options.act_order else torch.arange(k, device=weight.device)
+    order = torch.arange(k, device=weight.device)
+    if options.act_order:
+        order = importance.argsort(descending=True, stable=True)
     factor = _factor(hessian[order][:, order], options.damping)
     left = weight.T[order]  # [k, n], what is still to be rounded
     scale, zero = scales(weight, importance)
