@@ -25,7 +25,7 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// An owned tensor, as a capsule of the name "dltensor" holds it until somebody takes it.
+// An owned tensor, as a capsule of the name "dltensor" holds it until it is taken.
 struct ManagedTensor {
   Tensor tensor;
   void* context;

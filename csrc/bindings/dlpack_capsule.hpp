@@ -37,7 +37,7 @@ struct OfferedDType {
   int code, bits;
 };
 
-// `release` gets the data when nobody has the tensor any more; null: it is somebody else's.
+// `release` gets the data when no reference to the tensor is left; null: the memory has another owner.
 inline pybind11::capsule offer(void* data, OfferedDevice device, std::vector<int64_t> shape,
                                std::vector<int64_t> strides, OfferedDType dtype,
                                void (*release)(void*) noexcept = nullptr) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What devices made, on disk: one process makes it and every later one reads it.
+// A cache on disk for code that was compiled for a device: one process writes it, and every later one reads it.
 #pragma once
 
 #include <filesystem>

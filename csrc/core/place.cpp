@@ -29,8 +29,8 @@ void ask_for_streams(void* (*keeper)(Device device)) { keeper_of_streams.store(k
 
 Workspace::Workspace(std::string_view op, const Place& place, int64_t bytes) {
   const MemoryKeeper* keeper = keeper_of_memory.load(std::memory_order_acquire);
-  check(keeper != nullptr, ErrorKind::runtime, op, ": nobody keeps the memory of ", name_of(place.device),
-        ": its rows need torch");
+  check(keeper != nullptr, ErrorKind::runtime, op, ": cannot allocate memory on ", name_of(place.device),
+        ": import torch first, which owns the allocator of this device");
   memory_ = keeper->take(op, place.device, bytes, &data_);
 }
 

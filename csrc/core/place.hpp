@@ -57,12 +57,12 @@ struct Place {
   void* stream = nullptr;  // the device's own handle of it; null: its default stream. A CPU has none
 };
 
-// The stream that this thread's work on a device joins now, as whoever keeps streams says (torch); null if nobody does.
+// The stream that this thread's work on a device joins now. torch keeps the streams; null where torch is not loaded.
 LOWBIT_API void* current_stream(Device device);
 LOWBIT_API void ask_for_streams(void* (*keeper)(Device device));
 
-// Memory of the place for the work of one call, of whoever keeps the memory of devices (torch): freed while that work
-// may still run, for work that joins the same stream later.
+// Memory on the device for the work of one call, from torch's allocator. It is freed while that work may still run, and
+// given out again to work that joins the same stream later.
 class LOWBIT_API Workspace {
  public:
   Workspace(std::string_view op, const Place& place, int64_t bytes);  // RuntimeError: there is no more

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A non-owning view of somebody's tensor: pointer, element type, device, shape, strides in elements.
+// A non-owning view of a tensor: pointer, element type, device, shape, strides in elements.
 #pragma once
 
 #include <array>

@@ -30,7 +30,7 @@ void* scratch(Scratch slot, std::size_t bytes) {
       throw std::bad_alloc();
     }
   }
-  if (kRedZones) {  // what the last call left is nobody's, so it is made NaN; what this call did not ask for is
+  if (kRedZones) {  // what the last call left has no owner, so it is made NaN; what this call did not ask for is
                     // forbidden
     LOWBIT_ALLOW(buffer.data, buffer.bytes);
     std::memset(buffer.data, 0xff, bytes);

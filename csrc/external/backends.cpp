@@ -67,7 +67,7 @@ template <class Args>
         " of ", kept.by, " failed: ", text);
 }
 
-// The functions of one place in the list: no more than a call each, there are a thousand of them.
+// The functions of one slot of the list. Each is no more than a call, as about a thousand of them are instantiated.
 template <class Args, std::size_t kSlot>
 constexpr Kernel<Args> kAtSlot = {"", [](const Args& args) { return refuses(args, *slots<Args>[kSlot]); },
                                   [](const Args& args) { run(args, *slots<Args>[kSlot]); }};
@@ -97,7 +97,7 @@ bool with_op(std::string_view name, Body&& body) {
   return false;
 }
 
-// Rows are added under the lock of whoever collects them; they and their backends are never freed. Made when the
+// Rows are added under the lock of the function that collects them; rows and backends are never freed. Made when the
 // library is loaded: a child that is forked while a thread makes a static of a function waits for that thread for ever.
 std::deque<Kept>& all_kept = *new std::deque<Kept>;
 std::atomic<void (*)()> collector{nullptr};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of third parties: from tables of C rows in shared libraries, or functions that the bindings wrap. They are
-// collected once, when somebody first needs the list of backends, and the list is complete from then on.
+// collected once, when the list of backends is first needed, and the list is complete from then on.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,7 @@ struct AddedRow {
 // The rows of a library's table; Error (value) says why it is refused, and then none of them is there.
 LOWBIT_API std::vector<Row> rows_of_library(const std::string& path);
 
-// Who collects the rows: called by the first who needs the list, with no lock held, perhaps by two threads at once.
+// The function that collects the rows: called when the list is first needed, without a lock, perhaps by two threads.
 LOWBIT_API void collect_with(void (*collect)());
 
 // Called by that function: the rows of a package, all or, where an Error says why not, none.

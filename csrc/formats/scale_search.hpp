@@ -29,7 +29,7 @@ constexpr float kSymmetricSteps[] = {0.5f, 0.625f, 0.6875f, 0.75f, 0.8125f, 0.87
 constexpr float kAsymmetricSteps[] = {12 / 15.0f, 8 / 15.0f, 9 / 15.0f, 10 / 15.0f, 11 / 15.0f, 13 / 15.0f,
                                       14 / 15.0f, 1.0f, 16 / 15.0f, 17 / 15.0f, 18 / 15.0f, 20 / 15.0f,
                                       22 / 15.0f, 25 / 15.0f};
-constexpr int kFirstWithin = 6;  // of both, with 4 bits or more: the first that no weight leaves the levels by
+constexpr int kFirstWithin = 6;  // in both lists, with 4 bits or more: the first scale at which no weight is clipped
 constexpr float kLookupSteps[] = {0.8f, 0.85f, 0.9f, 0.95f, 1.0f, 1.05f, 1.1f, 1.2f};  // a level costs 15 comparisons
 static_assert(std::size(kSymmetricSteps) == 14 && std::size(kAsymmetricSteps) == 14 && std::size(kLookupSteps) == 8);
 constexpr float kMargin = 1 + 0x1p-16f;  // what float32 sums of a group may be off by

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the codes of each StateFormat mean, per element, for StateCodes<format, is_signed>. A Decoder of a block's scale
-// makes values of codes: it reads the floats 2^23 + code and gives two numbers whose product is the value (whoever uses
-// it has an FMA for that). An Encoder of a block's absmax makes code - kOffset of values; where that is past the codes,
+// makes values of codes: it reads the floats 2^23 + code and gives two numbers whose product is the value (its user
+// has an FMA for that). An Encoder of a block's absmax makes code - kOffset of values; where that is past the codes,
 // stores saturate. Table: how tables of 8 entries are kept. kAbsmaxOverScale: the decoded value of the largest element
 // of a block.
 #pragma once

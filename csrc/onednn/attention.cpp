@@ -61,7 +61,7 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   try {
     const Threads threads;
     reason = sdpa(attention_of(args, threads.count()))->reason();
-  } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
+  } catch (const std::exception& error) {  // a listing of all rows goes on with the reasons of the others
     reason = error.what();
   }
   return reason;

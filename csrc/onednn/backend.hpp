@@ -5,8 +5,8 @@
 
 namespace lowbit::onednn {
 
-// oneDNN on the CPU, where its library is there. Asking for the backend opens nothing: the library is opened when
-// somebody asks whether it is available, which nobody does who takes a row that stands before these.
+// oneDNN on the CPU, where its library is installed. Listing the rows of oneDNN does not load the library. It is loaded
+// the first time one of them is asked whether it can run, and calls that take an earlier row never ask.
 std::span<const Backend* const> backends();
 
 void add_attention_rows(Backend& backend);

@@ -44,7 +44,7 @@ std::string_view refused_product(const LinearArgs& args) {
   try {
     const Threads threads;
     reason = matmul(product_of(args, threads))->reason();
-  } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
+  } catch (const std::exception& error) {  // a listing of all rows goes on with the reasons of the others
     reason = error.what();
   }
   return reason;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weights as bitsandbytes keeps them, read where they are: nothing of them is packed, copied or remembered between
-// calls, so that whoever owns them may change them at any time.
+// calls, so that their owner may change them at any time.
 //
 // Of 4 bits, [n, k]: the codes of all n * k weights in one row, two in a byte, the first in the high nibble; block_size
 // of them, across the ends of rows of w too, share a scale: w = level(code) * scale. A scale is absmax[block], or,

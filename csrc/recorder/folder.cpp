@@ -53,7 +53,7 @@ bool is_of_the_dead(const std::string& path) {
   return dead;
 }
 
-// In the folder that nobody chose: files of the dead that are older than a day, and the oldest of more than 64.
+// In the default folder, removes files of ended processes that are older than a day, and the oldest of more than 64.
 void clean(const std::string& folder) {
   struct Kept {
     time_t changed;

@@ -11,11 +11,11 @@
 namespace lowbit::recorder {
 namespace {
 
-// A lock, because the buffer grows: 25 ns in a call that nobody else waits for.
+// A lock, because the buffer grows: 25 ns in a call without contention.
 std::mutex mutex;
 std::deque<Record> kept;  // never moved
 int profiling = 0;
-uint64_t number = 0;  // of the time since somebody began and nobody else was profiling
+uint64_t number = 0;  // of the period since the first of the profiles that overlap began
 
 }  // namespace
 

@@ -23,7 +23,7 @@ inline constexpr uint64_t kBeingWritten = ~uint64_t{0};
 constexpr bool is_whole(uint64_t mark) { return mark != 0 && mark != kBeingWritten; }
 
 // `mark` is the sequence number + 1; 0: nothing was here yet. `tail` is its lower half, written before everything else
-// and after it: who copies a record front to back while it is written anew sees two that differ.
+// and after it: a reader that copies the record while it is being rewritten sees `mark` and `tail` disagree.
 struct Record {
   std::atomic<uint64_t> mark;
   uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC; end_ns 0: not ended

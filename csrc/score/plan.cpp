@@ -150,8 +150,8 @@ class Planner {
     return step;
   }
 
-  // Tile registers are reused as soon as nobody reads them any more; the output is written over the input where nobody
-  // reads that any more.
+  // Tile registers are reused as soon as no later step reads them. The output is written over the input where no later
+  // step reads that.
   void plan_tile(std::vector<int> order) {
     const bool tile_output = nodes_[output_].rate == Rate::tile && is_step(output_) && stages_[output_] == Stage::tile;
     if (tile_output && uses_[output_] == 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the simulated devices: for each a piece of address space that nobody can read or write (PROT_NONE) but
+// Memory of the simulated devices: for each a piece of address space that cannot be read or written (PROT_NONE) but
 // while a run is open on it. Host code that touches device memory dies at that spot, as it would on a device whose
 // memory is its own.
 #pragma once

@@ -52,8 +52,8 @@ class Mods {
   AttentionMods mods_;
 };
 
-// Dense, in the order of the strides of `like`, the last dimension innermost: what leaves transposed heads leaves them
-// so for who transposes back.
+// Dense, in the order of the strides of `like`, the last dimension innermost. Heads that came in transposed leave
+// transposed, so that transposing back gives dense rows.
 TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
   int order[] = {0, 1, 2};
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });

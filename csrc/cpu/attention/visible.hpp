@@ -95,7 +95,7 @@ bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Progr
   return any;
 }
 
-// Zeros where nobody multiplied: what score_mod reads, and what sums over queries add up.
+// Zeros where nothing was multiplied: what score_mod reads, and what sums over queries add up.
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;

@@ -12,7 +12,7 @@ namespace {
 
 // ---- few rows ------------------------------------------------------------------------------------------------------
 
-// What all values are to be multiplied by comes in at the end: activations may be too large for it.
+// The factor that all values have in common is applied at the end: multiplied by it, activations might overflow.
 template <Format kFormat>
 constexpr float kLate = unshift_of<kFormat>(0) > 1.0f ? unshift_of<kFormat>(0) : 1.0f;
 

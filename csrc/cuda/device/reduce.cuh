@@ -21,7 +21,7 @@ LOWBIT_INLINE T of_warp(Combine combine, T value) {
   return value;
 }
 
-// `warps`: shared memory of one T for each warp of the CTA, of which nobody else reads or writes any more.
+// `warps`: shared memory of one T for each warp of the CTA, which no other code reads or writes any more.
 template <int kWarps, class Combine, class T>
 LOWBIT_INLINE T of_cta(Combine combine, T value, T (&warps)[kWarps]) {
   value = of_warp(combine, value);

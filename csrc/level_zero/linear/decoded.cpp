@@ -53,7 +53,7 @@ std::string_view refuses_products(const LinearArgs& args) {
     cuda::for_each_product(args, DecodedParts(args), [&](const DenseProduct& product) {
       if (reason.empty()) reason = product_for(args.place.device, product)->reason();
     });
-  } catch (const std::exception& error) {  // who asks for the reasons of all rows gets those of the others too
+  } catch (const std::exception& error) {  // a listing of all rows goes on with the reasons of the others
     reason = error.what();
   }
   return reason;
