@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
 import lowbit
 from lowbit.ops.attention import attention
@@ -63,6 +64,41 @@ def test_as_torch(sizes: tuple[int, ...], gqa: bool) -> None:
         ours, theirs = (function(*tensors(*sizes), mask, enable_gqa=gqa) for function in (lowbit.scaled_dot_product_attention, F.scaled_dot_product_attention))
         assert ours.shape == theirs.shape
         ours.sum().backward()
+
+
+EMPTY = [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 2, 3, 0), (2, 2, 2, 0, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs through torch")
+@pytest.mark.parametrize("mask", ["none", "program", "captures", "through torch"])
+@pytest.mark.parametrize("score", ["none", "program", "captures", "through torch", "captures through torch"])
+@pytest.mark.parametrize("sizes", EMPTY, ids=str)
+def test_flex_with_any_mods(sizes: tuple[int, ...], score: str, mask: str) -> None:
+    """What torch's ops give with no score: zeros, lse of the sink alone."""
+    b, h, _, length, kv_length = sizes
+    table = torch.randn(h, length, kv_length, requires_grad=True)
+    score_mod = {
+        "none": None, "program": lambda s, b, h, i, j: s * 2, "captures": lambda s, b, h, i, j: s + table[h, i, j],
+        "through torch": lambda s, b, h, i, j: torch.special.bessel_j0(s),
+        "captures through torch": lambda s, b, h, i, j: torch.special.erfcx(s) + table[h, i, j],
+    }[score]  # fmt: skip
+    mask_mod = {
+        "none": None, "program": lambda b, h, i, j: i >= j, "captures": lambda b, h, i, j: table.detach()[h, i, j] > 0,
+        "through torch": lambda b, h, i, j: torch.special.bessel_j0((i - j) * 0.1) > table.detach()[h, i, j],
+    }[mask]  # fmt: skip
+    made = None if mask_mod is None else lowbit.create_block_mask(mask_mod, b, h, length, kv_length)
+    if made is not None:
+        wanted = torch_create_block_mask(lambda b, h, i, j: i >= j, b, h, length, kv_length, "cpu")
+        assert made.kv_num_blocks.shape == wanted.kv_num_blocks.shape and made.kv_indices.shape == wanted.kv_indices.shape
+    for sink in (None, torch.randn(h, requires_grad=True)):
+        q, k, v = tensors(*sizes)
+        out, aux = lowbit.flex_attention(q, k, v, score_mod, made, return_aux=lowbit.AuxRequest(lse=True, max_scores=True), sink=sink)
+        assert out.shape == (b, h, length, 8) and not out.any()
+        lse = torch.full((b, h, length), -torch.inf) if sink is None else sink.detach()[:, None].expand(b, h, length)
+        torch.testing.assert_close(aux.lse.detach(), lse)
+        assert torch.equal(aux.max_scores, torch.full_like(lse, -torch.inf))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 @pytest.mark.parametrize("e,ev", [(0, 8), (8, 0), (0, 0)])

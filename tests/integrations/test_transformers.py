@@ -193,6 +193,32 @@ def test_what_it_has_not_is_refused_by_name() -> None:
         QuantizedCache("fp8")
 
 
+SMALL = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+WITH_ATTENTION = {
+    "llama": lambda: llama(),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=64, n_layer=2, n_head=4)),
+    "opt": lambda: transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL, ffn_dim=96, word_embed_proj_dim=64)),
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SMALL, intermediate_size=96)),
+    "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SMALL, intermediate_size=96)),
+    "t5": lambda: transformers.T5EncoderModel(transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_attention_weights_are_refused_by_every_model(name: str, compiled: bool) -> None:
+    """Whether the model hands output_attentions on or records what its layers return."""
+    model = WITH_ATTENTION[name]().eval()
+    model.set_attn_implementation("lowbit")
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(Exception, match="never holds the attention weights"):
+        call(ids(), output_attentions=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert call(ids(), output_hidden_states=True).hidden_states is not None
+
+
 def test_the_name_is_there_without_an_import_of_ours(python: Callable[..., str]) -> None:
     """Whichever is imported first, and `import lowbit` imports no transformers."""
     model = """

@@ -70,7 +70,8 @@ def create_block_mask(
     _check(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     try:
-        classes = block_classes(mask_mod, B or 1, H or 1, Q_LEN, KV_LEN, q_block, kv_block)
+        batches, heads = (1 if size is None else size for size in (B, H))
+        classes = block_classes(mask_mod, batches, heads, Q_LEN, KV_LEN, q_block, kv_block)
     except UnknownOp as unknown:
         warn_unknown("create_block_mask", "mask_mod", unknown)
         return _torch_create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, **rest)
@@ -94,8 +95,10 @@ def block_classes(
 ) -> Tensor:
     """Return uint8 ``[B, H, q blocks, kv blocks]``: EMPTY, PARTIAL or FULL. A block that reaches over an end is never
     FULL (as in torch)."""
-    program = bind("create_block_mask", mask_mod, mask=True)
     classes = torch.empty(B, H, -(-q_len // q_block), -(-kv_len // kv_block), dtype=torch.uint8, device="cpu")
+    if not classes.numel():  # no block to ask mask_mod about
+        return classes
+    program = bind("create_block_mask", mask_mod, mask=True)
     if program.code:
         _C.block_classes(program.code, program.captured, B, H, q_len, kv_len, q_block, kv_block, classes)
         return classes

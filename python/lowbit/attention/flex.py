@@ -45,6 +45,7 @@ def flex_attention(
 
     Differentiable, once, in query, key, value, sink and the floating tensors that score_mod captures, through the
     result and lse.
+    In forward mode (torch.func.jvp) mods and block masks run through torch, slowly.
     A row that sees nothing is 0, its lse -inf. Never holds more than a tile of scores.
 
     Args:

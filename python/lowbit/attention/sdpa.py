@@ -31,8 +31,8 @@ def scaled_dot_product_attention(
     """Return softmax(scale * query key^T + attn_mask) value, never holding more than a tile of scores.
 
     Signature and meaning are torch's, autocast too. Differentiable in query, key, value and a floating attn_mask,
-    without dropout also twice. A row that sees no key is 0. Dropout depends on the seed alone: the same for any
-    number of threads.
+    without dropout also twice. In forward mode torch's own ops compute it, with the whole matrix of scores. A row that
+    sees no key is 0. Dropout depends on the seed alone: the same for any number of threads.
 
     Args:
         query: ``[..., Hq, L, E]``, float32, bfloat16, float16 (accumulated in float32) or float64. ``[L, E]`` and ``[H,

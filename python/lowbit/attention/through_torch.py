@@ -30,15 +30,14 @@ def attention_through_torch(
     Args:
         classes: per block whether it is empty, partial or full, see block_mask.py; None: ask mask_mod everywhere.
     """
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(1, k.shape[1])
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys, values = (tensor.to(real).repeat_interleave(group, 1) for tensor in (k, v))
 
-    def block(start: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores = queries.to(real) @ keys.transpose(-2, -1) * scale
-        place = [torch.arange(size, dtype=torch.int32, device=q.device) for size in q.shape[:2]]
-        ends = (start, start + queries.shape[2]), (0, k.shape[2])
-        place += [torch.arange(first, last, dtype=torch.int32, device=q.device) for first, last in ends]
+    def modified(start: int, scores: Tensor) -> Tensor:
+        """The scores of queries from ``start`` on after score_mod; -inf where they are not seen."""
+        place = [torch.arange(size, dtype=torch.int32, device=q.device) for size in scores.shape]
+        place[2] += start
         if score_mod is not None:
             scores = on_every_score(score_mod, 1)(scores, *place).to(real)
         seen = scores.new_ones((), dtype=torch.bool)
@@ -48,7 +47,12 @@ def attention_through_torch(
             rows, columns = place[2].long() // block_size[0], place[3].long() // block_size[1]
             cells = classes[:, :, rows][..., columns]
             seen = (cells == 2) | (cells == 1) & seen
-        scores = torch.where(seen, scores, -torch.inf)
+        return torch.where(seen, scores, -torch.inf)
+
+    def block(start: int, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = queries.to(real) @ keys.transpose(-2, -1) * scale
+        if scores.numel():  # vmap takes no empty dimensions
+            scores = modified(start, scores)
         largest = (
             scores.detach().amax(-1, keepdim=True)
             if k.shape[2]

@@ -28,6 +28,11 @@ from lowbit.attention.sdpa import scaled_dot_product_attention
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # the first versions of transformers 5 record outputs where nothing else can see it
+    _active_collector = None
+
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
         f"lowbit.integrations.transformers needs transformers 5 or later, got {transformers.__version__}: older caches "
@@ -195,7 +200,7 @@ def lowbit_attention(
     Raises:
         NotImplementedError: the model asks for attention weights, or for dropout with a quantized cache.
     """
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _weights_are_recorded(module):
         raise NotImplementedError(
             'attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"'
         )
@@ -244,6 +249,15 @@ def lowbit_attention(
                 sink=sink,
             )[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _weights_are_recorded(module: torch.nn.Module) -> bool:
+    """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
+    if _active_collector is None:
+        return False
+    if torch.compiler.is_dynamo_compiling() and not (_active_collector.compiling or module._forward_hooks):
+        return False  # without the model around this call in the graph, Dynamo cannot look; its hooks could not either
+    return any("attentions" in key for key in _active_collector.get() or ())
 
 
 def _biased_mask(position_bias: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -40,8 +40,8 @@ def linear(
 ) -> Tensor:
     """Multiply by a packed weight and apply the post-op chain: ``act(x @ w.T + bias) * mul + add``.
 
-    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts
-    as the identity.
+    With dynamic activations (``x_format`` > 0) the gradient is the straight-through one: rounding x counts as the
+    identity, in forward mode too.
     The weight is frozen: gradients go to x, bias, mul and add.
 
     Args:
