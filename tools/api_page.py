@@ -43,7 +43,7 @@ SECTIONS = {
     "Attention: ready-made masks": "lowbit.attention.masks: *",
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
     "Optimizers": "lowbit.optim: *",
-    "Checkpoints of transformers": "lowbit: LowbitConfig quantize_checkpoint compare_checkpoints Comparison",
+    "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint compare_checkpoints Comparison",
     "transformers": "lowbit.integrations.transformers: QuantizedCache",
     "Weights of bitsandbytes": "lowbit.integrations.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "
     "layer_of_blocks",

@@ -102,9 +102,16 @@ LOWBIT_INLINE bool in_four_streams(const WeightSpec& spec, bool for_int4) {
 
 constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take
 
-// So many k have one scale in every weight of a format.
+// So many k have one scale in every weight of a format. Of codes in planes, which are read as int8, with_step asks the
+// weight: in groups of 16 a step is half as long.
 template <Format kFormat>
 constexpr int64_t kStepK = is_float(kFormat) ? kHalfK : smallest_group(kFormat);
+template <Format kFormat, class Body>
+LOWBIT_INLINE void with_step(const WeightSpec& spec, Body&& body) {
+  if constexpr (kFormat == Format::int8)
+    if (is_unpacked(spec.format) && spec.group_size == 16) return body(std::integral_constant<int64_t, 16>{});
+  body(std::integral_constant<int64_t, kStepK<kFormat>>{});
+}
 
 // How codecs read 16 columns (formats/codec.hpp).
 struct Lanes {
@@ -168,12 +175,12 @@ LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
 // `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is
 // prefetched: the block that the caller widens next. Without it each block starts with the latency of memory, a fifth
 // of the time at m = 32.
-template <Format kFormat>
+template <Format kFormat, int64_t kStep>
 void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles,
                  float* out, int64_t ahead = 0) {
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
-  constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStepK<kFormat>;
+  constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStep;
   f32x16 scale[kParts], offset[kParts];  // value = raw * scale + offset, per part of a tile that has one scale
   alignas(64) uint8_t room[kByteTile];
   const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale ||
@@ -181,7 +188,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int64_t part = 0; part < kParts; part++) {
-        const int64_t k = tile * kTileK + part * kStepK<kFormat>,
+        const int64_t k = tile * kTileK + part * kStep,
                       g = smaller(spec.group_size ? k / spec.group_size : 0, spec.groups() - 1);
         scale[part] = scale_of(view, g);
         offset[part] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[part]);
@@ -196,7 +203,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
           f32x16 w = U::template value<at, plain>(from);
           if constexpr (!is_float(kFormat)) {
             constexpr float kUnshift = unshift_of<kFormat>(at);
-            const int64_t part = k / kStepK<kFormat>;
+            const int64_t part = k / kStep;
             if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), offset[part]);
           }
           store(out + k * 16, w);

@@ -8,6 +8,8 @@
 namespace lowbit {
 
 template <int kBits>
-struct IntX : IntegerCodec<kBits> {};
+struct IntX : IntegerCodec<kBits> {
+  static constexpr int smallest_group = 16;  // of GGUF's Q2_K, Q3_K and Q6_K
+};
 
 }  // namespace lowbit

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         intx_weight_only,
         nf4_weight_only,
     )
+    from lowbit.integrations.gguf import load_gguf
     from lowbit.integrations.lowbit_config import LowbitConfig
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
     from lowbit.ops.linear import linear
@@ -150,6 +151,7 @@ _HOME = {
     "explain": "lowbit.diagnostics.explain",
     "info": "lowbit.diagnostics.info",
     "profile": "lowbit.recorder.profile",
+    "load_gguf": "lowbit.integrations.gguf",
     "LowbitConfig": "lowbit.integrations.lowbit_config",
     "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
     "warmup": "lowbit.devices.warmup",
@@ -216,6 +218,7 @@ __all__ = [
     "kernels",
     "linear",
     "load",
+    "load_gguf",
     "nf4_weight_only",
     "noop_mask",
     "optim",

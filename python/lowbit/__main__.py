@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks),
-`lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`,
+`lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit chat FILE.gguf`,
 `lowbit compare A B`, `lowbit recorder DIR`, `lowbit --version`."""
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
     quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the output head")
     quantize.set_defaults(run=_quantize)
+    chat = commands.add_parser(
+        "chat",
+        help="talk to the language model of a GGUF file, and see how many tokens a second it makes",
+        description="An empty line ends it. Needs gguf and transformers.",
+    )
+    chat.add_argument("file", help="a .gguf file")
+    chat.add_argument("prompt", nargs="*", help="what to ask; default: asked in the terminal")
+    chat.add_argument("--activations", choices=("int8", "float"), default="int8", help="of linear layers")
+    chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of each answer")
+    chat.set_defaults(run=_chat)
     compare = commands.add_parser("compare", help="the error of each weight of one checkpoint against another, in dB")
     compare.add_argument("a", help="folder or safetensors file that counts as exact")
     compare.add_argument("b", help="folder or safetensors file that is measured against it")
@@ -93,6 +103,14 @@ def _quantize(options: argparse.Namespace) -> object:
         plan=options.plan,
         modules_to_not_convert=options.keep,
         embeddings=options.embeddings,
+    )
+
+
+def _chat(options: argparse.Namespace) -> object:
+    from lowbit.integrations.gguf.chat import chat
+
+    return chat(
+        options.file, options.prompt or None, activations=options.activations, max_new_tokens=options.max_new_tokens
     )
 
 

@@ -45,7 +45,7 @@ PYTHON_ARROWS = {
     "diagnostics": {"diagnostics", "backends", "integrations", "devices", "attention", "quant", "formats", "ops", "tables", "_C"},
     "recorder": {"recorder", "tables", "_C"},
     "testing": {"testing", "backends", "ops", "reference", "_C"},
-    "__main__.py": {"", "recorder"},
+    "__main__.py": {"", "integrations", "recorder"},
     "__init__.py": {"ops", "backends", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}

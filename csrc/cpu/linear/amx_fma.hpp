@@ -272,7 +272,7 @@ struct PartProduct {
       const StreamRows ordered = order_rows<kRead>(one);
       parallel_for(one.weight_spec.panels(), threads_for_products(1, one.weight_spec), [&](int64_t panel) {
         const PanelView view = readable_panel<kRead>(one.weight_spec, one.weight, panel);
-        stream_panel<kRead, 1>(one, view, ordered, 0, panel);
+        stream_panel<kRead, kStepK<kRead>, 1>(one, view, ordered, 0, panel);
       });
     });
   }

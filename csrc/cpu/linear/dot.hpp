@@ -53,9 +53,9 @@ LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32
   return fma(t, w_scale, result);
 }
 
-// Adds one half (32 k) to total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from
-// expand_panel, or null.
-template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kRows, int kPanels, class Step>
+// Adds one half (32 k; 16 k where kSteps is 4, for codes in groups of 16, which are always expanded) to
+// total[row][panel]; kOneHalf: it is all of a group. expanded: the panels' codes from expand_panel, or null.
+template <Format kFormat, bool kHigh, bool kExpanded, bool kOneHalf, int kSteps, int kRows, int kPanels, class Step>
 LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kFormat>::Codes* expanded,
                             int64_t expanded_stride, int64_t half, const Step* const* a,
                             Ahead (&ahead)[kPanels], i32x16 (&total)[kRows][kPanels]) {
@@ -74,10 +74,10 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
   const typename Dot::Codes* wide[kPanels];
   for (int p = 0; p < kPanels; p++) {
     packed[p] = half_at<kFormat>(panels[p].codes, half);
-    wide[p] = kExpanded ? expanded + p * expanded_stride + half * kStepsPerHalf : nullptr;
+    wide[p] = kExpanded ? expanded + p * expanded_stride + half * kSteps : nullptr;
   }
 #pragma GCC unroll 8
-  for (int step = 0; step < kStepsPerHalf; step++) {
+  for (int step = 0; step < kSteps; step++) {
     if constexpr (!kExpanded && !kHigh)
       for (int p = 0; p < kPanels; p++) ahead[p].fetch(step);
     typename Dot::Codes codes[kPanels];
@@ -89,7 +89,7 @@ LOWBIT_INLINE void dot_half(const PanelView* panels, const typename DotOf<kForma
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; p++) {
         auto& sum = acc[step % kChains][r][p];
-        sum = Dot::step(sum, codes[p], a[r] + half * kHalfK + step * 4);
+        sum = Dot::step(sum, codes[p], a[r] + (half * kSteps + step) * 4);
       }
   }
   if constexpr (!kExpanded && !kHigh)
@@ -119,12 +119,12 @@ struct Expanded {
 // fewer than kPanels, which happens once in a call at its last panel, that one is multiplied again: tiles of one panel
 // and many rows were half of the code. kOneHalf: a group is one half, and its totals never leave the registers (AVX2,
 // int4, m = 512: 1.11 to 1.16x).
-template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels>
+template <Format kFormat, bool kExpanded, bool kOneHalf, int kRows, int kPanels, int kSteps = kStepsPerHalf>
 void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::Step>& rows, int64_t row,
               int64_t first_row, int64_t panel, int count, const Expanded<typename DotOf<kFormat>::Codes>& expanded) {
   using Dot = DotOf<kFormat>;
   const WeightSpec& spec = args.weight_spec;
-  const int64_t halves = ceil_div(spec.k, kHalfK), halves_per_sum = Sums(spec).k / kHalfK;
+  const int64_t halves = ceil_div(spec.k, kSteps * 4), halves_per_sum = Sums(spec).k / (kSteps * 4);
   PanelView panels[kPanels];
   Ahead next[kPanels];
   const int64_t next_step = kPanels * spec.panel_bytes();
@@ -151,11 +151,11 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     do {
       for (int64_t line = 0; kExpanded && line < expanded.ahead_lines; line++, ahead += 64) __builtin_prefetch(ahead);
       if (kFormat == Format::int4 && !kExpanded && half % 2)
-        dot_half<kFormat, true, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded.codes, expanded.stride, half, a,
-                                                                     next, total);
+        dot_half<kFormat, true, kExpanded, kOneHalf, kSteps, kRows, kPanels>(panels, expanded.codes, expanded.stride,
+                                                                             half, a, next, total);
       else
-        dot_half<kFormat, false, kExpanded, kOneHalf, kRows, kPanels>(panels, expanded.codes, expanded.stride, half, a,
-                                                                      next, total);
+        dot_half<kFormat, false, kExpanded, kOneHalf, kSteps, kRows, kPanels>(panels, expanded.codes, expanded.stride,
+                                                                              half, a, next, total);
     } while (++half < end && !kOneHalf);
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
@@ -201,8 +201,8 @@ void linear_dot(const LinearArgs& args) {
         for (int p = 0; expand && p < count_p; p++)
           expand_panel<kFormat>(spec, view_panel(spec, args.weight, panel + p), panel_steps / kStepsPerHalf,
                                 expanded + p * panel_steps);
-        const int64_t lines =
-            ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * panel_steps / kStepsPerHalf);
+        const int64_t halves = panel_steps / (spec.group_size == 16 ? kStepsPerHalf / 2 : kStepsPerHalf),
+                      lines = ceil_div(kDotPanels * spec.panel_bytes() / 64, tiles.count * halves);
         for (int64_t tile = 0; tile < tiles.count; tile++)
           with_count<kDotRows>(tiles.height(tile), [&](auto kRows) {
             const int64_t row = row_begin + tiles.begin(tile);
@@ -212,8 +212,12 @@ void linear_dot(const LinearArgs& args) {
               // No tile of kExpandRows or more rows is lower; codes in planes, read as int8, are always expanded.
               if constexpr (2 * kRows >= kDotRows || kFormat == Format::int8) {
                 const uint8_t* ahead = args.weight + (panel + kDotPanels) * spec.panel_bytes() +
-                                       tile * lines * 64 * (panel_steps / kStepsPerHalf);
+                                       tile * lines * 64 * halves;
                 const Expanded<Codes> codes{expanded, count_p > 1 ? panel_steps : 0, ahead, lines};
+                if constexpr (kFormat == Format::int8)
+                  if (spec.group_size == 16)
+                    return dot_tile<kFormat, true, true, kRows, kPanels, kStepsPerHalf / 2>(args, rows, row, first,
+                                                                                           panel, count_p, codes);
                 spec.group_size == kHalfK
                     ? dot_tile<kFormat, true, true, kRows, kPanels>(args, rows, row, first, panel, count_p, codes)
                     : dot_tile<kFormat, true, false, kRows, kPanels>(args, rows, row, first, panel, count_p, codes);

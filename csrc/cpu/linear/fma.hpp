@@ -63,25 +63,25 @@ struct StreamSums {
   }
 };
 
-// Adds the `step`-th kStepK of a panel. Values of int4 alternate between the halves of a tile, those of the other
+// Adds the `step`-th kStep of a panel. Values of int4 alternate between the halves of a tile, those of the other
 // formats follow one another.
-template <Format kFormat, int kRows>
+template <Format kFormat, int64_t kStep, int kRows>
 LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const float* const* x, int64_t step,
                                Ahead& next, StreamSums<kRows>& sums) {
   using U = Unit<kFormat>;
   constexpr bool kInt4 = bits(kFormat) == 4;
-  constexpr int kValues = kInt4 ? U::kValues / 2 : U::kValues, kUnits = kStepK<kFormat> / kValues;
-  const int64_t k = step * kStepK<kFormat>, half = k / kHalfK;
+  constexpr int kValues = kInt4 ? U::kValues / 2 : U::kValues, kUnits = kStep / kValues;
+  const int64_t k = step * kStep, half = k / kHalfK;
   const uint8_t* codes =
       panel.codes + ((kInt4 ? half / 2 : half) * kHalfK + k % kHalfK) / kValues * U::kBytes;
-  constexpr int kStep =
+  constexpr int kTogether =
       kValues == 1 ? 4 : 1;  // units at once, so that the chain of every value is known to the compiler
   auto run = [&](auto high) {
-    for (int64_t unit = 0; unit < kUnits; unit += kStep) {
-      for (int64_t at = 0; !high && at < kStep * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
+    for (int64_t unit = 0; unit < kUnits; unit += kTogether) {
+      for (int64_t at = 0; !high && at < kTogether * U::kBytes; at += 64) next.fetch((unit * U::kBytes + at) / 64);
       const uint8_t* from = codes + unit * U::kBytes;
       U::with_plain(from, mostly_plain, [&](auto plain) {
-        unroll<kStep * kValues>([&](auto i) {
+        unroll<kTogether * kValues>([&](auto i) {
           constexpr int kValue = i % kValues, kUnit = i / kValues;
           const f32x16 w = U::template value<kInt4 ? 2 * kValue + high : kValue, plain>(from + kUnit * U::kBytes);
           const int64_t at = k + unit * kValues + i;
@@ -97,7 +97,7 @@ LOWBIT_INLINE void stream_step(const PanelView& panel, bool mostly_plain, const 
   else run(std::false_type{});
 }
 
-template <Format kFormat, int kRows>
+template <Format kFormat, int64_t kStep, int kRows>
 void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRows& rows, int64_t row, int64_t panel) {
   const WeightSpec& spec = args.weight_spec;
   Ahead next(spec, view, view.bytes, in_four_streams<kFormat>(spec, kStreamFour));
@@ -109,12 +109,12 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
   }
   f32x16 result[kRows];
   for (int r = 0; r < kRows; r++) result[r] = set1(0.0f);
-  const int64_t steps = ceil_div(spec.k, kStepK<kFormat>),
-                steps_per_group = spec.group_size ? spec.group_size / kStepK<kFormat> : steps;
+  const int64_t steps = ceil_div(spec.k, kStep),
+                steps_per_group = spec.group_size ? spec.group_size / kStep : steps;
   for (int64_t g = 0, step = 0; step < steps; g++) {
     StreamSums<kRows> sums;
     for (const int64_t end = smaller(steps, step + steps_per_group); step < end; step++)
-      stream_step<kFormat, kRows>(view, mostly_plain, x, step, next, sums);
+      stream_step<kFormat, kStep, kRows>(view, mostly_plain, x, step, next, sums);
     if constexpr (is_float(kFormat)) {
       for (int r = 0; r < kRows; r++) result[r] = sums.total(r);
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
@@ -150,7 +150,9 @@ void linear_stream(const LinearArgs& args) {
       const PanelView view = readable_panel<kFormat>(args.weight_spec, args.weight, panel);
       for (int64_t tile = 0; tile < tiles.count; tile++)
         with_count<kStreamRows>(tiles.height(tile), [&](auto kRows) {
-          stream_panel<kFormat, kRows>(args, view, rows, tiles.begin(tile), panel);
+          with_step<kFormat>(args.weight_spec, [&](auto kStep) {
+            stream_panel<kFormat, kStep, kRows>(args, view, rows, tiles.begin(tile), panel);
+          });
         });
     }
   });
@@ -225,8 +227,10 @@ void linear_blocked(const LinearArgs& args) {
                                      : kFloatPanels * spec.panel_bytes();
           for (int p = 0; p < count_p; p++)
             with_format(spec.format, [&]<Format kFormat>() {
-              widen_tiles<read_as(kFormat)>(spec, args.weight, panel_begin + panel + p, k / kTileK, length / kTileK,
-                                            b + p * kBlockK * 16, ahead);
+              with_step<read_as(kFormat)>(spec, [&](auto kStep) {
+                widen_tiles<read_as(kFormat), kStep>(spec, args.weight, panel_begin + panel + p, k / kTileK,
+                                                     length / kTileK, b + p * kBlockK * 16, ahead);
+              });
             });
           for (int64_t tile = tile_begin; tile < tile_end; tile++)
             with_count<kFloatRows>(tiles.height(tile), [&](auto kRows) {

@@ -325,7 +325,9 @@ void dequantize_panel(const DequantizeArgs& args, int64_t index) {
   const float* column_scale = reinterpret_cast<const float*>(args.packed.as<const uint8_t>() +
                                                              index * spec.panel_bytes() + spec.column_scale_at());
   for (int64_t tile = 0; tile < spec.tiles(); tile++) {
-    widen_tiles<kFormat>(spec, args.packed.as<const uint8_t>(), index, tile, 1, wide);
+    with_step<kFormat>(spec, [&](auto kStep) {
+      widen_tiles<kFormat, kStep>(spec, args.packed.as<const uint8_t>(), index, tile, 1, wide);
+    });
     for (int64_t column = 0; column < smaller(16, spec.n - index * 16); column++) {
       const float scale = is_float(kFormat) ? 1.0f : column_scale[column];
       float* out = args.out.as<float>() + (index * 16 + column) * spec.k + tile * kTileK;

@@ -69,6 +69,12 @@ struct DecodedCall {
   void* products;    // [rows, columns], float or int32
 };
 
+// Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.
+inline constexpr char kNoSmallGroups[] = "groups of less than 32 of an integer format";
+constexpr bool lacks_groups(const WeightSpec& spec) {
+  return kind_of(spec.format) == CodecKind::integer && spec.group_size && spec.group_size < 32;
+}
+
 // Scales along the k of a tile; 0: one for all k of a weight without zero points.
 constexpr int tile_groups(const WeightSpec& spec) {
   if (!spec.group_size) return spec.asymmetric ? 1 : 0;

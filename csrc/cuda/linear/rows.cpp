@@ -119,12 +119,14 @@ void run_code_tiles(const LinearArgs& args) {
 template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
+  if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 
 std::string_view refuses_code_tiles(const LinearArgs& args) {
+  if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
   if (stays_float(args.x_format)) return "float activations";
   if (args.m < kFewestRowsOfTiles) return "fewer than 17 rows";
   if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";

@@ -81,7 +81,8 @@ std::vector<Source> linear_sources() {
         add({format, x_parts, 0, false, 1});
         continue;
       }
-      for (int groups = 0; groups <= (smallest_group(format) == 16 ? 4 : 2); groups = groups ? 2 * groups : 1)
+      const int most = !integer && smallest_group(format) == 16 ? 4 : 2;
+      for (int groups = 0; groups <= most; groups = groups ? 2 * groups : 1)
         for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++)
           add({format, x_parts, groups, asymmetric == 1, 1});
     }

@@ -106,6 +106,7 @@ void run_portable(const LinearArgs& args) { run_linear(args, 0); }
 template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
+  if (cuda::lacks_groups(args.weight_spec)) return cuda::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > cuda::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";

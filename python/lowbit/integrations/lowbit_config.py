@@ -39,13 +39,15 @@ class LowbitConfig(QuantizationConfigMixin):
     Args:
         config: of all layers that ``plan`` does not name: a configuration, its text such as
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
-            None leaves them float.
+            None leaves them float. "gguf" takes the codes of the file that ``from_pretrained(..., gguf_file=...)``
+            names as they are; it stands alone.
         modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the output head
             and the last module. Layers whose weight is tied to another stay float, but for ``embeddings``.
         plan: configurations of single layers by their qualified names, None for one that stays float; it stands above
             ``modules_to_not_convert``. It may name embeddings.
         embeddings: configuration of every nn.Embedding that ``plan`` does not name; None leaves them float. Output
             heads that are tied to one are packed with it, and share its weight.
+        activations: of "gguf": "int8" rounds the inputs of layers on the fly, as llama.cpp does, "float" leaves them.
         version: of this entry in a config.json; 1.
 
     Raises:
@@ -60,6 +62,7 @@ class LowbitConfig(QuantizationConfigMixin):
         *,
         plan: Mapping[str, Any] | None = None,
         embeddings: Any = None,
+        activations: str = "int8",
         version: int = VERSION,
         quant_method: str = METHOD,
         **unknown: Any,
@@ -71,12 +74,22 @@ class LowbitConfig(QuantizationConfigMixin):
         if unknown or quant_method != METHOD:
             names = ", ".join(unknown) or f"quant_method={quant_method!r}"
             raise ValueError(
-                f"LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, version; got {names}"
+                f"LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, activations, version; "
+                f"got {names}"
             )
         if config is None and embeddings is None and not plan:
             raise ValueError("LowbitConfig: config must name a format where there is no plan or embeddings, got None")
+        self.gguf = isinstance(config, str) and config == "gguf"
+        if self.gguf and (modules_to_not_convert or plan or embeddings is not None):
+            raise ValueError(
+                "LowbitConfig: modules_to_not_convert, plan and embeddings must not be given with 'gguf': the file has "
+                "the formats"
+            )
+        if activations not in ("int8", "float"):
+            raise ValueError(f"LowbitConfig: activations must be 'int8' or 'float', got {activations!r}")
+        self.activations = activations
         self.quant_method = METHOD
-        self.config: FormatConfig | None = None if config is None else config_of(config)
+        self.config: FormatConfig | None = None if config is None or self.gguf else config_of(config)
         self.embeddings: FormatConfig | None = None if embeddings is None else config_of(embeddings)
         self.modules_to_not_convert = modules_to_not_convert
         self.plan: dict[str, FormatConfig | None] = {
@@ -95,12 +108,13 @@ class LowbitConfig(QuantizationConfigMixin):
         told = {
             "quant_method": METHOD,
             "version": VERSION,
-            "config": None if self.config is None else str(self.config),
+            "config": "gguf" if self.gguf else None if self.config is None else str(self.config),
             "modules_to_not_convert": self.modules_to_not_convert,
             "plan": {name: None if layer is None else str(layer) for name, layer in self.plan.items()},
         }
         # Only where they are asked for: a lowbit that does not know them reads the others.
-        return told if self.embeddings is None else told | {"embeddings": str(self.embeddings)}
+        told |= {} if self.embeddings is None else {"embeddings": str(self.embeddings)}
+        return told | ({"activations": self.activations} if self.gguf else {})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LowbitConfig) and self.to_dict() == other.to_dict()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec
@@ -55,9 +56,16 @@ class LowbitQuantizer(HfQuantizer):
         self.selection: Selection | None = None  # what is to be packed; None where the checkpoint is
         self.files: list[str] = []
         self.converted: set[tuple[str, ...]] = set()  # what converters of transformers made that is packed now
-        self.report = QuantizationReport(str(quantization_config.config or "by plan"))
+        self.report = QuantizationReport(
+            str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
+        )
+        self.gguf_file: str | None = None
+        if quantization_config.gguf:
+            # With another method from_pretrained refuses gguf_file; validate_environment, its next step, takes it back.
+            quantization_config.quant_method = QuantizationMethod.GGUF
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        self.quantization_config.quant_method = METHOD
         for name, device in device_map.items() if isinstance(device_map, dict) else ():
             if device == "disk" or not devices.has_kernels(torch.device(device)):
                 raise ValueError(
@@ -73,10 +81,34 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         self.files = list(checkpoint_files or ())
+        if self.gguf_file is not None:
+            return  # get_state_dict is next
+        if self.quantization_config.gguf and not self.pre_quantized:
+            raise ValueError(
+                'from_pretrained: LowbitConfig("gguf") needs gguf_file=, the name of the file in the folder'
+            )
         if self.pre_quantized:
             _hold_stored(model, stored_tensors(model, self.files))
             return
         self.report.rows += self.select(model)
+
+    def read_header(self, gguf_file: str) -> None:
+        """Note the file, as from_pretrained tells it before it makes the model."""
+        self.gguf_file = gguf_file
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of what is not packed: float32 where neither the caller nor the file says it."""
+        return torch.float32 if dtype is None else dtype
+
+    def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
+        """Read all parameters of the model from a GGUF file, packed, and make its layers those that hold them."""
+        from lowbit.integrations.gguf.file import GgufFile
+        from lowbit.integrations.gguf.weights import StateReader
+
+        reader = StateReader(GgufFile.open(gguf_file), model, self.quantization_config.activations)
+        state = reader.read()
+        _hold_stored(model, state)
+        return state
 
     def select(self, model: nn.Module) -> list[ReportRow]:
         """Note the layers to pack, each with its configuration; return the rows of those that stay float."""
@@ -135,7 +167,7 @@ class LowbitQuantizer(HfQuantizer):
         # What a converter split or merged is packed now: it is saved under the names that the model has for it.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [item for item in conversions if tuple(item.target_patterns) not in self.converted]
-        if not self.pre_quantized:
+        if self.selection is not None:
             self._finish_report(model)
         return model
 

@@ -27,6 +27,12 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
+def is_scaled_embedding(module: nn.Module) -> bool:
+    """Whether this is a table of Gemma in transformers, which multiplies its rows by one number."""
+    home, name = type(module).__module__, type(module).__name__
+    return home.startswith("transformers.models.gemma") and name.endswith("TextScaledWordEmbedding")
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
     """Return (n, k): the features that come out and go in, of an embedding its rows and their length."""
     if is_embedding(module):

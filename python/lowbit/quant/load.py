@@ -19,7 +19,7 @@ from lowbit.formats.spec import StoredWeight
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
+from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_scaled_embedding
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
@@ -117,7 +117,7 @@ def packed_layers(
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
         if (
             weight is None
-            or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding))
+            or not (is_linear(module) or type(module) in (nn.Embedding, QuantEmbedding) or is_scaled_embedding(module))
             or (layout is None and weight.is_floating_point() and not isinstance(module, PACKED))
         ):
             continue

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.layout import in_layout, stored_problem
+from lowbit.quant.linear_layers import is_scaled_embedding
 
 ROW_MAJOR = "row-major"
 
@@ -38,6 +39,8 @@ class QuantEmbedding(nn.Embedding):
     layout: Tensor
     like: Tensor
     """Empty; its dtype is that of the result."""
+    float_class: type[nn.Embedding] = nn.Embedding
+    """What it was; a table of Gemma multiplies its rows by ``embed_scale``."""
 
     def __init__(
         self,
@@ -73,7 +76,8 @@ class QuantEmbedding(nn.Embedding):
         return [*_C.LAYOUTS][self.op_args[-1]]
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
+        rows = torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
+        return rows if self.float_class is nn.Embedding else rows * self.embed_scale.to(rows.dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
@@ -105,13 +109,18 @@ def quantize_embedding_in_place(
     """Turn an nn.Embedding into the QuantEmbedding that holds the packed ``weight``; the object stays the same.
     ``dtype``: of its results, None: that of its weight."""
     dtype = dtype or module.weight.dtype
+    if is_scaled_embedding(module):
+        module.float_class = type(module)
+        if module.embed_scale.is_meta:  # in no file
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
     module.__class__ = QuantEmbedding
     module._hold(weight, spec, layout, dtype)
 
 
 def to_embedding_in_place(module: QuantEmbedding, weight: nn.Parameter) -> None:
-    """Turn it back into the nn.Embedding with this weight."""
-    module.__class__ = nn.Embedding
+    """Turn it back into the embedding that it was, with this weight."""
+    module.__class__ = module.float_class
+    module.__dict__.pop("float_class", None)
     module._parameters["weight"] = weight
     del module._buffers["layout"], module._buffers["like"], module.spec, module.op_args
     module._non_persistent_buffers_set.discard("like")

@@ -25,7 +25,14 @@ from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.input_moments import InputMoments
-from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear, matrix_of
+from lowbit.quant.linear_layers import (
+    features_of,
+    is_conv1d,
+    is_embedding,
+    is_linear,
+    is_scaled_embedding,
+    matrix_of,
+)
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
@@ -148,7 +155,7 @@ def embedding_reason(module: nn.Module) -> str:
     """Why an embedding cannot be quantized, or an empty string; also for what is none."""
     if not is_embedding(module):
         return ""
-    if type(module) not in (nn.Embedding, QuantEmbedding):
+    if type(module) not in (nn.Embedding, QuantEmbedding) and not is_scaled_embedding(module):
         return f"{type(module).__name__} is a subclass of nn.Embedding"
     if module.max_norm is not None:
         return f"max_norm={module.max_norm} changes its weight in every call"

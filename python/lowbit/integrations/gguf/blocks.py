@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF's block types as codes, scales and zero points: ``w = scale * (code - zero)``.
+
+A type is read into the format that has its codes. What is stored differently: scales that are products (``d`` times 6
+bits of a K type) are rounded to float16 times a power of two of the row, and a minimum becomes a float16 zero point,
+``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of the type's own value; `exact` types have
+neither. Levels of IQ4 are whole numbers and are held as int8, exactly, in twice the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.layout import repack_weight
+from lowbit.reference.layout import row_major
+from lowbit.reference.quantize import QuantizedWeight, split_scale
+
+_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
+_FAR = 65504.0
+"""The largest float16. A group whose zero point is further away is held as its minimum alone, code 1 of scale
+``minimum``: all that its codes add is below 2^-11 of it."""
+
+
+@dataclass(slots=True)
+class Groups:
+    """What blocks ``[n, blocks, bytes]`` say: ``w = scale * code + minimum``."""
+
+    codes: Tensor
+    """uint8, ``[n, blocks, weights of a block]``."""
+    scale: Tensor
+    """float32, ``[n, blocks, groups of a block]``."""
+    minimum: Tensor | None = None
+    """As scale; None: ``w = scale * (code - zero of the symmetric format)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How one type is held."""
+
+    format: str
+    group_size: int
+    read: Callable[[Tensor], Groups]
+    scales: str = "float16"
+    """"float16" as they are, powers of two ("power"), or products of two numbers of the block ("product")."""
+    asymmetric: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.asymmetric and self.scales != "product"
+
+    def spec(self, activations: str) -> LinearSpec:
+        mapping = "asymmetric" if self.asymmetric else "symmetric"
+        return LinearSpec(self.format, self.group_size, self.asymmetric, activations, mapping)
+
+
+def pack_blocks(blocks: Tensor, type: BlockType, rows: Tensor | None = None, layout: str = _C.LAYOUT) -> Tensor:
+    """Return the packed weight of blocks ``[n, blocks, bytes]`` uint8, its rows in the order of ``rows``.
+
+    Raises:
+        ValueError: a scale or a minimum is inf or nan.
+    """
+    read = type.read(blocks if rows is None else blocks[rows])
+    for name, values in (("scale", read.scale), ("minimum", read.minimum)):
+        if values is not None and not values.isfinite().all():
+            raise ValueError(f"every {name} must be finite, got inf or nan")
+    codes, scale = read.codes.flatten(1), read.scale.flatten(1)
+    zero = None
+    if read.minimum is not None:
+        minimum = read.minimum.flatten(1)
+        constant = minimum.abs() > _FAR * _stored(codes, scale, type).scale.abs()
+        codes = torch.where(constant.repeat_interleave(type.group_size, dim=1), 1, codes)
+        scale = torch.where(constant, minimum, scale)
+        divisor = _stored(codes, scale, type).scale
+        zero = torch.where(constant | (minimum == 0), 0.0, -minimum / divisor).half()
+        if not zero.isfinite().all():
+            raise ValueError("the scales of a row must lie within 2^24 of its largest")
+    weight = replace(_stored(codes, scale, type), zero=zero)
+    return repack_weight(row_major(weight), StoredWeight(type.spec("float"), *codes.shape, "row-major"), layout)
+
+
+def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> QuantizedWeight:
+    """Scales as they are kept: float16 numbers as they are, the smallest too, others beside the largest of the row."""
+    as_it_is = type.scales == "float16"
+    parts = (torch.ones(len(scale)), scale.half()) if as_it_is else split_scale(scale, type.group_size)
+    return QuantizedWeight(type.format, type.group_size, codes, *parts, None)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def _halves(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at this byte of each block, as float32 ``[n, blocks, 1]``."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _shifted(values: Tensor, shifts: tuple[int, ...], count: int, mask: int) -> Tensor:
+    """The bits from each of ``shifts`` on, of ``count`` bytes at a time: ``[n, blocks, ..., shifts, count]``."""
+    steps = torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    return values.unflatten(-1, (-1, 1, count)) >> steps & mask
+
+
+def _nibbles(values: Tensor, count: int) -> Tensor:
+    return _shifted(values, (0, 4), count, 15).flatten(2)
+
+
+def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+    """32 bits of 4 bytes, as ``[n, blocks, 32]``."""
+    return (
+        blocks[..., at : at + 4, None]
+        .expand(-1, -1, -1, 8)
+        .bitwise_right_shift(torch.arange(8, dtype=torch.uint8))
+        .bitwise_and(1)
+        .flatten(2)
+    )
+
+
+def _q4_0(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[..., 2:], 16), _halves(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[..., 4:], 16), _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks, 2) << 4, _halves(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Groups:
+    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks, 4) << 4
+    return Groups(codes, _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Groups:
+    return Groups(blocks[..., 2:] ^ 128, _halves(blocks, 0))
+
+
+def _q2_k(blocks: Tensor) -> Groups:
+    codes = _shifted(blocks[..., 16:80], (0, 2, 4, 6), 32, 3).flatten(2)
+    scales = blocks[..., :16]
+    return Groups(codes, _halves(blocks, 80) * (scales & 15), -_halves(blocks, 82) * (scales >> 4))
+
+
+def _q3_k(blocks: Tensor) -> Groups:
+    low = _shifted(blocks[..., 32:96], (0, 2, 4, 6), 32, 3).flatten(2)
+    high = _shifted(blocks[..., :32], tuple(range(8)), 32, 1).flatten(2)
+    scales = _nibbles(blocks[..., 96:104], 8) | _shifted(blocks[..., 104:108], (0, 2, 4, 6), 4, 3).flatten(2) << 4
+    return Groups(low | high << 2, _halves(blocks, 108) * (scales.float() - 32))
+
+
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minimums of a Q4_K or Q5_K block, in 12 bytes."""
+    first, second, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scale = torch.cat([first & 63, both & 15 | first >> 2 & 48], dim=-1)
+    minimum = torch.cat([second & 63, both >> 4 | second >> 2 & 48], dim=-1)
+    return _halves(blocks, 0) * scale, -_halves(blocks, 2) * minimum
+
+
+def _q4_k(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[..., 16:], 32), *_six_bits(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Groups:
+    high = _shifted(blocks[..., 16:48], tuple(range(8)), 32, 1).flatten(2)
+    return Groups(_nibbles(blocks[..., 48:], 32) | high << 4, *_six_bits(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Groups:
+    high = _shifted(blocks[..., 128:192], (0, 2, 4, 6), 32, 3).flatten(2)
+    scale = _halves(blocks, 208) * blocks[..., 192:208].contiguous().view(torch.int8)
+    return Groups(_nibbles(blocks[..., :128], 64) | high << 4, scale)
+
+
+def _iq4_codes(values: Tensor) -> Tensor:
+    return (_IQ4 + 128).byte()[_nibbles(values, 16).int()]
+
+
+def _iq4_nl(blocks: Tensor) -> Groups:
+    return Groups(_iq4_codes(blocks[..., 2:]), _halves(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Groups:
+    low = blocks[..., 4:8, None].expand(-1, -1, -1, 2) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    high = blocks[..., 2:4, None].expand(-1, -1, -1, 4) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
+    scales = (low.flatten(2) | high.flatten(2) << 4).float() - 32
+    return Groups(_iq4_codes(blocks[..., 8:]), _halves(blocks, 0) * scales)
+
+
+def _mxfp4(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[..., 1:], 16), torch.exp2(blocks[..., :1].double() - 127).float())
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType("int4", 32, _q4_0),
+    "Q4_1": BlockType("int4", 32, _q4_1, asymmetric=True),
+    "Q5_0": BlockType("int5", 32, _q5_0),
+    "Q5_1": BlockType("int5", 32, _q5_1, asymmetric=True),
+    "Q8_0": BlockType("int8", 32, _q8_0),
+    "Q2_K": BlockType("int2", 16, _q2_k, "product", asymmetric=True),
+    "Q3_K": BlockType("int3", 16, _q3_k, "product"),
+    "Q4_K": BlockType("int4", 32, _q4_k, "product", asymmetric=True),
+    "Q5_K": BlockType("int5", 32, _q5_k, "product", asymmetric=True),
+    "Q6_K": BlockType("int6", 16, _q6_k, "product"),
+    "IQ4_NL": BlockType("int8", 32, _iq4_nl),
+    "IQ4_XS": BlockType("int8", 32, _iq4_xs, "product"),
+    "MXFP4": BlockType("fp4_e2m1", 32, _mxfp4, "power"),
+}
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

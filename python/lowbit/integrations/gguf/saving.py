@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""save: a packed model as a GGUF file that llama.cpp reads, where a type of block holds its codes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor, nn
+
+from lowbit.formats.spec import StoredWeight
+from lowbit.integrations.gguf.file import GgufFile, GgufTensor
+from lowbit.integrations.gguf.weights import StateReader
+from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.linear_layers import is_conv1d, is_embedding, is_linear
+from lowbit.quant.load import PACKED
+from lowbit.reference.layout import from_row_major
+from lowbit.reference.quantize import QuantizedWeight
+
+_BLOCK = 32
+_TYPES = {"int4": "Q4_0", "int5": "Q5_0", "int8": "Q8_0", "fp4_e2m1": "MXFP4"}
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
+    """Write the weights of ``model`` into a GGUF file.
+
+    Symmetric int4, int5 and int8 in groups of 32 become Q4_0, Q5_0 and Q8_0, MXFP4 weights MXFP4, and floats F32, F16
+    or BF16, all of them exactly. Rounding of activations is no part of a file.
+
+    Args:
+        model: of transformers.
+        path: the file to write.
+        like: a GGUF file of the same architecture and tokenizer, such as the one that the model was read from: its
+            metadata and the names of its tensors are taken.
+
+    Raises:
+        ValueError: no type holds the codes of a layer; names it. Nothing is written.
+
+    Example:
+        >>> model, tokenizer = lowbit.load_gguf("model.gguf")
+        >>> lowbit.integrations.gguf.save(model, "copy.gguf", like="model.gguf")
+    """
+    source = GgufFile.open(like)
+    reader = StateReader(source, model, "float")
+    tensors = {
+        tensor.name: _encode(reader, tensor) for tensor in source.tensors.values() if tensor.name in reader.names
+    }
+    writer = gguf.GGUFWriter(path, source.architecture)
+    for field in gguf.GGUFReader(source.paths[0]).fields.values():
+        if not field.name.startswith(("GGUF.", "split.")) and field.name != "general.architecture":
+            kind, *sub = field.types
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=sub[-1] if sub else None)
+    for name, (values, type) in tensors.items():
+        writer.add_tensor(name, values, raw_dtype=GGMLQuantizationType[type])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
+    """The bytes or floats of a tensor, and their type."""
+    name = reader.names[tensor.name]
+    path, _, key = name.rpartition(".")
+    module = reader.model.get_submodule(path)
+    value = module._parameters[key].detach()
+    is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
+    rows = reader.rows(tensor) if is_matrix else None
+    if key == "weight" and isinstance(module, PACKED) and not module.spec.is_float:
+        try:
+            blocks, type = _blocks(value, numbers_of(module.layout))
+        except ValueError as error:
+            raise ValueError(f"save: no GGUF type holds {path}: {error}") from None
+        return _in_order(blocks, rows).numpy(), type
+    if isinstance(module, PACKED) and key == "weight":
+        value = module.dequantize(getattr(torch, module.spec.format))
+    return _floats(reader, tensor, value.T if is_matrix and is_conv1d(module) else value, rows)
+
+
+def _floats(reader: StateReader, tensor: GgufTensor, value: Tensor, rows: Tensor | None) -> tuple[np.ndarray, str]:
+    dtype = value.dtype if value.dim() > 1 else torch.float32  # norms and biases are float32 in every file
+    if value.dim() == 1:  # of norms transformers takes 1 off, for some architectures
+        value = value.float() - torch.from_numpy(
+            reader.processor.process(weights=np.zeros(tensor.shape, np.float32), name=tensor.name).weights
+        )
+    value = _in_order(value.to(dtype).contiguous(), rows)
+    if dtype is torch.bfloat16:
+        return value.view(torch.uint8).numpy(), "BF16"
+    return value.numpy(), _FLOATS[dtype]
+
+
+def _in_order(model_rows: Tensor, rows: Tensor | None) -> Tensor:
+    """Rows as the file has them: row ``rows[i]`` of the file is row i of the model."""
+    if rows is None:
+        return model_rows
+    file_rows = torch.empty_like(model_rows)
+    file_rows[rows] = model_rows
+    return file_rows
+
+
+def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
+    spec = stored.spec
+    if spec.format not in _TYPES or spec.group_size != _BLOCK or spec.asymmetric:
+        raise ValueError(f"{spec.name} is not symmetric int4, int5, int8 or MXFP4 in groups of {_BLOCK}")
+    if stored.k % _BLOCK:
+        raise ValueError(f"k must be a multiple of {_BLOCK}, got k={stored.k}")
+    rows = repack_weight(packed, stored, "row-major")
+    weight = from_row_major(rows, stored.k, spec.format, spec.group_size, spec.asymmetric)
+    codes, type = weight.codes.view(stored.n, -1, _BLOCK), _TYPES[spec.format]
+    scale = _exponents(weight) if type == "MXFP4" else _halves(weight)
+    if type == "Q8_0":
+        return torch.cat([scale, codes ^ 128], dim=2).flatten(1), type
+    low, high = (codes & 15).view(stored.n, -1, 2, 16).unbind(2)
+    parts = [scale, low | high << 4]
+    if type == "Q5_0":
+        bits = (codes >> 4).view(stored.n, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
+        parts.insert(1, bits.sum(3, dtype=torch.uint8))
+    return torch.cat(parts, dim=2).flatten(1), type
+
+
+def _halves(weight: QuantizedWeight) -> Tensor:
+    halves = weight.scale.half()
+    if not torch.equal(halves.float(), weight.scale):
+        raise ValueError("its scales are no float16")
+    return halves[:, :, None].view(torch.uint8)
+
+
+def _exponents(weight: QuantizedWeight) -> Tensor:
+    fraction, exponent = torch.frexp(weight.scale)
+    if not ((fraction == 0.5) | (weight.scale == 0)).all():
+        raise ValueError("its scales are no powers of two")
+    return torch.where(weight.scale == 0, 0, exponent + 126).clamp(min=0).byte()[:, :, None]

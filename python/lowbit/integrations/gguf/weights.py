@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a GGUF file as the state dict of a model of transformers, each weight packed as it is read.
+
+Names, and what llama.cpp's converter did to the weights, are those of transformers' own tables. What it did to the rows
+of a packed weight is found by asking the same table for the numbers of the rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor, nn
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from lowbit import _C
+from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.gguf.blocks import BLOCK_TYPES, FLOAT_TYPES, pack_blocks
+from lowbit.integrations.gguf.file import GgufFile, GgufTensor
+from lowbit.integrations.selection import tied_modules
+from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
+from lowbit.quant.quant_embedding import ROW_MAJOR
+from lowbit.quant.quant_linear import pack_weight
+
+ACTIVATIONS = {"int8": "int8_group", "float": "float"}
+
+
+class StateReader:
+    """Reads the state dict of ``model`` out of a file.
+
+    Args:
+        model: on the meta device, made by the configuration of the file.
+        activations: "int8" rounds those of layers with codes of integers in groups of 32, "float" none.
+
+    Raises:
+        ValueError: a tensor has a type or a shape that no layer of the model takes, a parameter of the model is not in
+            the file, or transformers does not say where the tensors of this architecture belong.
+    """
+
+    def __init__(self, file: GgufFile, model: nn.Module, activations: str) -> None:
+        self.file, self.model, self.activations = file, model, activations
+        config = model.config.get_text_config()
+        self.processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+        try:
+            self.names = get_gguf_hf_weights_map(_Names(model), self.processor)
+        except NotImplementedError as error:
+            raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
+        self.tied = tied_modules(model)
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.unread: list[str] = []
+        """Tensors of the file for which the model has no parameter."""
+
+    def read(self) -> dict[str, Tensor]:
+        """Return packed weights with the numbers beside them, and all other parameters as floats."""
+        state: dict[str, Tensor] = {}
+        for tensor in self.file.tensors.values():
+            name = self.names.get(tensor.name)
+            if name not in self.parameters:
+                self.unread.append(tensor.name)
+                continue
+            try:
+                state |= self._read(tensor, name)
+            except ValueError as error:
+                raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+        if missing := sorted(self.parameters.keys() - state.keys()):
+            few = f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
+            raise ValueError(f"gguf: the file must hold every parameter of {type(self.model).__name__}, misses {few}")
+        return state
+
+    def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
+        path, _, key = name.rpartition(".")
+        module, shape = self.model.get_submodule(path), tuple(self.parameters[name].shape)
+        is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
+        if tensor.type in FLOAT_TYPES and not is_matrix:
+            values = self._floats(tensor, shape)
+            return {f"{other}.{key}": values for other in self.tied.get(path, (path,))}
+        if not is_matrix:
+            raise ValueError(f"packed weights belong to linear layers and embeddings, got a {type(module).__name__}")
+        if tensor.shape != features_of(module):
+            raise ValueError(f"the shape must be {list(features_of(module))}, got {list(tensor.shape)}")
+        shared = self.tied.get(path, (path,))
+        layout = ROW_MAJOR if all(is_embedding(self.model.get_submodule(other)) for other in shared) else _C.LAYOUT
+        packed, spec = self._packed(tensor, self.rows(tensor), layout)
+        numbers = torch.tensor(spec.layout(*tensor.shape, layout), dtype=torch.int64)
+        state = {f"{other}.weight": packed for other in shared}
+        return state | {f"{other}.layout": numbers.clone() for other in shared}
+
+    def _packed(self, tensor: GgufTensor, rows: Tensor | None, layout: str) -> tuple[Tensor, LinearSpec]:
+        n, k = tensor.shape
+        if tensor.type in FLOAT_TYPES:
+            spec = LinearSpec(str(FLOAT_TYPES[tensor.type]).removeprefix("torch."))
+            weight = _bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(n, k)
+            return pack_weight(weight if rows is None else weight[rows], spec, layout=layout)[0].data, spec
+        type = BLOCK_TYPES.get(tensor.type)
+        if type is None:
+            raise ValueError(f"the type must be one of {', '.join([*FLOAT_TYPES, *BLOCK_TYPES])}")
+        size = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
+        packed = pack_blocks(_bytes(tensor).view(n, -1, size), type, rows, layout)
+        return packed, type.spec(ACTIVATIONS[self.activations])
+
+    def rows(self, tensor: GgufTensor) -> Tensor | None:
+        """The row of the file that stands at each row of the model; None where all stay where they are."""
+        numbers = np.broadcast_to(np.arange(tensor.shape[0], dtype=np.int32)[:, None], tensor.shape)
+        moved = self.processor.process(weights=numbers, name=tensor.name).weights
+        if moved is numbers or np.array_equal(moved.T, numbers):  # turned for a Conv1D, of which we hold the matrix
+            return None
+        rows = moved[:, 0]
+        if moved.shape != numbers.shape or not (moved == rows[:, None]).all():
+            raise ValueError(f"{type(self.processor).__name__} of transformers moves more than whole rows")
+        return torch.from_numpy(rows.astype(np.int64))
+
+    def _floats(self, tensor: GgufTensor, shape: tuple[int, ...]) -> Tensor:
+        values = _bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(tensor.shape).float()
+        made = torch.from_numpy(self.processor.process(weights=values.numpy(), name=tensor.name).weights)
+        if tuple(made.shape) != shape:
+            raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
+        return made.to(self.model.dtype)
+
+
+class _Names:
+    """What the table of names asks of a model, which it asks of every module in it too, and makes the table anew for
+    each (16 s for 30 layers): here it is asked of the model and of its base, by whose names some files go."""
+
+    def __init__(self, model: nn.Module, has_base: bool = True) -> None:
+        self.config, self.state_dict = model.config, model.state_dict
+        prefix = getattr(model, "base_model_prefix", "")
+        base = getattr(model, prefix, None) if has_base and prefix else None
+        self.children = [] if base is None else [(prefix, _Names(base, has_base=False))]
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        return self.children
+
+
+def _bytes(tensor: GgufTensor) -> Tensor:
+    """A copy, so that the pages of the file can go."""
+    return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8)

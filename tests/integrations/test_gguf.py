@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: each type of block against the gguf package's own decoding, whole models against transformers' reading of
+the same file, and damaged files."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import CONFIGS, HALVES, gguf, random_blocks, transformers, write
+
+import lowbit
+from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
+from lowbit.integrations.gguf.file import GgufFile
+from lowbit.integrations.gguf.loading import config_of
+from lowbit.integrations.gguf.saving import save
+from lowbit.integrations.gguf.weights import StateReader
+from lowbit.quant.load import load
+
+
+def decoded(type: str, blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight as the gguf package reads it, and as the packed weight does."""
+    wanted = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[type]).copy())
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
+    packed = pack_blocks(torch.from_numpy(blocks).view(len(blocks), -1, size), BLOCK_TYPES[type])
+    ours = torch.ops.lowbit.dequantize(packed, *BLOCK_TYPES[type].spec("float").weight_args(len(blocks), k))
+    return wanted, ours
+
+
+def minimums(type: str, blocks, k: int) -> torch.Tensor:
+    """What is added to each weight of a type with minimums, ``[n, k]``; 0 for the others."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
+    read = BLOCK_TYPES[type].read(torch.from_numpy(blocks).view(len(blocks), -1, size))
+    if read.minimum is None:
+        return torch.zeros(len(blocks), k)
+    return read.minimum.flatten(1).repeat_interleave(BLOCK_TYPES[type].group_size, dim=1)
+
+
+def bound_of(type: str) -> float:
+    """As docs/gguf.md has it, of |w - minimum| + |minimum|."""
+    return 1.001 * 2.0 ** (-10 if BLOCK_TYPES[type].asymmetric and BLOCK_TYPES[type].scales == "product" else -11)
+
+
+def test_every_type_that_is_read_has_its_case():
+    assert BLOCK_TYPES.keys() == HALVES.keys()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("type", BLOCK_TYPES)
+def test_blocks_mean_what_the_gguf_package_says(type, seed, spread):
+    k = 512 if seed % 2 else 768
+    blocks = random_blocks(type, 19, k, seed, spread)
+    wanted, ours = decoded(type, blocks, k)
+    if BLOCK_TYPES[type].is_exact:
+        assert torch.equal(ours, wanted)
+        return
+    least = minimums(type, blocks, k)
+    # The last: a float16 beside the largest of its row, and float32 around the middle code.
+    bound = bound_of(type) * ((wanted - least).abs() + least.abs()) + wanted.abs().amax(1, keepdim=True) * 2.0**-16
+    assert ((ours - wanted).abs() <= bound).all()
+    assert not torch.equal(ours, wanted)  # else the table of docs/gguf.md could say "exact"
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"])
+def test_a_group_that_is_its_minimum_alone(type):
+    """A scale of 0, and one so small that the zero point would be no float16."""
+    k = 256
+    blocks = random_blocks(type, 4, k)
+    first = HALVES[type][0]
+    for row, scale in enumerate((0.0, 6e-8, -6e-8, 1e-6)):
+        blocks[row].reshape(-1, len(blocks[row]) // (k // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][0]))[
+            :, first : first + 2
+        ] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8).numpy()
+    wanted, ours = decoded(type, blocks, k)
+    least = minimums(type, blocks, k)
+    assert ((ours - wanted).abs() <= bound_of(type) * ((wanted - least).abs() + least.abs()) + 2.0**-40).all()
+
+
+@pytest.mark.parametrize("type", [type for type, halves in HALVES.items() if halves])
+def test_a_scale_that_is_not_finite_is_refused(type):
+    blocks = random_blocks(type, 2, 256)
+    at = HALVES[type][0]
+    blocks[1, at : at + 2] = torch.tensor([torch.inf], dtype=torch.float16).view(torch.uint8).numpy()
+    with pytest.raises(ValueError, match="must be finite"):
+        decoded(type, blocks, 256)
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, activations: str = "float") -> torch.nn.Module:
+    """The model alone: these files have no words."""
+    file = GgufFile.open(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_of(file), dtype=torch.float32)
+    load(model, StateReader(file, model, activations).read())
+    return model.eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(18).view(2, 9)).logits
+
+
+def distance(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((ours - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q6_K"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_what_transformers_reads(name, type, tmp_path):
+    path = write(tmp_path / "model.gguf", name, type)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    model = read(path)
+    assert sum(isinstance(module, lowbit.QuantLinear) for module in model.modules()) > 8
+    assert distance(logits(model), logits(wanted)) < (1e-5 if type == "Q4_0" else 2e-3)
+    assert distance(logits(read(path, "int8")), logits(wanted)) < 0.3
+
+
+@pytest.mark.parametrize("type", [*BLOCK_TYPES, "F32", "F16"])
+def test_a_model_of_every_type(type, tmp_path):
+    write(tmp_path / "model.gguf", "tied", type)
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    assert distance(logits(read(tmp_path / "model.gguf")), logits(wanted)) < 5e-3
+
+
+def test_a_tied_table_and_head_are_one_packed_weight(tmp_path):
+    model = read(write(tmp_path / "model.gguf", "tied", "Q4_1", embedding="Q8_0"))
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    assert head.weight is table.weight and head.spec.format == table.spec.format == "int8"
+
+
+def test_from_pretrained_reads_the_same_and_saves_what_it_read(tmp_path):
+    path = write(tmp_path / "model.gguf", "tied", "Q4_1", embedding="Q8_0")
+    config = lowbit.LowbitConfig("gguf", activations="float")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, quantization_config=config)
+    assert torch.equal(logits(model.eval()), logits(read(path)))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path / "packed")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(again.eval()), logits(model))
+
+
+def test_the_configuration_needs_a_file(tmp_path):
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="needs gguf_file="):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=lowbit.LowbitConfig("gguf"))
+    with pytest.raises(ValueError, match="activations must be 'int8' or 'float', got 'int4'"):
+        lowbit.LowbitConfig("gguf", activations="int4")
+    with pytest.raises(ValueError, match="must not be given with 'gguf'"):
+        lowbit.LowbitConfig("gguf", embeddings="int8_weight_only()")
+
+
+def test_a_parameter_that_the_file_has_not_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "model.gguf", "llama")
+    file = GgufFile.open(path)
+    del file.tensors["blk.1.ffn_up.weight"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_of(file))
+    with pytest.raises(ValueError, match="misses model.layers.1.mlp.up_proj.weight"):
+        StateReader(file, model, "float").read()
+
+
+# ---- saving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q5_0", "Q8_0", "MXFP4", "F16", "F32"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gemma2", "gpt2", "nemotron"])
+def test_a_saved_model_is_the_file_that_it_was_read_from(name, type, tmp_path):
+    path = write(tmp_path / "model.gguf", name, type)
+    save(read(path), tmp_path / "saved.gguf", like=path)
+    wanted, saved = GgufFile.open(path), GgufFile.open(tmp_path / "saved.gguf")
+    assert saved.metadata == wanted.metadata and saved.tensors.keys() == wanted.tensors.keys()
+    for tensor in wanted.tensors.values():
+        ours = saved.tensors[tensor.name]
+        assert (ours.type, ours.shape) == (tensor.type, tensor.shape), tensor.name
+        assert bytes(ours.data) == bytes(tensor.data) or (tensor.type, "norm" in tensor.name) == ("F32", True), tensor.name
+    assert torch.allclose(logits(read(tmp_path / "saved.gguf")), logits(read(path)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_quantized_here_is_what_others_read(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", "F32")
+    model = read(path)
+    lowbit.dequantize_(model)
+    lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
+    save(model, tmp_path / "saved.gguf", like=path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="saved.gguf", dtype=torch.float32)
+    assert distance(logits(theirs), logits(model)) < 1e-5
+    assert GgufFile.open(tmp_path / "saved.gguf").tensors["blk.0.attn_q.weight"].type == "Q4_0"
+
+
+def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", "F32")
+    for config in (lowbit.int4_weight_only(group_size=64), lowbit.nf4_weight_only(group_size=32)):
+        model = read(path)
+        lowbit.dequantize_(model)
+        lowbit.quantize_(model, config)
+        with pytest.raises(ValueError, match="no GGUF type holds"):
+            save(model, tmp_path / "saved.gguf", like=path)
+        assert not (tmp_path / "saved.gguf").exists()
+
+
+# ---- damaged files -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path):
+    whole = write(tmp_path / "model.gguf", "llama").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [0, 3, 8, 23, 24, 100, 500, len(whole) // 2, len(whole) - 1]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="cut.gguf"):
+            GgufFile.open(cut)
+
+
+def patched(tmp_path: Path, at: int, value: bytes) -> Path:
+    whole = bytearray(write(tmp_path / "model.gguf", "llama").read_bytes())
+    whole[at : at + len(value)] = value
+    (tmp_path / "patched.gguf").write_bytes(whole)
+    return tmp_path / "patched.gguf"
+
+
+@pytest.mark.parametrize(
+    "at, value, message",
+    [
+        (0, b"GGML", "begins with b'GGUF'"),
+        (4, struct.pack(">I", 3), "the other byte order"),
+        (4, struct.pack("<I", 9), "must be 2 or 3, got 9"),
+        (8, struct.pack("<Q", 1 << 60), "1 to 4 dimensions"),
+        (16, struct.pack("<Q", 1 << 60), "it is cut or damaged"),
+        (24, struct.pack("<Q", 1 << 62), "it is cut or damaged"),
+    ],
+)
+def test_a_damaged_header_is_named(at, value, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        GgufFile.open(patched(tmp_path, at, value))
+
+
+def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    whole = path.read_bytes()
+    at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight")
+    for offset, value, message in [
+        (4 + 16, struct.pack("<I", 9999), "type of tensor blk.0.attn_q.weight must be one of 0"),
+        (4 + 16 + 4, struct.pack("<Q", 1 << 40), "tensor blk.0.attn_q.weight must end at byte"),
+        (4, struct.pack("<Q", 33), "whole blocks of 32 for Q4_0"),
+        (0, struct.pack("<I", 77), "1 to 4 dimensions, got 77"),
+    ]:
+        damaged = bytearray(whole)
+        damaged[at + offset : at + offset + len(value)] = value
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            GgufFile.open(path)
+
+
+def test_a_random_byte_never_ends_the_process(tmp_path):
+    whole = write(tmp_path / "model.gguf", "llama").read_bytes()
+    header = whole.index(b"output.weight") + 64
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "flipped.gguf"
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for at in torch.randint(header, (3,), generator=generator).tolist():
+            damaged[at] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        path.write_bytes(damaged)
+        try:
+            GgufFile.open(path)
+        except ValueError:
+            refused += 1
+    assert 30 < refused < 300  # a name or a number of the configuration may be another one
+
+
+def test_parts_of_a_split_file(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    whole = GgufFile.open(path)
+    names = sorted(whole.tensors)
+    for number, part in enumerate((names[:5], names[5:])):
+        writer = gguf.GGUFWriter(tmp_path / f"model-0000{number + 1}-of-00002.gguf", "llama")
+        for key, value in whole.metadata.items():
+            if number == 0 and key != "general.architecture":
+                writer.add_key_value(key, value, whole.kinds[key])
+        writer.add_uint16("split.count", 2), writer.add_uint16("split.no", number)
+        writer.add_int32("split.tensors.count", len(names))
+        for name in part:
+            tensor = whole.tensors[name]
+            kind = gguf.GGMLQuantizationType[tensor.type]
+            data = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).numpy().reshape(tensor.shape[0], -1)
+            if kind == gguf.GGMLQuantizationType.F32:
+                writer.add_tensor(name, data.view("float32").reshape(tensor.shape))
+            else:
+                writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+        writer.close()
+    first = tmp_path / "model-00001-of-00002.gguf"
+    assert torch.equal(logits(read(first)), logits(read(path)))
+    (tmp_path / "model-00002-of-00002.gguf").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00002.gguf must lie beside it"):
+        GgufFile.open(first)
+
+
+def test_an_architecture_that_transformers_does_not_know(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv6")
+    writer.add_name("tiny")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="rwkv6"):
+        config_of(GgufFile.open(tmp_path / "model.gguf"))
