@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from wrong_types import variants
 
 import lowbit
 from lowbit.autotune.kv_choice import CacheChoice
@@ -69,9 +70,11 @@ def changed(plan: lowbit.Plan, **values) -> dict:
     [
         ({"lowbit_plan": 2}, "plan.json: the version must be 1, got 2"),
         ({"lowbit_plan": "gone"}, "plan.json: this is no plan of lowbit.autoquant"),
-        ({"rows": "gone"}, "a field is missing, unknown or of another kind: 'rows'"),
-        ({"colour": 1}, "a field is missing, unknown or of another kind: .*colour"),
-        ({"rows": [{"layer": "a"}]}, "a field is missing"),
+        ({"rows": "gone"}, "plan.json: plan must be an object with rows, got "),
+        ({"colour": 1}, "plan must be an object without 'colour', got "),
+        ({"rows": [{"layer": "a"}]}, r"plan.rows\[0\] must be an object with shape, got {'layer': 'a'}"),
+        ({"rows": [[]]}, r"plan.rows\[0\] must be an object, got \[\]"),
+        ({"min_sqnr": "twenty"}, "plan.min_sqnr must be a number, got 'twenty'"),
     ],
 )
 def test_another_file_is_refused(block, tmp_path, values, text):
@@ -80,7 +83,20 @@ def test_another_file_is_refused(block, tmp_path, values, text):
         lowbit.Plan.load(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("spec", [{"format": "int1"}, {"x_format": "int2"}, {"scale_of": "stars"}])
+def test_a_value_of_a_wrong_type_is_refused_or_shown(block):
+    kept = json.loads(json.dumps(plan_of(block, once=INT8).to_dict()))
+    refused = 0
+    for what, document in variants(kept):
+        try:
+            plan = lowbit.Plan.from_dict(document)
+        except ValueError:
+            refused += 1
+        else:
+            assert repr(plan) and plan._repr_html_(), what
+    assert refused > 200
+
+
+@pytest.mark.parametrize("spec", [{"format": "int1"}, {"x_format": "int2"}, {"mapping": "stars"}, {"scale": "stars"}])
 def test_a_format_that_is_not_here_names_its_layer(block, tmp_path, spec):
     values = plan_of(block, once=INT8).to_dict()
     next(row for row in values["rows"] if row["layer"] == "once")["spec"] |= spec

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from wrong_types import variants
 
 import lowbit
 from lowbit.__main__ import main
@@ -81,3 +83,35 @@ def test_what_cannot_be_compared_is_refused(files, tmp_path, capsys):
         assert match in capsys.readouterr().err
     assert main(["compare", str(float_file), str(tmp_path)]) == 1
     assert "there is no" in capsys.readouterr().err
+
+
+def test_a_header_of_wrong_types_is_refused(tmp_path):
+    file = tmp_path / "a.safetensors"
+    safetensors.save_file({"a.weight": torch.ones(2, 3), "b.weight": torch.ones(4, 1)}, file, {"from": "here"})
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    refused = 0
+    for what, header in variants(json.loads(content[8:begin])):
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[begin:])
+        try:
+            assert lowbit.compare_checkpoints(file, file).error_db == math.inf, what
+        except ValueError as error:
+            assert "a.safetensors" in str(error)
+            refused += 1
+    assert refused > 100
+    file.write_bytes((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20))
+    with pytest.raises(ValueError, match="a.safetensors is no safetensors file: "):
+        lowbit.compare_checkpoints(file, file)
+
+
+@pytest.mark.parametrize("call", [lambda folder: lowbit.compare_checkpoints(folder, folder), lambda folder: lowbit.load(model(), folder)])
+def test_an_index_of_wrong_types_is_refused(call, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for _, value in variants({"weight_map": {"a.weight": "a.safetensors"}}):
+        index.write_text(json.dumps(value))
+        with pytest.raises((ValueError, FileNotFoundError)):
+            call(tmp_path)
+    index.write_text('{"weight_map": {"a.weight": 7}}')
+    with pytest.raises(ValueError, match=r"index.json must have a weight_map from names of tensors to files, got files .7."):
+        call(tmp_path)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from wrong_types import variants
 
 from lowbit import _C
 from lowbit.__main__ import main
@@ -127,6 +128,7 @@ def test_bad_files_are_named_and_the_others_are_read(tmp_path: Path, capsys: pyt
     (tmp_path / "empty.ring").write_bytes(b"")
     (tmp_path / "later.ring").write_bytes(ring[:8] + (9).to_bytes(4, "little") + ring[12:])
     (tmp_path / "names.ring").write_bytes(ring[:256] + b"\xff" * 768 + ring[1024:])
+    (tmp_path / "name.ring").write_bytes(ring.replace(b'"dtype"', b'"dtypf"', 1))
     (tmp_path / "noise.bin").write_bytes(b"\0\1\2\3 nothing of ours")
     (tmp_path / "cut.json").write_text('{"lowbit_recorder": 1, "records": [')
     (tmp_path / "later.json").write_text('{"lowbit_recorder": 2}')
@@ -140,14 +142,47 @@ def test_bad_files_are_named_and_the_others_are_read(tmp_path: Path, capsys: pyt
     for name, why in (
         ("cut.ring", "cut short, "), ("head.ring", "cut short (100 bytes)"), ("empty.ring", "not the file of a"),
         ("later.ring", "version 9 of the recorder's file, this lowbit reads version 1"), ("names.ring", "damaged"),
+        ("name.ring", "damaged: names must be an object with dtype"),
         ("noise.bin", "no recording of lowbit"), ("cut.json", "cut short"), ("later.json", "version 2"),
-        ("less.json", "without"), ("trace_0", "version '1.0'"), ("trace_1", "asks for pathlib"), ("trace_2", "without"),
+        ("less.json", "dump must be an object with reason"), ("trace_0", "version '1.0'"),
+        ("trace_1", "asks for pathlib"), ("trace_2", "damaged dump of torch's flight recorder: KeyError"),
     ):  # fmt: skip
         assert f"{name}: " in told and why in told.partition(f"{name}: ")[2].partition("\n")[0], (name, told)
-    assert len(found.problems) == 12
+    assert len(found.problems) == 13
     assert main(["recorder", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     assert "not read: " in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["problems"] == list(found.problems)
+
+
+def test_a_value_of_a_wrong_type_is_a_problem_or_shown(tmp_path: Path) -> None:
+    """In the names of a ring, in a dump of ours and in one of torch's."""
+    _C.all_finite(__import__("torch").ones(3))
+    ring = _C.recorder.snapshot()
+    names = json.loads(ring[256:1024].rstrip(b"\0"))
+    (tmp_path / "dump").mkdir()
+    dump = json.loads(Path(_C.recorder.dump(str(tmp_path / "dump" / "a.json"), "test")).read_text())
+    dump["records"] = dump["records"][-1:]
+    entry = {
+        "record_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 1, "profiling_name": "gloo:all_reduce",
+        "time_created_ns": 5, "input_sizes": [[4]], "input_dtypes": ["Float"], "state": "scheduled", "retired": True,
+        "is_p2p": False, "thread_id": "7",
+    }  # fmt: skip
+    trace = {"version": "2.10", "rank": 0, "pg_config": {"": {"name": "", "ranks": "[0, 1]"}}, "entries": [entry]}
+    documents = [(what, "a.ring", ring[:256] + json.dumps(of)[:768].encode().ljust(768, b"\0") + ring[1024:]) for what, of in variants(names)]
+    documents += [(what, "a.json", json.dumps(of).encode()) for whole in (dump, trace) for what, of in variants(whole)]
+    deep = ("nested", "a.json", b'{"a":' * 100_000)
+    refused = 0
+    for what, name, content in [*documents, deep]:
+        folder = tmp_path / "one"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+        (folder / "b.ring").write_bytes(ring)
+        found = read_folder(folder)
+        assert text(analyse(found)), what
+        assert found.recordings[-1].path.endswith("b.ring"), what
+        refused += len(found.problems)
+        (folder / name).unlink()
+    assert refused > len(documents) // 3
 
 
 def test_a_folder_without_files_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ CPP_ARROWS = {
     "backends.cpp": {"cpu", "cuda", "external", "level_zero", "onednn", "sim", "ops", "core"},
 }
 PYTHON_ARROWS = {
+    "documents": {"documents"},
     "tables": {"tables"},
     "reference": {"reference"},
     "ops": {"ops", "_C", "reference"},
@@ -38,12 +39,12 @@ PYTHON_ARROWS = {
     "optim": {"optim", "devices", "ops", "_C"},
     "score": {"score", "devices", "_C"},
     "attention": {"attention", "score", "devices", "ops", "_C"},
-    "autotune": {"autotune", "quant", "formats", "attention", "devices", "tables", "_C"},
+    "autotune": {"autotune", "quant", "formats", "attention", "devices", "documents", "tables", "_C"},
     "integrations": {"integrations", "attention", "optim", "score", "quant", "formats", "devices", "ops", "tables", "_C", "reference"},
     "devices": {"devices", "ops", "_C"},
     "backends": {"backends", "devices", "_C"},
     "diagnostics": {"diagnostics", "backends", "integrations", "devices", "attention", "quant", "formats", "ops", "tables", "_C"},
-    "recorder": {"recorder", "tables", "_C"},
+    "recorder": {"recorder", "documents", "tables", "_C"},
     "testing": {"testing", "backends", "ops", "reference", "_C"},
     "__main__.py": {"", "integrations", "recorder"},
     "__init__.py": {"ops", "backends", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "_C"},

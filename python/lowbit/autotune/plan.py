@@ -18,6 +18,7 @@ from torch import nn
 from lowbit import _C
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.kv_choice import CacheChoice
+from lowbit.documents.declared import as_declared
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.linear_layers import features_of, is_linear
@@ -34,6 +35,10 @@ _NO_MODEL = (
     "it is no model: autoquant leaves the model as it is; plan.apply(model) quantizes it in place, and the model is "
     "called as before"
 )
+_KNOWN = {
+    "format": _C.FORMATS, "x_format": _C.X_FORMATS, "mapping": _C.MAPPINGS, "scale": _C.SCALE_CHOICES,
+}  # fmt: skip
+"""The names of a spec that a file may give."""
 COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
 
 
@@ -183,14 +188,8 @@ class Plan:
         version = values.pop("lowbit_plan")
         if version != VERSION:
             raise ValueError(f"the version must be {VERSION}, got {version!r}")
-        try:
-            rows = [_row_of(row) for row in values.pop("rows")]
-            numbers = {name: float(values.pop(name)) for name in ("min_sqnr", "model_db", "float_seconds", "seconds")}
-            kept = values.pop("kv_cache")
-            cache = kept and CacheChoice(**kept | {"error_db": {k: float(v) for k, v in kept["error_db"].items()}})
-            return cls(rows=rows, **numbers, kv_cache=cache, **values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a field is missing, unknown or of another kind: {error}") from None
+        _check_formats(values.get("rows"))
+        return as_declared(cls, values, "plan")
 
     def plot(self) -> Any:
         """Draw with matplotlib the time of each layer before and after and its dB; return the two axes.
@@ -278,17 +277,13 @@ def _merged(reports: list[QuantizationReport]) -> QuantizationReport:
     )
 
 
-def _row_of(values: dict[str, Any]) -> PlanRow:
-    values = dict(values)
-    spec = values.pop("spec")
-    if spec is not None:
-        known = {item.name for item in fields(LinearSpec)}
-        if spec.keys() - known or spec["format"] not in _C.FORMATS or spec["x_format"] not in _C.X_FORMATS:
-            raise ValueError(f"{values['layer']} has a format that is not here: {spec}")
-        spec = LinearSpec(**spec)
-    calls = tuple((m, dtype, count) for m, dtype, count in values.pop("calls"))
-    shape, error = tuple(values.pop("shape")), float(values.pop("error_db"))
-    return PlanRow(shape=shape, calls=calls, spec=spec, error_db=error, **values)
+def _check_formats(rows: Any) -> None:
+    """Raise ValueError for a format that is not here; what has the wrong type is left to `as_declared`."""
+    for row in rows if isinstance(rows, list) else ():
+        spec = row.get("spec") if isinstance(row, dict) else None
+        for name, known in _KNOWN.items() if isinstance(spec, dict) else ():
+            if isinstance(value := spec.get(name), str) and value not in known:
+                raise ValueError(f"{row.get('layer')} has a format that is not here: {spec}")
 
 
 def _plain(value: Any) -> Any:

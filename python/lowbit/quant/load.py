@@ -6,7 +6,6 @@ A packed weight says in `layout`, the numbers beside it, what its bytes mean: th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lowbit.quant.linear_layers import features_of, is_embedding, is_linear, is_
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
+from lowbit.quant.safetensors_file import shards_of
 from lowbit.tables.folding import LayerNames
 
 _INDEX_OR_FILE = (
@@ -93,8 +93,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             raise FileNotFoundError(f"load: {path} must hold one of {', '.join(_INDEX_OR_FILE)}, and has none")
         path = found
     if path.name.endswith(".index.json"):
-        parts = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        return {name: tensor for part in parts for name, tensor in _read(path.parent / part).items()}
+        return {name: tensor for part in shards_of(path) for name, tensor in _read(path.parent / part).items()}
     if not path.exists():
         raise FileNotFoundError(f"load: there is no file {path}")
     if path.suffix == ".safetensors":

@@ -70,14 +70,16 @@ class SafetensorsFile:
             self.entries: dict[str, Entry] = {}
             end = 0
             for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                first, last = told["data_offsets"]
-                if first != end or last < first:
+                dtype, shape, (first, last) = told["dtype"], told["shape"], told["data_offsets"]
+                if not isinstance(dtype, str) or not isinstance(shape, list) or not all(map(_is_size, shape)):
+                    raise ValueError(f"{name} has the dtype {dtype!r} and the shape {shape!r}")
+                if not (_is_size(first) and _is_size(last)) or first != end or last < first:
                     raise ValueError(f"{name} lies at {first} to {last}")
                 self._offsets[name], end = first, last
-                self.entries[name] = Entry(told["dtype"], tuple(told["shape"]), last - first)
+                self.entries[name] = Entry(dtype, tuple(shape), last - first)
             if end != size - self._begin:
                 raise ValueError(f"tensors of {end} bytes in {size - self._begin}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
 
     def chunks(self, name: str) -> Iterator[bytes]:
@@ -168,17 +170,37 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() or 1)).cast("B")
 
 
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index, ``*.index.json``, tells of.
+
+    Raises:
+        ValueError: it has no ``weight_map`` from names to files.
+    """
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+        if all(isinstance(file, str) for file in files):
+            return sorted(files)
+        problem = f"files {files}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = repr(error)
+    raise ValueError(f"{index} must have a weight_map from names of tensors to files, got {problem}")
+
+
 def safetensors_files(place: Path) -> list[Path]:
     """Return the files of a checkpoint: of a folder with ``model.safetensors`` or shards, or the one file.
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: as `shards_of`.
     """
     if place.is_file():
         return [place]
     if (place / INDEX).exists():
-        parts = sorted(set(json.loads((place / INDEX).read_text())["weight_map"].values()))
-        files = [place / part for part in parts]
+        files = [place / part for part in shards_of(place / INDEX)]
     else:
         files = [place / _SINGLE]
     missing = [str(file) for file in files if not file.exists()]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit.recorder.ring import MAGIC, Recording, RecordingError, from_dump, read_ring
+from lowbit.recorder.dumps import from_dump
+from lowbit.recorder.ring import MAGIC, Recording, RecordingError, read_ring
 from lowbit.recorder.torch_dumps import from_torch, unpickle
 
 
@@ -61,7 +62,7 @@ def read_file(path: Path) -> Recording:
         raise RecordingError(f"{path}: no recording of lowbit, and no dump of torch")
     try:
         loaded: dict[str, Any] = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path}: cut short or no JSON: {error}") from error
     reader: Callable[[dict[str, Any], str], Recording] = from_dump if "lowbit_recorder" in loaded else from_torch
     return reader(loaded, str(path))

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from lowbit import _C
+from lowbit.recorder.ring import Names, Record, records_in
 from lowbit.tables.table import html_table, text_table
-from lowbit.recorder.ring import Record, records_in
 
 _PROBED_BYTES = 512 << 20
 """More than any cache of one socket."""
@@ -145,7 +145,7 @@ class profile:
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._began
         content = _C.recorder.end_profile(self._from)
-        self.records, _ = records_in(content, _C.recorder.NAMES)
+        self.records, _ = records_in(content, Names(**_C.recorder.NAMES))
         self._ended = True
 
     def rows(self) -> list[RowTimes]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a flight recorder (csrc/recorder/record.hpp) and its dumps, as Python objects. Needs nothing of this
-machine: names of dtypes, devices and states are in the file.
+"""The file of a flight recorder (csrc/recorder/record.hpp) as Python objects. Needs nothing of this machine: names of
+dtypes, devices and states are in the file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from lowbit.documents.declared import as_declared
 
 MAGIC = b"lowbitFR"
 VERSION = 1
@@ -185,7 +187,7 @@ def parse(content: bytes, path: str = "") -> Recording:
     counts, lost = _COUNTS.unpack_from(content, 64)
     host, names, command_line = (content[at : at + room] for at, room in _TEXTS)
     try:
-        named = json.loads(_text(names))
+        named = as_declared(Names, json.loads(_text(names)), "names")
     except ValueError as error:
         raise RecordingError(f"{path}: the header is damaged: {error}") from error
     records, torn = records_in(content[HEADER_BYTES:wanted], named)
@@ -197,7 +199,17 @@ def parse(content: bytes, path: str = "") -> Recording:
     )  # fmt: skip
 
 
-def records_in(content: bytes, names: dict[str, list[str]]) -> tuple[list[Record], int]:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the numbers of a record mean, as the header of its file says."""
+
+    state: list[str]
+    dtype: list[str]
+    device: list[str]
+    arithmetic: list[str]
+
+
+def records_in(content: bytes, names: Names) -> tuple[list[Record], int]:
     """Return the whole records in order of their places, and how many others there were that were being written."""
     records, torn = [], 0
     for fields in _RECORD.iter_unpack(content):
@@ -211,22 +223,22 @@ def records_in(content: bytes, names: dict[str, list[str]]) -> tuple[list[Record
     return records, torn
 
 
-def _record(fields: tuple[Any, ...], names: dict[str, list[str]]) -> Record:
+def _record(fields: tuple[Any, ...], names: Names) -> Record:
     mark, start, end, thread, state, device_type, device_index, depth, arithmetic = fields[:9]
     dtypes, ranks, stream, sizes = fields[9:12], fields[12:15], fields[15], fields[16:28]
     read, written, operations, op, row, group_sequence = fields[28:34]
     tensors = []
     for i in range(_TENSORS):
-        dtype = _name(names["dtype"], dtypes[i])
+        dtype = _name(names.dtype, dtypes[i])
         if dtype == "other":
             break
         shape = sizes[_SIZES * i : _SIZES * i + min(ranks[i], _SIZES)]
         tensors.append(Sizes(dtype, tuple(shape), ranks[i]))
-    device = _name(names["device"], device_type)
+    device = _name(names.device, device_type)
     return Record(
-        mark - 1, _text(op), _text(row), _name(names["state"], state),
+        mark - 1, _text(op), _text(row), _name(names.state, state),
         device if device == "cpu" else f"{device}:{device_index}",
-        stream, thread, depth, start, end, _name(names["arithmetic"], arithmetic),
+        stream, thread, depth, start, end, _name(names.arithmetic, arithmetic),
         read, written, operations, group_sequence, tuple(tensors),
     )  # fmt: skip
 
@@ -237,33 +249,6 @@ def _name(names: list[str], number: int) -> str:
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode(errors="replace")
-
-
-def from_dump(content: dict[str, Any], path: str) -> Recording:
-    """The JSON that a dump has, as `read_ring` would give it.
-
-    Raises:
-        RecordingError: another version, or something is missing.
-    """
-    if content.get("lowbit_recorder") != VERSION:
-        version = content.get("lowbit_recorder")
-        raise RecordingError(f"{path}: version {version} of the recorder's dumps, this lowbit reads version {VERSION}")
-    try:
-        records = [_dumped(entry) for entry in content["records"]]
-        return Recording(
-            path, content["host"], content["pid"], content["rank"], content["world"], content["wall_ns"],
-            content["monotonic_ns"], content["taken_ns"], tuple(content["command_line"]), content["capacity"],
-            content["next"], content["lost"], 0, tuple(sorted(records, key=lambda record: record.sequence)),
-        )  # fmt: skip
-    except (KeyError, TypeError) as error:
-        raise RecordingError(f"{path}: a dump of lowbit's recorder without {error}") from error
-
-
-def _dumped(entry: dict[str, Any]) -> Record:
-    fields = {name: value for name, value in entry.items() if name not in ("index", "tensors", "device")}
-    device = entry["device"] if entry["device"] == "cpu" else f"{entry['device']}:{entry['index']}"
-    tensors = tuple(Sizes(of["dtype"], tuple(of["shape"]), of["rank"]) for of in entry["tensors"])
-    return Record(**fields, device=device, tensors=tensors)
 
 
 def default_folder() -> Path:

@@ -51,24 +51,21 @@ def from_torch(content: Any, path: str) -> Recording:
     """What a dump of torch's recorder says, as a recording of one rank; its number is at the end of the file's name.
 
     Raises:
-        RecordingError: it has no version 2.x, or no entries.
+        RecordingError: it has no version 2.x, or something is missing or of another type.
     """
     version = str(content.get("version", "")) if isinstance(content, dict) else ""
     if not version.startswith("2."):
         raise RecordingError(f"{path}: not a dump of torch's flight recorder of version 2.x, got version {version!r}")
-    entries = content.get("entries", [])
-    try:
-        records = sorted((_record(entry) for entry in entries), key=lambda record: record.sequence)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise RecordingError(f"{path}: an entry of torch's flight recorder without {error}") from error
     number = re.search(r"(\d+)$", Path(path).stem)
+    try:
+        rank = int(number[1]) if number else int(content.get("rank", -1))
+        groups = (content.get("pg_config") or {}).values()
+        world = max((len(_ranks(group)) for group in groups), default=0)
+        records = sorted((_record(entry) for entry in content.get("entries", [])), key=lambda record: record.sequence)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise RecordingError(f"{path}: a damaged dump of torch's flight recorder: {error!r}") from error
     calls = records[-1].sequence + 1 if records else 0
-    groups = content.get("pg_config") or {}
-    world = max((len(_ranks(group)) for group in groups.values()), default=0)
-    return Recording(
-        path, "", 0, int(number[1]) if number else int(content.get("rank", -1)), world, 0, 0, 0, (),
-        len(records), calls, 0, 0, tuple(records),
-    )  # fmt: skip
+    return Recording(path, "", 0, rank, world, 0, 0, 0, (), len(records), calls, 0, 0, tuple(records))
 
 
 def _ranks(group: Any) -> list[int]:
@@ -86,7 +83,8 @@ def _record(entry: dict[str, Any]) -> Record:
     ended = entry.get("time_discovered_completed_ns")
     sizes, dtypes = entry["input_sizes"], entry.get("input_dtypes") or []
     tensors = tuple(
-        Sizes(_DTYPES.get(dtype, dtype), tuple(shape), len(shape)) for shape, dtype in zip(sizes, dtypes, strict=False)
+        Sizes(str(_DTYPES.get(dtype, dtype)), tuple(map(int, shape)), len(shape))
+        for shape, dtype in zip(sizes, dtypes, strict=False)
     )
     group = entry["process_group"]
     return Record(
