@@ -4,6 +4,10 @@
 // has an FMA for that). An Encoder of a block's absmax makes code - kOffset of values; where that is past the codes,
 // stores saturate. Table: how tables of 8 entries are kept. kAbsmaxOverScale: the decoded value of the largest element
 // of a block.
+//
+// A moment that cannot be negative is a mean of squares, whose root divides the step. Where it rounded to 0 and the
+// other moment did not, the next step would be that moment / eps, thousands of learning rates long. So what is above 0
+// keeps the smallest code above that of 0; 0 stays 0.
 #pragma once
 
 #include "formats/dynamic_map.hpp"
@@ -13,6 +17,13 @@
 namespace lowbit {
 
 template <StateFormat, bool kSigned, class Table = dynamic::ScaledTable> struct StateCodes;
+
+// The code of a value, at least kSmallest if the value is above 0 (and not the smallest subnormal, whose bits are 1).
+template <int kSmallest, class Int, class Float>
+LOWBIT_INLINE Int kept_above_zero(Int code, Float value) {
+  if constexpr (kSmallest > 0) return max(code, min(bits_of(value), like(code, kSmallest)));
+  else return code;
+}
 
 // Where the value is a function of the code, times the scale, and the code one of value / scale.
 template <class Codes>
@@ -32,7 +43,9 @@ class ScaledEncoder {
  public:
   LOWBIT_INLINE explicit ScaledEncoder(float absmax) : inverse_(Codes::kEncodedAbsmax / absmax) {}
   template <class Float>
-  LOWBIT_INLINE auto operator()(Float value) const { return Codes::encode(mul(value, like(value, inverse_))); }
+  LOWBIT_INLINE auto operator()(Float value) const {
+    return kept_above_zero<Codes::kSmallest>(Codes::encode(mul(value, like(value, inverse_))), value);
+  }
 
  private:
   float inverse_;
@@ -42,6 +55,17 @@ template <bool kSigned, class Table>
 struct StateCodes<StateFormat::dynamic8, kSigned, Table> : DynamicMap<kSigned, 7, Table> {
   static constexpr bool kIsDynamic = true;
   static constexpr float kAbsmaxOverScale = 1;
+
+  class Encoder : public DynamicMap<kSigned, 7, Table>::Encoder {
+    using Nearest = typename DynamicMap<kSigned, 7, Table>::Encoder;
+
+   public:
+    using Nearest::Nearest;
+    template <class Float, class Int>
+    LOWBIT_INLINE Int code(Float value, Float a, Int shift) const {
+      return kept_above_zero<kSigned ? 0 : 1 - StateCodes::kOffset>(Nearest::code(value, a, shift), value);
+    }
+  };
 };
 
 template <class Table>
@@ -55,7 +79,7 @@ struct StateCodes<StateFormat::dynamic4, false, Table> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = 1, kEncodedAbsmax = 16;
-  static constexpr int kOffset = -1;
+  static constexpr int kOffset = -1, kSmallest = 0;
   static constexpr bool kIsDynamic = false;
   template <class Float>
   LOWBIT_INLINE static Float decode(Float number) {
@@ -70,7 +94,7 @@ struct StateCodes<StateFormat::float8, kSigned, Table> {
   using Decoder = ScaledDecoder<StateCodes>;
   using Encoder = ScaledEncoder<StateCodes>;
   static constexpr float kAbsmaxOverScale = E4M3::largest, kEncodedAbsmax = E4M3::largest;
-  static constexpr int kOffset = 0;
+  static constexpr int kOffset = 0, kSmallest = kSigned ? 0 : 1;
   static constexpr bool kIsDynamic = false;
   template <class Float>
   LOWBIT_INLINE static Float decode(Float number) { return E4M3::decode(bits_of(number)); }

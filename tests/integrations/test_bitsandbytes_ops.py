@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -101,6 +103,18 @@ for step in range(30):
 print((p[:, ::2] - 1).abs().max().item(), (p[:, 1::2] - 1).abs().max().item() > 0.01)
 """
     assert with_bitsandbytes(code).split() == ["0.0", "True"]
+
+
+def test_no_update_is_longer_than_ten_learning_rates_and_the_loss_is_theirs(with_bitsandbytes):
+    """Where a second moment rounds to 0 beside a first moment that does not, the next update is 1e5 learning rates."""
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "optim")!r})
+from small_training import train
+import bitsandbytes as bnb
+print(*train(lambda params, lr: bnb.optim.AdamW8bit(params, lr=lr)))
+"""
+    (largest, loss), (_, theirs) = (map(float, with_bitsandbytes(code, LOWBIT_BITSANDBYTES=switch).split()) for switch in "10")
+    assert largest <= 10 and loss == pytest.approx(theirs, rel=0.02)
 
 
 def test_codes_are_the_nearest_and_other_maps_are_theirs(with_bitsandbytes):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State formats of the optimizers: maps as bitsandbytes' and torchao's, encoding is the nearest value, on every row."""
+"""State formats of the optimizers: maps as bitsandbytes' and torchao's, encoding is the nearest value, on every row, but
+that a moment without sign is above 0 where its value is."""
 
 from __future__ import annotations
 
@@ -141,6 +142,20 @@ def test_encoding_finds_the_nearest_value_but_for_ties(isa: str, format: str, si
         assert (map[codes[relative == 0].long()] == 0).all()
 
 
+@pytest.mark.parametrize("format", CODED)
+@pytest.mark.parametrize("absmax", [1.0, 2.0**-100, 2.0**100])
+def test_a_moment_without_sign_that_is_above_zero_keeps_a_code_above_that_of_zero(isa: str, format: str, absmax: float) -> None:
+    """Its root divides the step: 0 in its place gives steps of 1e5 learning rates (tests/optim/test_small_moments.py)."""
+    values = absmax * 2.0 ** -torch.arange(0, 24, 0.25).double()
+    values = torch.cat([values.float(), torch.zeros(3), torch.full((29,), absmax * 2.0**-70)])
+    codes, scale = encode(isa, values, format, False, 128)
+    back = decode(isa, codes, scale, format, False, 128)
+    smallest = reference.code_map(format, False)
+    smallest = smallest[smallest > 0].min() * scale.double().item()
+    assert (back[values > 0] >= smallest * (1 - 2.0**-20)).all() and back[-1] <= smallest * (1 + 2.0**-20)
+    assert (back[96:99] == (smallest.float() if format == "dynamic4" else 0)).all()
+
+
 @pytest.mark.parametrize("format, signed", MAPS)
 @pytest.mark.parametrize("block_size", [64, 128, 256, 1024, 4096])
 def test_any_number_of_elements_and_any_block(isa: str, format: str, signed: bool, block_size: int) -> None:
@@ -184,6 +199,8 @@ def test_float8_codes_are_those_of_torch(isa: str, signed: bool) -> None:
     values[::64] = 448.0  # the scale of every block is 1
     codes, scale = encode(isa, values, "float8", signed, 64)
     theirs = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    if not signed:  # what is above 0 keeps the smallest code
+        theirs = torch.where(values > 0, theirs.clamp(min=1), theirs)
     assert torch.equal(scale, torch.ones_like(scale))
     assert torch.equal(codes, theirs)
 

@@ -65,12 +65,20 @@ def scales(values: Tensor, format: str, block_size: int) -> Tensor:
 
 
 def nearest_code(relative: Tensor, format: str, signed: bool) -> Tensor:
-    """Code of the value nearest to each element, by search; float8 breaks ties to even, the maps upward."""
+    """Code of the value nearest to each element, by search; float8 breaks ties to even, the maps upward.
+
+    A moment that cannot be negative divides by its root, so what is above 0 keeps at least the smallest code above that
+    of 0.
+    """
     if format == "float8":  # via float32: exact unless relative has more than 24 bits
-        return relative.float().to(torch.float8_e4m3fn).view(torch.uint8).long()
-    values = code_map(format, signed)
-    middles = (values[1:] + values[:-1]) / 2
-    return torch.searchsorted(middles, relative.contiguous(), right=True)
+        codes = relative.float().to(torch.float8_e4m3fn).view(torch.uint8).long()
+    else:
+        values = code_map(format, signed)
+        middles = (values[1:] + values[:-1]) / 2
+        codes = torch.searchsorted(middles, relative.contiguous(), right=True)
+    if signed or format == "dynamic4":  # whose map has no 0
+        return codes
+    return torch.where(relative > 0, codes.clamp(min=1), codes)
 
 
 def decode(codes: Tensor, scale: Tensor, format: str, signed: bool, block_size: int) -> Tensor:
