@@ -142,3 +142,28 @@ def test_quantize_refuses_bad_input(changes: dict[str, Any], kind: type[Exceptio
               "mapping": 0, **changes}  # fmt: skip
     with pytest.raises(kind, match=text):
         _C.quantize(**values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_of_torch_are_refused_by_name() -> None:
+    x = torch.randn(1, 2, 3, 32)
+    codes, scale, indices = torch.empty(1, 2, 3, 32, dtype=torch.int8), torch.empty(1, 2, 3, 1), torch.arange(3)
+    packed = torch.zeros(2, 4096, dtype=torch.uint8)
+    ops = torch.ops.lowbit
+
+    def quantized(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)
+
+    calls = {
+        "kv_quantize: x": lambda: ops.kv_quantize_(quantized(x), codes, scale, False),
+        "kv_quantize: codes": lambda: ops.kv_quantize_(x, quantized(codes), scale, False),
+        "kv_quantize: scale": lambda: ops.kv_quantize_(x, codes, quantized(scale), False),
+        "kv_dequantize: x": lambda: ops.kv_dequantize_(codes, scale, quantized(x), False),
+        "decode: mask": lambda: ops.decode(x, x, x, 1.0, None, None, False, False, 0, 0, 32, quantized(torch.ones(1, 2, 3, 3)), None),
+        "linear: x": lambda: ops.linear(quantized(x), packed, 32, 32, 0, 0, False, 0),
+        "dequantize: weight": lambda: ops.dequantize(quantized(packed), 32, 32, 0, 0, False),
+        "embedding: indices": lambda: ops.embedding(packed, quantized(indices), x, 32, 32, 0, 0, False, 0),
+    }  # fmt: skip
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            call()

@@ -42,6 +42,7 @@ def register() -> None:
             torch.library.register_fake(f"lowbit::{name}", _fake(name), lib=library)
             _registered.append(row)
         autocast.register_linear(library)
+        register_key("QuantizedCPU")  # so that a quantized tensor of torch is refused with the name of its argument
         if torch.version.cuda:  # initialises nothing of it
             register_key("CUDA")
         if torch.version.xpu:
