@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,20 +111,71 @@ def test_compiles_whole() -> None:
 def test_others_are_left_alone() -> None:
     extra = GatedMLP(nn.SiLU())
     extra.norm = nn.LayerNorm(96)
-    hooked = quantized(GatedMLP(nn.SiLU()))
-    hooked["mlp"].up_proj.register_forward_hook(lambda *_: None)
     models = {
         "not quantized": nn.ModuleDict({"mlp": GatedMLP(nn.SiLU())}),
         "another formula": quantized(AnotherFormula(nn.SiLU())),
         "another activation": quantized(GatedMLP(nn.Tanh())),
         "another submodule": quantized(extra),
-        "a hook": hooked,
         "no mlp": nn.Sequential(nn.Linear(4, 4)),
     }
     for what, model in models.items():
         kinds = [type(module) for module in model.modules()]
         assert lowbit.fuse_gated_mlps(model) == [], what
         assert [type(module) for module in model.modules()] == kinds, what
+
+
+SEEN: list[str] = []
+
+
+def forward_replaced(layer: nn.Module) -> Callable[[], None]:
+    """As accelerate's add_hook_to_module does it."""
+    before = layer.forward
+    layer.forward = lambda *inputs: (SEEN.append("seen"), before(*inputs))[1]
+    return lambda: delattr(layer, "forward")
+
+
+def seen(*_: object) -> None:
+    SEEN.append("seen")
+
+
+HOOKS: dict[str, Callable[[nn.Module], Callable[[], None]]] = {
+    "forward": lambda layer: layer.register_forward_hook(seen).remove,
+    "forward, with keywords": lambda layer: layer.register_forward_hook(lambda *_: seen(), with_kwargs=True).remove,
+    "forward, always": lambda layer: layer.register_forward_hook(seen, always_call=True).remove,
+    "before forward": lambda layer: layer.register_forward_pre_hook(seen).remove,
+    "backward": lambda layer: layer.register_full_backward_hook(seen).remove,
+    "before backward": lambda layer: layer.register_full_backward_pre_hook(seen).remove,
+    "instead of forward": forward_replaced,
+    "of all modules": lambda layer: nn.modules.module.register_module_forward_hook(lambda module, *_: SEEN.append("seen") if module is layer else None).remove,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "act_fn", "down_proj"])
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_hooks_see_their_calls(hook: Callable[[nn.Module], Callable[[], None]], layer: str) -> None:
+    model = quantized(GatedMLP(nn.SiLU()))
+    x = torch.randn(3, 96, requires_grad=True)
+
+    def calls() -> int:
+        SEEN.clear()
+        model["mlp"](x).sum().backward()
+        return len(SEEN)
+
+    remove = hook(getattr(model["mlp"], layer))
+    report = lowbit.fuse_gated_mlps(model)
+    assert calls() == 1
+    called = layer == "down_proj" and hook is not HOOKS["of all modules"]  # by a fused one too
+    assert list(report) == (["mlp"] if called else [])
+    where = "all modules" if hook is HOOKS["of all modules"] else layer
+    assert report.left == ({} if called else {"mlp": f"hooks on {where}"})
+    assert called or repr(report) == f"no layer\nleft: mlp: hooks on {where}"
+    remove()
+    assert called or lowbit.fuse_gated_mlps(model) == ["mlp"]
+    assert calls() == 0
+    remove = hook(getattr(model["mlp"], layer))  # a hook that comes later
+    assert calls() == 1
+    remove()
+    assert calls() == 0
 
 
 def test_meta_is_refused() -> None:

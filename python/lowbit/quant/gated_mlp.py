@@ -11,15 +11,19 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lowbit.ops.linear import activation_functions, linear
 from lowbit.quant.quant_linear import QuantLinear
-from lowbit.tables.folding import LayerNames
+from lowbit.tables.folding import LayerNames, told
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
+_NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
+"""Modules whose work a fused MLP does without calling them; hooks of theirs would see nothing."""
 
 
 class FusedGatedMLP(nn.Module):
@@ -32,33 +36,59 @@ class FusedGatedMLP(nn.Module):
     unfused: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
+        if _hooked(self):  # since it was fused
+            return self.unfused.forward(self, x)
         gate, up = self.gate_proj, self.up_proj
         gated = linear(x, gate.weight, gate.op_args, gate.bias, self.activation, row=gate.row_number)
         return self.down_proj(linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
 
 
+class FusedMLPs(LayerNames):
+    """Names of the MLPs that were fused; prints one line for those of a kind.
+
+    Attributes:
+        left: names of gated MLPs that stay as they are, each with the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        reasons = dict.fromkeys(self.left.values())
+        left = {reason: told([name for name in self.left if self.left[name] == reason]) for reason in reasons}
+        return "\n".join([super().__repr__(), *(f"left: {names}: {reason}" for reason, names in left.items())])
+
+
 @torch.no_grad()
-def fuse_gated_mlps(model: nn.Module) -> LayerNames:
+def fuse_gated_mlps(model: nn.Module) -> FusedMLPs:
     """Fuse each module of ``model`` that is a gated MLP of three `QuantLinear`, in place.
 
-    A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized, no hooks) and ``act_fn``
-    (silu, gelu or relu), no other submodule or parameter, and when its own forward gives, on two random float32
-    rows, what the fused one gives: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round
-    to a neighbour).
+    A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized) and ``act_fn`` (silu, gelu or
+    relu), no other submodule or parameter, and when its own forward gives, on two random float32 rows, what the fused
+    one gives: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
+
+    A module with hooks on ``gate_proj``, ``up_proj`` or ``act_fn`` is left as it is. One that gets them later calls
+    these three as before for as long as it has hooks.
 
     Args:
         model: any module. Its names, parameters and state dict stay as they are.
 
     Returns:
-        Names of the modules that were fused, a list; empty where there is none. It prints one line for those of a kind.
+        Names of the modules that were fused, a list; empty where there is none. It prints one line for those of a
+        kind; ``left`` has the names of those with hooks.
 
     Raises:
         ValueError: such a module is on the meta device, where its forward cannot be tried.
     """
-    fused = LayerNames()
+    fused = FusedMLPs()
     for name, module in model.named_modules():
         activation = _activation(getattr(module, "act_fn", None))
         if isinstance(module, FusedGatedMLP) or activation is None or not _has_gated_layers(module):
+            continue
+        hooked = _hooked(module)
+        if hooked:
+            fused.left[name] = f"hooks on {hooked}"
             continue
         if module.gate_proj.weight.is_meta:
             raise ValueError(f"fuse_gated_mlps: {name} must have its weights in memory, got the meta device")
@@ -86,8 +116,24 @@ def _has_gated_layers(module: nn.Module) -> bool:
         own
         and set(children) <= {*_LAYERS, "act_fn"}
         and all(type(children.get(layer)) is QuantLinear for layer in _LAYERS)
-        and not any(children[layer]._forward_hooks or children[layer]._forward_pre_hooks for layer in _LAYERS)
     )
+
+
+def _hooked(module: nn.Module) -> str:
+    """The first of the modules that a fused MLP does not call on which something waits for its call; or nothing."""
+    if _has_any_global_hook():
+        return "all modules"
+    for name in _NOT_CALLED:
+        layer: Any = getattr(module, name)
+        if isinstance(layer, nn.Module) and (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+            or "forward" in layer.__dict__  # as accelerate hooks a module
+        ):
+            return name
+    return ""
 
 
 def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
@@ -110,8 +156,8 @@ def _agrees(module: nn.Module, activation: int) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
     fused = FusedGatedMLP()
-    for layer in _LAYERS:
-        setattr(fused, layer, getattr(module, layer))
+    for name in (*_LAYERS, "act_fn"):
+        setattr(fused, name, getattr(module, name))
     fused.activation = activation
     wanted = module(x)
     return bool((fused(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max())
