@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         f"lowbit.load_gguf needs gguf and transformers; {error.name} is not installed: pip install gguf transformers"
     ) from error
 
-from lowbit.integrations.gguf.loading import load_gguf
+from lowbit.integrations.gguf.loading import load_gguf, load_model
 from lowbit.integrations.gguf.saving import save
 
-__all__ = ["load_gguf", "save"]
+__all__ = ["load_gguf", "load_model", "save"]

