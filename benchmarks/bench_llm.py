@@ -35,7 +35,8 @@ def default_file() -> Path | None:
     return next(folder.glob("*.gguf"), None) if folder else None
 
 
-# ---- one candidate, in a process of its own ---------------------------------------------------------------------------
+# ---- one candidate, in a process of its own
+# ---------------------------------------------------------------------------
 
 
 def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
@@ -189,7 +190,9 @@ def table(found: dict[str, dict[str, float]], contexts: list[int]) -> str:
     lines.append("|" + "---|" * (len(speeds) + 4))
     for name, row in found.items():
         cells = [f"{row['perplexity']:.2f}", *(f"{row[speed]:.0f}" for speed in speeds)]
-        lines.append(f"| {name} | " + " | ".join([*cells, f"{row['peak MiB']:.0f}", f"{row['loading s']:.1f} s"]) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join([*cells, f"{row['peak MiB']:.0f}", f"{row['loading s']:.1f} s"]) + " |"
+        )
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, TextStreamer
 import lowbit
 from lowbit.integrations.gguf import load_model
 
-TEXT = "The sea is made of water and salt. Rivers carry the salt from the land, a little at a time, for a very long time."
+TEXT = "The sea is made of water and salt. Rivers carry the salt from the land, a little at a time, for a long time."
 
 
 def packaged_file() -> Path:
@@ -43,10 +43,12 @@ def main() -> None:
 
     begin = time.perf_counter()
     model, tokenizer = lowbit.load_gguf(path)
-    print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, read in {time.perf_counter() - begin:.1f} s, most of it the tokenizer")
+    seconds = time.perf_counter() - begin
+    print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, read in {seconds:.1f} s, most of it the tokenizer")
     layers = [module for module in model.modules() if isinstance(module, lowbit.QuantLinear)]
     weights = {id(tensor): tensor.nbytes for tensor in model.parameters()}
-    print(f"{len(layers)} linear layers, {layers[0].spec.name} and others; {sum(weights.values()) / 1e6:.0f} MB in memory")
+    size = sum(weights.values()) / 1e6
+    print(f"{len(layers)} linear layers, {layers[0].spec.name} and others; {size:.0f} MB in memory")
 
     tokens = tokenizer(TEXT, return_tensors="pt")
     wanted = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
