@@ -169,6 +169,9 @@ KeywordsOf keywords_of_op(std::string_view name) {
   return nullptr;
 }
 
+// KeyboardInterrupt and SystemExit are for the program, and no failure of whoever was running.
+bool ends_the_program(const py::error_already_set& error) { return !error.matches(PyExc_Exception); }
+
 // Calls a function of Python, which lives for ever: rows do. A question is answered with a reason or with nothing.
 external::Function calling(py::function function, KeywordsOf keywords, bool is_question) {
   return [callee = function.release().ptr(), keywords, is_question](const void* args, char* text, std::size_t bytes) {
@@ -179,6 +182,7 @@ external::Function calling(py::function function, KeywordsOf keywords, bool is_q
       std::strncpy(text, std::string(py::str(answer)).c_str(), bytes - 1);
       return text[0] ? 1 : 0;
     } catch (const py::error_already_set& error) {
+      if (ends_the_program(error)) throw external::PassedOn{std::current_exception()};
       std::strncpy(text, error.what(), bytes - 1);
       return 1;
     }
@@ -211,6 +215,7 @@ void collect() {
   try {
     py::module_::import("lowbit.backends.loading").attr("fill")();
   } catch (const py::error_already_set& error) {
+    if (ends_the_program(error)) throw;
     throw Error(ErrorKind::runtime, std::string(py::str(error.value())));
   }
 }

@@ -34,12 +34,14 @@ void put(char* text, std::size_t bytes, const char* message) {
   text[bytes - 1] = 0;
 }
 
-// The number that a function of others returned, and whatever it threw as a text.
+// The number that a function of others returned, and what it threw as a text, unless it is to be passed on.
 int guarded(const Function& function, const void* args, char* text, std::size_t bytes) {
   text[0] = 0;
   int result = 1;
   try {
     result = function(args, text, bytes);
+  } catch (const PassedOn& passed) {
+    std::rethrow_exception(passed.exception);
   } catch (const std::exception& error) {
     put(text, bytes, error.what());
   } catch (...) {

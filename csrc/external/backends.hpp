@@ -3,6 +3,7 @@
 // collected once, when the list of backends is first needed, and the list is complete from then on.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <span>
 #include <string>
@@ -15,6 +16,11 @@ struct Backend;
 }
 
 namespace lowbit::external {
+
+// What a Function throws where an exception is no failure of its row, such as Ctrl-C: the call ends with that exception.
+struct PassedOn {
+  std::exception_ptr exception;
+};
 
 // As lowbit_row (lowbit/backend.h) has it. 0: fits, done; else the reason is in `text`.
 using Function = std::function<int(const void* args, char* text, std::size_t bytes)>;

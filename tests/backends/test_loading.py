@@ -17,6 +17,8 @@ ACCELERATOR = str(torch.accelerator.current_accelerator())
 
 FAULTS = {
     "raises": "def register(api):\n    raise OverflowError('no such accelerator')\n",
+    "exits": "def register(api):\n    raise SystemExit('no such licence')\n",
+    "exits-at-import": "import sys\nsys.exit(3)\n",
     "misses-a-library": "import ctypes\nctypes.CDLL('libacme_runtime.so.4')\ndef register(api): pass\n",
     "misses-its-rows": "def register(api):\n    api.add_library('/nowhere/rows.so')\n",
     "claims-1": "import torch\ndef register(api):\n    torch.utils.rename_privateuse1_backend('acme')\n",
@@ -31,6 +33,8 @@ FAULTS = {
 }
 TOLD = {
     "raises": "OverflowError: no such accelerator",
+    "exits": "failed: SystemExit: no such licence",
+    "exits-at-import": "failed: SystemExit: 3",
     "misses-a-library": "libacme_runtime.so.4: cannot open shared object file",
     "misses-its-rows": "/nowhere/rows.so: cannot be loaded",
     "claims-2": "RuntimeError: torch.register_privateuse1_backend() has already been set",
@@ -180,6 +184,47 @@ def test_strict_mode_raises_what_was_caught(packages: Packages, python: Callable
     code = "import torch, lowbit\nfor _ in range(2):\n    try:\n        lowbit.kernels()\n    except RuntimeError as error:\n        print(error)"
     out = python(code, PYTHONPATH=packages.path, LOWBIT_STRICT="1")
     assert out.count("lowbit.backends: raises failed") == 2 and "OverflowError: no such accelerator" in out
+
+
+INTERRUPTED = """
+import torch, lowbit
+from lowbit import _C
+torch.set_grad_enabled(False)
+layer = torch.nn.Linear(32, 16)
+x = torch.ones(2, 32)
+try:
+    lowbit.kernels()
+    raise SystemExit("Ctrl-C while packages are asked was lost")
+except KeyboardInterrupt:
+    pass
+lowbit.quantize_(model := torch.nn.Sequential(layer), lowbit.int8_weight_only())
+assert [package.name for package in lowbit.backends.report()] == ["a-package", "slow"]
+assert all(not package.reason for package in lowbit.backends.report()), lowbit.backends.report()
+for row in ("linear_a", "linear_asked"):
+    with lowbit.force_kernel(row):
+        try:
+            model(x)
+            raise SystemExit(f"Ctrl-C in {row} was lost")
+        except KeyboardInterrupt:
+            pass
+with lowbit.force_kernel("linear_exits"):
+    try:
+        model(x)
+    except SystemExit as error:
+        assert error.code == 7
+with lowbit.force_kernel("linear_int8_scalar"):
+    assert model(x).isfinite().all()  # the program goes on
+print("went on")
+"""
+
+
+def test_ctrl_c_comes_through_as_it_is(packages: Packages, python: Callable[..., str]) -> None:
+    """In a row, in its question and while packages are asked; the list is then made by the next call."""
+    interrupt = "import os, signal, time, sys\ndef interrupt(**given):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
+    rows = "    api.add_kernel('linear', 'linear_a', 'cpu', interrupt)\n    api.add_kernel('linear', 'linear_asked', 'cpu', print, refuses=interrupt)\n"
+    packages.add("a-package", interrupt + "def exits(**given): sys.exit(7)\ndef register(api):\n" + rows + "    api.add_kernel('linear', 'linear_exits', 'cpu', exits)\n")
+    packages.add("slow", interrupt + "asked = []\ndef register(api):\n    asked.append(1)\n    len(asked) > 1 or interrupt()\n    api.add_kernel('linear', 'linear_slow', 'cpu', print)\n")
+    assert python(INTERRUPTED, PYTHONPATH=packages.path).strip() == "went on"
 
 
 @pytest.mark.parametrize("allowed, asked", [("", []), ("b-package, Nobody", ["b_package"])])

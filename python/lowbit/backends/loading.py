@@ -36,7 +36,7 @@ class Found:
     rows: tuple[str, ...] = ()
     info: str = ""
     reason: str = ""
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
 
 found: list[Found] = []
@@ -48,6 +48,7 @@ def fill() -> None:
     """Ask every package once, in the order of their names; what one of them raises stays in `found`.
 
     Raises:
+        KeyboardInterrupt: the next call goes on with the package that was being asked.
         RuntimeError: with LOWBIT_STRICT=1, a package failed; or a package asked for an op or for rows while it
             added its own.
     """
@@ -56,13 +57,16 @@ def fill() -> None:
         if _state == "being filled":
             raise RuntimeError("lowbit.backends: register() runs no op and asks for no row: the list is being made")
         if _state == "empty":
-            _state = "being filled"
+            _state, then = "being filled", "full"
             try:
                 for entry in _entries():
                     if all((package.name, package.entry) != (_package(entry)[0], entry.value) for package in found):
-                        found.append(_asked(entry))  # else before a fork, which cut the filling short
+                        found.append(_asked(entry))  # else before a fork or Ctrl-C, which cut the filling short
+            except KeyboardInterrupt:
+                then = "empty"
+                raise
             finally:
-                _state = "full"
+                _state = then
         failed = [package for package in found if package.failure is not None]
         if failed and os.environ.get("LOWBIT_STRICT") == "1":
             raise RuntimeError(f"lowbit.backends: {failed[0].name} {failed[0].reason}") from failed[0].failure
@@ -104,7 +108,9 @@ def _asked(entry: metadata.EntryPoint) -> Found:
         package.rows = tuple(api.names)
         if not package.rows:
             package.reason = "it added nothing"
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a package cannot end the program
         package.failure, package.reason = _kept(error), f"failed: {type(error).__name__}: {error}"
     finally:
         api.close()
