@@ -17,7 +17,8 @@ struct Backend;
 
 namespace lowbit::external {
 
-// What a Function throws where an exception is no failure of its row, such as Ctrl-C: the call ends with that exception.
+// What a Function throws where an exception is no failure of its row, such as Ctrl-C: the call ends
+// with that exception.
 struct PassedOn {
   std::exception_ptr exception;
 };

@@ -11,6 +11,7 @@ from torch import nn
 from twins import Case, copies, equal, parameters, set_grads
 
 from lowbit import optim
+from lowbit.ops.optim import HYPER
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, "Invalid learning rate: -1.0"),
@@ -35,6 +36,63 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group({"params": params[1:], **options})
     assert len(optimizer.param_groups) == 1
+
+
+CHANGED = [
+    ({"state_format": "abacus"}, "Invalid state_format value: 'abacus'"),
+    ({"state_format": None}, "Invalid state_format value: None"),
+    ({"block_size": None}, "Invalid block_size value: None"),
+    ({"min_8bit_size": "many"}, "Invalid min_8bit_size value: many"),
+    ({"betas": (0.9,)}, "Invalid betas value"),
+    ({"eps": None}, "Invalid epsilon value: None"),
+    ({"weight_decay": None}, "Invalid weight_decay value: None"),
+    ({"maximize": "yes"}, "Invalid maximize value: 'yes'"),
+    *((options, message) for options, message in BAD if "lr" not in options),
+]
+
+
+@pytest.mark.parametrize("options, message", CHANGED, ids=str)
+def test_options_that_are_changed_later_are_checked_before_a_step_changes_anything(options: dict[str, Any], message: str) -> None:
+    params = parameters()
+    optimizer = optim.AdamW8bit([{"params": params[:1]}, {"params": params[1:]}])
+    set_grads(params, seed=0)
+    optimizer.step()
+    before = copies(params)
+    optimizer.param_groups[1].update(options)
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert equal(params, before)
+
+
+@pytest.mark.parametrize("lr", [None, "fast", torch.zeros(2), torch.zeros((), dtype=torch.complex64), [1e-3]], ids=str)
+def test_a_learning_rate_that_is_no_number_is_refused_by_name(lr: Any) -> None:
+    params = parameters()
+    set_grads(params, seed=0)
+    optimizer = optim.AdamW8bit(params)
+    optimizer.param_groups[0]["lr"] = lr
+    before = copies(params)
+    for call in (optimizer.step, lambda: torch.ops.lowbit.optim_step_(*OP, lr, [0.0] * len(HYPER))):
+        with pytest.raises((TypeError, RuntimeError), match="lr"):
+            call()
+    with pytest.raises(TypeError, match="optim_step: lr must be a number or a tensor of one number, got "):
+        optimizer.step()
+    with pytest.raises(TypeError, match="optim_step: lr must be a number or a tensor of one number, got None"):
+        torch.ops.lowbit.optim_step_(*OP, None, [0.0] * len(HYPER))
+    assert equal(params, before)
+
+
+OP = (0, 0, 256, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)] * 2, [], [torch.zeros(())])
+"""The arguments of `optim_step_` before lr: AdamW with float32 states."""
+
+
+def test_a_scheduler_may_take_lr_below_zero_by_a_rounding() -> None:
+    params = parameters()
+    set_grads(params, seed=0)
+    optimizer = optim.AdamW8bit(params, lr=1e-3)
+    optimizer.param_groups[0]["lr"] = -1e-20
+    optimizer.step()
+    assert all(bool(param.isfinite().all()) for param in params)
 
 
 def test_options_of_groups_and_other_rules() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class Step:
 
     def take_compiled(self) -> None:
         """Put the op into the graph that is being traced."""
-        lists, lr = self.lists, self.lr
+        lists, lr = self.lists, _checked_lr(self.lr)
         torch.ops.lowbit.optim_step_(
             _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps,
@@ -71,15 +73,25 @@ class Step:
         return _C.OptimStep(
             _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, lists.states, lists.scales, lists.steps,
-            {"lr": float(self.lr), **self.hyper}, self.grad_scale, self.found_inf, self.seed,
+            {"lr": float(_checked_lr(self.lr)), **self.hyper}, self.grad_scale, self.found_inf, self.seed,
         )  # fmt: skip
+
+
+def _checked_lr(lr: Any) -> float | Tensor:
+    if isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_complex():
+        return lr
+    if isinstance(lr, Real):
+        return float(lr)
+    got = f"a tensor {list(lr.shape)} of {lr.dtype}" if isinstance(lr, Tensor) else repr(lr)
+    raise TypeError(f"optim_step: lr must be a number or a tensor of one number, got {got}")
 
 
 def take(steps: Sequence[Step]) -> None:
     """Take all steps.
 
     Raises:
-        TypeError, ValueError: a tensor with the wrong dtype, shape or strides; nothing is changed by any step.
+        TypeError, ValueError: a tensor with the wrong dtype, shape or strides, or an lr that is no number; nothing is
+            changed by any step.
     """
     if torch.compiler.is_compiling():
         for step in steps:
@@ -112,7 +124,7 @@ def _op(
     found_inf=None,
     seed=None,
 ):
-    values = dict(zip(HYPER, hyper, strict=True), lr=lr.item())
+    values = dict(zip(HYPER, hyper, strict=True), lr=float(_checked_lr(lr)))
     count = len(params)
     _C.OptimStep(
         rule,

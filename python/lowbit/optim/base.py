@@ -69,6 +69,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         }
         self._check_group(defaults)
         self._plans: dict[int, Plan] = {}
+        self._checked: dict[int, dict[str, Any]] = {}  # options of each group, as they passed the check last
         self._layouts: dict[Tensor, Layout] = {}  # of the moments in self.state
         super().__init__(params, defaults)
 
@@ -190,11 +191,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a sparse gradient.
+            ValueError: an option of a group is not what the constructor would take.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_changed_options()
         plans = [self._plan(index, group) for index, group in enumerate(self.param_groups)]
         for index in range(len(plans), len(self._plans)):  # of groups that were taken away
             self._plans.pop(index, None)
@@ -218,6 +221,17 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 plan.release()
         return loss
 
+    def _check_changed_options(self) -> None:
+        """Raise ValueError for an option of a group that was changed to what no step could serve, before anything
+        changes. Not for lr, which schedulers may take below 0: `take` has its check."""
+        if torch.compiler.is_compiling():
+            return
+        for index, group in enumerate(self.param_groups):
+            options = {name: value for name, value in group.items() if name not in ("params", "lr")}
+            if options != self._checked.get(index):
+                self._check_group({**options, "lr": 0.0})
+                self._checked[index] = options
+
     def _plan(self, index: int, group: dict[str, Any]) -> Plan:
         """Return the plan of a group's step, the last one while it serves."""
         with_grad = [param for param in group["params"] if param.grad is not None]
@@ -235,7 +249,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         parameters have now.
 
         4-bit codes do not say their order: a loader reads them in that of the parameter.
+
+        Raises:
+            ValueError: an option of a group is not what the constructor would take.
         """
+        self._check_changed_options()
         for group in self.param_groups:
             for param in group["params"]:
                 kept = self._layouts.get(param) if self.state.get(param) else None
@@ -260,7 +278,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._plans, self._checked = {}, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
