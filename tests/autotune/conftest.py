@@ -14,26 +14,31 @@ from lowbit.autotune.autoquant import PlanMaker
 from lowbit.autotune.candidates import candidates_of
 from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.plan import Plan
+from lowbit.autotune.recording import record
+from lowbit.autotune.timing import Times
 
 FLOAT_SECONDS = 10.0
 
 
 class FakeTimer:
-    """Calls "float" and the model before take 10 s; other names what ``seconds`` says of the first word in them, else 20.
+    """Calls "float" and the model before take 10 s; other names what ``seconds`` says of the first word in
+    them, else 20.
 
-    ``model`` is what a run of the changed model takes, or what its first runs take; the last of them counts for the rest.
+    ``model`` is what a run of the changed model takes, or what its first runs take; the last of them counts
+    for the rest.
     """
 
     def __init__(self, seconds: dict[str, float], model: float | list[float] = 1.0) -> None:
         self.seconds, self.model = seconds, model if isinstance(model, list) else [model]
         self.sets: list[list[str]] = []
+        self.noise = 1.0
 
-    def best(self, calls):
+    def best(self, calls, share=1.0):
         for timed in calls.values():
             with timed.around():
                 timed.call()  # as the real one does
         self.sets.append(list(calls))
-        return {name: self._of(name) for name in calls}
+        return Times({name: self._of(name) for name in calls}, self.noise)
 
     def _of(self, name: str) -> float:
         if name in ("float", "before"):
@@ -53,11 +58,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_plan() -> Callable[..., Plan]:
     """autoquant with a FakeTimer, and no times kept in a file."""
 
-    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None):
+    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, recorded=False):
         timer = FakeTimer(seconds, model_seconds)
+        timer.noise = noise
         maker = PlanMaker(candidates_of(candidates, None), min_sqnr, KeptTimes(cache), timer)
         maker.raises = True
-        plan = maker.plan(model, maker.layers_of(model, filter_fn), example_input, recorded=False)
+        layers = maker.layers_of(model, filter_fn)
+        if recorded:
+            record(model, layers, lambda: model(example_input))
+        plan = maker.plan(model, layers, example_input, recorded=recorded)
         plan.timer = timer
         return plan
 

@@ -13,6 +13,7 @@ from torch import nn
 import lowbit
 from lowbit import _C
 from lowbit.autotune import candidates
+from lowbit.autotune.measuring import Measuring
 from lowbit.autotune.recording import SAMPLE_ROWS
 from lowbit.formats import FORMATS
 from lowbit.quant import QuantLinear
@@ -123,6 +124,50 @@ def test_a_row_is_preferred_only_where_it_wins(block, x, make_plan):
     block(x)
     assert _C.last_kernel("linear") == row
     assert row in repr(block.once) and {it.row for it in lowbit.explain(block, m=20)} == {row}
+
+
+def test_the_rows_of_a_call_are_those_that_serve_it_when_they_are_preferred():
+    numbers = {row["name"]: _C.row_number("linear", row["name"]) for row in _C.kernels("linear") if row["available"]}
+    for config in (INT8, W8A8, W4A8, lowbit.float_weight()):
+        call = (20, *config.spec(torch.float32).op_args(64, 96), "float32", "cpu")
+        serve = {name for name, number in numbers.items() if _served(call, number) == name}
+        assert set(Measuring._find_rows(call)) == {name for name in serve if not name.endswith("_scalar")}
+        assert Measuring._find_rows(call)[0] == _served(call, 0)
+
+
+def _served(call, number):
+    return next(row["name"] for row in _C.explain_linear(*call, row=number) if row["chosen"])
+
+
+@pytest.mark.parametrize("noise", [1.2, 1.45])
+def test_a_row_that_wins_less_than_the_times_differ_is_not_taken_and_the_plan_says_so(block, x, make_plan, noise, monkeypatch):
+    found, row = Measuring._find_rows, "linear_int8_scalar"
+    monkeypatch.setattr(Measuring, "_find_rows", staticmethod(lambda call: [*found(call)[:1], row]))
+    assert {it.row for it in make_plan(block, x, [INT8], {row: 4.3, "int8": 5.0}).rows if it.spec} == {row}
+    plan = make_plan(block, x, [INT8], {row: 4.3, "int8": 5.0}, noise=noise)
+    assert not any(it.row for it in plan.rows) and len(plan.specs) == 2
+    assert f"times of the same call differ by {noise - 1:.0%}" in repr(plan) and "kernel rows keep their order" in repr(plan)
+    assert "differ by" not in repr(make_plan(block, x, [INT8], {"int8": 5.0}))
+
+
+def test_a_format_stays_that_is_not_slower_than_float_by_more_than_the_times_differ(block, x, make_plan):
+    assert len(make_plan(block, x, [INT8], {"int8": 11.0}, noise=1.2, model_seconds=9.0).specs) == 2
+    assert not make_plan(block, x, [INT8], {"int8": 13.0}, noise=1.2, model_seconds=9.0).specs
+
+
+def test_times_that_say_nothing_are_taken_to_go_by_bytes(block, x, make_plan):
+    formats = [lowbit.float_weight(), INT8, W8A8, lowbit.float_weight(torch.bfloat16)]
+    plan = make_plan(block, x, formats, {"float32": 1.0, "bfloat16": 2.0, "int8": 30.0}, noise=9.0)
+    assert {spec.name for spec in plan.specs.values()} == {W8A8.spec(torch.float32).name}
+    assert "times of the same call differ by 800%, perhaps other programs run: they are taken to go by the bytes" in repr(plan)
+    exact = make_plan(block, x, formats, {"float32": 1.0}, noise=9.0, min_sqnr=45.0)
+    assert {spec.format for spec in exact.specs.values()} == {"bfloat16"}
+
+
+def test_the_example_that_a_recording_is_finalized_with_does_not_decide_by_its_time(block, x, make_plan):
+    """It may be the prompt alone, which gets slower where the many steps behind it get faster."""
+    plan = make_plan(block, x, [INT8], {"int8": 5.0}, model_seconds=11.0, recorded=True)
+    assert len(plan.specs) == 2 and (plan.float_seconds, plan.seconds) == (10.0, 11.0)
 
 
 def test_layers_that_share_a_weight_get_one_format(make_plan):
@@ -274,16 +319,16 @@ def test_a_forced_row_leaves_nothing_to_choose(block, x):
 
 
 def test_a_candidate_that_raises_is_left_out_and_noted(block, x, make_plan, monkeypatch):
-    from lowbit.autotune import options
+    from lowbit.autotune import measuring
 
-    packed = options.packed_layer
+    packed = measuring.packed_layer
 
     def refuses(seen, spec):
         if spec.format == "int4":
             raise RuntimeError("no paper left")
         return packed(seen, spec)
 
-    monkeypatch.setattr(options, "packed_layer", refuses)
+    monkeypatch.setattr(measuring, "packed_layer", refuses)
     plan = lowbit.autoquant(block, x, candidates=[INT8, W4A8], cache=False)
     assert any("int4 g32 int8-activations is left out, twice cannot be tried with it: no paper left" in note for note in plan.notes)
     assert all(spec.format == "int8" for spec in plan.specs.values())

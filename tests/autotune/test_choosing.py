@@ -7,7 +7,16 @@ import math
 
 import pytest
 
-from lowbit.autotune.choosing import fastest_within, hold_model_bound, more_exact, never_slower, noise_of
+from lowbit.autotune.choosing import (
+    choose,
+    fastest_within,
+    hold_model_bound,
+    more_exact,
+    never_slower,
+    noise_of,
+    one_format,
+    seconds_of,
+)
 from lowbit.autotune.options import Option
 from lowbit.formats import LinearSpec
 
@@ -22,6 +31,10 @@ class Layer:
         self.options = [Option(spec, "", seconds, 1) for spec, seconds, _ in options]
         self._db = {option: error_db for option, (*_, error_db) in zip(self.options, options, strict=True)}
         self.as_float = self.options[-1]
+        self.formats = {option.spec: option for option in self.options[:-1]}
+
+    def in_format(self, spec: LinearSpec) -> Option:
+        return self.formats.get(spec, self.as_float)
 
     def error_db(self, option: Option) -> float:
         return self._db[option]
@@ -106,16 +119,37 @@ def test_a_model_that_is_faster_keeps_its_choice():
     assert choice[one].spec == FAST and (before, after) == (10.0, 9.0)
 
 
-def test_layers_that_win_least_go_back_until_the_model_is_no_slower():
-    layers = [layer(str(i), middle_seconds=2.0 + i) for i in range(5)]
-    start, asked = {it: it.options[1] for it in layers}, []
-
-    def seconds(choice):
-        asked.append(choice)
-        return 10.0, 8.0 + sum(option.spec is not None for option in choice.values())
-
-    choice, before, after = never_slower(start, seconds)
-    assert [choice[it].spec for it in layers] == [MIDDLE, MIDDLE, None, None, None] and (before, after) == (10.0, 10.0)
-    assert len(asked) == 3, "asked once more before layers go back"
-    choice, before, after = never_slower(start, lambda choice: (10.0, 11.0 if any(it.spec for it in choice.values()) else 10.2))
+def test_a_model_that_is_slower_is_asked_again_and_then_left_as_it_is():
+    layers = [layer(str(i)) for i in range(5)]
+    start = {it: it.options[1] for it in layers}
+    times = [(10.0, 12.0), (10.0, 11.0), (10.0, 9.0)]
+    choice, before, after = never_slower(start, lambda choice: times.pop(0))
+    assert choice == start and (before, after) == (10.0, 9.0), "what another program did is passed over"
+    choice, before, after = never_slower(start, lambda choice: (10.0, 10.1))
     assert all(it.spec is None for it in choice.values()) and before == after == 10.0
+
+
+def test_one_format_is_the_fastest_that_holds_the_bounds_in_every_layer_and_the_model():
+    layers = [layer("a", 25.0), layer("b", 25.0), layer("c", 19.0)]
+    for bound, spec in [(15.0, FAST), (20.0, MIDDLE), (100.0, EXACT)]:
+        assert {option.spec for option in one_format(layers, model_db, bound).values()} == {spec}
+    assert {it.spec for it in one_format(layers, lambda choice: 14.0, 15.0).values()} == {None}
+    layers[0].formats.pop(MIDDLE)
+    assert [it.spec for it in one_format(layers, model_db, 20.0).values()] == [None, MIDDLE, MIDDLE], "slower there than float"
+
+
+def test_many_formats_have_to_win_more_than_the_times_differ():
+    layers = [layer("a", 25.0), layer("b", 25.0), layer("c", 19.0)]  # one format: 3 * 2 s; mixed: 1 + 1 + 2 s
+    assert [it.spec for it in choose(layers, lambda choice: math.inf, 20.0, 10, 1.4).values()] == [FAST, FAST, MIDDLE]
+    assert {it.spec for it in choose(layers, lambda choice: math.inf, 20.0, 10, 1.6).values()} == {MIDDLE}
+    # The model's bound takes back what mixing wins.
+    assert {it.spec for it in choose(layers, model_db, 25.5, 10, 1.4).values()} == {MIDDLE}
+
+
+@pytest.mark.parametrize("bound", [5.0, 20.0, 33.0, 60.0, 1000.0])
+@pytest.mark.parametrize("margin", [1.03, 1.3, 50.0])
+def test_what_is_chosen_holds_the_bounds_and_is_no_slower_than_one_format(bound, margin):
+    layers = [layer(str(i), 8.0 + 3 * i, 1.5 + i / 2) for i in range(6)]
+    choice = choose(layers, model_db, bound, 10, margin)
+    assert model_db(choice) >= bound and all(it.error_db(option) >= bound for it, option in choice.items())
+    assert seconds_of(choice) <= seconds_of(one_format(layers, model_db, bound))

@@ -180,9 +180,9 @@ def test_without_matplotlib_the_error_says_what_to_install(block, monkeypatch):
         plan_of(block).plot()
 
 
-def test_a_plan_in_the_place_of_the_model_says_what_to_do(block, x, make_plan):
+def test_a_plan_in_the_place_of_the_model_says_what_to_do(block, x):
     """`model = autoquant(model, x)` is what users of torchao write."""
-    model = make_plan(block, x, [lowbit.int8_weight_only()], {"int8": 5.0})
+    model = plan_of(block, twice=INT8)
     with pytest.raises(TypeError, match=r"a plan cannot be called, .*plan\.apply\(model\) quantizes it in place"):
         model(x)
     for name in ("eval", "parameters", "generate", "state_dict", "config"):

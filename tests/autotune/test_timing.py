@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowbit.autotune import timing
-from lowbit.autotune.timing import ROUNDS, Timed, Timer, last_cache_bytes
+from lowbit.autotune.timing import LEAST, Timed, Times, Timer, last_cache_bytes
 
 
 @pytest.fixture
@@ -35,33 +35,39 @@ def clock(monkeypatch, short):
     return clock
 
 
-def test_the_best_sample_of_each_counts(clock):
-    calls = {"a": Timed(clock.call("a", 3.0, 2.0, 5.0)), "b": Timed(clock.call("b", 1.5, 4.0))}
-    assert Timer().best(calls) == {"a": pytest.approx(2.0), "b": pytest.approx(1.5)}
-    assert clock.order.count("a") == clock.order.count("b") == 2 + ROUNDS[0], "the budget is spent"
+def test_the_best_sample_of_each_counts_and_halves_that_differ_are_noise(clock):
+    calls = {"a": Timed(clock.call("a", 3.0, 2.0, 5.0)), "b": Timed(clock.call("b", 1.5, 4.5)), "c": Timed(clock.call("c", 1.0))}
+    times = Timer().best(calls)
+    assert times.seconds == {"a": pytest.approx(2.0), "b": pytest.approx(1.5), "c": pytest.approx(1.0)}
+    assert times.noise == pytest.approx(1.5), "the median of 1.5, 3 and 1"
+    assert clock.order == ["a", "b", "c"] * 2, "the first samples took all of the time"
 
 
-def test_rounds_go_on_in_changing_order_until_each_best_sample_was_seen_twice(clock):
+def test_rounds_go_on_in_changing_order_until_the_halves_agree(clock):
     calls = {name: Timed(clock.call(name, 0.001)) for name in "abc"}
-    calls["d"] = Timed(clock.call("d", *(0.1 * 0.9**i for i in range(10)), 0.01, 0.02, 0.01), kind="slow")
-    assert Timer().best(calls)["d"] == pytest.approx(0.01)
-    rounds = [tuple(clock.order[i : i + 4]) for i in range(8, len(clock.order), 4)]
-    assert len(rounds) == 11 and len(set(rounds)) > 1 and all(sorted(it) == list("abcd") for it in rounds)
+    calls["d"] = Timed(clock.call("d", *(0.1 * 0.9**i for i in range(10)), 0.01, 0.01, 0.02), kind="slow")
+    times = Timer().best(calls)
+    assert times.seconds["d"] == pytest.approx(0.01) and times.noise == pytest.approx(1.0)
+    rounds = [tuple(clock.order[i : i + 4]) for i in range(0, len(clock.order), 4)]
+    assert len(rounds) == 12 and len(set(rounds)) > 1 and all(sorted(it) == list("abcd") for it in rounds)
 
 
-def test_calls_that_never_agree_get_no_more_than_the_most_rounds(clock):
-    Timer().best({"a": Timed(clock.call("a", *(1e-3 * 0.9**i for i in range(200))))})
-    assert clock.order.count("a") == 2 + ROUNDS[1]
+def test_calls_that_never_agree_end_with_their_share_of_the_time(clock):
+    times = Timer().best({"a": Timed(clock.call("a", *(0.1 * (1 + i % 2) for i in range(99))))}, share=0.5)
+    assert times.noise == pytest.approx(2.0) and 1.5 <= clock.now < 2.0, "half of the budget"
 
 
-def test_a_hopeless_row_of_a_format_gets_no_rounds_and_the_best_of_a_slow_format_does(clock):
+def test_a_hopeless_row_of_a_format_gets_no_rounds_nor_a_format_that_is_slower_than_its_rival(clock):
     calls = {
-        "quick": Timed(clock.call("quick", 0.001), kind="int4"),
-        "hopeless": Timed(clock.call("hopeless", 0.01), kind="int4"),
-        "slow": Timed(clock.call("slow", 0.01), kind="float"),
+        "float": Timed(clock.call("float", 0.01), kind="float"),
+        "quick": Timed(clock.call("quick", 0.001), kind="int4", rival="float"),
+        "hopeless": Timed(clock.call("hopeless", 0.01), kind="int4", rival="float"),
+        "slow": Timed(clock.call("slow", 0.02), kind="int8", rival="float"),
+        "slower": Timed(clock.call("slower", 0.04), kind="fp4", rival="float"),
     }
-    best = Timer().best(calls)
-    assert clock.order.count("hopeless") == 2 and clock.order.count("slow") == 2 + ROUNDS[0] and best["hopeless"] == pytest.approx(0.01)
+    times = Timer().best(calls)
+    assert [clock.order.count(name) for name in calls] == [2 * LEAST, 2 * LEAST, 2, 2 * LEAST, 2]
+    assert times.seconds["hopeless"] == pytest.approx(0.01)
 
 
 def test_so_many_bytes_are_read_before_each_call_up_to_twice_the_cache(monkeypatch):
@@ -70,11 +76,11 @@ def test_so_many_bytes_are_read_before_each_call_up_to_twice_the_cache(monkeypat
     monkeypatch.setattr(torch.Tensor, "sum", lambda tensor: read.append(tensor.nbytes))
     calls = {"a": (1000, "a"), "b": (80000, "b"), "c": (0, "c")}
     Timer().best({name: Timed(lambda: None, *between_and_kind) for name, between_and_kind in calls.items()})
-    assert set(read) == {1000, 8000} and len(read) == 2 * (2 + ROUNDS[0])
+    assert set(read) == {1000, 8000} and len(read) == 2 * 2
 
 
 def test_no_calls_take_no_time():
-    assert Timer().best({}) == {}
+    assert Timer().best({}) == Times({})
 
 
 def test_the_cache_has_a_plausible_size():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """autoquant: record what the linear layers of a model see, measure every candidate on it, choose.
 
-    record (recording.py) -> measure (options.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
+    record (recording.py) -> measure (measuring.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
     -> Plan (plan.py)
 """
 
@@ -17,13 +17,14 @@ from torch import nn
 
 from lowbit import _C
 from lowbit.autotune.candidates import candidates_of
-from lowbit.autotune.choosing import Choice, fastest_within, hold_model_bound, never_slower
+from lowbit.autotune.choosing import Choice, choose, never_slower
 from lowbit.autotune.kept_times import KeptTimes, machine
 from lowbit.autotune.kv_choice import choose_cache
-from lowbit.autotune.options import MeasuredLayer, Measuring
+from lowbit.autotune.measuring import NOISY, Measuring, kinds_of, margin_of
+from lowbit.autotune.options import MeasuredLayer
 from lowbit.autotune.plan import Plan, PlanRow
 from lowbit.autotune.recording import Recording, SeenLayer, record
-from lowbit.autotune.timing import Timer
+from lowbit.autotune.timing import AGREE, Timer
 from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
@@ -55,10 +56,10 @@ def autoquant(
     """Choose for each linear layer the format and kernel row that is fastest on this machine and exact enough.
 
     The model runs once on ``example_input`` to record the shapes that each layer sees. Every candidate is timed on them
-    with the real packed weight, interleaved, with the caches as the model leaves them. A layer gets the fastest that
-    holds ``min_sqnr`` and is 3 % faster than the float layer; if the model's output then misses the bound, the layers
-    that give back the most accuracy for the least time take a more exact one. At last the whole model is timed: it is
-    never slower than without the plan. The model stays as it is until ``plan.apply(model)``.
+    with the real packed weight, interleaved, with the caches as the model leaves them. All layers get the fastest
+    format that holds ``min_sqnr`` in each of them and in the model's output; or each layer the fastest for itself, if
+    that is faster by 3 % and by more than times of the same call differ. At last the whole model is timed: it is never
+    slower than without the plan. The model stays as it is until ``plan.apply(model)``.
 
     Args:
         model: any module, in float; layers that are quantized already stay so. It is run in eval mode.
@@ -150,42 +151,50 @@ class PlanMaker:
         whole = None if example_input is None else WholeModel(model, example_input, self.timer)
         with evaluating(model):
             if whole is not None:
-                record(model, [] if recorded else layers, whole.run)
-                whole.run_float()
+                record(model, [] if recorded else layers, whole.run_float)
                 whole.check_reproducible(self.bound_db)
             called = [layer for layer in layers if layer.calls]
             if not called:
                 raise ValueError("autoquant: no linear layer of the model was called")
-            choice = self._choose(layers, called)
-            return self._finish(model, layers, choice, whole)
+            measured, noise = self._measure(layers, called)
+            bounded = whole is not None and whole.is_bounded
+            model_db, runs = (whole.sqnr_db, whole.affordable_runs) if bounded else (lambda choice: math.inf, 0)
+            choice = choose(measured, model_db, self.bound_db, runs, margin_of(noise))
+            return self._finish(model, layers, choice, whole, recorded)
 
-    def _choose(self, layers: list[SeenLayer], called: list[SeenLayer]) -> Choice:
+    def _measure(self, layers: list[SeenLayer], called: list[SeenLayer]) -> tuple[list[MeasuredLayer], float]:
+        """Return the layers with their options, and by how much times of the same call differ; a note says what follows
+        from that."""
         dtypes = {layer.module.weight.dtype for layer in called}
         specs = {dtype: list(dict.fromkeys(config.spec(dtype) for config in self.configs)) for dtype in dtypes}
-        measuring = Measuring(layers, specs, self.timer, self.kept, self._failed)
-        choice: Choice = {}
-        for seen in self._progress(called):
-            layer = MeasuredLayer(seen, measuring.options_of(seen))
-            choice[layer] = fastest_within(layer, self.bound_db)
-        return choice
+        kinds = kinds_of(called)
+        measuring = Measuring(layers, kinds, specs, self.timer, self.kept, self._failed)
+        measured = measuring.measure(self._progress(kinds))
+        if measuring.noise > AGREE:
+            then = "within that, kernel rows keep their order and all layers get one format"
+            if measuring.noise > NOISY:
+                then = "they are taken to go by the bytes of the weights"
+            self.notes.append(
+                f"times of the same call differ by {measuring.noise - 1:.0%}, perhaps other programs run: {then}"
+            )
+        return measured, measuring.noise
 
     def _finish(
-        self, model: nn.Module, layers: list[SeenLayer], choice: Choice, whole: WholeModel | None
+        self, model: nn.Module, layers: list[SeenLayer], choice: Choice, whole: WholeModel | None, recorded: bool
     ) -> Plan:
-        model_db = before = after = math.nan
+        before = after = math.nan
         cache = None
+        model_db = math.nan
         if whole is None:
             self.notes.append("no example input: the model as a whole is neither bounded nor timed")
         else:
-            model_db = whole.sqnr_db(choice)
-            if math.isnan(model_db):
+            if not whole.is_bounded:
                 self.notes.append("the model returns no floating tensor: its error as a whole is not known")
+            if recorded:  # the example is one of the calls that count, perhaps one that gets slower
+                before, after = whole.seconds(choice)
             else:
-                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
-            choice, before, after = never_slower(choice, whole.seconds)
-            while (model_db := whole.sqnr_db(choice)) < self.bound_db:  # errors of two layers may have met
-                choice, _ = hold_model_bound(choice, whole.sqnr_db, self.bound_db, whole.affordable_runs)
                 choice, before, after = never_slower(choice, whole.seconds)
+            model_db = whole.sqnr_db(choice)
             cache = choose_cache(getattr(whole.output, CACHE, None), self.bound_db)
         rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option)}
         for seen in layers:
@@ -211,13 +220,13 @@ class PlanMaker:
             raise error
         self.notes.append(f"{what}: {error}")
 
-    def _progress(self, layers: list[SeenLayer]) -> Iterable[SeenLayer]:
+    def _progress(self, kinds: list[list[SeenLayer]]) -> Iterable[list[SeenLayer]]:
         try:
             from tqdm.auto import tqdm
         except ImportError:
             self.notes.append("install tqdm for a progress bar")
-            return layers
-        return tqdm(layers, desc="autoquant", unit="layer")
+            return kinds
+        return tqdm(kinds, desc="autoquant", unit="kind of layer")
 
 
 def _rows_of(layer: MeasuredLayer, option: Any) -> Iterable[PlanRow]:

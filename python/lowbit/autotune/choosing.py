@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose one option for each layer: the fastest whose output holds the bound; then so that the model holds it too.
+"""Choose one option for each layer: one format for all layers, or for each the fastest whose output holds the bound,
+then so that the model holds it too, if that is faster by more than the times differ anyway.
 
 Noise adds up: the model's relative noise is about the sum of what the layers bring to it, and a layer brings its own
 (10^(-dB / 10)) times a factor, which is measured. The layer is moved first that gives back the most noise for the time.
@@ -8,13 +9,35 @@ Noise adds up: the model's relative noise is about the sum of what the layers br
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lowbit.autotune.options import MeasuredLayer, Option
 
 Choice = dict[MeasuredLayer, Option]
 Factors = dict[MeasuredLayer, float]
+TRIES = 3  # how often a choice is timed that is slower than the float model
 _LEAST = 1e-30  # noise of a layer that is as good as none
+
+
+def choose(
+    layers: Sequence[MeasuredLayer], model_db: Callable[[Choice], float], bound_db: float, runs: int, margin: float
+) -> Choice:
+    """Return an option for each layer: one format for all, or the fastest for each if that is faster by the margin.
+
+    Args:
+        model_db: SQNR of the model's output with a choice, in dB; inf where it is not known.
+        bound_db: what each layer and the model hold.
+        runs: how many calls of ``model_db`` may find out which layers the noise comes from.
+        margin: the ratio of two times from which on they differ.
+    """
+    single = one_format(layers, model_db, bound_db)
+    limit = seconds_of(single) / margin
+    if sum(layer.options[0].seconds for layer in layers) > limit:
+        return single
+    mixed = {layer: fastest_within(layer, bound_db) for layer in layers}
+    if seconds_of(mixed) <= limit:
+        mixed, _ = hold_model_bound(mixed, model_db, bound_db, runs)
+    return mixed if seconds_of(mixed) <= limit else single
 
 
 def fastest_within(layer: MeasuredLayer, bound_db: float) -> Option:
@@ -96,24 +119,29 @@ def _noise(choice: Choice, factors: Factors) -> float:
     return sum(factors.get(layer, 0.0) * noise_of(layer.error_db(option)) for layer, option in choice.items())
 
 
+def one_format(layers: Sequence[MeasuredLayer], model_db: Callable[[Choice], float], bound_db: float) -> Choice:
+    """Return the fastest choice of one format for all layers that holds the bounds. A layer that is slower in that
+    format stays as it is; all do if none holds."""
+    specs = dict.fromkeys(spec for layer in layers for spec in layer.formats)
+    for choice in sorted(({layer: layer.in_format(spec) for layer in layers} for spec in specs), key=seconds_of):
+        if all(layer.error_db(option) >= bound_db for layer, option in choice.items()) and model_db(choice) >= bound_db:
+            return choice
+    return {layer: layer.as_float for layer in layers}
+
+
+def seconds_of(choice: Choice) -> float:
+    """Seconds of all layers in a run of the model."""
+    return sum(option.seconds for option in choice.values())
+
+
 def never_slower(choice: Choice, model_seconds: Callable[[Choice], tuple[float, float]]) -> tuple[Choice, float, float]:
-    """Give layers back to float until the model is no slower than without any choice.
+    """Return the choice, or that of all layers as they are if the model is slower with it; and both times.
 
     Args:
         model_seconds: seconds of the float model and of the model with a choice, measured against each other.
-
-    Returns:
-        The choice and both times. Half of the layers that are left go back at a time, those that win least.
     """
-    choice = dict(choice)
-    while any(option.spec is not None for option in choice.values()):
-        for _ in range(2):  # once more, before layers go back for what another program did
-            before, after = model_seconds(choice)
-            if after <= before:
-                return choice, before, after
-        quantized = [layer for layer, option in choice.items() if option.spec is not None]
-        quantized.sort(key=lambda layer: layer.as_float.seconds - choice[layer].seconds)
-        for layer in quantized[: (len(quantized) + 1) // 2]:
-            choice[layer] = layer.as_float
-    before, _ = model_seconds(choice)
-    return choice, before, before
+    for _ in range(TRIES):  # again, before layers go back for what another program did
+        before, after = model_seconds(choice)
+        if after <= before:
+            return choice, before, after
+    return {layer: layer.as_float for layer in choice}, before, before

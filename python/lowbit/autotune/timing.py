@@ -7,66 +7,92 @@ of another buffer are read. It matters: a 384 x 1536 layer with one row (W8A8, o
 between two calls; 188 us from memory. Nothing changes past the last cache, so no more than twice its size is read.
 
 Rounds are interleaved, one sample of each call in a round and in changing order, so that a drift of the machine meets
-all alike. The best sample of each counts once it was seen twice: rounds go on until the two best samples of every call
-agree. On an idle machine that is soon; where other programs run, a call that a thread of waits for the system takes a
-hundred times as long, and three rounds say nothing.
+all alike. Every second round is of the other half, and each half keeps its best sample of a call. On an idle machine
+the halves soon agree on every call. Where other programs run, a call that a thread of waits for the system takes a
+hundred times as long: rounds go on until the time is spent, and by how much the halves then differ is the noise.
 """
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-ROUNDS = (5, 60)  # at least and at most
-SEEN_TWICE = 1.03  # ratio of the two best samples of a call
-BUDGET_S = 8.0  # after so long a set of calls gets no more rounds than the least
-HOPELESS = 2.0  # a call whose first two samples take so many times those of the best of its kind gets no more
+LEAST = 3  # samples of a call in each half, if there is time
+AGREE = 1.05  # the halves agree on a call if their best samples differ by no more
+BUDGET_S = 16.0  # for all calls of the layers of a model, beside the first sample of each half
+HOPELESS = 3.0  # a call whose first samples take so many times those of the best of its kind gets no more
 _UNKNOWN_CACHE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call, how many bytes the model reads between two of them, of which others it has to be the best, and a context
-    that it runs in and that is not timed."""
+    """A call, how many bytes the model reads between two of them, of which others it has to be the best, the kind that
+    it is to be faster than, and a context that it runs in and that is not timed."""
 
     call: Call
     bytes_between: int = 0
     kind: str = ""
+    rival: str | None = None
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Generic[Key]):
+    """Best seconds of each call, and the ratio by which the halves differ on half of the calls or more."""
+
+    seconds: dict[Key, float]
+    noise: float = 1.0
 
 
 class Timer:
     """Measures seconds per call. autoquant takes any object with this method, so that tests need no clock."""
 
-    def best(self, calls: Mapping[Key, Timed]) -> dict[Key, float]:
-        """Return the best seconds of one call each, from interleaved rounds."""
+    def best(self, calls: Mapping[Key, Timed], share: float = 1.0) -> Times[Key]:
+        """Return the best seconds of one call each. ``share``: how much of BUDGET_S the rounds may take."""
         between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
         # Written: all of memory that never was is one page of zeros.
         buffer = torch.ones(between // 4, dtype=torch.float32, device="cpu")
-        start = time.perf_counter()
-        two = {key: sorted((_sample(it, buffer), _sample(it, buffer))) for key, it in calls.items()}
-        fastest: dict[str, float] = {}
-        for key, timed in calls.items():
-            fastest[timed.kind] = min(two[key][0], fastest.get(timed.kind, two[key][0]))
-        order = [key for key, timed in calls.items() if two[key][0] <= HOPELESS * fastest[timed.kind]]
-        shuffle = random.Random(0).shuffle
-        for done in range(ROUNDS[1]):
-            seen_twice = all(two[key][1] <= SEEN_TWICE * two[key][0] for key in order)
-            if done >= ROUNDS[0] and (seen_twice or time.perf_counter() - start > BUDGET_S):
-                break
-            shuffle(order)
-            for key in order:
-                two[key] = sorted((*two[key], _sample(calls[key], buffer)))[:2]
-        return {key: best for key, (best, _) in two.items()}
+        end = time.perf_counter() + share * BUDGET_S
+        halves = [{key: _sample(it, buffer) for key, it in calls.items()} for _ in range(2)]
+        order, shuffle = _hopeful(calls, halves), random.Random(0).shuffle
+        done, ratios = 1, _ratios(halves, order)
+        while order and time.perf_counter() < end and (done < LEAST or max(ratios) > AGREE):
+            for half in halves:
+                shuffle(order)
+                for key in order:
+                    half[key] = min(half[key], _sample(calls[key], buffer))
+            done, ratios = done + 1, _ratios(halves, order)
+        seconds = {key: min(half[key] for half in halves) for key in calls}
+        return Times(seconds, statistics.median(ratios) if ratios else 1.0)
+
+
+def _ratios(halves: list[dict[Key, float]], order: list[Key]) -> list[float]:
+    """By how much the halves differ on each call."""
+    return [max(half[key] for half in halves) / min(half[key] for half in halves) for key in order]
+
+
+def _hopeful(calls: Mapping[Key, Timed], halves: list[dict[Key, float]]) -> list[Key]:
+    """The calls that may be the best of their kind, and faster than their rivals."""
+    first = {key: min(half[key] for half in halves) for key in calls}
+    fastest: dict[str | None, float] = {}
+    for key, timed in calls.items():
+        fastest[timed.kind] = min(first[key], fastest.get(timed.kind, math.inf))
+
+    def limit(timed: Timed) -> float:
+        return HOPELESS * min(fastest[timed.kind], fastest.get(timed.rival, math.inf))
+
+    return [key for key, timed in calls.items() if first[key] <= limit(timed)]
 
 
 def _sample(timed: Timed, buffer: torch.Tensor) -> float:

@@ -45,6 +45,7 @@ class WholeModel:
         self.output: Any = None
         self._wanted: list[Tensor] = []
         self._run_s = 0.0
+        self._last: tuple[Choice, float] | None = None  # the choice that sqnr_db was asked for, and what it said
 
     def run(self) -> Any:
         return self.model(*self.args, **self.kwargs)
@@ -58,8 +59,13 @@ class WholeModel:
 
     @property
     def affordable_runs(self) -> int:
-        """Runs of the model that fit into RUNS_S, 8 at least."""
-        return max(8, int(RUNS_S / max(self._run_s, 1e-9)))
+        """Runs of the model that fit into RUNS_S, 2 at least."""
+        return max(2, int(RUNS_S / max(self._run_s, 1e-9)))
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it returns a floating tensor, whose error can be told."""
+        return bool(self._wanted)
 
     def check_reproducible(self, bound_db: float) -> None:
         """Raise ValueError if a second run differs so much that the bound means nothing."""
@@ -76,8 +82,10 @@ class WholeModel:
             return math.nan
         if all(option.spec is None for option in choice.values()):
             return math.inf
-        with self._with(choice):
-            return self._db(self.run())
+        if self._last is None or self._last[0] != choice:
+            with self._with(choice):
+                self._last = choice, self._db(self.run())
+        return self._last[1]
 
     def _db(self, output: Any) -> float:
         got = self._tensors(output)
@@ -101,7 +109,7 @@ class WholeModel:
         """Best seconds of a run of the float model and of the model with the choice, interleaved."""
         before = Timed(self.run, kind="before")
         after = Timed(self.run, kind="after", around=lambda: self._with(choice))
-        best = self.timer.best({"before": before, "after": after})
+        best = self.timer.best({"before": before, "after": after}, share=0.5).seconds
         return best["before"], best["after"]
 
     @contextlib.contextmanager
