@@ -32,6 +32,7 @@ class Layer:
         self._db = {option: error_db for option, (*_, error_db) in zip(self.options, options, strict=True)}
         self.as_float = self.options[-1]
         self.formats = {option.spec: option for option in self.options[:-1]}
+        self.errors: dict[LinearSpec, float] = {}
 
     def in_format(self, spec: LinearSpec) -> Option:
         return self.formats.get(spec, self.as_float)
