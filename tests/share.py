@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import unittest
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -64,9 +65,17 @@ def chosen(items: Iterable[pytest.Item], share: int, commit: str) -> list[pytest
     numbers = {item: _number(item.nodeid, commit) for item in items}
     first: dict[str, pytest.Item] = {}
     for item in sorted(items, key=lambda item: (not _can_run(item), numbers[item])):
-        first.setdefault(item.nodeid.partition("[")[0], item)
-    firsts = set(first.values())
-    return [item for item in items if item in firsts or numbers[item] * share < 1 or item.get_closest_marker("core")]
+        first.setdefault(_kind(item), item)
+    taken = set(first.values())
+    if "LOWBIT_TEST_DEVICE" not in os.environ:  # what core tests promise, they promise of rows of the CPU
+        taken |= {item for item in items if item.get_closest_marker("core")}
+    return [item for item in items if item in taken or numbers[item] * share < 1]
+
+
+def _kind(item: pytest.Item) -> str:
+    """The function; of torch's own tests, whose parameters are part of a method's name, the class."""
+    is_torchs = issubclass(getattr(item, "cls", None) or object, unittest.TestCase)
+    return item.nodeid.rpartition("::")[0] if is_torchs else item.nodeid.partition("[")[0]
 
 
 def _number(nodeid: str, commit: str) -> float:

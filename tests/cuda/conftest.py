@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import kept
 import pytest
 
 HERE = Path(__file__).parent
@@ -15,18 +16,23 @@ KERNEL_FLAGS = "-std=c++20 -O1 -g0 -w -fPIC -ffp-contract=off -U_FORTIFY_SOURCE"
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process on that machine; its cache of compiled kernels is empty at first."""
+    """The environment of a process on that machine. Its cache of lowbit is empty at first; what g++ made is kept."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine: it stands for NVRTC")
-    folder = tmp_path_factory.mktemp("cuda")
+    sources = [*HERE.glob("*_on_host.hpp"), HERE / "emulated_cuda.cpp", HERE / "emulated_cublas.cpp", Path(__file__)]
+    folder = kept.folder("cuda", sources, make=make)
+    return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+
+
+def make(folder: Path) -> None:
     for header in HERE.glob("*_on_host.hpp"):
         shutil.copy(header, folder)
+    (folder / "kernels").mkdir()
     header, out = folder / "cuda_on_host.hpp", str(folder / "libcuda.so.1")
     # Precompiled, it is a third of the time of each kernel that is compiled later.
     subprocess.run(["g++", *KERNEL_FLAGS.split(), "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    compiler = f'-DLOWBIT_KERNEL_COMPILER="g++ {KERNEL_FLAGS} -shared -include {header}"'
+    compiler = f'-DLOWBIT_KERNEL_COMPILER="g++ {KERNEL_FLAGS} -shared"'
     subprocess.run(["g++", *flags, compiler, str(HERE / "emulated_cuda.cpp"), "-o", out], check=True)
     (folder / "libnvrtc.so.13").symlink_to("libcuda.so.1")
     subprocess.run(["g++", *flags, str(HERE / "emulated_cublas.cpp"), "-o", str(folder / "libcublasLt.so.13")], check=True)
-    return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(folder / "cache")}

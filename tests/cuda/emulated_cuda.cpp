@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // libcuda.so.1 and libnvrtc.so.13 of a machine without a GPU: NVRTC is g++ with cuda_on_host.hpp, a cubin is a shared
-// object, a launch runs it on the host before it returns. Found by LOWBIT_CUDA_PATH. The environment says what goes
-// wrong, in each call anew:
+// object, a launch runs it on the host before it returns. Found by LOWBIT_CUDA_PATH, where kernels/ keeps what g++ made,
+// by the text of the source and of the headers that it includes. The environment says what goes wrong, in each call anew:
 //   LOWBIT_EMULATED_FAIL=<function>:<CUresult>   that function fails
 //   LOWBIT_EMULATED_CAPTURING=1                  streams are being captured
 //   LOWBIT_EMULATED_LOG=<file>                   one line for each launch, load and context
@@ -16,6 +16,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -66,6 +68,27 @@ void take_out_barrier(std::string& text, int& number) {
   const std::string barrier = "__syncthreads();";
   for (std::size_t at = 0; (at = text.find(barrier, at)) != std::string::npos; at += barrier.size())
     if (number-- == 0) text.replace(at, barrier.size(), std::string(barrier.size(), ' '));
+}
+
+// The source and what it includes, directly or not: two programs of the same text are the same.
+void add_included(const Program& program, const std::string& text, std::set<std::string>& seen, std::string& all) {
+  all += text;
+  for (std::size_t at = 0; (at = text.find("#include \"", at)) != std::string::npos;) {
+    at += 10;
+    const std::string name = text.substr(at, text.find('"', at) - at);
+    for (std::size_t i = 0; i < program.names.size(); i++)
+      if (program.names[i] == name && seen.insert(name).second) add_included(program, program.texts[i], seen, all);
+  }
+}
+
+fs::path kept_image(const Program& program) {
+  std::string all;
+  std::set<std::string> seen;
+  add_included(program, program.source, seen, all);
+  char name[64];
+  const std::hash<std::string> hash;
+  std::snprintf(name, sizeof name, "%016zx%016zx.so", hash(all), hash(program.source + std::to_string(all.size()) + all));
+  return fs::path(environment("LOWBIT_CUDA_PATH")) / "kernels" / name;
 }
 
 struct Loaded {
@@ -180,16 +203,19 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
   const fs::path folder = fs::path(environment("LOWBIT_CUDA_PATH")) / ("build-" + std::to_string(getpid()));
   const std::string without = environment("LOWBIT_EMULATED_WITHOUT_BARRIER");
   int barrier = without.empty() ? -1 : std::stoi(without);
+  for (std::string& text : program->texts) take_out_barrier(text, barrier);
+  const fs::path kept = kept_image(*program);
+  if (fs::exists(kept)) return program->image = read(kept), kSuccess;
   for (std::size_t i = 0; i < program->names.size(); i++)
-    if (program->names[i].find('/') != std::string::npos) {  // the others are the C++ library, which g++ has
-      take_out_barrier(program->texts[i], barrier);
+    if (program->names[i].find('/') != std::string::npos)  // the others are the C++ library, which g++ has
       write(folder / program->names[i], program->texts[i]);
-    }
   write(folder / "kernels.cpp", program->source);
-  const std::string at = folder.string(), command = LOWBIT_KERNEL_COMPILER " -I" + at + " " + at + "/kernels.cpp -o " +
-                                                    at + "/kernels.so > " + at + "/log 2>&1";
+  const std::string at = folder.string();
+  const std::string command = LOWBIT_KERNEL_COMPILER " -include " + environment("LOWBIT_CUDA_PATH") + "/cuda_on_host.hpp -I" +
+                              at + " " + at + "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
   const int failed = std::system(command.c_str());
   program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
+  if (!failed) fs::rename(folder / "kernels.so", kept);
   fs::remove_all(folder);
   return failed ? 6 : kSuccess;
 }

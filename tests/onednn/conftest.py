@@ -14,15 +14,19 @@ def needs_onednn() -> None:
         pytest.skip(reason)
 
 
+def needs_row(row: str) -> None:
+    needs_onednn()
+    if not served(row):
+        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {row} on this machine")
+
+
 @pytest.fixture(params=FORMATS)
 def row(request: pytest.FixtureRequest) -> str:
-    needs_onednn()
-    if not served(request.param):
-        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {request.param} on this machine")
+    needs_row(request.param)
     return str(request.param)
 
 
 @pytest.fixture
 def onednn() -> None:
-    """The test needs the library."""
-    needs_onednn()
+    """The test needs the library, and its product of float32, which most machines have."""
+    needs_row("linear_float32_onednn")

@@ -27,6 +27,8 @@ def cases_of(row: str) -> list[LinearCase]:
 @pytest.mark.core
 def test_row_is_within_budget_of_the_float64_reference(kernel: str) -> None:
     cases = cases_of(kernel)
+    if not cases and kernel.endswith("_onednn"):
+        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {kernel} on this machine")
     assert cases, f"no case reaches row {kernel}"
     for case in cases:
         data = cached_data(case)
