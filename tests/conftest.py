@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 # Threads that wait sleep: where xdist's workers share the cores, those of gomp that spin took 157 of 224 CPU seconds
 # from the others (975 tests of four files: 157 s, and 70 s so). Before torch, whose gomp reads it once; child processes inherit it.
@@ -57,6 +57,19 @@ def kernel(request: pytest.FixtureRequest) -> str:
     if not request.param["available"]:
         pytest.skip(f"{request.param['name']}: {request.param['reason']}")
     return str(request.param["name"])
+
+
+@pytest.fixture
+def served(kernel: str) -> Callable[[Iterable[testing.LinearCase]], list[testing.LinearCase]]:
+    """The cases that the row takes; where it takes none there is nothing to test, which is a skip."""
+
+    def of(cases: Iterable[testing.LinearCase]) -> list[testing.LinearCase]:
+        taken = [case for case in cases if testing.serves(kernel, case)]
+        if not taken:
+            pytest.skip(f"{kernel} takes none of these calls")
+        return taken
+
+    return of
 
 
 class GatedMLP(nn.Module):

@@ -46,4 +46,6 @@ def _root() -> Path:
 
 @functools.cache
 def _compiler() -> str:
+    if shutil.which("g++") is None:
+        return ""
     return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout.partition("\n")[0]

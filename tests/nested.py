@@ -31,7 +31,7 @@ class Run:
         found = re.search(r"(\d+) passed", self.said)
         return int(found[1]) if found else 0
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"exit {self.code}\n{self.said[-8000:]}{self.errors[-4000:]}"
 
 

@@ -7,10 +7,13 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <string_view>
 
 #include "sim/faults.hpp"
 #include "sim/stray_access.hpp"
@@ -22,12 +25,21 @@ constexpr std::size_t kAlignment = 256, kPage = 4096, kLarge = std::size_t{1} <<
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
+// With LOWBIT_SIM_GUARDS=1 (for tests of kernels that nothing else bounds-checks) a block ends in at least kAlignment
+// bytes of one pattern. The end of every run checks that they are whole.
+constexpr unsigned char kGuard = 0xa5;
+bool has_guards() {
+  static const char* const wanted = std::getenv("LOWBIT_SIM_GUARDS");
+  return wanted && wanted == std::string_view("1");
+}
+std::size_t with_guard(std::size_t bytes) { return round_up(bytes, kAlignment) + (has_guards() ? kAlignment : 0); }
+
 // One device. Blocks lie at offsets from `base`: `live` and `holes` are disjoint and fill [0, end). Pages of [0,
 // touched) have been handed out at least once, and only they are ever opened.
 struct Device {
   char* base = nullptr;
   std::mutex mutex;
-  std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes
+  std::map<std::size_t, std::size_t> live, holes;  // offset -> bytes: as asked for, as taken
   std::size_t end = 0, touched = 0;
   int open = 0;
   MemoryUsage usage;
@@ -36,6 +48,23 @@ struct Device {
     if (from == to) return;
     check(mprotect(base + from, to - from, protection) == 0, ErrorKind::runtime,
           "lowbit_sim: mprotect failed: ", std::strerror(errno));
+  }
+
+  void write_guard(std::size_t offset, std::size_t bytes) {
+    const std::size_t from = offset / kPage * kPage, to = round_up(offset + with_guard(bytes), kPage);
+    if (!open) protect(from, to, PROT_READ | PROT_WRITE);
+    std::memset(base + offset + bytes, kGuard, with_guard(bytes) - bytes);
+    if (!open) protect(from, to, PROT_NONE);
+  }
+
+  // The process ends: what was written over is unknown.
+  void check_guards() const {
+    for (const auto& [offset, bytes] : live)
+      for (std::size_t i = bytes; i < with_guard(bytes); i++) {
+        if (static_cast<unsigned char>(base[offset + i]) == kGuard) continue;
+        std::fprintf(stderr, "lowbit_sim: a run wrote at byte %zu of a block of %zu bytes\n", i, bytes);
+        std::abort();
+      }
   }
 
   // The first hole that is large enough, else the end.
@@ -128,9 +157,10 @@ void* allocate(int index, std::size_t bytes) {
   if (allocation_fails(index)) return nullptr;
   const std::lock_guard lock(device.mutex);
   if (bytes > static_cast<std::size_t>(device.usage.capacity)) return nullptr;
-  const std::size_t size = round_up(bytes, kAlignment), offset = device.take(size);
+  const std::size_t size = round_up(bytes, kAlignment), offset = device.take(with_guard(bytes));
   if (offset == SIZE_MAX) return nullptr;
-  device.live[offset] = size;
+  device.live[offset] = bytes;
+  if (has_guards()) device.write_guard(offset, bytes);
   MemoryUsage& usage = device.usage;
   usage.live_bytes += static_cast<int64_t>(size);
   usage.peak_bytes = std::max(usage.peak_bytes, usage.live_bytes);
@@ -145,11 +175,11 @@ void deallocate(void* pointer) noexcept {
   const std::lock_guard lock(device.mutex);
   const auto block = device.live.find(static_cast<std::size_t>(static_cast<char*>(pointer) - device.base));
   if (block == device.live.end()) return;
-  device.usage.live_bytes -= static_cast<int64_t>(block->second);
+  device.usage.live_bytes -= static_cast<int64_t>(round_up(block->second, kAlignment));
   device.usage.live_blocks--;
   const auto [offset, bytes] = *block;
   device.live.erase(block);
-  device.give_back(offset, bytes);
+  device.give_back(offset, with_guard(bytes));
 }
 
 void copy(void* to, const void* from, std::size_t bytes) {
@@ -189,6 +219,7 @@ void close(int index) {
   Device& device = devices()[static_cast<std::size_t>(index)];
   depth--;
   const std::lock_guard lock(device.mutex);
+  if (device.open == 1 && has_guards()) device.check_guards();
   if (--device.open == 0 && device.touched) mprotect(device.base, device.touched, PROT_NONE);
 }
 

@@ -21,7 +21,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip("no g++ on this machine: it stands for NVRTC")
     sources = [*HERE.glob("*_on_host.hpp"), HERE / "emulated_cuda.cpp", HERE / "emulated_cublas.cpp", Path(__file__)]
     folder = kept.folder("cuda", sources, make=make)
-    return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "LOWBIT_SIM_GUARDS": "1"}
 
 
 def make(folder: Path) -> None:

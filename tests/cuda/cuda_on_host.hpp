@@ -125,16 +125,44 @@ inline Exchanged exchange(const std::array<uint32_t, 6>& words) {
   return {me / 32, slot};
 }
 
-// Shared memory of one declaration, full of nan bits when a CTA begins.
-inline std::vector<std::pair<void*, std::size_t>> all_shared;
-inline void poison(void* memory, std::size_t bytes) { std::memset(memory, 0xff, bytes); }
+// Shared memory of one declaration, full of nan bits when a CTA begins, between guards that are whole when it ends.
+constexpr std::size_t kGuard = 1024;
+constexpr unsigned char kGuardByte = 0xa5;
+inline std::vector<std::pair<unsigned char*, std::size_t>> all_shared;  // the first guard, and bytes of the memory
+inline void poison(unsigned char* guarded, std::size_t bytes) {
+  std::memset(guarded, kGuardByte, kGuard), std::memset(guarded + kGuard, 0xff, bytes);
+  std::memset(guarded + kGuard + bytes, kGuardByte, kGuard);
+}
+inline bool guards_are_whole() {
+  const auto is_whole = [](const unsigned char* guard) {
+    return std::all_of(guard, guard + kGuard, [](unsigned char byte) { return byte == kGuardByte; });
+  };
+  for (const auto& [guarded, bytes] : all_shared)
+    if (!is_whole(guarded) || !is_whole(guarded + kGuard + bytes)) {
+      std::fprintf(stderr, "emulated CUDA: a CTA wrote outside of %zu bytes of shared memory\n", bytes);
+      return false;
+    }
+  return true;
+}
 
 template <class T, int line>
 T& shared() {
-  alignas(16) static T memory;
-  static const bool first = (poison(&memory, sizeof memory), all_shared.emplace_back(&memory, sizeof memory), true);
+  alignas(16) static unsigned char guarded[kGuard + sizeof(T) + kGuard];
+  static const bool first = (poison(guarded, sizeof(T)), all_shared.emplace_back(guarded, sizeof(T)), true);
   static_cast<void>(first);
-  return memory;
+  return *reinterpret_cast<T*>(guarded + kGuard);
+}
+
+// Memory that the launch brings: as much as it says.
+inline unsigned dynamic_bytes = 0;
+template <class T, int line>
+T& dynamic_shared() {
+  if (sizeof(T) > dynamic_bytes) {
+    std::fprintf(stderr, "emulated CUDA: a launch has %u bytes of shared memory, its kernel uses %zu\n", dynamic_bytes,
+                 sizeof(T));
+    failed = true, wait(State::done);
+  }
+  return shared<T, line>();
 }
 
 template <class T>
@@ -149,7 +177,7 @@ inline Dim blockIdx;
 #define threadIdx (Dim{on_host::current})
 
 #define LOWBIT_SHARED(Type, name, extents) auto& name = on_host::shared<Type extents, __LINE__>()
-#define LOWBIT_DYNAMIC_SHARED(Type, name) auto& name = on_host::shared<Type, __LINE__>()
+#define LOWBIT_DYNAMIC_SHARED(Type, name) auto& name = on_host::dynamic_shared<Type, __LINE__>()
 #define LOWBIT_KERNEL(name, threads, Args) extern "C" void name(const Args& args)
 
 inline void __syncthreads() { on_host::wait(on_host::State::at_barrier); }
@@ -200,15 +228,18 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 #include "mma_on_host.hpp"
 #include "tiles_on_host.hpp"
 
-// What the emulated driver calls; false: threads wait for each other for ever, or left others waiting.
+// What the emulated driver calls; false: threads wait for each other for ever or left others waiting, or shared memory
+// was written outside of its bounds.
 extern "C" inline __attribute__((used)) bool lowbit_run_grid(void (*kernel)(const void*), const void* args,
-                                                             unsigned ctas, unsigned threads, unsigned seed) {
+                                                             unsigned ctas, unsigned threads, unsigned shared_bytes,
+                                                             unsigned seed) {
   std::mt19937 random(seed);
+  on_host::dynamic_bytes = shared_bytes;
   on_host::body = kernel, on_host::arguments = args;
   for (unsigned i = 0; i < ctas; i++) {
     blockIdx.x = i;
     for (const auto& [memory, bytes] : on_host::all_shared) on_host::poison(memory, bytes);
-    if (!on_host::run_cta(threads, random)) return false;
+    if (!on_host::run_cta(threads, random) || !on_host::guards_are_whole()) return false;
   }
   return true;
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // libcuda.so.1 and libnvrtc.so.13 of a machine without a GPU: NVRTC is g++ with cuda_on_host.hpp, a cubin is a shared
-// object, a launch runs it on the host before it returns. Found by LOWBIT_CUDA_PATH, where kernels/ keeps what g++ made,
-// by the text of the source and of the headers that it includes. The environment says what goes wrong, in each call anew:
+// object, a launch runs it on the host before it returns. Found by LOWBIT_CUDA_PATH, where kernels/ keeps what g++
+// made, by the text of the source and of the headers that it includes. The environment says what goes wrong, in each
+// call anew:
 //   LOWBIT_EMULATED_FAIL=<function>:<CUresult>   that function fails
 //   LOWBIT_EMULATED_CAPTURING=1                  streams are being captured
 //   LOWBIT_EMULATED_LOG=<file>                   one line for each launch, load and context
@@ -87,13 +88,14 @@ fs::path kept_image(const Program& program) {
   add_included(program, program.source, seen, all);
   char name[64];
   const std::hash<std::string> hash;
-  std::snprintf(name, sizeof name, "%016zx%016zx.so", hash(all), hash(program.source + std::to_string(all.size()) + all));
+  const std::string other = program.source + std::to_string(all.size()) + all;
+  std::snprintf(name, sizeof name, "%016zx%016zx.so", hash(all), hash(other));
   return fs::path(environment("LOWBIT_CUDA_PATH")) / "kernels" / name;
 }
 
 struct Loaded {
   void* library;
-  bool (*run)(void (*)(const void*), const void*, unsigned, unsigned, unsigned);
+  bool (*run)(void (*)(const void*), const void*, unsigned, unsigned, unsigned, unsigned);
 };
 struct Kernel {
   const Loaded* loaded;
@@ -134,7 +136,8 @@ EMULATED cuCtxGetCurrent(void** context) { return *context = nullptr, kSuccess; 
 EMULATED cuCtxPushCurrent_v2(void* context) { return log("push ", reinterpret_cast<intptr_t>(context) - 1), kSuccess; }
 EMULATED cuCtxPopCurrent_v2(void**) { return log("pop"), kSuccess; }
 EMULATED cuGetErrorName(int error, const char** name) {
-  *name = error == kLaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR";
+  *name = error == kLaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : error == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : "CUDA_ERROR";
   return kSuccess;
 }
 EMULATED cuGetErrorString(int, const char** text) { return *text = "as the emulation was told", kSuccess; }
@@ -175,13 +178,14 @@ EMULATED cuFuncSetAttribute(void*, int attribute, int value) {
   return attribute == 8 && value <= kMostOfAnAda ? kSuccess : kInvalidValue;
 }
 EMULATED cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
-                        unsigned, void* stream, void** arguments, void**) {
+                        unsigned shared_bytes, void* stream, void** arguments, void**) {
   const auto* kernel = static_cast<const Kernel*>(function);
   log("launch ", kernel->name, " ", x, " ", threads, " ", reinterpret_cast<intptr_t>(stream));
   FAILS_AS_TOLD("cuLaunchKernel");
   if (x == 0 || y != 1 || z != 1) return kInvalidValue;
   const std::string seed = environment("LOWBIT_EMULATED_SEED");
-  const bool ran = kernel->loaded->run(kernel->body, arguments[0], x, threads, seed.empty() ? 0 : std::stoul(seed));
+  const bool ran =
+      kernel->loaded->run(kernel->body, arguments[0], x, threads, shared_bytes, seed.empty() ? 0 : std::stoul(seed));
   return ran ? kSuccess : kLaunchFailed;
 }
 
@@ -211,8 +215,9 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
       write(folder / program->names[i], program->texts[i]);
   write(folder / "kernels.cpp", program->source);
   const std::string at = folder.string();
-  const std::string command = LOWBIT_KERNEL_COMPILER " -include " + environment("LOWBIT_CUDA_PATH") + "/cuda_on_host.hpp -I" +
-                              at + " " + at + "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
+  const std::string header = environment("LOWBIT_CUDA_PATH") + "/cuda_on_host.hpp";
+  const std::string command = LOWBIT_KERNEL_COMPILER " -include " + header + " -I" + at + " " + at +
+                              "/kernels.cpp -o " + at + "/kernels.so > " + at + "/log 2>&1";
   const int failed = std::system(command.c_str());
   program->log = read(folder / "log"), program->image = failed ? "" : read(folder / "kernels.so");
   if (!failed) fs::rename(folder / "kernels.so", kept);

@@ -21,16 +21,26 @@ ROOT = HERE.parents[1]
 @pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "emulated").glob("check_*.py")))
 def test_checks(file: str, emulated: dict[str, str], nested: Callable[..., Run]) -> None:
     done = nested(HERE / "emulated" / file, **emulated)
-    assert done.code == 0 and done.passed > 5, done
+    assert done.code == 0 and done.passed > 5, str(done)
 
 
 def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nested: Callable[..., Run]) -> None:
     """A share of tests/ops, as `LOWBIT_TEST_DEVICE` runs it on any device."""
     files = [ROOT / "tests/ops" / name for name in ("test_optim.py", "test_state_formats.py")]
     done = nested(*files, "-k", "cuda_sim", share=7, **emulated, LOWBIT_TEST_DEVICE="lowbit_sim:1")
-    assert done.code == 0, done
+    assert done.code == 0, str(done)
     ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.said)[1].split())
     assert {name for name in ran if name.startswith("optim_step")} >= {f"optim_step_{f}_cuda_sim" for f in ("float32", "dynamic8", "dynamic4", "float8")}
+
+
+NO_PACKAGES = """
+import ctypes
+from pathlib import Path
+from lowbit import _C
+library = ctypes.CDLL(str(Path(_C.__file__).with_name("liblowbit.so")))
+nowhere = ctypes.create_string_buffer(24)  # a vector of no folders
+library._ZN6lowbit7look_inESt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS6_EE(nowhere)
+"""
 
 
 def barriers() -> list[str]:
@@ -45,8 +55,8 @@ def test_without_a_barrier_the_checks_fail(number: int, emulated: dict[str, str]
     check = f"{HERE / 'emulated' / f'check_{op}.py'}::test_barriers"
     environment = emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_WITHOUT_BARRIER": str(number)}
     done = nested(check, share=1, **environment)
-    assert done.code == 1 and "FAILED" in done.said, done
-    assert re.search(r"assert all\(torch.equal\(a, b\)|CUDA_ERROR_LAUNCH_FAILED|elements are|not close", done.said), done
+    assert done.code == 1 and "FAILED" in done.said, str(done)
+    assert re.search(r"assert all\(torch.equal\(a, b\)|CUDA_ERROR_LAUNCH_FAILED|elements are|not close", done.said), str(done)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +95,44 @@ print(codes.cpu().tolist())
 
 def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., str], tmp_path: Path) -> None:
     told = python("from lowbit import _C; print(_C.cuda.unavailable(0))", LOWBIT_CUDA_PATH=str(tmp_path), CUDA_HOME="/nowhere")
-    if told.strip():  # else this machine has one
-        assert f"libcuda.so.1 was not found in {tmp_path}, " in told and "/nowhere/lib64" in told
+    if not told.strip():
+        pytest.skip("this machine has a driver of NVIDIA")
+    assert f"libcuda.so.1 was not found in {tmp_path}, " in told and "/nowhere/lib64" in told
+
+
+CODE_OF_A_CALL = """
+import torch
+from lowbit import _C
+from lowbit.devices import simulated
+simulated.enable()
+def encode(row):
+    codes, scale = torch.zeros(8, dtype=torch.uint8, device="lowbit_sim:1"), torch.zeros(1, device="lowbit_sim:1")
+    _C.force_kernel(row)
+    try:
+        _C.encode_state(torch.ones(8).to("lowbit_sim:1"), _C.STATE_FORMATS["float8"], True, 64, codes, scale)
+        print(codes.cpu().tolist())
+    except (NotImplementedError, RuntimeError) as error:
+        print(type(error).__name__, str(error).replace("\\n", " "))
+    finally:
+        _C.force_kernel(None)
+encode("encode_state_float8_cuda_sim")
+encode("encode_state_float8_scalar_sim")
+"""
+
+
+def test_a_machine_without_nvrtc_says_what_to_install_and_the_cpu_goes_on(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").symlink_to(Path(emulated["LOWBIT_CUDA_PATH"], "libcuda.so.1"))
+    alone = {"LOWBIT_CUDA_PATH": str(tmp_path), "CUDA_HOME": "/nowhere", "LOWBIT_CACHE_DIR": str(tmp_path)}
+    failed, right = python(NO_PACKAGES + CODE_OF_A_CALL, **emulated | alone).splitlines()
+    assert failed.startswith("RuntimeError") and "libnvrtc" in failed and f"not found in {tmp_path}, " in failed and "pip install nvidia-cuda-nvrtc" in failed
+    assert right == str([0x7E] * 8)
+
+
+def test_a_lost_device_is_named_with_the_kernel_that_found_it(emulated: dict[str, str], python: Callable[..., str]) -> None:
+    lost = {"LOWBIT_EMULATED_FAIL": "cuStreamSynchronize:46", "LOWBIT_SYNC": "1"}
+    failed, right = python(CODE_OF_A_CALL, **emulated | lost).splitlines()[-2:]
+    assert failed.startswith("RuntimeError lowbit_sim:1: encode_state of conversion of signed float8, blocks of 64, 1 CTAs of 256 threads failed: ")
+    assert "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in failed and right == str([0x7E] * 8)
 
 
 def test_importing_opens_nothing_of_nvidia(python: Callable[..., str], emulated: dict[str, str], tmp_path: Path) -> None:

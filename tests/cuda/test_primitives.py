@@ -55,7 +55,19 @@ LOWBIT_KERNEL(kernel, 32, Args) { primitives(args.in, args.out); }
 LOWBIT_KERNEL(tile_kernel, 32, Args) { tiles(args.in, args.out); }
 extern "C" bool run(const uint32_t* in, uint32_t* out, bool of_tiles) {
   const Args args{in, out};
-  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(of_tiles ? tile_kernel : kernel), &args, 1, 32, 0);
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(of_tiles ? tile_kernel : kernel), &args, 1, 32, 0, 0);
+}
+"""
+OUT_OF_BOUNDS = """
+struct Args { int place, dynamic; };
+LOWBIT_KERNEL(kernel, 32, Args) {
+  LOWBIT_SHARED(int, sums, [8]);
+  LOWBIT_DYNAMIC_SHARED(int[16], words);
+  if (threadIdx.x == 0) (args.dynamic ? words : sums)[args.place] = 1;
+}
+extern "C" bool run(int place, int dynamic, unsigned bytes) {
+  const Args args{place, dynamic};
+  return lowbit_run_grid(reinterpret_cast<void (*)(const void*)>(kernel), &args, 1, 32, bytes, 0);
 }
 """
 ON_GPU = BODY + """
@@ -86,11 +98,14 @@ def tile_words() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled_on_host(ON_HOST, tmp_path_factory.mktemp("primitives"))
+
+
+def compiled_on_host(text: str, folder: Path) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine")
-    folder = tmp_path_factory.mktemp("primitives")
     headers = "".join(f'#include "{name}"\n' for name in ("core/bits.hpp", "cuda/device/tiles.cuh"))
-    (folder / "kernel.cpp").write_text(headers + ON_HOST)
+    (folder / "kernel.cpp").write_text(headers + text)
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-include", str(HERE / "cuda_on_host.hpp"), f"-I{CSRC}"]
     subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
     return ctypes.CDLL(str(folder / "kernel.so"))
@@ -100,6 +115,18 @@ def run_on_host(on_host: ctypes.CDLL, words: torch.Tensor, results: int, of_tile
     given, out = words.numpy(), numpy.zeros((32, results), numpy.int32)
     assert on_host.run(given.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), of_tiles)
     return torch.from_numpy(out)
+
+
+def test_the_emulation_finds_writes_outside_of_shared_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = compiled_on_host(OUT_OF_BOUNDS, tmp_path).run
+    run.restype = ctypes.c_bool
+    assert run(7, 0, 64) and run(15, 1, 64)
+    assert not run(8, 0, 64) and not run(-1, 0, 64) and not run(16, 1, 64)
+    assert not run(0, 1, 63)
+    ctypes.CDLL(None).fflush(None)
+    told = capfd.readouterr().err
+    assert told.count("a CTA wrote outside of 32 bytes of shared memory") == 2 and "of 64 bytes" in told
+    assert "a launch has 63 bytes of shared memory, its kernel uses 64" in told
 
 
 @pytest.fixture(scope="module")

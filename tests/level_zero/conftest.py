@@ -10,6 +10,8 @@ from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
+import kept
+import opencl
 import pytest
 
 from lowbit import _C
@@ -49,22 +51,26 @@ def missing() -> str:
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def driver() -> Path:
     if reason := missing():
         pytest.skip(reason)
-    made = tmp_path_factory.mktemp("zsim") / "libze_intel_gpu_zsim.so"
+    sources = sorted(ZSIM.iterdir())
+    folder = kept.folder("zsim", [*sources, Path(__file__)], make=make_driver)
+    return folder / "libze_intel_gpu_zsim.so"
+
+
+def make_driver(folder: Path) -> None:
     sources = [str(path) for path in sorted(ZSIM.glob("*.cpp"))]
-    command = ["g++", "-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden", *sources, "-o", str(made), "-ldl"]
-    subprocess.run(command, check=True)
-    return made
+    flags = ["-std=c++20", "-O1", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden"]
+    subprocess.run(["g++", *flags, *sources, "-o", str(folder / "libze_intel_gpu_zsim.so"), "-ldl"], check=True)
 
 
-def environment(driver: Path, opencl: str, cache: Path) -> dict[str, str]:
+def environment(driver: Path, library: str, cache: Path) -> dict[str, str]:
     return {
         "ZE_ENABLE_ALT_DRIVERS": str(driver),
         "ZE_ENABLE_VALIDATION_LAYER": "1",
         "ZE_ENABLE_PARAMETER_VALIDATION": "1",
-        "ZSIM_OPENCL": opencl,
+        "ZSIM_OPENCL": library,
         "LOWBIT_CACHE_DIR": str(cache),
     }
 
@@ -74,8 +80,8 @@ def zsim(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Return the environment of a process on that machine, with the loader's validation on."""
     if reason := missing_intel():
         pytest.skip(reason)
-    opencl = str(Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so"))
-    return environment(request.getfixturevalue("driver"), opencl, tmp_path_factory.mktemp("cache"))
+    on = environment(request.getfixturevalue("driver"), str(opencl.runtime()), tmp_path_factory.mktemp("cache"))
+    return on | {"ZSIM_KEPT": str(opencl.kept_programs())}
 
 
 @pytest.fixture

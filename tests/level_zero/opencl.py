@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import tempfile
 from ctypes import byref, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from ctypes.util import find_library
 from pathlib import Path
 
+import kept
+
 DEVICE_TYPE_ALL, BUILD_LOG, INDIRECT_ACCESS = 0xFFFFFFFF, 0x1183, 0x11B7
+BINARY_SIZES, BINARIES = 0x1165, 0x1166
 
 
 def missing() -> str:
@@ -27,19 +31,29 @@ def missing() -> str:
     return "" if find_library("OpenCL") else "the system has no libOpenCL.so.1"
 
 
+def runtime() -> Path:
+    return Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so")
+
+
+def kept_programs() -> Path:
+    """What this runtime has compiled, on this processor."""
+    facts = runtime().resolve().stat()
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    return kept.folder("opencl", [], str(runtime()), facts.st_size, facts.st_mtime, flags)
+
+
 class Machine:
     """The first device, a context and a queue."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as vendors:  # the one that is shipped has a placeholder in it
-            runtime = Path(os.environ["LOWBIT_LEVEL_ZERO_OPENCL"], "libintelocl.so")
-            Path(vendors, "intel.icd").write_text(f"{runtime}\n")
+            Path(vendors, "intel.icd").write_text(f"{runtime()}\n")
             os.environ["OCL_ICD_VENDORS"] = vendors
             self._open()
 
     def _open(self) -> None:
         self.library = ctypes.CDLL("libOpenCL.so.1")
-        for name in ("CreateContext", "CreateCommandQueue", "CreateProgramWithIL", "CreateProgramWithSource", "LinkProgram", "CreateKernel"):
+        for name in ("CreateContext", "CreateCommandQueue", "CreateProgramWithIL", "CreateProgramWithSource", "CreateProgramWithBinary", "LinkProgram", "CreateKernel"):
             getattr(self.library, f"cl{name}").restype = c_void_p
         platform, devices = c_void_p(), (c_void_p * 1)()
         self.call("GetPlatformIDs", c_uint32(1), byref(platform), None)
@@ -83,9 +97,30 @@ class Machine:
     @functools.cache  # noqa: B019
     def program(self, module: bytes, *functions: str | bytes) -> c_void_p:
         """A module, linked with functions in OpenCL C or in other modules that it calls, or that call it."""
+        texts = [part.encode() if isinstance(part, str) else part for part in (module, *functions)]
+        path = kept_programs() / f"{hashlib.sha256(repr(texts).encode()).hexdigest()[:32]}.linked"
+        if path.exists():
+            return self.of_binary(path.read_bytes())
         parts = [self.of_module(module), *(self.of_text(part) if isinstance(part, str) else self.of_module(part) for part in functions)]
         array = (c_void_p * len(parts))(*parts)
-        return self.make("LinkProgram", self.context, c_uint32(1), self.devices, b"", c_uint32(len(parts)), array, None, None)
+        program = self.make("LinkProgram", self.context, c_uint32(1), self.devices, b"", c_uint32(len(parts)), array, None, None)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(self.binary_of(program))
+        aside.rename(path)
+        return program
+
+    def binary_of(self, program: c_void_p) -> bytes:
+        size = c_size_t()
+        self.call("GetProgramInfo", program, c_uint32(BINARY_SIZES), c_size_t(8), byref(size), None)
+        image = ctypes.create_string_buffer(size.value)
+        self.call("GetProgramInfo", program, c_uint32(BINARIES), c_size_t(8), byref(c_void_p(ctypes.addressof(image))), None)
+        return image.raw
+
+    def of_binary(self, image: bytes) -> c_void_p:
+        sizes, images, status = byref(c_size_t(len(image))), byref(c_char_p(image)), byref(c_int32())
+        program = self.make("CreateProgramWithBinary", self.context, c_uint32(1), self.devices, sizes, images, status)
+        self.call("BuildProgram", program, c_uint32(1), self.devices, b"", None, None)
+        return program
 
     def launch(self, program: c_void_p, kernel: str, groups: int, threads: int, argument: bytes) -> None:
         """Runs a kernel that takes one struct, with addresses of this process in it, and waits for it."""

@@ -39,5 +39,5 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_checks(file: str, device: str, zsim: dict[str, str], nested: Callable[..., Run], request: pytest.FixtureRequest) -> None:
     has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}
     done = nested(HERE / "on_zsim" / file, **zsim, **has_dpas)
-    assert done.code == 0 and done.passed > 0, done
-    assert "ze_validation" not in str(done).lower() and "zsim:" not in done.errors, done
+    assert done.code == 0 and done.passed > 0, str(done)
+    assert "ze_validation" not in str(done).lower() and "zsim:" not in done.errors, str(done)

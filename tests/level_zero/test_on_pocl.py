@@ -23,7 +23,7 @@ def test_checks(name: str, fewest: int, zsim_on_pocl: dict[str, str], nested: Ca
     file, which = FILES[name]
     on_device = {} if name == "torch_device" else {"LOWBIT_TEST_DEVICE": "lowbit_ze:0"}
     done = nested("-s", file, "-k", which, share=6 if name == "embedding" else 1, **zsim_on_pocl, **on_device)
-    assert done.code == 0 and done.passed >= fewest, done
-    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, done
+    assert done.code == 0 and done.passed >= fewest, str(done)
+    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, str(done)
     if on_device:
         assert f"dequantize_{'rows' if name == 'embedding' else 'panels'}_level_zero" in done.said

@@ -24,8 +24,8 @@ HERE = Path(__file__).parent
 def test_checks(name: str, zsim: dict[str, str], nested: Callable[..., Run]) -> None:
     file = HERE / f"on_zsim/check_{name}.py"
     done = nested("-s", file, **zsim)
-    assert done.code == 0 and done.passed >= file.read_text().count("\ndef test_"), done
-    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, done
+    assert done.code == 0 and done.passed >= file.read_text().count("\ndef test_"), str(done)
+    assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, str(done)
 
 
 @pytest.mark.parametrize("first, second", [("simulated", "level_zero"), ("level_zero", "simulated")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.testing import LinearCase, LinearData, assert_within, make_data, run_linear
 
 N, K = 19, 259
+Served = Callable[[Iterable[LinearCase]], list[LinearCase]]
 
 
 CASES = [
@@ -51,27 +53,26 @@ def extreme_data(case: LinearCase, weight_pattern: str, x_pattern: str) -> Linea
     return make_data(case, PATTERNS[x_pattern](case.m, K), PATTERNS[weight_pattern](N, K))
 
 
-def test_extreme_patterns_are_within_budget_on_every_row(kernel: str) -> None:
-    for i, case in enumerate(CASES):
-        if not testing.serves(kernel, case):
-            continue
-        turn = sum(divmod(i, len(CASES) // 3))  # the same formats for each m
+def test_extreme_patterns_are_within_budget_on_every_row(kernel: str, served: Served) -> None:
+    for case in served(CASES):
+        turn = sum(divmod(CASES.index(case), len(CASES) // 3))  # the same formats for each m
         for weight_pattern, x_pattern in SHIFTS[turn % 3]:
             data = extreme_data(case, weight_pattern, x_pattern)
             what = f"{kernel} {case}, weight {weight_pattern}, x {x_pattern}"
             assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, what)
 
 
-def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str) -> None:
+def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, served: Served) -> None:
     """All -128 (or -8, 127, 7) against activations of +-127: the largest products there are, over a long k."""
-    k = 2048
-    for format, code in (("int8", 0), ("int8", 255), ("int4", 0), ("int4", 15)):
-        for x_format, group_size, m in itertools.product(_C.FORMAT_FACTS[format]["x_formats"], (0, 32, 256), (1, 5, 33)):
-            case = LinearCase(m, N, k, "float32", format, group_size, "symmetric", x_format)
-            if not testing.serves(kernel, case):
-                continue
-            # Asymmetric: the range 0..127 in 254 steps, the same value by two roundings.
-            tolerance = 1e-5 if x_format == "int8_row_asymmetric" else (k + 8) * 2.0**-24
+    cases = [
+        LinearCase(m, N, 2048, "float32", format, group_size, "symmetric", x_format)
+        for format in ("int8", "int4")
+        for x_format, group_size, m in itertools.product(_C.FORMAT_FACTS[format]["x_formats"], (0, 32, 256), (1, 5, 33))
+    ]
+    for case in served(cases):
+        # Asymmetric: the range 0..127 in 254 steps, the same value by two roundings.
+        tolerance = 1e-5 if case.x_format == "int8_row_asymmetric" else (case.k + 8) * 2.0**-24
+        for code in (0, 255 if case.format == "int8" else 15):
             for y, wanted in largest_products(kernel, case, code):
                 torch.testing.assert_close(y, wanted, rtol=tolerance, atol=0)
 
@@ -89,35 +90,35 @@ def test_inf_and_nan_in_activations_reach_every_result_of_their_row(
     dtype: str, format: str, group_size: int, x_format: str
 ) -> None:
     turn = testing.DTYPES.index(dtype)  # each number of rows meets each of the three in some dtype, and each dtype too
+    rows = [str(row["name"]) for row in testing.rows("linear") if row["available"]]
     for i, m in enumerate((1, 4, 20)):
         bad = (torch.inf, -torch.inf, torch.nan)[(i + turn) % 3]
         case = LinearCase(m, N, 70, dtype, format, group_size, "symmetric", x_format)
         x, weight = torch.randn(m, 70), torch.randn(N, 70)
         x[m // 2, 69] = bad
         data = make_data(case, x.to(getattr(torch, dtype)), weight)
-        for row in testing.rows("linear"):
-            if row["available"] and testing.serves(str(row["name"]), case):
-                y = run_linear(case, data, str(row["name"]))
-                assert not y[m // 2].isfinite().any(), f"{row['name']} {case}"
-                others = [i for i in range(m) if i != m // 2]
-                assert_within(y[others], data.wanted[others], data.allowed[others], f"{row['name']} {case}")
+        taking = [row for row in rows if testing.serves(row, case)]
+        assert taking, case
+        for row in taking:
+            y = run_linear(case, data, row)
+            assert not y[m // 2].isfinite().any(), f"{row} {case}"
+            others = [i for i in range(m) if i != m // 2]
+            assert_within(y[others], data.wanted[others], data.allowed[others], f"{row} {case}")
 
 
-def test_the_unit_matrix_gives_x_back_to_the_last_bit(kernel: str) -> None:
+def test_the_unit_matrix_gives_x_back_to_the_last_bit(kernel: str, served: Served) -> None:
     """Whatever parts a kernel cuts a float32 into, none is lost: also of rows at the ends of its range."""
     n = 37
-    for format in ("float32", "bfloat16", "float16"):
-        for m in (1, 9, 20, 70):
-            case = LinearCase(m, n, n, "float32", format)
-            if testing.serves(kernel, case):
-                x = torch.randn(m, n) * torch.tensor([1.0, 1e-37, 1e37, 1e-20])[torch.arange(m) % 4, None]
-                x[2::4, 3] = torch.finfo(torch.float32).max
-                assert torch.equal(run_linear(case, make_data(case, x, torch.eye(n)), kernel), x), f"{kernel} {case}"
+    for case in served(LinearCase(m, n, n, "float32", format) for format in ("float32", "bfloat16", "float16") for m in (1, 9, 20, 70)):
+        x = torch.randn(case.m, n) * torch.tensor([1.0, 1e-37, 1e37, 1e-20])[torch.arange(case.m) % 4, None]
+        x[2::4, 3] = torch.finfo(torch.float32).max
+        assert torch.equal(run_linear(case, make_data(case, x, torch.eye(n)), kernel), x), f"{kernel} {case}"
 
 
-def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str) -> None:
+def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str, served: Served) -> None:
     """16 columns x 4 k without subnormals and zeros are decoded in fewer steps: with, without, with one of them."""
     n, k = 80, 128
+    cases = served(LinearCase(m, n, k, "float32", "fp8_e4m3") for m in (1, 5, 9, 128))
     levels = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     normal = levels[levels >= 2.0**-6]
     weight = torch.empty(n, k)
@@ -126,22 +127,18 @@ def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str) -
     weight *= alternating(n, k)
     weight[::16, 9], weight[5::16, 18] = 0.0, -(2.0**-9)
     weight[:, 0] = levels[-1]  # every scale is 1
-    for m in (1, 5, 9, 128):
-        case = LinearCase(m, n, k, "float32", "fp8_e4m3")
-        if testing.serves(kernel, case):
-            y = run_linear(case, make_data(case, torch.eye(k)[:m], weight), kernel)
-            assert torch.equal(y, weight.T[:m]), f"{kernel} {case}"
+    for case in cases:
+        y = run_linear(case, make_data(case, torch.eye(k)[: case.m], weight), kernel)
+        assert torch.equal(y, weight.T[: case.m]), f"{kernel} {case}"
 
 
-def test_zero_points_far_from_the_codes_are_exact(kernel: str) -> None:
+def test_zero_points_far_from_the_codes_are_exact(kernel: str, served: Served) -> None:
     """Those of imported weights need not lie among the codes, nor be whole."""
     m, n, k = 20, 19, 70
-    for format, levels in (("int8", 256), ("int4", 16)):
-        if not testing.serves(kernel, LinearCase(m, n, k, "float32", format, 32, "asymmetric")):
-            continue
-        codes = torch.randint(levels, (n, k), dtype=torch.uint8)
+    for case in served(LinearCase(m, n, k, "float32", format, 32, "asymmetric") for format in ("int8", "int4")):
+        codes = torch.randint(2 ** _C.FORMAT_FACTS[case.format]["bits"], (n, k), dtype=torch.uint8)
         zero = torch.tensor([-1000.0, -40.25, 7.5, 300.25, 0.0, 1000.0, 15.0])[torch.arange(n * 3) % 7].view(n, 3)
-        layer = lowbit.QuantLinear.pack(codes, torch.full((n, 3), 0.25), zero, LinearSpec(format, 32, True))
+        layer = lowbit.QuantLinear.pack(codes, torch.full((n, 3), 0.25), zero, LinearSpec(case.format, 32, True))
         x, weight = torch.randn(m, k), 0.25 * (codes - zero.double().repeat_interleave(32, 1)[:, :k])
         with lowbit.force_kernel(kernel):
             y = layer(x)

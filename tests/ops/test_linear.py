@@ -40,6 +40,7 @@ def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
 
     All rows of an instruction set have one epilogue (cpu/linear/epilogue.hpp). oneDNN's activations are tested in tests/onednn too.
     """
+    tested = 0
     ends = list(itertools.product((None, "float32", "dtype of x"), (False, True), (False, True)))
     for i, (dtype, activation) in enumerate(itertools.product(testing.DTYPES, testing.ACTIVATIONS)):
         chain = ends[(i + ROWS.index(kernel)) % len(ends)]
@@ -55,6 +56,9 @@ def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
         assert case, f"no case of {dtype} and {activation} reaches {kernel}"
         data = cached_data(case)
         assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+        tested += 1
+    if not tested:
+        pytest.skip(f"{kernel} takes none of these calls")
 
 
 @functools.cache
@@ -78,6 +82,8 @@ def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: s
 def test_rows_with_integer_arithmetic_agree_bit_for_bit(case: LinearCase) -> None:
     rows = [str(row["name"]) for row in testing.rows("linear") if row["available"] and row["backend"] != "onednn"]
     results = {row: run_linear(case, cached_data(case), row) for row in rows if testing.serves(row, case)}
+    if len(results) < 2:
+        pytest.skip(f"this machine has one row for it, {', '.join(results)}")
     first, *others = results
     for row in others:
         assert torch.equal(results[first], results[row]), f"{first} and {row} differ on {case}"

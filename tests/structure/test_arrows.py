@@ -87,8 +87,6 @@ def check_includes(path: Path) -> None:
             assert "omp.h" not in name, f"{file}: threads are torch's"
             if name.endswith("intrin.h"):
                 assert room == "cpu" and path.parent.name == "simd", f"{file}: intrinsics belong to cpu/simd: {name}"
-        if room != "backends.cpp":
-            assert "LOWBIT_WITH_" not in line, f"{file}: only backends.cpp asks what the build holds"
 
 
 def test_a_device_is_its_folder_and_its_line_in_each_list() -> None:

@@ -43,7 +43,7 @@ def test_a_file_that_is_skipped_whole_counts(tmp_path: Path) -> None:
 def test_skips_of_a_nested_run_reach_the_outer_one(tmp_path: Path, nested: Callable[..., Run], request: pytest.FixtureRequest) -> None:
     (tmp_path / "test_inner.py").write_text(f"import pytest\ndef test_that_passes(): pass\ndef test_known(): pytest.skip({KNOWN!r})\n")
     done = nested("-p", "share", "-p", "skips", "-p", "nested", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path, PYTHONPATH=str(TESTS))
-    assert done.code == 0 and done.passed == 1 and "     1  needs an NVIDIA GPU\n" in done.said, done
+    assert done.code == 0 and done.passed == 1 and "     1  needs an NVIDIA GPU\n" in done.said, str(done)
     assert nested.skipped == {KNOWN: 1}  # type: ignore[attr-defined]
     nested.skipped.clear()  # type: ignore[attr-defined]
 

@@ -24,7 +24,7 @@ DEVICE = "lowbit_sim:1"
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_are_within_budget_of_float64(case: DecodeCase) -> None:
     data = make_data(case)
-    assert_right(case, data, run(case, data, DEVICE, "_sim"))
+    assert_right(case, data, *run(case, data, DEVICE, "_sim"))
 
 
 def test_a_query_has_the_same_bits_in_any_batch() -> None:
@@ -137,7 +137,7 @@ def test_a_gather_out_of_range_ends_the_launch(size: int, fails: bool) -> None:
     data.call["score_mod"] = bind("test", lambda s, b, h, q, k: s + table[k], mask=False)
     told = contextlib.nullcontext() if not fails else pytest.raises(RuntimeError, match="decode of decode of int8 codes.*, a score_mod.*LAUNCH_FAILED")
     with told:
-        assert_right(case, data, run(case, data, DEVICE, "_sim"))
+        assert_right(case, data, *run(case, data, DEVICE, "_sim"))
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in ("0", "1", "2"):
             monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
             results.append(run(case, data, DEVICE, "_sim"))
-            assert_right(case, data, results[-1])
+            assert_right(case, data, *results[-1])
         assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))

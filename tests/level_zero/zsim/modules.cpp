@@ -7,6 +7,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <sstream>
 
@@ -95,6 +96,49 @@ cl_int set_constants(cl_program program, const ze_module_constants_t* constants)
   return CL_SUCCESS;
 }
 
+// What OpenCL made of the same modules, constants and flags before: a file in the folder ZSIM_KEPT. Building takes
+// seconds, reading it back milliseconds.
+std::filesystem::path kept_program(const std::vector<std::string>& modules,
+                                   const ze_module_constants_t* const* constants, std::size_t with_constants) {
+  const char* const folder = std::getenv("ZSIM_KEPT");
+  if (!folder) return {};
+  std::string all = build_flags();
+  for (std::size_t i = 0; i < modules.size(); i++) {
+    all += "\nmodule " + modules[i];
+    for (uint32_t j = 0; i < with_constants && constants[i] && j < constants[i]->numConstants; j++)
+      all += "\nconstant " + std::to_string(constants[i]->pConstantIds[j]) + " " +
+             std::to_string(*static_cast<const uint32_t*>(constants[i]->pConstantValues[j]));
+  }
+  char name[64];
+  const std::hash<std::string> hash;
+  std::snprintf(name, sizeof name, "%016zx%016zx.program", hash(all), hash(std::to_string(all.size()) + all));
+  return std::filesystem::path(folder) / name;
+}
+
+cl_program read_program(const std::filesystem::path& path) {
+  const OpenCl& cl = *opencl();
+  const std::string image = path.empty() ? "" : contents(path);
+  if (image.empty()) return nullptr;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(image.data());
+  const std::size_t count = image.size();
+  cl_int failed = CL_SUCCESS;
+  cl_program program = cl.clCreateProgramWithBinary(cl.context, 1, &cl.device, &count, &bytes, nullptr, &failed);
+  if (failed || cl.clBuildProgram(program, 1, &cl.device, "", nullptr, nullptr)) return nullptr;
+  return program;
+}
+
+void keep_program(const std::filesystem::path& path, cl_program program) {
+  std::size_t bytes = 0;
+  const OpenCl& cl = *opencl();
+  if (path.empty() || cl.clGetProgramInfo(program, CL_PROGRAM_BINARY_SIZES, sizeof bytes, &bytes, nullptr)) return;
+  std::string image(bytes, '\0');
+  char* to = image.data();
+  if (cl.clGetProgramInfo(program, CL_PROGRAM_BINARIES, sizeof to, &to, nullptr)) return;
+  const std::filesystem::path aside = path.string() + "." + std::to_string(getpid());
+  std::ofstream(aside, std::ios::binary) << image;
+  std::filesystem::rename(aside, path);
+}
+
 // ZSIM_SPILLS is a kernel, what it spills and what with large registers: "linear_8 100 0".
 uint32_t spilled(const _ze_kernel_handle_t& kernel) {
   const char* const told = std::getenv("ZSIM_SPILLS");
@@ -137,11 +181,17 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
   const OpenCl& cl = *opencl();
   std::vector<std::string> all = spirv;
   if (!emulation().empty()) all.push_back(emulation());
+  const bool has_constants = description->format != ZE_MODULE_FORMAT_NATIVE && constants;
+  const auto kept = kept_program(all, constants, has_constants ? spirv.size() : 0);
+  if (cl_program program = read_program(kept)) {
+    *to = new _ze_module_handle_t{program, std::move(spirv), has_large_registers};
+    return ZE_RESULT_SUCCESS;
+  }
   std::vector<cl_program> programs;
   cl_int failed = CL_SUCCESS;
   for (std::size_t i = 0; i < all.size() && !failed; i++) {
     cl_program program = program_of(all[i], &failed);
-    if (!failed && description->format != ZE_MODULE_FORMAT_NATIVE && constants && i < spirv.size())
+    if (!failed && has_constants && i < spirv.size())
       failed = set_constants(program, constants[i]);
     if (failed) break;
     if (all.size() == 1) failed = cl.clBuildProgram(program, 1, &cl.device, build_flags(), nullptr, nullptr);
@@ -156,6 +206,7 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
     if (failed && log && program) (*log)->text = log_of(program);
   }
   if (failed) return ZE_RESULT_ERROR_MODULE_BUILD_FAILURE;
+  keep_program(kept, program);
   *to = new _ze_module_handle_t{program, std::move(spirv), has_large_registers};
   return ZE_RESULT_SUCCESS;
 }

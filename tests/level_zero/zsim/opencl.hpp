@@ -14,8 +14,9 @@ namespace zsim {
 #define ZSIM_OPENCL_FUNCTIONS(X)                                                                                 \
   X(clGetPlatformIDs) X(clGetDeviceIDs) X(clCreateContext) X(clCreateCommandQueueWithProperties)                 \
   X(clCreateProgramWithIL) X(clCreateProgramWithBinary) X(clBuildProgram) X(clCompileProgram) X(clLinkProgram)   \
-  X(clReleaseProgram) X(clGetProgramBuildInfo) X(clCreateKernel) X(clCloneKernel) X(clReleaseKernel)             \
-  X(clGetKernelInfo) X(clSetKernelArg) X(clEnqueueNDRangeKernel) X(clFinish) X(clSetProgramSpecializationConstant)
+  X(clReleaseProgram) X(clGetProgramBuildInfo) X(clGetProgramInfo) X(clCreateKernel) X(clCloneKernel)            \
+  X(clReleaseKernel) X(clGetKernelInfo) X(clSetKernelArg) X(clEnqueueNDRangeKernel) X(clFinish)                  \
+  X(clSetProgramSpecializationConstant)
 
 struct OpenCl {
 #define ZSIM_MEMBER(name) decltype(&::name) name;
