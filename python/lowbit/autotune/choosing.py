@@ -124,7 +124,7 @@ def one_format(layers: Sequence[MeasuredLayer], model_db: Callable[[Choice], flo
     format stays as it is; all do if none holds."""
     specs = dict.fromkeys(spec for layer in layers for spec in layer.formats)
     for choice in sorted(({layer: layer.in_format(spec) for layer in layers} for spec in specs), key=seconds_of):
-        known = [layer.errors.get(option.spec, math.inf) for layer, option in choice.items()]  # most cost a packed layer
+        known = [layer.errors.get(option.spec, math.inf) for layer, option in choice.items()]  # others cost packing
         if not all(error_db >= bound_db for error_db in known) or not model_db(choice) >= bound_db:
             continue
         if all(layer.error_db(option) >= bound_db for layer, option in choice.items()):
