@@ -29,6 +29,8 @@ RECORD_BYTES = _RECORD.size
 _TENSORS, _SIZES = 3, 4
 _BEING_WRITTEN = (1 << 64) - 1
 BETWEEN_TWO = {"c10d.send", "c10d.recv", "c10d.recv_any_source"}
+MOST_RANKS = 1 << 20
+"""Of one run: an order of magnitude more than any has."""
 
 
 class RecordingError(ValueError):
@@ -115,6 +117,17 @@ class Recording:
     lost: int  # calls that found no place: every one held a call that still ran
     torn: int  # records that were being written
     records: tuple[Record, ...]
+
+    def __post_init__(self) -> None:
+        """Of a damaged file these would be lists of as many ranks.
+
+        Raises:
+            RecordingError: rank or world is no number of a rank or of ranks.
+        """
+        if not (-1 <= self.rank < MOST_RANKS and 0 <= self.world <= MOST_RANKS):
+            raise RecordingError(
+                f"{self.path}: damaged: rank and world must be below {MOST_RANKS}, got {self.rank} and {self.world}"
+            )
 
     @property
     def is_alive(self) -> bool:
