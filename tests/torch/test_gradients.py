@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -131,7 +129,7 @@ def test_compiled_autograd_agrees_with_eager() -> None:
 
     wanted = gradient()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-        torch.testing.assert_close(gradient(), wanted, rtol=1e-6, atol=1e-6)  # a traced product is torch's
+        assert torch.equal(gradient(), wanted)
 
 
 def test_gradient_from_outside_a_vmap() -> None:
@@ -142,34 +140,3 @@ def test_gradient_from_outside_a_vmap() -> None:
     (found,) = torch.autograd.grad(out.sum(), x)
     (wanted,) = torch.autograd.grad(lowbit.linear(x, data.packed, case.op_args, data.bias).sum(), x)
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format, x_format, group_size", [("int4", "int8_group", 32), ("int8", "int8_row", 0), ("int8", "float", 0)])
-@pytest.mark.parametrize("n, k", [(64, 64), (33, 70), (1000, 96), (96, 2100), (1, 17)])
-def test_gradients_have_the_same_bits_for_any_number_of_threads(
-    n: int, k: int, format: str, x_format: str, group_size: int, dtype: torch.dtype
-) -> None:
-    case = LinearCase(1, n, k, "float32", format, group_size, "symmetric", x_format)
-    packed, w = cached_data(case).packed, dense(case)
-    x, bias, grad = (torch.randn(size).to(dtype) for size in ((257, k), (n,), (257, n)))
-    for rows in (1, 2, 3, 5, 8, 33, 100, 257):
-        made = []
-        for count in (1, 2, 3, 5, 8):
-            torch.set_num_threads(count)
-            inputs = x[:rows].clone().requires_grad_(), bias.clone().requires_grad_()
-            linear(inputs[0], packed, case.op_args, inputs[1]).backward(grad[:rows])
-            made.append([tensor.grad for tensor in inputs])
-        for other in made[1:]:
-            assert torch.equal(made[0][0], other[0]) and torch.equal(made[0][1], other[1]), rows
-        wanted = grad[:rows].double() @ w.double()
-        tolerance = 2 * testing.ROUNDOFF[str(dtype).removeprefix("torch.")] + n * 2.0**-24
-        assert (made[0][0].double() - wanted).abs().max() <= tolerance * (grad[:rows].double().abs() @ w.double().abs()).max()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from lowbit.ops.linear_gradient import gradient_of_x
 from lowbit.ops.registration import register
 
 register()
@@ -137,7 +136,8 @@ class _Linear(torch.autograd.Function):
         *weight_args, _ = ctx.op_args
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = gradient_of_x(grad_out, weight, weight_args).to(ctx.x_dtype)
+            dense = _dequantize_op(weight, *weight_args)
+            grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_out.float().reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
         return grad_x, None, grad_bias, None, None
