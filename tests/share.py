@@ -41,14 +41,21 @@ def _count(text: str) -> int:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Settle the share; a run of the suite takes every core (`-n` says otherwise), where pytest-xdist is there."""
     option = config.option
-    whole_suite = config.args_source != config.ArgsSource.ARGS and not option.keyword and not option.markexpr
     if hasattr(config, "workerinput"):
-        return  # has the options of the run
+        option.share = config.workerinput["share"]
+        return
+    whole_suite = config.args_source != config.ArgsSource.ARGS and not option.keyword and not option.markexpr
     if whole_suite and getattr(option, "numprocesses", 0) is None and not option.collectonly and not option.usepdb:
         option.numprocesses, option.dist = "auto", "worksteal"
     if option.share is None:
         option.share = QUICK if whole_suite else 1
     os.environ[COMMIT] = os.environ.get(COMMIT) or _head() or NO_COMMIT  # for workers and nested runs
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    """A worker of xdist reads the command line anew, and would not know what was settled."""
+    node.workerinput["share"] = node.config.option.share
 
 
 def _head() -> str:
