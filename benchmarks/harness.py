@@ -93,9 +93,7 @@ def interleave(
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order, shuffle = list(candidates), random.Random(0).shuffle
     for index in range(rounds):
-        shuffle(
-            order
-        )  # nobody always follows the same neighbour: what that leaves (frequency, sleeping threads, caches) matters
+        shuffle(order)  # no candidate always follows the same one, which leaves frequency and caches as they are
         for name in order:
             if index < quota[name]:
                 samples[name].append(_sample(candidates[name], repeats[name], finish))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in bench_linear: lowbit's formats, torch, and the peers that can be imported.
+"""The candidates of bench_linear: lowbit's formats, torch, and the peers that can be imported.
 
 A candidate makes a module-like call from a float32 weight [n, k]. Everybody gets the activations that its
 fast path wants:

@@ -54,7 +54,7 @@ SDPA_SHAPES = ((1, 8, 512, 64), (1, 4, 2048, 64), (1, 2, 4096, 128))
 
 
 def source(runs: Runs) -> str:
-    """Say where the figures of a table are from: machine, threads, versions, commit, date, and who else was at work."""
+    """Say where figures are from: machine, threads, versions, commit, date, and the load of the machine."""
     heads = list(runs.values())
     head = heads[-1]
     told = [f"Measured {head['date'][:10]} at commit {head['commit']} on {head['threads']} threads of {cpu(head)}"]

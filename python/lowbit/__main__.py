@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
     recorder = commands.add_parser(
         "recorder",
-        help="what the flight recorders of a folder say: where each rank is, where they first differ, who is to blame",
+        help="what the flight recorders of a folder say: where each rank is, where they first differ, which to blame",
         description="Reads rings of processes that live or are gone, dumps, and dumps of torch's flight recorder.",
     )
     recorder.add_argument("folder", nargs="?", help="default: where this user's recorders write")

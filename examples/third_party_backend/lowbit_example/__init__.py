@@ -10,7 +10,7 @@ from lowbit_example import attention
 
 
 def register(api: Any) -> str | None:
-    """Called by lowbit, once, when somebody first needs the list of its kernels."""
+    """Called by lowbit, once, when the list of its kernels is first needed."""
     if api.version != 1:
         return None  # a later lowbit: add nothing
     library = find_spec("lowbit_example._rows")

@@ -40,7 +40,7 @@ def enable() -> None:
         RuntimeError: there is no loader, no driver or no GPU (says which), another device has taken torch's one place
             for one that is not its own, a backward() has run, or there is no C++ compiler.
     """
-    from lowbit.devices.private_use import registration  # imports torch's internals; nobody else needs them
+    from lowbit.devices.private_use import registration  # imports torch's internals, for this function alone
 
     with _lock:
         if not enabled():

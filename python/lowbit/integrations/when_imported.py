@@ -40,8 +40,8 @@ class _Finder:
         self.family = package.partition(".")[0] + "."
 
     def joined(self) -> bool:
-        """Join if the package is there as a whole. Whatever goes wrong must not break the import of somebody else's
-        package, and is raised only when LOWBIT_STRICT=1."""
+        """Join if the package is there as a whole. An error must not break the import of another package, and
+        is raised only with LOWBIT_STRICT=1."""
         module = sys.modules.get(self.package)
         if module is None or getattr(module.__spec__, "_initializing", False):
             return False

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saved state of one parameter, whoever saved it, checked to the last entry and read as moments with their layout.
+"""The saved state of one parameter, of any of the packages, checked to the last entry and read as moments
+with their layout.
 
 | saved by | a moment | its scales | known by |
 |---|---|---|---|

@@ -92,7 +92,7 @@ def _state(recording: Recording, latest: int) -> RankState:
         record
         for record in recording.records
         if record.state == "started" and not (record.is_between_two and last[record.thread] is not record)
-    ]  # nobody says that a receive of gloo has ended, but its thread went on
+    ]  # nothing says that a receive of gloo has ended, but its thread went on
     unfinished = min(started, key=lambda record: record.start_ns, default=None)
     until = recording.wall(recording.taken_ns) if recording.taken_ns else latest
     age = None if unfinished is None else max(0.0, (until - recording.wall(unfinished.start_ns)) / 1e9)
@@ -174,7 +174,7 @@ def _first_different_collective(chosen: dict[int, Recording], world: int) -> Dif
         for number in range(first, last + 1):
             records = {rank: numbers.get(number) for rank, numbers in of_ranks.items()}
             difference = _difference(f"collective of group {group}", number, records)
-            # a rank may be behind the others, as long as nobody waits for it
+            # a rank may be behind the others, as long as no rank waits for it
             waiting = any(record is not None and record.state != "finished" for record in records.values())
             if difference and (difference.kind != "missing" or waiting):
                 found.append(difference)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed's collectives of CPU tensors in the ring, by kernels in front of those of c10d's ops.
 
-Every collective goes through an op of c10d, whoever called it (torch.distributed, DDP, FSDP, DTensor). Ours stands at
+Every collective goes through an op of c10d, from torch.distributed, DDP, FSDP and DTensor alike. Ours stands at
 the key AutogradCPU, opens a record, and redispatches; the record is closed by the future of the work. Other devices
 have a recorder in torch, whose dumps `python -m lowbit recorder` reads too.
 """
@@ -109,14 +109,14 @@ def _close_when_done(result: Any, handle: tuple[int, int]) -> None:
     work = torch.distributed.Work.unbox(boxed)
     try:
         future = work.get_future()
-    except RuntimeError:  # gloo's sends and receives: done once somebody has waited for them
+    except RuntimeError:  # gloo's sends and receives: done once they were waited for
         _pending.append((work, handle))
         return
     future.add_done_callback(lambda done: _C.recorder.close_call(handle, _succeeded(done)))
 
 
 def _close_pending() -> None:
-    """Close what has ended meanwhile; of works that nobody waits for, the oldest."""
+    """Close what has ended meanwhile; of works that are not waited for, the oldest."""
     for entry in _pending[:]:
         if entry[0].is_completed() or len(_pending) > _MOST_PENDING:
             _pending.remove(entry)

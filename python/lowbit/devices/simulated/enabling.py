@@ -41,7 +41,7 @@ def enable(devices: int = 2, memory: int = 1 << 34) -> None:
 
 
 def _start(devices: int, memory: int) -> None:
-    from lowbit.devices.private_use import registration  # imports torch's internals; nobody else needs them
+    from lowbit.devices.private_use import registration  # imports torch's internals, for this function alone
     from lowbit.devices.simulated.device_module import SimulatedModule
 
     registration.register(
