@@ -68,6 +68,7 @@ def test_of_two_that_are_equally_fast_the_smaller_is_taken(block, x, make_plan):
 def test_a_model_that_gets_slower_stays_float(block, x, make_plan):
     plan = make_plan(block, x, [INT8], {"int8": 5.0}, model_seconds=11.0)
     assert not plan.specs and plan.seconds == plan.float_seconds == 10.0 and plan.model_db == math.inf
+    assert "note: the model as a whole was slower with the plan: every layer stays as it is" in repr(plan)
 
 
 @pytest.mark.parametrize("slow_runs", range(7))

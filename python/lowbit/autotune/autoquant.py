@@ -193,7 +193,10 @@ class PlanMaker:
             if recorded:  # the example is one of the calls that count, perhaps one that gets slower
                 before, after = whole.seconds(choice)
             else:
-                choice, before, after = never_slower(choice, whole.seconds)
+                kept, before, after = never_slower(choice, whole.seconds)
+                if kept != choice:
+                    self.notes.append("the model as a whole was slower with the plan: every layer stays as it is")
+                choice = kept
             model_db = whole.sqnr_db(choice)
             cache = choose_cache(getattr(whole.output, CACHE, None), self.bound_db)
         rows = {row.layer: row for layer, option in choice.items() for row in _rows_of(layer, option)}
