@@ -88,9 +88,10 @@ def _onednn() -> str:
 
 def _cuda() -> dict[str, str]:
     """What was found of NVIDIA's libraries, and which ops run on the first device."""
-    reason = _C.cuda.unavailable(0)
-    ops = [op for op in _C.OPS if any(row["device"] == "cuda" for row in _C.kernels(op))]
-    facts = {"cuda:0": f"not available: {reason}" if reason else f"runs {', '.join(ops)}"}
+    facts = {"cuda:0": f"not available: {_C.cuda.unavailable(0)}"}
+    if not _C.cuda.unavailable(0):
+        ops = [op for op in _C.OPS if any(row["device"] == "cuda" for row in _C.kernels(op))]
+        facts = {"cuda:0": f"runs {', '.join(ops)}"}
     facts["cuda attention by cuDNN"] = _C.cuda.cudnn_missing() or "yes"
     return facts | {f"cuda {library['name']}": library["path"] or library["missing"] for library in _C.cuda.libraries()}
 
