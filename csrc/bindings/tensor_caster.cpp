@@ -16,8 +16,8 @@ using enum ErrorKind;
 // The exchange API of a type, or null: what is no capsule of its name, an int for one, may point anywhere. Asked once
 // per type: the last few types stay in a list (all under the GIL).
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
-  for (const char* name :
-       {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {  // the second: torch 2.9 and 2.10
+  // The second name is that of torch 2.9 and 2.10.
+  for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {
     const py::object attribute = py::getattr(reinterpret_cast<PyObject*>(type), name, py::none());
     if (!PyCapsule_IsValid(attribute.ptr(), dlpack::kExchangeApiName)) continue;
     const auto* api = static_cast<const dlpack::ExchangeApi*>(

@@ -40,8 +40,8 @@ constexpr uint32_t kOsxsave = 1u << 27;
 constexpr Features kNone{};
 constexpr Features kAvx2{.ecx1 = 1u << 12 | 1u << 29 | kOsxsave, .ebx7 = 1u << 5, .xcr0 = 0x6};  // with fma and f16c
 constexpr Features kAvx2Vnni = kAvx2 | Features{.eax71 = 1u << 4};
-constexpr Features kAvx512 =
-    kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};  // f, dq, bw, vl
+// The bits of ebx7: f, dq, bw, vl.
+constexpr Features kAvx512 = kAvx2 | Features{.ebx7 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, .xcr0 = 0xe6};
 constexpr Features kAvx512Vnni = kAvx512 | Features{.ecx7 = 1u << 11};
 // On Intel's a vdpbf16ps takes as long as four FMAs (Sapphire Rapids), on AMD's as one.
 constexpr Features kAvx512Bf16 = kAvx512Vnni | Features{.eax71 = 1u << 5, .of_amd = true};

@@ -57,8 +57,8 @@ class Ahead {
     begin(panel);
   }
   LOWBIT_INLINE void fetch(int64_t line) const { __builtin_prefetch(at_ + (line & 3) * across_ + (line >> 2) * down_); }
-  LOWBIT_INLINE void advance(const PanelView& panel,
-                             int64_t bytes) {  // so much of the codes was used, and as many lines were fetched
+  // So much of the codes was used, and as many lines were fetched.
+  LOWBIT_INLINE void advance(const PanelView& panel, int64_t bytes) {
     at_ += bytes / 4;
     if (four_ && at_ != stop_) return;
     used_ += four_ ? stretch_ : bytes;
@@ -183,8 +183,8 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStep;
   f32x16 scale[kParts], offset[kParts];  // value = raw * scale + offset, per part of a tile that has one scale
   alignas(64) uint8_t room[kByteTile];
-  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale ||
-                      view.zero;  // int8 per channel: the values are final
+  // int8 per channel: the values are final.
+  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale || view.zero;
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int64_t part = 0; part < kParts; part++) {

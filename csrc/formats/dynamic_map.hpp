@@ -60,10 +60,10 @@ constexpr Tables make_tables(bool is_signed, int decades) {
   }
   const int shift = shift_of(is_signed, decades), exponent = (decades + 128) % 8, one = (is_signed ? 1 : 2) << decades;
   tables.threshold[(shift + 1) % 8] = static_cast<float>((below + 1) / 2);
-  tables.stretch[shift % 8] =
-      static_cast<float>(1.00001 / 9 / ((below + 1) / 2));  // from the threshold to 1: the first bin
-  tables.slope[exponent] =
-      static_cast<float>(is_signed ? 128.0 / one : 1.0 / (one - 1));  // unsigned: p = 1 gives 0 and p = one gives 1
+  // From the threshold to 1: the first bin.
+  tables.stretch[shift % 8] = static_cast<float>(1.00001 / 9 / ((below + 1) / 2));
+  // Unsigned: p = 1 gives 0 and p = one gives 1.
+  tables.slope[exponent] = static_cast<float>(is_signed ? 128.0 / one : 1.0 / (one - 1));
   tables.offset[exponent] = is_signed ? 0.0f : -tables.slope[exponent];
   tables.lead = ((shift + 2) * 65536 + kGuess - 1) / kGuess - 220;
   for (int i = 8; i < 16; i++) {
@@ -110,8 +110,8 @@ constexpr dynamic::Tables kDynamicTables = dynamic::make_tables(kSigned, kDecade
 template <bool kSigned, int kDecades, class Table = dynamic::ScaledTable>
 struct DynamicMap {
   static constexpr int kZero = kSigned ? (1 << kDecades) - 1 : 0;  // the code of 0
-  static constexpr int kOffset =
-      kSigned ? kZero : -1;  // code - p: with it 0 is code -1, and -1 in a signed map too: stores saturate
+  // code - p: with it 0 is code -1, and -1 in a signed map too: stores saturate.
+  static constexpr int kOffset = kSigned ? kZero : -1;
 
   static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
   static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>, kSigned, kDecades));
@@ -164,8 +164,8 @@ struct DynamicMap {
     template <class Float, class Int>
     LOWBIT_INLINE Int code(Float value, Float a, Int shift) const {
       const Float q = fma(a, lookup8(stretch_, shift), like(a, 8.0f / 9));
-      const Int inside =
-          min(bits_of(q), like(shift, 0x3fffffff));  // below 2: past the last bin up to the threshold is the last bin
+      // Below 2: past the last bin up to the threshold is the last bin.
+      const Int inside = min(bits_of(q), like(shift, 0x3fffffff));
       const Int p = shift_right(bit_and(inside, like(shift, 0xffffff)), shift);
       if constexpr (kSigned) return negate_where_negative(p, value);
       else return p;

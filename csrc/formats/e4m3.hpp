@@ -30,8 +30,8 @@ struct E4M3 {
     const auto bits = bits_of(a);
     const auto odd = bit_and(shift_right<20>(bits), like(bits, 1));
     const auto normal = sub(shift_right<20>(add(add(bits, like(bits, 0x7ffff)), odd)), like(bits, 120 << 3));
-    const auto subnormal =
-        sub(bits_of(add(a, like(a, 0x1p14f))), like(bits, 0x46800000));  // the float adder rounds to multiples of 2^-9
+    // The float adder rounds to multiples of 2^-9.
+    const auto subnormal = sub(bits_of(add(a, like(a, 0x1p14f))), like(bits, 0x46800000));
     return bit_or(select(at_least(a, like(a, 0x1p-6f)), normal, subnormal), shift_left<7>(shift_right<31>(bits_of(y))));
   }
 };

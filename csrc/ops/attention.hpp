@@ -32,8 +32,8 @@ struct BlockClasses {
   }
 };
 
-constexpr int64_t kBackwardQTile =
-    64;  // queries of a tile in the backward: what gradients of captured tensors are cut by
+// Queries of a tile in the backward: what gradients of captured tensors are cut by.
+constexpr int64_t kBackwardQTile = 64;
 
 // torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
 struct BlockLists {

@@ -21,8 +21,8 @@ struct ScoreCall;
 struct DecodeArgs {
   Place place{};
   TensorView q;                 // [B, Hq, L, E] float32, bfloat16 or float16, last dimension dense, any other strides
-  TensorView k,
-      v;  // [B, Hkv, S, E], [B, Hkv, S, Ev] of a float type, or [..., bytes] int8, or uint8 with two int4 codes in each
+  // [B, Hkv, S, E], [B, Hkv, S, Ev] of a float type, or [..., bytes] int8, or uint8 with two int4 codes in each.
+  TensorView k, v;
   TensorView k_scale, v_scale;  // [B, Hkv, S, groups] float32 or float16, last dimension dense, of codes only
   TensorView out;               // [B, Hq, L, Ev], dtype of q, last dimension dense
   TensorView lse;               // float32 [B, Hq, L], contiguous, or empty

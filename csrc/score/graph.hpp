@@ -32,8 +32,8 @@ struct ScoreNode {
   bool of_score = false;  // depends on the score (or its gradient): not exact to the last bit anyway
   int operand_count = 0;
   std::array<int, kMaxOperands> operands{};
-  int64_t immediate =
-      0;  // constant: value (float: bits of a double); gather, scatter_add: captured tensor; sum: rate of the result
+  // constant: value (float: bits of a double); gather, scatter_add: captured tensor; sum: rate of the result.
+  int64_t immediate = 0;
 };
 
 struct CapturedType {

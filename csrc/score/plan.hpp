@@ -43,8 +43,8 @@ struct ScoreStep {
   uint8_t operand_count = 0;
   ScoreOperand out;
   std::array<ScoreOperand, kMaxOperands> operands{};
-  std::array<int32_t, kMaxOperands>
-      along{};  // gather, scatter_add: how much the index grows from one element to the next, or kNotLinear
+  // gather, scatter_add: how much the index grows from one element to the next, or kNotLinear.
+  std::array<int32_t, kMaxOperands> along{};
   std::array<int32_t, kMaxOperands> down{};   // and from one row to the next
   int64_t immediate = 0;                      // gather, scatter_add: captured tensor
 };

@@ -29,8 +29,8 @@ void on_fault(int signal, siginfo_t* info, void*) {
         "tensor)\n";
     say(kText, sizeof kText - 1);
   }
-  sigaction(signal, &previous,
-            nullptr);  // the access is tried again when this returns, and meets the handler of before
+  // The access is tried again when this returns, and meets the handler of before.
+  sigaction(signal, &previous, nullptr);
 }
 
 }  // namespace

@@ -43,8 +43,8 @@ struct LOWBIT_API ScoreGradientPlan {
   DType real_;
   bool apart_[3] = {};  // per axis (batch, head, q): whether slices are cut along it
   int64_t slices_ = 1, cuts_ = 1;  // cuts_: combinations of the axes that are cut
-  std::vector<std::vector<double>>
-      sums_;  // per tensor, of one slice after the other; none if the gradient itself is added to
+  // Per tensor, of one slice after the other; none if the gradient itself is added to.
+  std::vector<std::vector<double>> sums_;
   std::vector<CapturedGradient> targets_;
 };
 

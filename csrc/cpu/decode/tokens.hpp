@@ -10,11 +10,11 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-constexpr int64_t kSplit =
-    256;  // tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31
+// Tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31.
+constexpr int64_t kSplit = 256;
 constexpr int64_t kRowTile = 4;      // rows of queries that meet a token together; arrays of rows are rounded up to it
-constexpr int64_t kTileBytes =
-    16384;  // of a tile: a third of L1, and long enough that the start of its loops is not seen
+// Of a tile: a third of L1, and long enough that the start of its loops is not seen.
+constexpr int64_t kTileBytes = 16384;
 constexpr int64_t kPrefetch = 8192;  // bytes ahead
 
 // What one task does: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys

@@ -35,8 +35,8 @@ StreamRows order_rows(const LinearArgs& args) {
   for (int64_t row = 0; row < count; row++) {
     const float* x = widen_row(args, row, buffer);
     float* out = rows.values + row * rows.stride;
-    for (int64_t k = 0; k < padded;
-         k += 4)  // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more
+    // int4: byte i of a column's four bytes carries 2^(8 i), the high nibbles 2^4 more.
+    for (int64_t k = 0; k < padded; k += 4)
       unroll<4>([&](auto i) {
         constexpr float kLow = unshift_of<kFormat>(2 * i) / kLate<kFormat>,
                         kHigh = unshift_of<kFormat>(2 * i + 1) / kLate<kFormat>;

@@ -51,8 +51,8 @@ LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) 
 template <StateFormat kFormat, class Rule>
 struct BlockOfMoments {
   static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
-  static constexpr int64_t kStride =
-      kMaxStateBlock + 16;  // not a multiple of 4 KiB, or a load of one moment would wait for a store of another
+  // Not a multiple of 4 KiB, or a load of one moment would wait for a store of another.
+  static constexpr int64_t kStride = kMaxStateBlock + 16;
 
   int64_t begin, count;
   uint8_t* stored[kMaxMoments];

@@ -28,8 +28,8 @@ struct PlainPanel {
       : spec(spec), codes(arena.array<uint8_t>(16 * spec.padded_k())), scale(arena.array<float>(16 * spec.groups())),
         zero(arena.array<float>(16 * spec.groups())) {
     if (!arena.base) return;
-    const int64_t covered =
-        smaller(spec.padded_k(), spec.groups() * spec.group_k());  // with groups of 32 the last half tile may have none
+    // With groups of 32 the last half tile may have none.
+    const int64_t covered = smaller(spec.padded_k(), spec.groups() * spec.group_k());
     for (int64_t column = 0; column < 16; column++)
       std::memset(codes + column * spec.padded_k() + covered, 0, spec.padded_k() - covered);
   }

@@ -135,8 +135,8 @@ LOWBIT_INLINE f32x16 lookup16(const float* table, i32x16 index) {  // 16 entries
   LOWBIT_LANES r.lane[i] = table[index.lane[i] & 15];
   return r;
 }
-LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a,
-                                  i32x16 b) {  // the upper halves' product, in the upper half; the lower half of b is 0
+// The upper halves' product, in the upper half; the lower half of b is 0.
+LOWBIT_INLINE i32x16 mul_high_u16(i32x16 a, i32x16 b) {
   LOWBIT_LANES a.lane[i] = static_cast<int32_t>(
       ((static_cast<uint32_t>(a.lane[i]) >> 16) * (static_cast<uint32_t>(b.lane[i]) >> 16)) & 0xffff0000u);
   return a;
