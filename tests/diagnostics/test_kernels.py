@@ -34,7 +34,10 @@ def test_unknown_row_is_refused_and_the_rows_are_listed() -> None:
 
 
 def test_forced_row_runs_and_is_released(kernel: str) -> None:
-    case = next(case for case in testing.linear_cases() if testing.serves(kernel, case))
+    case = next((case for case in testing.linear_cases() if testing.serves(kernel, case)), None)
+    if case is None and kernel.endswith("_onednn"):
+        pytest.skip(f"oneDNN refuses this: {kernel} serves no case")
+    assert case is not None
     data = cached_data(case)
     run_linear(case, data)
     usual = _C.last_kernel("linear")
