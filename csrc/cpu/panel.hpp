@@ -16,7 +16,7 @@ struct PanelView {
   const uint8_t* codes;
   const uint8_t* end;
   int64_t bytes;
-  float zero_shift;  // what is added to `zero`: unpacked codes are around 128
+  float code_shift;  // unpacked codes are so much larger than `zero` counts: they are around 128
 };
 
 LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight, int64_t panel) {
@@ -156,20 +156,27 @@ LOWBIT_INLINE constexpr float unshift_of(int at) {
   return __builtin_bit_cast(float, (127 - shift) << 23);
 }
 
-// What value() returns is code - this.
+// What value() returns is code - this, of codes as `zero` counts them.
 template <Format kFormat>
-constexpr float kValueZero = codec_of<kFormat>::value_zero;
+LOWBIT_INLINE float value_zero(const PanelView& panel) {
+  return codec_of<kFormat>::value_zero - panel.code_shift;
+}
 
-// Scale of group g without the column's part, and its zero point, of codes as they are read.
+// Scale of group g without the column's part, and its zero point.
 LOWBIT_INLINE f32x16 scale_of(const PanelView& panel, int64_t g) {
   return panel.group_scale ? load_f16(panel.group_scale + g * 16) : set1(1.0f);
 }
 template <Format kFormat>
 LOWBIT_INLINE f32x16 zero_of(const PanelView& panel, int64_t g) {
-  if (!panel.zero) return set1(static_cast<float>(symmetric_zero(kFormat)));
-  const f32x16 zero = load_f16(panel.zero + g * 16);
-  if constexpr (kFormat == Format::int8) return add(zero, set1(panel.zero_shift));
-  else return zero;
+  if (!panel.zero) return set1(static_cast<float>(symmetric_zero(kFormat)) - panel.code_shift);
+  return load_f16(panel.zero + g * 16);
+}
+
+// The nearest whole number to a zero point that leaves every code - zero exact in 8 bits, at most 256 in size. It is
+// taken from the codes first: value_zero - zero may have more bits than a float32 (of int8, 128 - 2^-17).
+LOWBIT_INLINE f32x16 whole_zero(const PanelView& panel, f32x16 zero, int code_max) {
+  const float most = 256.0f - panel.code_shift;
+  return max(set1(static_cast<float>(code_max) - 512.0f + most), min(set1(most), to_float(to_int(zero))));
 }
 
 // `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is
@@ -181,35 +188,48 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   using U = Unit<kFormat>;
   const PanelView view = view_panel(spec, weight, panel);
   constexpr int64_t kParts = is_float(kFormat) ? 1 : kTileK / kStep;
-  f32x16 scale[kParts], offset[kParts];  // value = raw * scale + offset, per part of a tile that has one scale
+  // Per part of a tile that has one scale: value = (raw + whole) * scale + rest, rounded once. Without zero points
+  // whole is 0.
+  f32x16 scale[kParts], whole[kParts], rest[kParts];
   alignas(64) uint8_t room[kByteTile];
-  // int8 per channel: the values are final.
-  const bool scaled = kValueZero<kFormat> != symmetric_zero(kFormat) || view.group_scale || view.zero;
+  // Not of int8 per channel, whose values are final.
+  const bool scaled = codec_of<kFormat>::value_zero != symmetric_zero(kFormat) || view.group_scale;
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))
       for (int64_t part = 0; part < kParts; part++) {
         const int64_t k = tile * kTileK + part * kStep,
                       g = smaller(spec.group_size ? k / spec.group_size : 0, spec.groups() - 1);
         scale[part] = scale_of(view, g);
-        offset[part] = mul(sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g)), scale[part]);
+        const f32x16 zero = zero_of<kFormat>(view, g), origin = set1(value_zero<kFormat>(view));
+        const f32x16 first = view.zero ? whole_zero(view, zero, U::code_max) : origin;
+        whole[part] = sub(origin, first), rest[part] = mul(sub(first, zero), scale[part]);
       }
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, tile, 1, room);
-    for (int64_t unit = 0; unit < U::kPerTile; unit++) {
-      const uint8_t* from = codes + unit * U::kBytes;
-      __builtin_prefetch(from + ahead);
-      U::with_plain(from, true, [&](auto plain) {
-        unroll<U::kValues>([&](auto at) {
-          const int64_t k = k_in_tile<kFormat>(unit, at);
-          f32x16 w = U::template value<at, plain>(from);
-          if constexpr (!is_float(kFormat)) {
-            constexpr float kUnshift = unshift_of<kFormat>(at);
-            const int64_t part = k / kStep;
-            if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), offset[part]);
-          }
-          store(out + k * 16, w);
+    const auto widen = [&](auto zeros) __attribute__((always_inline)) {
+      for (int64_t unit = 0; unit < U::kPerTile; unit++) {
+        const uint8_t* from = codes + unit * U::kBytes;
+        __builtin_prefetch(from + ahead);
+        U::with_plain(from, true, [&](auto plain) {
+          unroll<U::kValues>([&](auto at) {
+            const int64_t k = k_in_tile<kFormat>(unit, at);
+            f32x16 w = U::template value<at, plain>(from);
+            if constexpr (!is_float(kFormat)) {
+              constexpr float kUnshift = unshift_of<kFormat>(at);
+              const int64_t part = k / kStep;
+              if constexpr (zeros) w = fma(fma(w, set1(kUnshift), whole[part]), scale[part], rest[part]);
+              else if (kUnshift != 1.0f || scaled) w = fma(w, mul(scale[part], set1(kUnshift)), rest[part]);
+            }
+            store(out + k * 16, w);
+          });
         });
-      });
-    }
+      }
+    };
+    if constexpr (kind_of(kFormat) == CodecKind::integer)
+      if (view.zero) {
+        widen(std::true_type{});
+        continue;
+      }
+    widen(std::false_type{});
   }
 }
 

@@ -47,7 +47,7 @@ struct Int8Product {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
     const int64_t g = spec.group_size ? s : 0;
-    const f32x16 w_scale = scale_of(view, g), w_zero = sub(zero_of<kFormat>(view, g), set1(kValueZero<kFormat>));
+    const f32x16 w_scale = scale_of(view, g), w_zero = sub(zero_of<kFormat>(view, g), set1(value_zero<kFormat>(view)));
     const RowSum* row_sums = rows.sums + (row_tile * rows.sum_count + s) * kTileRows;
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {

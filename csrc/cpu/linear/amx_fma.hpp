@@ -30,14 +30,6 @@ constexpr int value_of_k(int64_t k) {
   return i;
 }
 
-// The nearest whole number to a zero point that leaves every code - zero exact in 8 bits, at most 256 in size. It is
-// taken from the codes; only the rest, 0 where we chose the zero point, is multiplied by a sum of x, and could cancel
-// what the codes have added.
-LOWBIT_INLINE f32x16 whole_zero(f32x16 zero, int code_max) {
-  constexpr float kLargest = 256;
-  return max(set1(static_cast<float>(code_max) - kLargest), min(set1(kLargest), to_float(to_int(zero))));
-}
-
 // The parts of what 16 codes stand for, less the zero point of a symmetric weight. Twice: five bits are looked at.
 template <Format kFormat>
 struct PartTable {
@@ -97,11 +89,13 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
-    f32x16 offset[2];  // of either half: value = what is read + offset
+    // Of either half: value = what is read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied
+    // by a sum of x, and could cancel what the codes have added.
+    f32x16 offset[2];
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
       const f32x16 zero = zero_of<kFormat>(view, smaller(g, spec.groups() - 1));
-      offset[half] = sub(set1(kValueZero<kFormat>), whole_zero(zero, U::code_max));
+      offset[half] = sub(set1(value_zero<kFormat>(view)), whole_zero(view, zero, U::code_max));
     }
     for (int64_t unit = 0; unit < U::kPerTile; unit += kUnits, codes += kUnits * U::kBytes) {
       f32x16 values[kCount];
@@ -244,8 +238,8 @@ struct PartProduct {
     const WeightSpec& spec = args.weight_spec;
     const PanelView view = view_panel(spec, args.weight, panel);
     const f32x16 w_scale = scale_of(view, g);
-    const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format: only int8 has planes, whose zero is shifted
-    const f32x16 w_zero = sub(whole_zero(zero, code_max), zero);
+    const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format that has zero points
+    const f32x16 w_zero = sub(whole_zero(view, zero, code_max), zero);
     const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
     unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
       f32x16 total = load(sums + i * kPanelColumns);

@@ -160,7 +160,7 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
     for (int p = 0; p < kPanels; p++) {
       const f32x16 w_scale = scale_of(panels[p], g);
       if constexpr (!kExpanded) next[p].fetch_group(panels[p], g);
-      const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(kValueZero<kFormat>));
+      const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(value_zero<kFormat>(panels[p])));
       for (int r = 0; r < kRows; r++)
         result[r][p] = add_sum(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);
     }

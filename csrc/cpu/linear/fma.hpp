@@ -120,7 +120,7 @@ void stream_panel(const LinearArgs& args, const PanelView& view, const StreamRow
     } else {  // result += w_scale * (sum of value * x - zero * sum of x)
       next.fetch_group(view, g);
       const f32x16 w_scale = mul(scale_of(view, g), set1(kLate<kFormat>)),
-                   w_zero = sub(set1(kValueZero<kFormat>), zero_of<kFormat>(view, g));
+                   w_zero = sub(set1(value_zero<kFormat>(view)), zero_of<kFormat>(view, g));
       for (int r = 0; r < kRows; r++)
         result[r] = fma(fma(w_zero, set1(group_sums[r][g]), sums.total(r)), w_scale, result[r]);
     }

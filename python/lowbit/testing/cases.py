@@ -68,7 +68,8 @@ def budget(dtype: str, k: int, *, magnitude: Tensor, linear_result: Tensor, post
 
     A float32 sum of k products, in any order and with any split of scales, is off by at most (k + 8) roundings
     of 2**-24 each relative to ``magnitude`` = sum |x| |w| + |bias| (8: decoding the scales, the zero point,
-    adding the bias).
+    adding the bias). There |w| of int4 and of an asymmetric weight is scale * (|code - o| + |zero point - o|): kernels
+    may count codes from o and take (zero point - o) * sum of x off the total (`lowbit.reference.linear.magnitude`).
     The activations have slope <= 1.13; evaluating them adds 8 roundings of their argument. mul and add are one rounding
     each; storing is one rounding of the result's dtype. Integer products are exact, so quantized activations (the
     reference takes the same codes) need no term of their own.

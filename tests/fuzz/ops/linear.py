@@ -45,7 +45,7 @@ def _call(c: Choices) -> str:
         options.append(
             f"under={c.pick('default dtype float64', 'threads 2', 'inference mode', 'default device meta')!r}"
         )
-    values = c.pick("normal", "normal", "ones", "large")
+    values = c.pick("normal", "normal", "ones", "large", "outliers")
     return f"check.linear({x}, {n}, {format!r}, {', '.join(options)}, values={values!r})\n"
 
 
