@@ -58,8 +58,8 @@ def load_model(path: str | Path, *, activations: str = "int8", attention: str = 
 def config_of(file: GgufFile) -> PreTrainedConfig:
     """Return the configuration that transformers makes of the metadata.
 
-    It is given a file of the same header without the vocabulary, over every word of which its reader steps (9 s for
-    49,152 of them, and this 0.3), and with tensors of the same names.
+    It is given a file of the same header without the vocabulary, over every word of which its reader steps (5 s of a
+    Zen 3 for 49,152 of them), and with tensors of the same names.
 
     Raises:
         ValueError: transformers does not know the architecture.
@@ -67,7 +67,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     with tempfile.TemporaryDirectory() as folder:
         writer = gguf.GGUFWriter(Path(folder) / "header.gguf", file.architecture)
         for key, value in file.metadata.items():
-            if key != "general.architecture" and value != []:
+            is_of_words = key.startswith("tokenizer.") and isinstance(value, list)
+            if key != "general.architecture" and value != [] and not is_of_words:
                 writer.add_key_value(key, value, file.kinds[key])
         for name in file.tensors:
             writer.add_tensor(name, np.zeros(1, np.float32))
