@@ -4,6 +4,7 @@ the same file, and damaged files."""
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -125,6 +126,7 @@ def test_a_model_of_every_type(type, tmp_path):
     write(tmp_path / "model.gguf", "tied", type)
     wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     assert distance(logits(read(tmp_path / "model.gguf")), logits(wanted)) < 5e-3
+    assert distance(logits(read(tmp_path / "model.gguf", "int8")), logits(wanted)) < 0.5
 
 
 def test_a_tied_table_and_head_are_one_packed_weight(tmp_path):
@@ -161,6 +163,15 @@ def test_a_parameter_that_the_file_has_not_is_named(tmp_path, monkeypatch):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(file))
     with pytest.raises(ValueError, match="misses model.layers.1.mlp.up_proj.weight"):
+        StateReader(file, model, "float").read()
+
+
+def test_a_tensor_without_a_place_is_told(tmp_path):
+    file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
+    file.tensors["rope_freqs.weight"] = dataclasses.replace(file.tensors["output_norm.weight"], name="rope_freqs.weight")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_of(file))
+    with pytest.warns(UserWarning, match="LlamaForCausalLM of transformers has no place for rope_freqs.weight: not read"):
         StateReader(file, model, "float").read()
 
 

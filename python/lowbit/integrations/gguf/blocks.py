@@ -55,6 +55,9 @@ class BlockType:
         return not self.asymmetric and self.scales != "product"
 
     def spec(self, activations: str) -> LinearSpec:
+        """The weight, and "int8_group" or "float" activations; levels are multiplied by floats alone."""
+        if _C.FORMAT_FACTS[self.format]["kind"] != "integer":
+            activations = "float"
         mapping = "asymmetric" if self.asymmetric else "symmetric"
         return LinearSpec(self.format, self.group_size, self.asymmetric, activations, mapping)
 

@@ -77,5 +77,6 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         writer.write_tensors_to_file()
         writer.close()
         config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-    config.vocab_size = file.tensors["token_embd.weight"].shape[0]
+    if "token_embd.weight" in file.tensors:
+        config.vocab_size = file.tensors["token_embd.weight"].shape[0]
     return config

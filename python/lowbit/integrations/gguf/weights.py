@@ -7,6 +7,8 @@ of a packed weight is found by asking the same table for the numbers of the rows
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -30,7 +32,7 @@ class StateReader:
 
     Args:
         model: on the meta device, made by the configuration of the file.
-        activations: "int8" rounds those of layers with codes of integers in groups of 32, "float" none.
+        activations: "int8" rounds those of layers whose codes are integers, "float" none.
 
     Raises:
         ValueError: a tensor has a type or a shape that no layer of the model takes, a parameter of the model is not in
@@ -47,24 +49,26 @@ class StateReader:
             raise ValueError(f"gguf: transformers cannot name the tensors of {file.architecture}: {error}") from error
         self.tied = tied_modules(model)
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.unread: list[str] = []
-        """Tensors of the file for which the model has no parameter."""
 
     def read(self) -> dict[str, Tensor]:
-        """Return packed weights with the numbers beside them, and all other parameters as floats."""
+        """Return packed weights with the numbers beside them, and all other parameters as floats. Warns of tensors for
+        which the model has no parameter."""
         state: dict[str, Tensor] = {}
+        unread = []
         for tensor in self.file.tensors.values():
             name = self.names.get(tensor.name)
             if name not in self.parameters:
-                self.unread.append(tensor.name)
+                unread.append(tensor.name)
                 continue
             try:
                 state |= self._read(tensor, name)
             except ValueError as error:
                 raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
+        of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
-            few = f"{', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}"
-            raise ValueError(f"gguf: the file must hold every parameter of {type(self.model).__name__}, misses {few}")
+            raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {_few(missing)}")
+        if unread:
+            warnings.warn(f"gguf: {of} of transformers has no place for {_few(unread)}: not read", stacklevel=4)
         return state
 
     def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
@@ -129,6 +133,10 @@ class _Names:
 
     def named_children(self) -> list[tuple[str, _Names]]:
         return self.children
+
+
+def _few(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def _bytes(tensor: GgufTensor) -> Tensor:
