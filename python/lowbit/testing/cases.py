@@ -108,7 +108,7 @@ def format_cases() -> Iterator[tuple[str, int, str, str]]:
             facts = _C.FORMAT_FACTS[name]
             sizes = group_sizes + (16,) * (facts["smallest_group"] == 16)
             if facts["bits"] not in (4, 8):  # unpacked, and then int8 to every row
-                yield from itertools.product((name,), (0, 32, 128), ("symmetric", "asymmetric"), facts["x_formats"])
+                yield from itertools.product((name,), (0, 16, 32, 128), ("symmetric", "asymmetric"), facts["x_formats"])
             else:
                 yield from itertools.product((name,), sizes, mappings, facts["x_formats"])
 
