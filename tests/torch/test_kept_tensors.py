@@ -183,7 +183,7 @@ def test_no_call_keeps_its_tensors(call: Callable[[], Any]) -> None:
     tensors, bytes_held = _tensors(), _resident()
     for _ in range(CALLS):
         call()
-    assert _tensors() == tensors
+    assert _tensors() <= tensors  # fewer where those of an earlier test went in between
     grown = (_resident() - bytes_held) / _MIB
     assert grown < CALLS / 16, f"{grown:.0f} MiB more"  # half of what one tensor of each call would be, 128 KiB
 
