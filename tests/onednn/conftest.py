@@ -4,20 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from onednn_cases import FORMATS, served
-
-from lowbit import _C
-
-
-def needs_onednn() -> None:
-    if reason := _C.onednn.facts()["reason"]:
-        pytest.skip(reason)
-
-
-def needs_row(row: str) -> None:
-    needs_onednn()
-    if not served(row):
-        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {row} on this machine")
+from onednn_cases import FORMATS, needs_row
 
 
 @pytest.fixture(params=FORMATS)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from lowbit import testing
+import pytest
+
+from lowbit import _C, testing
 from lowbit.testing import LinearCase
 
 FORMATS = {
@@ -31,3 +33,14 @@ def served(row: str) -> list[int]:
     """Which of FORMATS[row] the library multiplies on this machine, for few rows of x and for many."""
     ats = range(len(FORMATS[row]))
     return [at for at in ats if all(testing.serves(row, case_of(row, (m, 37, 70), at)) for m in (5, 40))]
+
+
+def needs_onednn() -> None:
+    if reason := _C.onednn.facts()["reason"]:
+        pytest.skip(reason)
+
+
+def needs_row(row: str) -> None:
+    needs_onednn()
+    if not served(row):
+        pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {row} on this machine")

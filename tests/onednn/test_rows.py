@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from onednn_cases import FORMATS, case_of, served
+from onednn_cases import FORMATS, case_of, needs_row, served
 
 import lowbit
-from lowbit import _C, testing
+from lowbit import _C
 from lowbit.testing import LinearCase, assert_within, cached_data, make_data, run_linear
 
 SIZES = ((1, 7, 3), (1, 64, 128), (5, 37, 70), (16, 48, 64), (17, 97, 257), (33, 130, 192), (70, 16, 100), (3, 40, 1100))
@@ -31,8 +31,7 @@ def test_every_chain_is_within_budget_at_every_size(row: str) -> None:
 
 def test_a_bias_of_float16_is_added() -> None:
     case = LinearCase(5, 37, 70, "float32", "int8", 0, "symmetric", "int8_row")
-    if not testing.serves("linear_int8_int8_onednn", case):
-        pytest.skip(_C.onednn.facts()["reason"])
+    needs_row("linear_int8_int8_onednn")
     bias = torch.randn(37).half()
     data, with_bias = make_data(case), dataclasses.replace(make_data(case), bias=bias)
     wanted = data.wanted + bias.double()
