@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit import _C
 from lowbit.formats.spec import LinearSpec
-from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.optim import state_format
+from lowbit.quant.codes import CodedWeight
+from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_linear import QuantLinear
-from lowbit.reference import optim as state_codes
-from lowbit.reference.layout import from_row_major
-from lowbit.reference.quantize import LEVELS
 from lowbit.tables.folding import LayerNames
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -92,14 +92,13 @@ def to_bitsandbytes(
         block = spec.group_size or min(k & -k, _LARGEST_BLOCK)
         if k % block or block < 32:
             raise ValueError(f"to_bitsandbytes: {name}: k must be a multiple of {max(block, 32)}, got k={k}")
-        rows = repack_weight(state_dict[name], stored, "row-major")
-        plain = from_row_major(rows, k, spec.format, spec.group_size, False)
-        absmax = plain.scale.repeat_interleave(k // block // plain.scale.shape[1], dim=1).flatten()
+        weight = CodedWeight.unpack(state_dict[name], stored)
+        absmax = weight.scale.repeat_interleave(k // block // spec.groups(k), dim=1).flatten()
         facts = {"quant_type": spec.format, "blocksize": block, "dtype": _text(dtype), "shape": [n, k]}
-        first, second = plain.codes.view(-1, 2).unbind(1)
+        first, second = weight.codes.view(-1, 2).unbind(1)
         del result[key]
         result[name] = (first << 4 | second)[:, None]
-        result[f"{name}.quant_map"] = LEVELS[spec.format].clone()
+        result[f"{name}.quant_map"] = _levels(spec.format)
         result |= {f"{name}.{part}": value for part, value in _nested(absmax, facts, compress_statistics).items()}
         told = list(json.dumps(facts).encode())
         result[f"{name}{_STATE}{spec.format}"] = torch.tensor(told, dtype=torch.uint8, device="cpu")
@@ -189,7 +188,7 @@ def layer_of_blocks(
             f"from_bitsandbytes: {name}: n={n} k={k} in blocks of {blocksize} must be {wanted[0]} bytes and "
             f"{wanted[1]} scales, got {pairs.numel()} and {absmax.numel()}"
         )
-    codes = state_codes.unpack_nibbles(pairs, n * k).view(n, k)
+    codes = torch.stack((pairs >> 4, pairs & 15), dim=1).flatten()[: n * k].view(n, k)
     rows, columns = torch.arange(n, device=codes.device), torch.arange(0, k, group, device=codes.device)
     begins = rows[:, None] * k + columns
     spec = LinearSpec(format, 0 if per_row else group)
@@ -210,15 +209,25 @@ def _nested(absmax: Tensor, facts: dict[str, Any], compress: bool) -> dict[str, 
     if not compress:
         return {"absmax": absmax}
     offset = absmax.mean()
-    scale = state_codes.scales(absmax - offset, "dynamic8", _NESTED_BLOCK).float()
-    spread = scale.repeat_interleave(_NESTED_BLOCK)[: absmax.numel()]
-    relative = torch.where(spread > 0, (absmax - offset) / spread, 0).double()
     facts |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset.item()}
-    return {
-        "absmax": state_codes.nearest_code(relative, "dynamic8", True).to(torch.uint8),
-        "nested_absmax": scale,
-        "nested_quant_map": state_codes.code_map("dynamic8", True).float(),
-    }
+    values = (absmax - offset).cpu()
+    codes, scale = state_format.encode(values, _nested_layout(values), is_signed=True)
+    every_code = torch.arange(256, dtype=torch.uint8, device="cpu")
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    levels = state_format.decode(every_code, one, _nested_layout(every_code), is_signed=True)
+    nested = {"absmax": codes, "nested_absmax": scale, "nested_quant_map": levels}
+    return {name: value.to(absmax.device) for name, value in nested.items()}
+
+
+def _nested_layout(values: Tensor) -> state_format.Layout:
+    return state_format.Layout.of(values, "dynamic8", _NESTED_BLOCK)
+
+
+def _levels(format: str) -> Tensor:
+    """What the codes of a lookup format stand for, float32."""
+    codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]
+    one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    return QuantLinear.pack(codes, one, None, LinearSpec(format)).dequantize()[0]
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -7,11 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.layout import repack_weight
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.codes import CodedWeight
 from lowbit.quant.quant_linear import QuantLinear
-from lowbit.reference.layout import row_major
-from lowbit.reference.quantize import QuantizedWeight
 
 _GROUP, _NV_GROUP = 32, 16
 _SMALLEST = 2.0**-24  # of float16: what a group scale may be of the largest of its row
@@ -82,8 +80,8 @@ def from_nvfp4(
         raise ValueError("from_nvfp4: weight_scale and weight_scale_2 must be finite, got inf or nan")
     codes, spec = _codes(weight), LinearSpec("fp4_e2m1", _NV_GROUP)
     n, k = codes.shape
-    rows = row_major(QuantizedWeight(spec.format, _NV_GROUP, codes, whole.reshape(1).repeat(n), scale, None))
-    return QuantLinear.from_packed(repack_weight(rows, StoredWeight(spec, n, k, "row-major")), n, k, spec, bias)
+    coded = CodedWeight(spec, codes, whole.reshape(1).repeat(n), scale, None)
+    return QuantLinear.from_packed(coded.pack(), n, k, spec, bias)
 
 
 def _codes(pairs: Tensor) -> Tensor:

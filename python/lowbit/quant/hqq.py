@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.algorithms import HQQ
-from lowbit.reference.quantize import SMALLEST, split_scale
-from lowbit.reference.search import grouped
+from lowbit.quant.codes import SMALLEST, split_scale
 
 FAR = 64  # ranges further than this many of their spans from 0 are widened to it: float16 holds zero points to 2048
 
@@ -28,8 +27,8 @@ def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[T
         options: iterations and penalty.
     """
     n, k = weight.shape
-    w = grouped(weight, group_size)
-    inside = grouped(weight.new_ones(1, k), group_size)
+    w = _grouped(weight, group_size)
+    inside = _grouped(weight.new_ones(1, k), group_size)
     count = inside.sum(2)
     low, high = torch.where(inside > 0, w, torch.inf).amin(2), torch.where(inside > 0, w, -torch.inf).amax(2)
     far = torch.maximum(low, -high) > FAR * (high - low)
@@ -55,3 +54,9 @@ def hqq(weight: Tensor, group_size: int, code_max: int, options: HQQ) -> tuple[T
         moved = ((codes - (w - sparse) / s) * inside).sum(2) / count
         z, penalty = moved.half().float(), penalty * options.kappa
     return best.byte().flatten(1)[:, :k].contiguous(), scale, best_zero
+
+
+def _grouped(values: Tensor, group_size: int) -> Tensor:
+    """``[n, k]`` as ``[n, groups, group_size]``, padded with zeros."""
+    size = group_size or values.shape[1]
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % size)).unflatten(1, (-1, size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float weights and plain codes to packed weights, and back to codes."""
+"""Float weights to packed weights."""
 
 from __future__ import annotations
 
@@ -11,32 +11,18 @@ from torch import Tensor, nn
 from lowbit import _C, devices
 from lowbit.formats.algorithms import GPTQ, HQQ
 from lowbit.formats.spec import LinearSpec, StoredWeight
+from lowbit.quant.codes import CodedWeight
 from lowbit.quant.distortion import Distortion
 from lowbit.quant.gptq import gptq
 from lowbit.quant.hqq import hqq
 from lowbit.quant.input_moments import InputMoments
 from lowbit.quant.layout import repack_weight
-from lowbit.reference import layout as row_layout
-from lowbit.reference.quantize import QuantizedWeight
 
 
 def all_finite(weight: Tensor) -> bool:
     """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
     weight = weight.detach()
     return _C.all_finite(weight.contiguous()) if devices.has_kernels(weight.device) else bool(weight.isfinite().all())
-
-
-def pack_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> Tensor:
-    """Pack plain codes ``[n, k]`` uint8, and scale and zero ``[n, groups]`` float32; zero is None when symmetric."""
-    rows = row_layout.row_major(QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size))
-    return repack_weight(rows, StoredWeight(spec, *codes.shape, "row-major"))
-
-
-def unpack_codes(packed: Tensor, n: int, k: int, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice."""
-    rows = repack_weight(packed, StoredWeight(spec, n, k, _C.LAYOUT), "row-major")
-    plain = row_layout.from_row_major(rows, k, spec.format, spec.group_size, spec.asymmetric)
-    return plain.codes, plain.scale, plain.zero_or_symmetric
 
 
 def pack_weight(
@@ -80,7 +66,9 @@ def _pack_by_algorithm(weight: Tensor, spec: LinearSpec, inputs: InputMoments | 
 
     def scales(part: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         searched = importance if spec.scale == "search" else None
-        return unpack_codes(_pack_nearest(part, spec, searched)[0], *part.shape, spec)[1:]
+        packed = _pack_nearest(part, spec, searched)[0]
+        weight = CodedWeight.unpack(packed, StoredWeight(spec, *part.shape, _C.LAYOUT))
+        return weight.scale, weight.zero_point
 
     hessian = None
     if isinstance(spec.algorithm, HQQ):
@@ -88,7 +76,7 @@ def _pack_by_algorithm(weight: Tensor, spec: LinearSpec, inputs: InputMoments | 
     else:
         hessian = inputs.hessian
         codes, scale, zero = gptq(weight, hessian, spec.group_size, code_max, spec.algorithm, scales)
-    packed = pack_codes(codes, scale, zero if spec.asymmetric else None, spec)
+    packed = CodedWeight.of(codes, scale, zero if spec.asymmetric else None, spec).pack()
     absmax = _pack_nearest(weight, replace(spec, scale="absmax", algorithm=None), None)[0]
     errors = [weight - _decode(of, n, k, spec) for of in (packed, absmax)]
     return packed, Distortion(*(_square(matrix, hessian) for matrix in (weight, *errors)))

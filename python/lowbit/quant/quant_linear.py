@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
-from lowbit.formats.spec import LinearSpec, OpArgs
+from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
+from lowbit.quant.codes import CodedWeight
 from lowbit.quant.layout import in_layout, stored_problem, text_of
 from lowbit.quant.linear_layers import features_of
-from lowbit.quant.packing import all_finite, pack_codes, pack_weight, unpack_codes
+from lowbit.quant.packing import all_finite, pack_weight
 
 
 class QuantLinear(nn.Linear):
@@ -134,14 +135,16 @@ class QuantLinear(nn.Linear):
                 what they are stored as (float32 per row times float16 per group; float16).
         """
         _check_plain(codes, scale, zero, spec)
-        return cls.from_packed(pack_codes(codes, scale, zero, spec), *codes.shape, spec, bias)
+        return cls.from_packed(CodedWeight.of(codes, scale, zero, spec).pack(), *codes.shape, spec, bias)
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(codes, scale, zero)``: uint8 ``[n, k]``, float32 ``[n, groups]`` twice; ``w = scale * (code -
         zero)``, of a lookup format ``scale * level[code]`` (its zero is 0)."""
         if self.spec.is_float:
             raise ValueError(f"unpack: a {self.spec.format} weight has no codes")
-        return unpack_codes(self.weight.detach(), self.out_features, self.in_features, self.spec)
+        stored = StoredWeight(self.spec, self.out_features, self.in_features, _C.LAYOUT)
+        weight = CodedWeight.unpack(self.weight.detach(), stored)
+        return weight.codes, weight.scale, weight.zero_point
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[n, k]`` as float."""

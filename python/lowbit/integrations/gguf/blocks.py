@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.formats.spec import LinearSpec, StoredWeight
-from lowbit.quant.layout import repack_weight
-from lowbit.reference.layout import row_major
-from lowbit.reference.quantize import QuantizedWeight, split_scale
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.codes import CodedWeight, split_scale
 
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
 _FAR = 65504.0
@@ -83,15 +81,14 @@ def pack_blocks(blocks: Tensor, type: BlockType, rows: Tensor | None = None, lay
         zero = torch.where(constant | (minimum == 0), 0.0, -minimum / divisor).half()
         if not zero.isfinite().all():
             raise ValueError("the scales of a row must lie within 2^24 of its largest")
-    weight = replace(_stored(codes, scale, type), zero=zero)
-    return repack_weight(row_major(weight), StoredWeight(type.spec("float"), *codes.shape, "row-major"), layout)
+    return replace(_stored(codes, scale, type), zero=zero).pack(layout)
 
 
-def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> QuantizedWeight:
+def _stored(codes: Tensor, scale: Tensor, type: BlockType) -> CodedWeight:
     """Scales as they are kept: float16 numbers as they are, the smallest too, others beside the largest of the row."""
     as_it_is = type.scales == "float16"
     parts = (torch.ones(len(scale)), scale.half()) if as_it_is else split_scale(scale, type.group_size)
-    return QuantizedWeight(type.format, type.group_size, codes, *parts, None)
+    return CodedWeight(type.spec("float"), codes, *parts, None)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from lowbit.formats.spec import StoredWeight
 from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.gguf.weights import StateReader
-from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.codes import CodedWeight
+from lowbit.quant.layout import numbers_of
 from lowbit.quant.linear_layers import is_conv1d, is_embedding, is_linear
 from lowbit.quant.load import PACKED
-from lowbit.reference.layout import from_row_major
-from lowbit.reference.quantize import QuantizedWeight
 
 _BLOCK = 32
 _TYPES = {"int4": "Q4_0", "int5": "Q5_0", "int8": "Q8_0", "fp4_e2m1": "MXFP4"}
@@ -108,8 +107,7 @@ def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
         raise ValueError(f"{spec.name} is not symmetric int4, int5, int8 or MXFP4 in groups of {_BLOCK}")
     if stored.k % _BLOCK:
         raise ValueError(f"k must be a multiple of {_BLOCK}, got k={stored.k}")
-    rows = repack_weight(packed, stored, "row-major")
-    weight = from_row_major(rows, stored.k, spec.format, spec.group_size, spec.asymmetric)
+    weight = CodedWeight.unpack(packed, stored)
     codes, type = weight.codes.view(stored.n, -1, _BLOCK), _TYPES[spec.format]
     scale = _exponents(weight) if type == "MXFP4" else _halves(weight)
     if type == "Q8_0":
@@ -122,14 +120,14 @@ def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
     return torch.cat(parts, dim=2).flatten(1), type
 
 
-def _halves(weight: QuantizedWeight) -> Tensor:
+def _halves(weight: CodedWeight) -> Tensor:
     halves = weight.scale.half()
     if not torch.equal(halves.float(), weight.scale):
         raise ValueError("its scales are no float16")
     return halves[:, :, None].view(torch.uint8)
 
 
-def _exponents(weight: QuantizedWeight) -> Tensor:
+def _exponents(weight: CodedWeight) -> Tensor:
     fraction, exponent = torch.frexp(weight.scale)
     if not ((fraction == 0.5) | (weight.scale == 0)).all():
         raise ValueError("its scales are no powers of two")
