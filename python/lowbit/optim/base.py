@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lowbit._C import OPTIM_RULES, STATE_FORMATS
 from lowbit.ops.optim import Step, take
-from lowbit.optim import loading, sharding
+from lowbit.optim import loading, moments, sharding
 from lowbit.optim.checks import LARGEST_SEED, check_group, check_param
-from lowbit.optim.plan import Plan
-from lowbit.optim.state_format import BITS, Layout, allocate, decode, encode, has_codes, nibble_bytes, scale_count
+from lowbit.optim.moments import StateOptions
+from lowbit.optim.plan import Plan, plan
+from lowbit.optim.state_format import BITS, Layout
 
 _WITHOUT_EFFECT = {
     "args": None, "is_paged": False, "percentile_clipping": 100, "block_wise": True, "foreach": None, "fused": None,
@@ -73,16 +74,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         self._layouts: dict[Tensor, Layout] = {}  # of the moments in self.state
         super().__init__(params, defaults)
 
-    def _moments(self, group: dict[str, Any]) -> dict[str, bool]:
-        """Return the moments that the rule keeps with the group's options: name -> can be negative."""
-        moments = OPTIM_RULES[self.RULE]["moments"]
-        return {name: is_signed for name, (is_signed, needs) in moments.items() if needs is None or group[needs]}
-
-    def _all_moments(self) -> dict[str, tuple[bool, str | None]]:
-        """Return the moments that the rule may keep: name -> can be negative, and the option without which it
-        is not kept."""
-        return OPTIM_RULES[self.RULE]["moments"]
-
     def _hyper(self, group: dict[str, Any]) -> dict[str, float | bool]:
         """Return the numbers of a step except lr, by their names in `_C.OPTIM_HYPER`."""
         shared = {"decoupled": self.DECOUPLED, "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
@@ -115,69 +106,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         # 1000 tensors: 7 ms that the first step would take
-        self._plans[len(self.param_groups) - 1] = Plan(self, group, trainable)
-
-    def _format_of(self, group: dict[str, Any], param: Tensor) -> str:
-        """Return the format of one parameter's moments: small ones stay float32. A DTensor counts whole, so
-        that ranks agree."""
-        state_format = group["state_format"]
-        return "float32" if has_codes(state_format) and param.numel() < group["min_8bit_size"] else state_format
-
-    def _layout(self, group: dict[str, Any], param: Tensor) -> Layout:
-        """Return how the moments of a parameter are to lie in memory."""
-        return Layout.of(sharding.local(param), self._format_of(group, param), group["block_size"])
-
-    def _prepare_state(self, group: dict[str, Any], param: Tensor) -> Layout:
-        """Make the state of a parameter, or convert it to the parameter's memory order and the group's options as
-        they are now."""
-        state, layout, moments = self.state[param], self._layout(group, param), self._moments(group)
-        kept = self._layouts.get(param, layout) if state else None
-        if kept == layout and all(name in state for name in moments):
-            return layout
-        check_param(param, type(self).__name__)
-        if kept is not None and kept.shape != layout.shape:
-            if float(state["step"]) > 0:
-                raise ValueError(
-                    f"{type(self).__name__}: the state of a parameter of shape {list(kept.shape)} does not fit the "
-                    "data that it has now, "
-                    f"of shape {list(layout.shape)}; delete it from optimizer.state to begin anew"
-                )
-            kept = None  # zeros, of no use any more
-        if kept is None:
-            state.clear()
-            state["step"] = torch.zeros((), dtype=torch.float32, device=layout.device)
-        elif (
-            kept != layout
-            and has_codes(kept.state_format)
-            and has_codes(layout.state_format)
-            and float(state["step"]) > 0
-        ):
-            warnings.warn(f"{type(self).__name__}: moments are encoded again, from {kept} to {layout}", stacklevel=2)
-        for name, (is_signed, needs) in self._all_moments().items():
-            if name in state and kept not in (None, layout):
-                local = sharding.local_moment(state[name], state.pop(f"{name}_scale", None), kept)
-                values, scale = encode(decode(*local, kept, is_signed), layout, is_signed)
-            elif name in state or name not in moments:
-                continue
-            elif kept is None or needs is not None:  # one that an option asks for may come later, and begins with zeros
-                values, scale = allocate(layout)
-            else:
-                raise ValueError(f"{type(self).__name__}: the state of a parameter has no {name}, got {sorted(state)}")
-            state.update(self._stored(param, name, values, scale, layout))
-        self._layouts[param] = layout
-        return layout
-
-    def _stored(
-        self, param: Tensor, name: str, values: Tensor, scale: Tensor | None, layout: Layout
-    ) -> dict[str, Tensor]:
-        """Return one moment of the local shard of ``param`` as entries of its state."""
-        nibbles = layout.state_format == "dynamic4"
-        stored = {name: sharding.row_like(param, values, nibble_bytes) if nibbles else sharding.like(param, values)}
-        if scale is not None:
-            stored[f"{name}_scale"] = sharding.row_like(
-                param, scale, lambda numel: scale_count(numel, layout.block_size)
-            )
-        return stored
+        options = StateOptions.of(self.RULE, group)
+        self._plans[len(self.param_groups) - 1] = self._new_plan(trainable, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -201,24 +131,23 @@ class LowBitOptimizer(torch.optim.Optimizer):
         plans = [self._plan(index, group) for index, group in enumerate(self.param_groups)]
         for index in range(len(plans), len(self._plans)):  # of groups that were taken away
             self._plans.pop(index, None)
-        try:
-            take(
-                [
-                    Step(
-                        self.RULE, state_format, group["block_size"], lists, group["lr"],
-                        self._hyper(group),
-                        getattr(self, "grad_scale", None), getattr(self, "found_inf", None),
-                        _seed(group, index, state_format),
-                    )
-                    for index, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True))
-                    for state_format, lists in plan.lists().items()
-                ]
-            )  # fmt: skip
-            for plan in plans:
-                plan.finish()
-        finally:
-            for plan in plans:
-                plan.release()
+        calls = [
+            (index, group, state_format, lists, lists.with_gradients())
+            for index, (group, planned) in enumerate(zip(self.param_groups, plans, strict=True))
+            for state_format, lists in planned.by_format.items()
+        ]
+        take(
+            [
+                Step(
+                    self.RULE, state_format, group["block_size"], stepped, group["lr"], self._hyper(group),
+                    getattr(self, "grad_scale", None), getattr(self, "found_inf", None),
+                    _seed(group, index, state_format),
+                )
+                for index, group, state_format, _, stepped in calls
+            ]
+        )  # fmt: skip
+        for _, _, _, lists, stepped in calls:
+            lists.write_back(stepped)
         return loss
 
     def _check_changed_options(self) -> None:
@@ -235,14 +164,26 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _plan(self, index: int, group: dict[str, Any]) -> Plan:
         """Return the plan of a group's step, the last one while it serves."""
         with_grad = [param for param in group["params"] if param.grad is not None]
+        options = StateOptions.of(self.RULE, group)
         if torch.compiler.is_compiling():
-            return Plan(self, group, with_grad)
-        plan = self._plans.get(index)
-        if plan is None or not plan.serves(group, with_grad):
-            plan = self._plans[index] = Plan(self, group, with_grad)
-            for forgotten in [param for param in self._layouts if param not in self.state]:
-                del self._layouts[forgotten]
-        return plan
+            return self._new_plan(with_grad, options)
+        known = self._plans.get(index)
+        if known is None or not known.serves(with_grad, [self.state[param] for param in with_grad], options):
+            known = self._plans[index] = self._new_plan(with_grad, options)
+            moments.forget(self._layouts, self.state)
+        return known
+
+    def _new_plan(self, params: list[Tensor], options: StateOptions) -> Plan:
+        layouts = [self._prepare_state(param, options) for param in params]
+        return plan(params, [self.state[param] for param in params], layouts, options)
+
+    def _prepare_state(self, param: Tensor, options: StateOptions) -> Layout:
+        """Make or convert the state of a parameter where that is needed; return how its moments lie."""
+        kept, owner = self._layouts.get(param), type(self).__name__
+        layout = moments.prepare(self.RULE, options, param, self.state[param], kept, owner)
+        if layout != kept:
+            self._layouts[param] = layout
+        return layout
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's optimizers do, after converting moments to the memory order that their
@@ -255,10 +196,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """
         self._check_changed_options()
         for group in self.param_groups:
+            options = StateOptions.of(self.RULE, group)
             for param in group["params"]:
                 kept = self._layouts.get(param) if self.state.get(param) else None
                 if kept is not None and kept.shape == sharding.local(param).shape:
-                    self._prepare_state(group, param)
+                    self._prepare_state(param, options)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -271,7 +213,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other parameter groups, a moment that is missing, or one whose size does not fit its parameter.
         """
-        loading.load(self, super().load_state_dict, state_dict)
+        target = loading.Target(self, self.RULE, self._check_group, self._layouts)
+        loading.load(target, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_layouts": self._layouts}

@@ -13,18 +13,31 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lowbit.optim import saved_state
+from lowbit.optim import moments, saved_state
+from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, decode, encode, has_codes
-
-if TYPE_CHECKING:
-    from lowbit.optim.base import LowBitOptimizer
 
 _OF_TORCH = "differentiable"  # which it adds to the defaults at the first load
 _KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic_round", "rounding_seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The optimizer that a state dict is loaded into, and what torch's class does not know of it."""
+
+    optimizer: torch.optim.Optimizer
+    rule: str
+    check_group: Callable[[dict[str, Any]], None]  # raises ValueError for options out of range
+    layouts: dict[Tensor, Layout]  # of the moments in its state, changed
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
 
 
 @dataclass(slots=True)
@@ -35,11 +48,12 @@ class _Held:
     layout: Layout
 
 
-def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+def load(target: Target, torch_load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
     """Load ``state_dict`` through torch's loader, which also runs the user's hooks; nothing changes if it
     does not fit."""
-    before = optimizer.register_load_state_dict_pre_hook(_hold)
-    after = optimizer.register_load_state_dict_post_hook(_release, prepend=True)
+    optimizer = target.optimizer
+    before = optimizer.register_load_state_dict_pre_hook(lambda _, given: _hold(target, given))
+    after = optimizer.register_load_state_dict_post_hook(lambda _: _release(target), prepend=True)
     try:
         torch_load(state_dict)
     finally:
@@ -47,23 +61,24 @@ def load(optimizer: LowBitOptimizer, torch_load: Callable[[dict[str, Any]], None
         after.remove()
 
 
-def _hold(optimizer: LowBitOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    call = f"{type(optimizer).__name__}.load_state_dict"
+def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
+    call = f"{target.name}.load_state_dict"
     _check_outline(state_dict, call)
-    saved_groups, groups = state_dict["param_groups"], optimizer.param_groups
+    saved_groups, groups = state_dict["param_groups"], target.optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         return state_dict  # torch's loader says what is wrong
     _check_keys(state_dict, call)
     merged = [
-        _merged_group(optimizer, saved, group, f"{call}: param group {number}")
+        _merged_group(target, saved, group, f"{call}: param group {number}")
         for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True))
     ]
     state, again = dict(state_dict["state"]), Counter[str]()
     for saved, new, group in zip(saved_groups, merged, groups, strict=True):
         for index, param in zip(saved["params"], group["params"], strict=True):
             if state.get(index):
-                entry = saved_state.Entry(optimizer, saved, new, param, state[index], f"{call}: parameter {index}")
-                if held := _convert(optimizer, entry, again):
+                what = f"{call}: parameter {index}"
+                entry = saved_state.Entry(target.rule, target.name, saved, new, param, state[index], what)
+                if held := _convert(entry, again):
                     state[index] = held
                 else:
                     del state[index]
@@ -97,43 +112,41 @@ def _check_keys(state_dict: dict[str, Any], call: str) -> None:
             raise ValueError(f"{call}: state of parameter {index} must be a dict, got {type(entry).__name__}")
 
 
-def _merged_group(
-    optimizer: LowBitOptimizer, saved: dict[str, Any], group: dict[str, Any], what: str
-) -> dict[str, Any]:
+def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], what: str) -> dict[str, Any]:
     """Return what a param group becomes."""
     is_ours = "state_format" in saved
     try:
-        given = saved if is_ours else saved_state.options_of(saved, optimizer.RULE)
-        defaults = {name: value for name, value in optimizer.defaults.items() if name != _OF_TORCH}
+        given = saved if is_ours else saved_state.options_of(saved, target.rule)
+        defaults = {name: value for name, value in target.optimizer.defaults.items() if name != _OF_TORCH}
         needed = [name for name in defaults if is_ours or name in ("lr", "weight_decay", "betas", "momentum")]
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"no {', '.join(missing)}, got {sorted(map(str, saved))}")
-        optimizer._check_group({**defaults, **given})
+        target.check_group({**defaults, **given})
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
     return {**defaults, **given, **{name: group[name] for name in _KEPT_OPTIONS}}
 
 
-def _convert(optimizer: LowBitOptimizer, entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
+def _convert(entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
     """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped;
     count what loses by it."""
-    moments = saved_state.read(entry)
-    if moments is None:
+    saved = saved_state.read(entry)
+    if saved is None:
         return None
-    layout, converted = optimizer._layout(entry.group, entry.param), {}
-    for name, moment in moments.items():
+    layout, converted = StateOptions.of(entry.rule, entry.group).layout(entry.param), {}
+    for name, moment in saved.items():
         values, scale = moment.values, moment.scale
         if moment.layout != layout:
             if has_codes(moment.layout.state_format) and has_codes(layout.state_format):
                 again[f"from {moment.layout} to {layout}"] += 1
             values, scale = encode(decode(values, scale, moment.layout, moment.is_signed), layout, moment.is_signed)
-        converted |= optimizer._stored(entry.param, name, values, scale, layout)
+        converted |= moments.entries(entry.param, name, values, scale, layout)
     return _Held({"step": torch.tensor(entry.step(), dtype=torch.float32, device=layout.device), **converted}, layout)
 
 
-def _release(optimizer: LowBitOptimizer) -> None:
-    for param, held in optimizer.state.items():
+def _release(target: Target) -> None:
+    state = target.optimizer.state
+    for param, held in state.items():
         if isinstance(held, _Held):
-            optimizer.state[param] = held.state
-            optimizer._layouts[param] = held.layout
-    optimizer._layouts = {param: layout for param, layout in optimizer._layouts.items() if param in optimizer.state}
+            state[param], target.layouts[param] = held.state, held.layout
+    moments.forget(target.layouts, state)

@@ -3,116 +3,131 @@
 
 A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into
 them is followed. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
-else that a plan was made from is compared by `serves`; gradients are looked up at each step and let go after it.
+else that a plan was made from is compared by `serves`; gradients are looked up at each step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.ops.optim import StepLists
 from lowbit.optim import sharding
+from lowbit.optim.moments import StateOptions
 from lowbit.optim.state_format import Layout, has_codes
 
-if TYPE_CHECKING:
-    from lowbit.optim.base import LowBitOptimizer
 
+@dataclass(frozen=True, slots=True)
+class FormatLists:
+    """The parameters whose moments are in one state format: the lists of a call, without gradients."""
 
-class Plan:
-    """Lists of the parameters of ``group`` that have a gradient now, their states made or converted where
-    that is needed."""
+    members: list[Tensor]  # parameters, as the gradients are found on them
+    is_sharded: bool  # one or more are DTensors
+    params: list[Tensor]  # local
+    gaps: dict[int, Layout]  # places of those that are not dense: they are stepped in a dense copy
+    states: list[list[Tensor]]  # by moment
+    scales: list[list[Tensor]]
+    steps: list[Tensor]
 
-    def __init__(self, optimizer: LowBitOptimizer, group: dict[str, Any], params: list[Tensor]) -> None:
-        self.optimizer = optimizer
-        self.moments = tuple(optimizer._moments(group))
-        self.options = self._options(group)
-        self.params = params
-        self.ids = [id(param) for param in params]
-        self.by_format: dict[str, StepLists] = {}
-        self.members: dict[str, list[Tensor]] = {}  # parameters, as the gradients are found on them
-        self.with_gaps: list[tuple[StepLists, int, Tensor, Layout]] = []  # parameters that are stepped in a dense copy
-        self.sharded: list[Tensor] = []  # DTensors, of which the lists hold local views
-        for param in params:
-            self._add(group, param)
-        self.kept = [
-            [*optimizer.state[param].values()] for param in params
-        ]  # held: an identity must not be given to another tensor
-        self.kept_ids = self._state_ids()
-        self.places = self._places()
-
-    def _add(self, group: dict[str, Any], param: Tensor) -> None:
-        layout = self.optimizer._prepare_state(group, param)
-        state, state_format = self.optimizer.state[param], layout.state_format
-        local = sharding.local(param)
+    @classmethod
+    def of(
+        cls, params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layout], moments: Sequence[str]
+    ) -> FormatLists:
+        local = [sharding.local(param) for param in params]
         if torch.compiler.is_compiling():
-            local = local.detach()
-        if state_format not in self.by_format:
-            scales: list[list[Tensor]] = [[] for _ in self.moments] if has_codes(state_format) else []
-            self.by_format[state_format] = StepLists(states=[[] for _ in self.moments], scales=scales)
-            self.members[state_format] = []
-        lists = self.by_format[state_format]
-        if not _is_dense(local, layout):
-            self.with_gaps.append((lists, len(lists.params), local, layout))
-        if sharding.is_dtensor(param):
-            self.sharded += [param, *(value for value in state.values() if sharding.is_dtensor(value))]
-        lists.params.append(local)
-        lists.steps.append(state["step"])
-        for k, name in enumerate(self.moments):
-            values, scale = sharding.local_moment(state[name], state.get(f"{name}_scale"), layout)
-            lists.states[k].append(values)
-            if lists.scales:
-                lists.scales[k].append(scale)
-        self.members[state_format].append(param)
-
-    def _options(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return group["state_format"], group["min_8bit_size"], group["block_size"], tuple(self.optimizer._moments(group))
-
-    def _state_ids(self) -> list[list[int]]:
-        state = self.optimizer.state
-        return [[*map(id, state[param].values())] for param in self.params]
-
-    def _places(self) -> list[Any]:
-        """What says that a parameter lies as it did, and that views of local tensors still are of them."""
-        places: list[Any] = [(param.shape, param.stride()) for param in self.params]
-        if self.sharded and not torch.compiler.is_compiling():
-            local = [sharding.local(tensor) for tensor in self.sharded]
-            places += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
-        return places
-
-    def serves(self, group: dict[str, Any], params: list[Tensor]) -> bool:
-        """Return whether a step of these parameters may use the lists."""
-        return (
-            self.ids == [id(param) for param in params]
-            and self.options == self._options(group)
-            and self.kept_ids == self._state_ids()
-            and self.places == self._places()
+            local = [param.detach() for param in local]
+        stored = [
+            [sharding.local_moment(state[name], state.get(f"{name}_scale"), layout) for name in moments]
+            for state, layout in zip(states, layouts, strict=True)
+        ]
+        gaps = {
+            place: layout
+            for place, (param, layout) in enumerate(zip(local, layouts, strict=True))
+            if not _is_dense(param, layout)
+        }
+        values = [[moment[0] for moment in by_param] for by_param in zip(*stored, strict=True)]
+        scales = [[moment[1] for moment in by_param] for by_param in zip(*stored, strict=True)]
+        return cls(
+            members=params,
+            is_sharded=any(map(sharding.is_dtensor, params)),
+            params=local,
+            gaps=gaps,
+            states=values,
+            scales=scales if has_codes(layouts[0].state_format) else [],
+            steps=[state["step"] for state in states],
         )
 
-    def lists(self) -> dict[str, StepLists]:
+    def with_gradients(self) -> StepLists:
         """Return the lists with the gradients of now, and dense copies of parameters that have gaps."""
-        for lists, index, param, layout in self.with_gaps:
-            lists.params[index] = layout.empty(param.dtype).copy_(param)
-        for state_format, lists in self.by_format.items():
-            lists.grads = [
-                _local_grad(param, local, bool(self.sharded))
-                for param, local in zip(self.members[state_format], lists.params, strict=True)
-            ]
-        return self.by_format
+        params = self.params
+        if self.gaps:
+            params = [*params]
+            for place, layout in self.gaps.items():
+                params[place] = layout.empty(params[place].dtype).copy_(params[place])
+        pairs = zip(self.members, params, strict=True)
+        grads = [_local_grad(member, local, self.is_sharded) for member, local in pairs]
+        return StepLists(params, grads, self.states, self.scales, self.steps)
 
-    def finish(self) -> None:
-        """Write back what was stepped in a copy."""
-        for lists, index, param, _ in self.with_gaps:
-            param.copy_(lists.params[index])
+    def write_back(self, stepped: StepLists) -> None:
+        """Take over what was stepped in a copy."""
+        for place in self.gaps:
+            self.params[place].copy_(stepped.params[place])
 
-    def release(self) -> None:
-        """Let go of gradients and copies: zero_grad is to free their memory."""
-        for lists in self.by_format.values():
-            lists.grads = []
-        for lists, index, param, _ in self.with_gaps:
-            lists.params[index] = param
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The lists of a step, and what they were made from."""
+
+    by_format: dict[str, FormatLists]
+    options: StateOptions
+    param_ids: list[int]
+    held: list[list[Any]]  # the entries of the states: an identity must not be given to another tensor
+    held_ids: list[list[int]]
+    sharded: list[Tensor]  # DTensors, of which the lists hold local views
+    places: list[Any]
+
+    def serves(self, params: list[Tensor], states: list[dict[str, Any]], options: StateOptions) -> bool:
+        """Return whether a step of these parameters may use the lists."""
+        return (
+            self.param_ids == [*map(id, params)]
+            and self.options == options
+            and self.held_ids == [[*map(id, state.values())] for state in states]
+            and self.places == _places(params, self.sharded)
+        )
+
+
+def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layout], options: StateOptions) -> Plan:
+    """Return the lists of ``params``, whose ``states`` lie as ``layouts`` say; ``options`` are those of their group."""
+    by_format = {}
+    for state_format in dict.fromkeys(layout.state_format for layout in layouts):
+        chosen = [place for place, layout in enumerate(layouts) if layout.state_format == state_format]
+        each = ([values[place] for place in chosen] for values in (params, states, layouts))
+        by_format[state_format] = FormatLists.of(*each, options.moments)
+    pairs = zip(params, states, strict=True)
+    tensors = [tensor for param, state in pairs if sharding.is_dtensor(param) for tensor in (param, *state.values())]
+    sharded = [tensor for tensor in tensors if sharding.is_dtensor(tensor)]
+    return Plan(
+        by_format=by_format,
+        options=options,
+        param_ids=[*map(id, params)],
+        held=[[*state.values()] for state in states],
+        held_ids=[[*map(id, state.values())] for state in states],
+        sharded=sharded,
+        places=_places(params, sharded),
+    )
+
+
+def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
+    """What says that a parameter lies as it did, and that views of local tensors still are of them."""
+    places: list[Any] = [(param.shape, param.stride()) for param in params]
+    if sharded and not torch.compiler.is_compiling():
+        local = [sharding.local(tensor) for tensor in sharded]
+        places += [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in local]
+    return places
 
 
 def _is_dense(local: Tensor, layout: Layout) -> bool:

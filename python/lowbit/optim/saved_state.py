@@ -16,16 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.optim import sharding
+from lowbit.optim.moments import StateOptions, of_rule
 from lowbit.optim.state_format import Layout, allocate, decode, has_codes, nibble_bytes, scale_count
-
-if TYPE_CHECKING:
-    from lowbit.optim.base import LowBitOptimizer
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BITSANDBYTES_NESTED = "__bnb_optimizer_quant_state__"  # hides its tensors from FSDP
@@ -47,7 +45,8 @@ class Moment:
 class Entry:
     """What was saved for one parameter."""
 
-    optimizer: LowBitOptimizer
+    rule: str  # of the optimizer that it is for
+    owner: str  # name of its class
     saved_group: dict[str, Any]
     group: dict[str, Any]  # what it becomes
     param: Tensor
@@ -70,7 +69,7 @@ class Entry:
 
     def step(self) -> float:
         """Return the number of steps taken."""
-        if "step" not in self.state and not self.is_ours and self.optimizer.RULE != "adamw":
+        if "step" not in self.state and not self.is_ours and self.rule != "adamw":
             return 1.0  # torch's SGD counts none, and only asks whether there was one
         step = self.state.get("step")
         is_number = isinstance(step, Real)
@@ -103,9 +102,9 @@ def read(entry: Entry) -> dict[str, Moment] | None:
         ValueError: an entry that is missing, unknown, or of another type, dtype, shape or device than its parameter and
             group ask for.
     """
-    optimizer, saved = entry.optimizer, entry.saved_group
-    every = {name: is_signed for name, (is_signed, _) in optimizer._all_moments().items()}
-    needed = optimizer._moments({**entry.group, "amsgrad": saved.get("amsgrad", False)})
+    every = {name: is_signed for name, (is_signed, _) in of_rule(entry.rule).items()}
+    amsgrad = entry.saved_group.get("amsgrad", False)
+    needed = StateOptions.of(entry.rule, {**entry.group, "amsgrad": amsgrad}).moments
     if not entry.param.is_floating_point():
         raise ValueError(f"{entry.what} is {entry.param.dtype} and has no state, got {sorted(entry.state)}")
     _check_names(entry, every)
@@ -115,7 +114,7 @@ def read(entry: Entry) -> dict[str, Moment] | None:
         if values is not None:
             moments[name] = _moment(entry, name, position, values, is_signed)
         elif name in needed:
-            if name in entry.state and optimizer.RULE == "sgd" and not entry.is_ours:
+            if name in entry.state and entry.rule == "sgd" and not entry.is_ours:
                 return None
             raise ValueError(f"{entry.what} has no {name}, got {sorted(entry.state)}")
     entry.step()
@@ -130,10 +129,7 @@ def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
     else:
         known = [*moments, *(f"{name}_scale" for name in moments if entry.is_ours)]
     if unknown := [name for name in entry.state if name not in ("step", *known)]:
-        raise ValueError(
-            f"{entry.what} has {', '.join(map(str, unknown))}, which a state for {type(entry.optimizer).__name__} has "
-            "not"
-        )
+        raise ValueError(f"{entry.what} has {', '.join(map(str, unknown))}, which a state for {entry.owner} has not")
 
 
 def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool) -> Moment:
@@ -166,7 +162,7 @@ def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool
 
 def _of_ours(entry: Entry, name: str, values: Any, is_signed: bool) -> Moment:
     what, local, group = f"{entry.what}: {name}", sharding.local(entry.param), entry.saved_group
-    wanted = Layout.of(local, entry.optimizer._format_of(group, entry.param), group["block_size"])
+    wanted = StateOptions.of(entry.rule, group).layout(entry.param)
     scale = entry.state.get(f"{name}_scale")
     if (scale is not None) != has_codes(wanted.state_format):
         raise ValueError(
