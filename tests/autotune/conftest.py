@@ -14,7 +14,7 @@ from lowbit.autotune.autoquant import PlanMaker
 from lowbit.autotune.candidates import candidates_of
 from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.plan import Plan
-from lowbit.autotune.recording import record
+from lowbit.autotune.seen_layer import record
 from lowbit.autotune.timing import Times
 
 FLOAT_SECONDS = 10.0

@@ -14,7 +14,7 @@ import lowbit
 from lowbit import _C
 from lowbit.autotune import candidates
 from lowbit.autotune.measuring import Measuring
-from lowbit.autotune.recording import SAMPLE_ROWS
+from lowbit.autotune.seen_layer import SAMPLE_ROWS
 from lowbit.formats import FORMATS
 from lowbit.quant import QuantLinear
 

@@ -17,7 +17,7 @@ from wrong_types import variants
 
 import lowbit
 from lowbit.autotune.kv_choice import CacheChoice
-from lowbit.autotune.plan import PlanRow
+from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import LinearSpec
 from lowbit.quant import QuantLinear
 

@@ -21,7 +21,7 @@ from tiny_models import MODELS, logits, save
 
 import lowbit
 from lowbit.__main__ import main
-from lowbit.autotune.plan import PlanRow
+from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import FORMATS
 from lowbit.integrations import quantize_checkpoint
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit.autotune.plan import Plan, PlanRow
+from lowbit.autotune.plan import Plan
+from lowbit.autotune.plan_row import PlanRow
 from lowbit.tables.folding import LayerNames, decibels, folded, told
 from lowbit.tables.table import Table
 

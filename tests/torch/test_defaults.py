@@ -21,7 +21,7 @@ from lowbit.attention import masks, mods
 from lowbit.attention.explain_mod import explain_mod
 from lowbit.attention.kv_layer import QuantizedKVLayer
 from lowbit.autotune import timing
-from lowbit.autotune.plan import PlanRow
+from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats.spec import LinearSpec
 from lowbit.reference import quantize as quantize_reference
 

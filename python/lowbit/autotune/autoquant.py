@@ -22,8 +22,10 @@ from lowbit.autotune.kept_times import KeptTimes, machine
 from lowbit.autotune.kv_choice import choose_cache
 from lowbit.autotune.measuring import NOISY, Measuring, kinds_of, margin_of
 from lowbit.autotune.options import MeasuredLayer
-from lowbit.autotune.plan import Plan, PlanRow
-from lowbit.autotune.recording import Recording, SeenLayer, record
+from lowbit.autotune.plan import Plan
+from lowbit.autotune.plan_row import PlanRow
+from lowbit.autotune.recording import Recording
+from lowbit.autotune.seen_layer import SeenLayer, record
 from lowbit.autotune.timing import AGREE, Timer
 from lowbit.autotune.whole_model import CACHE, WholeModel
 from lowbit.formats.base import FormatConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit import _C
 from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.options import MeasuredLayer, Option, packed_layer, preferring
-from lowbit.autotune.recording import SeenLayer, Shape
+from lowbit.autotune.seen_layer import SeenLayer, Shape
 from lowbit.autotune.timing import AGREE, Timed, Timer, Times
 from lowbit.devices import places
 from lowbit.formats.spec import LinearSpec

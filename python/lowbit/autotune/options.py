@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lowbit.autotune.recording import SeenLayer
+from lowbit.autotune.seen_layer import SeenLayer
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.distortion import decibel
 from lowbit.quant.linear_layers import features_of, matrix_of

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from lowbit.autotune.plan import Plan
+from lowbit.autotune.plan_row import PlanRow
 
 
-def picture(plan: Plan) -> Any:
+def picture(layers: Sequence[PlanRow], bound_db: float) -> Any:
     """Draw bars of each measured layer's time before and after, below them its dB and the bound; return both axes.
 
     Raises:
@@ -20,7 +20,7 @@ def picture(plan: Plan) -> Any:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError('Plan.plot needs matplotlib: pip install "lowbit[notebook]"') from error
-    rows = [row for row in plan.rows if row.seconds]
+    rows = [row for row in layers if row.seconds]
     formats = ["float" if row.spec is None else row.spec.name for row in rows]
     places = range(len(rows))
     size = (min(16, 4 + 0.22 * len(rows)), 5.5)
@@ -32,8 +32,8 @@ def picture(plan: Plan) -> Any:
         times.bar(of_name, [1e3 * rows[place].seconds for place in of_name], color=color, label=name)
         exact = [place for place in of_name if math.isfinite(rows[place].error_db)]
         errors.scatter(exact, [rows[place].error_db for place in exact], color=color)
-    if math.isfinite(plan.min_sqnr):
-        errors.axhline(plan.min_sqnr, color="0.3", linestyle="--", label=f"bound {plan.min_sqnr:g} dB")
+    if math.isfinite(bound_db):
+        errors.axhline(bound_db, color="0.3", linestyle="--", label=f"bound {bound_db:g} dB")
         errors.legend()
     times.set_ylabel("ms in a run of the model")
     times.legend(fontsize="small")

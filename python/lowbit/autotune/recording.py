@@ -1,88 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the linear layers of a model see while it runs: shapes, how often, and a few rows of the inputs.
-
-A hook on each layer notes it; the model computes as before. Layers that share a weight are one: they get one format.
-"""
+"""Recording: a model that is used as before until `finalize` makes a plan of what its layers saw."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowbit.quant.fast_path import without_encoder_fast_path
-from lowbit.quant.linear_layers import features_of
-
-if TYPE_CHECKING:
-    from lowbit.autotune.plan import Plan
-
-SAMPLE_ROWS = 64
-"""Rows of inputs that are kept of a layer: the SQNR of 64 rows x n outputs varies by less than 0.2 dB, and 200 layers
-of k=4096 keep 210 MB."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """Rows and dtype of the activations of a call."""
-
-    m: int
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.dtype}"
-
-
-@dataclass(eq=False)
-class SeenLayer:
-    """Linear layers of one weight, and what they saw.
-
-    Args:
-        modules: by qualified name.
-        calls: how often each shape came.
-        sample: rows of inputs, ``[r, k]`` each, at most SAMPLE_ROWS in all.
-    """
-
-    modules: dict[str, nn.Module]
-    calls: Counter[Shape] = field(default_factory=Counter)
-    sample: list[Tensor] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return next(iter(self.modules))
-
-    @property
-    def module(self) -> nn.Module:
-        return next(iter(self.modules.values()))
-
-    @property
-    def features(self) -> tuple[int, int]:
-        return features_of(self.module)
-
-    def note(self, x: Tensor) -> None:
-        k = self.features[1]
-        if x.dim() < 1 or x.shape[-1] != k or not x.numel():  # the layer itself says what is wrong
-            return
-        if torch.is_autocast_enabled("cpu"):
-            raise ValueError(f"autoquant: {self.name} runs inside torch.autocast, which is not measured: run without")
-        rows = x.detach().reshape(-1, k)
-        self.calls[Shape(len(rows), str(x.dtype).removeprefix("torch."))] += 1
-        # Half of what is left from one call, so that later ones (decoding behind a prompt) are in it too; and of each
-        # dtype a row at least.
-        left = SAMPLE_ROWS - sum(map(len, self.sample))
-        had = any(it.dtype == x.dtype for it in self.sample)
-        take = min(len(rows), max((left + 1) // 2, not had))
-        if take > 0:
-            places = torch.linspace(0, len(rows) - 1, take, dtype=torch.float32, device=rows.device)
-            self.sample.append(rows[places.long()].clone())
+from lowbit.autotune.plan import Plan
+from lowbit.autotune.seen_layer import SeenLayer, noting
 
 
 class Recording:
@@ -101,7 +29,7 @@ class Recording:
         self.layers = layers
         self._make_plan = make_plan
         self._open = contextlib.ExitStack()
-        self._open.enter_context(_noting(model, layers))
+        self._open.enter_context(noting(model, layers))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -133,22 +61,3 @@ class Recording:
     def close(self) -> None:
         """Stop recording."""
         self._open.close()
-
-
-def record(model: nn.Module, layers: list[SeenLayer], run: Callable[[], Any]) -> Any:
-    """Return ``run()``, and note what the layers see in it."""
-    with _noting(model, layers):
-        return run()
-
-
-@contextlib.contextmanager
-def _noting(model: nn.Module, layers: list[SeenLayer]) -> Iterator[None]:
-    def hook(layer: SeenLayer) -> Callable[..., None]:
-        return lambda module, args, kwargs: layer.note(next(iter((*args, *kwargs.values()))))
-
-    with contextlib.ExitStack() as hooks:
-        hooks.enter_context(without_encoder_fast_path(model))  # it would pass the layers by
-        for layer in layers:
-            for module in layer.modules.values():
-                hooks.callback(module.register_forward_pre_hook(hook(layer), with_kwargs=True).remove)
-        yield

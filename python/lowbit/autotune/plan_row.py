@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan says of one linear layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lowbit.formats.spec import LinearSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One linear layer.
+
+    Args:
+        layer: qualified name in the model.
+        shape: (n, k), the weight's rows and columns.
+        calls: (m, dtype of the activations, times) of each shape that it saw.
+        spec: the format; None: the float layer stays.
+        row: the kernel row that it prefers; empty: the first that fits.
+        float_seconds, seconds: of all these calls, as the float layer and in the format; 0 where another row already
+            counts a shared weight.
+        error_db: SQNR of the layer's output on the recorded inputs; inf for the float layer, nan if it was not called.
+        bytes_before, bytes_after: of the weight.
+        note: why it stays float, or what else is to know.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    calls: tuple[tuple[int, str, int], ...]
+    spec: LinearSpec | None
+    row: str
+    float_seconds: float
+    seconds: float
+    error_db: float
+    bytes_before: int
+    bytes_after: int
+    note: str = ""
+
+    @classmethod
+    def left(cls, layer: str, shape: tuple[int, int], bytes: int, note: str) -> PlanRow:
+        """A layer that nothing was measured of."""
+        return cls(layer, shape, (), None, "", 0.0, 0.0, math.nan, bytes, bytes, note)
