@@ -50,11 +50,8 @@ py::list prebuild(const std::string& architecture, std::string_view only, bool e
 }
 
 // A plan for dense tensors [batch, heads, length, e] on the device that a text describes; read back from its image.
-using Code = std::vector<int64_t>;
-
 py::dict attention_plan(const std::string& device, int compute_capability, const std::array<int64_t, 7>& sizes,
-                        std::string_view dtype, bool causal, bool backward, const Code& score,
-                        const py::list& score_captured) {
+                        std::string_view dtype, bool causal, bool backward) {
   const auto [batch, heads, kv_heads, q_length, kv_length, e, ev] = sizes;
   cuda::AttentionShape shape{.batch = batch, .heads = heads, .kv_heads = kv_heads, .q_length = q_length,
                              .kv_length = kv_length, .e = e, .ev = ev,
@@ -66,15 +63,6 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
   }
   const cuda::CudnnDevice on{.description = device, .compute_capability = compute_capability};
   py::dict facts;
-  const TensorArguments of_score(score_captured, "score_captured");
-  const AttentionMods mods("attention_plan", {score, of_score.views}, {});
-  if (mods.score_mod())
-    if (const std::string_view reason =
-            make_score_nodes(*mods.score_mod(), {batch, heads, q_length, kv_length}, backward, shape.score);
-        !reason.empty()) {
-      facts["refused"] = reason, facts["image"] = py::bytes();
-      return facts;
-    }
   const py::gil_scoped_release nogil;
   const cuda::Plan made = cuda::make_plan(shape, on);
   const std::string image = made.graph ? cuda::image_of(made) : "";
@@ -86,6 +74,8 @@ py::dict attention_plan(const std::string& device, int compute_capability, const
   facts["most_workspace"] = cuda::most_workspace(shape);
   return facts;
 }
+
+using Code = std::vector<int64_t>;
 
 py::list prebuild_attention(const std::string& architecture, const std::string& dtype, int e, int ev, const Code& score,
                             const py::list& score_captured, const Code& mask, const py::list& mask_captured) {
@@ -123,8 +113,7 @@ void register_cuda(py::module_& m) {
       "Why our kernels cannot run on this device; an empty string if they can.");
   cuda.def("cudnn_missing", cuda::cudnn_missing, "Why no row is cuDNN's; an empty string if they are there.");
   cuda.def("attention_plan", attention_plan, py::arg("device"), py::arg("compute_capability"), py::arg("sizes"),
-           py::arg("dtype"), py::arg("causal"), py::arg("backward"), py::arg("score_mod") = Code(),
-           py::arg("score_captured") = py::list(),
+           py::arg("dtype"), py::arg("causal"), py::arg("backward"),
            "Make a plan of cuDNN without a GPU, for the device that `device` describes (JSON, as cuDNN writes it) and "
            "sizes (batch, heads, kv_heads, q_length, kv_length, e, ev); write its image and read it back.");
   cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",

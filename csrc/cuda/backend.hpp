@@ -13,8 +13,7 @@ std::span<const Backend* const> backends();
 // of the host then.
 bool is_emulated();
 
-void add_cudnn_rows(Backend& backend);
-void add_cudnn_rows_with_mods(Backend& backend);  // behind them  // before the others of attention
+void add_cudnn_rows(Backend& backend);  // before the others of attention
 void add_attention_rows(Backend& backend);
 void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);

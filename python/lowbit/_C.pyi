@@ -240,8 +240,6 @@ class _Cuda:
         dtype: str,
         causal: bool,
         backward: bool,
-        score_mod: Sequence[int] = ...,
-        score_captured: Sequence[_Tensor] = ...,
     ) -> dict[str, object]: ...
     def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
     def prebuild_attention(

@@ -49,19 +49,9 @@ def description(capability: int) -> str:
 
 PLANS = """
 import json, sys
-import torch
 from lowbit import _C
-from lowbit.score.program_cache import bind
 for line in sys.stdin.read().splitlines():
-    device, capability, sizes, dtype, causal, backward, *mod = json.loads(line)
-    mods = ()
-    if mod:
-        batch, heads, _, q_length, kv_length, *_ = sizes
-        names = {name: torch.ones(shape) for name, shape in {"slope": (heads,), "bias": (q_length, kv_length), "of_batch": (batch, heads)}.items()}
-        names["positions"] = torch.zeros(kv_length, dtype=torch.int64)
-        bound = bind("test", eval("lambda s, b, h, q, k: " + mod[0], names | {"torch": torch}), mask=False)
-        mods = bound.code, bound.captured
-    made = _C.cuda.attention_plan(device, capability, sizes, dtype, causal, backward, *mods)
+    made = _C.cuda.attention_plan(*json.loads(line))
     made["image"] = len(made["image"])
     print(json.dumps(made))
 """
@@ -111,43 +101,6 @@ def test_what_cudnn_refuses_is_said_in_its_words(plans: Callable[..., list[dict[
         assert "hidden_dim should be" in made["refused"] and made["image"] == 0
 
 
-MODS = {
-    "softcap": "20 * torch.tanh(s / 20)",
-    "distances": "s - 0.1 * (q - k).abs()",
-    "alibi": "s + (k - q) * 0.5 ** (h + 1)",
-    "alibi, exp2": "s + (k - q) * torch.exp2(-(h + 1) * 8 / 32)",
-    "alibi, captured": "s + slope[h] * (k - q)",
-    "bias": "s + bias[q, k] * of_batch[b, h]",
-    "smooth": "s * torch.sigmoid(s) - torch.sin(s)",
-}
-
-
-@needs_cudnn
-@pytest.mark.parametrize("capability", DEVICES)
-def test_a_score_mod_is_nodes_of_the_graph(capability: int, plans: Callable[..., list[dict[str, object]]]) -> None:
-    """Also one that reads captured tensors where a score stands, and with causality, which are nodes too then."""
-    calls = [(capability, GROUPED, "bfloat16", name in ("softcap", "alibi"), backward, mod) for name, mod in MODS.items() for backward in (False, True) if capability == 90 or name in ("softcap", "alibi, captured")]
-    for call, made in zip(calls, plans(*calls), strict=True):
-        assert made["refused"] == "" and made["again"] == "", (call[3:], made["refused"])
-        assert 0 <= made["workspace"] == made["workspace_again"] <= made["most_workspace"]
-
-
-def test_a_score_mod_that_has_no_nodes_is_refused_in_words(plans: Callable[..., list[dict[str, object]]]) -> None:
-    refused = {
-        "s * torch.inf": "score_mod has inf",
-        "torch.where(q >= k, s, 5.0)": "cuDNN has no node for an op of score_mod",
-        "torch.round(s)": "cuDNN has no node for an op of score_mod",
-        "s + slope[k % 8]": "elsewhere than at b, h, q and k",
-        "s + of_batch[q, k]": "elsewhere than at b, h, q and k",
-        "s + positions[k]": "integers that a float may not hold exactly",
-        "s + k * k": "integers that a float may not hold exactly",
-        " + ".join(f"{i}.5 * torch.tanh(s * {i}.25)" for i in range(1, 30)): "more than 64 nodes",
-    }
-    made = plans(*((90, (2, 32, 8, 8192, 8192, 64, 64), "bfloat16", False, False, mod) for mod in refused))
-    for words, told in zip(refused.values(), made, strict=True):
-        assert words in str(told["refused"])
-
-
 @needs_cudnn
 def test_a_device_that_is_no_description_is_refused() -> None:
     made = _C.cuda.attention_plan("{}", 90, PADDED, "bfloat16", False, False)
@@ -161,7 +114,7 @@ def test_info_says_whether_there_are_rows_of_cudnn() -> None:
 def test_rows_of_cudnn_are_listed_first_and_are_not_those_of_the_cpu() -> None:
     for op in ("attention_forward", "attention_backward"):
         cuda = [row["name"] for row in _C.kernels(op) if row["device"] == "cuda"]
-        assert cuda[0] == f"{op}_cudnn" and cuda[-1] == f"{op}_score_mod_cudnn"
+        assert cuda[0] == f"{op}_cudnn"
     q = torch.randn(1, 2, 64, 16)
     with lowbit.force_kernel("attention_forward_cudnn"), pytest.raises(NotImplementedError, match="attention_forward_cudnn: runs on cuda, and the call is on cpu"):
         lowbit.scaled_dot_product_attention(q, q, q)
@@ -215,22 +168,3 @@ def test_a_graph_replays_attention_and_none_is_planned_while_it_is_captured() ->
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(out, wanted)
-
-
-@pytest.mark.gpu
-@needs_cudnn
-@on_gpu
-def test_a_score_mod_gives_what_float64_gives() -> None:
-    """By cuDNN's rows for mods, which serve head dims that our tiles refuse."""
-    slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    results = []
-    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
-        of_head = slope.to(device)
-        q, k, v, grad = (tensor.to(dtype).requires_grad_() for tensor in inputs((2, 4, 4, 200, 136, 40, 40), torch.bfloat16, device))
-        out = lowbit.flex_attention(q, k, v, lambda s, b, h, q, k, of_head=of_head: 20 * torch.tanh((s + of_head[h] * (k - q)) / 20))
-        if device == "cuda":
-            assert _C.last_kernel("attention_forward") == "attention_forward_score_mod_cudnn"
-        out.backward(grad)
-        results.append([tensor.detach().double().cpu() for tensor in (out, q.grad, k.grad, v.grad)])
-    for name, a, b in zip(("out", "grad_q", "grad_k", "grad_v"), *results, strict=True):
-        assert (a - b).norm() <= 4 * torch.finfo(torch.bfloat16).eps * b.norm(), (name, (a - b).norm() / b.norm())

@@ -12,7 +12,6 @@
 
 #include "core/dtype.hpp"
 #include "core/error.hpp"
-#include "cuda/cudnn/score_nodes.hpp"
 
 namespace lowbit::cuda {
 
@@ -28,7 +27,6 @@ struct AttentionShape {
   float scale = 1;
   DType dtype = DType::bfloat16;
   bool causal = false, backward = false;
-  ScoreNodes score{};  // score_mod, if there is one
 
   friend auto operator<=>(const AttentionShape&, const AttentionShape&) = default;
 
@@ -63,7 +61,7 @@ LOWBIT_API std::string image_of(const Plan& plan);
 // Refused: the image is of something else, or damaged.
 LOWBIT_API Plan read_plan(const std::string& image, const CudnnDevice& device);
 
-// q, k, v, out, lse, for a backward grad_out, grad_q, grad_k, grad_v, and the tensors of the score_mod.
+// q, k, v, out, lse, and for a backward grad_out, grad_q, grad_k, grad_v.
 void run_plan(const Plan& plan, CudnnHandle handle, std::span<void*> tensors, void* workspace);
 
 }  // namespace lowbit::cuda

@@ -32,14 +32,7 @@ std::string text_of(const AttentionShape& shape) {
                             std::bit_cast<uint32_t>(shape.scale), " ", shape.causal, " ", shape.backward);
   for (const auto& strides : shape.stride)
     for (const int64_t stride : strides) text += concat(" ", stride);
-  for (const PointwiseNode& node : shape.score.nodes)
-    text += concat(" ", static_cast<int>(node.what), ":", node.from[0], ",", node.from[1], ",",
-                   std::bit_cast<uint32_t>(node.value), ",", node.which);
-  for (const BroadcastTensor& tensor : shape.score.tensors) {
-    text += concat(" ", name_of(tensor.dtype));
-    for (std::size_t i = 0; i < 4; i++) text += concat(" ", tensor.size[i], "x", tensor.stride[i]);
-  }
-  return text + concat(" ", shape.score.modified, " ", shape.score.gradient);
+  return text;
 }
 
 // With one line on stderr, as the compilation of a kernel has it.

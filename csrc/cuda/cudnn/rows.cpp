@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of attention that are cuDNN's: bfloat16 and float16, no mask but causality. What it cannot do in the way that
 // the ops promise stays with our own rows: rows of scores that a mask hides whole (their result has to be 0, and what
-// cuDNN makes of it was not seen on a GPU yet), dropout (the random numbers are the op's). Of programs, those of
-// score_mod that are nodes of its graphs (score_nodes.hpp) have rows of their own, behind ours.
+// cuDNN makes of it was not seen on a GPU yet), dropout (the random numbers are the op's), programs.
 #include "cuda/backend.hpp"
 #include "cuda/cudnn/library.hpp"
 #include "cuda/cudnn/plan_cache.hpp"
 #include "ops/attention.hpp"
-#include "score/program.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -55,6 +53,7 @@ bool is_aligned(const TensorView& view) {  // its loads are of 16 bytes
 }
 
 std::string_view refuses_scores(const AttentionForwardArgs& args) {
+  if (args.score_mod) return "a score_mod";
   if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16) return "not bfloat16 or float16";
   if (args.mask_mod || args.lists.kv_num_blocks) return "a mask_mod or block mask";
   if (args.mask) return "a mask: rows that it hides whole have to be 0";
@@ -70,31 +69,17 @@ std::string_view refuses_scores(const AttentionForwardArgs& args) {
   return cudnn_missing();
 }
 
-std::string_view refuses_gradients(const AttentionBackwardArgs& args) {
-  if (args.grad_lse) return "a gradient of lse";
-  if (!is_aligned(args.grad_out) || !is_aligned(args.grad_q) || !is_aligned(args.grad_k) || !is_aligned(args.grad_v))
-    return "strides of gradients that are not multiples of 16 bytes, or an address that is not";
-  return refuses_scores(args.forward);
-}
-
 std::string_view refuses(const AttentionForwardArgs& args) {
-  if (args.score_mod) return "a score_mod";
   const std::string_view reason = refuses_scores(args);
   return reason.empty() ? std::string_view(plan_for(shape_of(args), args.place).refused) : reason;
 }
 
 std::string_view refuses(const AttentionBackwardArgs& args) {
-  if (args.forward.score_mod) return "a score_mod";
-  const std::string_view reason = refuses_gradients(args);
+  if (args.grad_lse) return "a gradient of lse";
+  if (!is_aligned(args.grad_out) || !is_aligned(args.grad_q) || !is_aligned(args.grad_k) || !is_aligned(args.grad_v))
+    return "strides of gradients that are not multiples of 16 bytes, or an address that is not";
+  const std::string_view reason = refuses_scores(args.forward);
   return reason.empty() ? std::string_view(plan_for(shape_of(args), args.place).refused) : reason;
-}
-
-template <class Args>
-void run_with_plan(const AttentionShape& shape, const Args& args, std::span<void*> tensors) {
-  const Plan& plan = plan_for(shape, args.place);
-  const Workspace workspace("attention", args.place, plan.workspace > 0 ? plan.workspace : 16);
-  const HandleFor handle(args.place);
-  run_plan(plan, handle.get(), tensors, workspace.at(0));
 }
 
 std::vector<void*> tensors_of(const AttentionForwardArgs& args) {
@@ -109,68 +94,20 @@ std::vector<void*> tensors_of(const AttentionBackwardArgs& args) {
 template <class Args>
 void run(const Args& args) {
   std::vector<void*> tensors = tensors_of(args);
-  run_with_plan(shape_of(args), args, tensors);
-}
-
-const AttentionForwardArgs& scores_of(const AttentionForwardArgs& args) { return args; }
-const AttentionForwardArgs& scores_of(const AttentionBackwardArgs& args) { return args.forward; }
-
-// With the nodes of the score_mod in `shape`; or why there are none.
-template <class Args>
-std::string_view add_mod(const Args& args, AttentionShape& shape) {
-  const AttentionForwardArgs& scores = scores_of(args);
-  const std::string_view reason =
-      make_score_nodes(*scores.score_mod, {shape.batch, shape.heads, shape.q_length, shape.kv_length}, shape.backward,
-                       shape.score);
-  if (!reason.empty()) return reason;
-  for (const BroadcastTensor& tensor : shape.score.tensors)
-    if (reinterpret_cast<uintptr_t>(scores.score_mod->captured()[tensor.captured].data) % 16 != 0)
-      return "score_mod reads a tensor whose address is not a multiple of 16";
-  return "";
-}
-
-template <class Args>
-std::string_view refuses_with_mod(const Args& args, std::string_view reason) {
-  if (!scores_of(args).score_mod) return "no score_mod";
-  if (!reason.empty()) return reason;
-  AttentionShape shape = shape_of(args);
-  const std::string_view no_nodes = add_mod(args, shape);
-  return no_nodes.empty() ? std::string_view(plan_for(shape, args.place).refused) : no_nodes;
-}
-std::string_view refuses_mod(const AttentionForwardArgs& args) {
-  return refuses_with_mod(args, refuses_scores(args));
-}
-std::string_view refuses_mod(const AttentionBackwardArgs& args) {
-  return refuses_with_mod(args, args.wants_captured() ? "gradients of captured tensors" : refuses_gradients(args));
-}
-
-template <class Args>
-void run_with_mod(const Args& args) {
-  AttentionShape shape = shape_of(args);
-  add_mod(args, shape);
-  std::vector<void*> tensors = tensors_of(args);
-  for (const BroadcastTensor& tensor : shape.score.tensors)
-    tensors.push_back(scores_of(args).score_mod->captured()[tensor.captured].data);
-  run_with_plan(shape, args, tensors);
+  const Plan& plan = plan_for(shape_of(args), args.place);
+  const Workspace workspace("attention", args.place, plan.workspace > 0 ? plan.workspace : 16);
+  const HandleFor handle(args.place);
+  run_plan(plan, handle.get(), tensors, workspace.at(0));
 }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{"attention_forward_cudnn", refuses, run}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {{"attention_backward_cudnn", refuses, run}};
-constexpr Kernel<AttentionForwardArgs> kForwardWithMod[] = {
-    {"attention_forward_score_mod_cudnn", refuses_mod, run_with_mod}};
-constexpr Kernel<AttentionBackwardArgs> kBackwardWithMod[] = {
-    {"attention_backward_score_mod_cudnn", refuses_mod, run_with_mod}};
 
 }  // namespace
 
 void add_cudnn_rows(Backend& backend) {
   add_rows(backend, kForward, std::size(kForward));
   add_rows(backend, kBackward, std::size(kBackward));
-}
-
-void add_cudnn_rows_with_mods(Backend& backend) {
-  add_rows(backend, kForwardWithMod, std::size(kForwardWithMod));
-  add_rows(backend, kBackwardWithMod, std::size(kBackwardWithMod));
 }
 
 }  // namespace lowbit::cuda

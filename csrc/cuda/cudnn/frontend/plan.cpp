@@ -4,7 +4,6 @@
 
 #include <cudnn_frontend.h>
 
-#include "cuda/cudnn/frontend/score_graph.hpp"
 #include "cuda/runtime/libraries.hpp"
 
 namespace cudnn_frontend {
@@ -62,14 +61,6 @@ class GraphOf {
         .set_dim({size.begin(), size.end()})
         .set_stride({stride[0], stride[1], stride[2], 1});
   }
-  fe::graph::Tensor_attributes attributes(const BroadcastTensor& tensor, int64_t number) const {
-    const int64_t first = shape_.backward ? uid(AttentionShape::kTensors - 1) + 1 : uid(kStatistics) + 1;
-    return fe::graph::Tensor_attributes()
-        .set_uid(first + number)
-        .set_data_type(tensor.dtype == DType::float32 ? fe::DataType_t::FLOAT : type_of(tensor.dtype))
-        .set_dim({tensor.size.begin(), tensor.size.end()})
-        .set_stride({tensor.stride.begin(), tensor.stride.end()});
-  }
   Tensor input(AttentionShape::Tensor which) { return graph_->tensor(attributes(which)); }
   void output(const Tensor& tensor, AttentionShape::Tensor which) {
     const fe::graph::Tensor_attributes wanted = attributes(which);
@@ -82,16 +73,8 @@ class GraphOf {
     lse.set_stride({heads * length, length, 1, 1});
   }
   template <class Attributes>
-  void describe_scores(Attributes& scores) {
+  void describe_scores(Attributes& scores) const {
     scores.set_attn_scale(shape_.scale);
-    if (shape_.score.modified >= 0) {  // with which cuDNN takes no causality of its own
-      for (std::size_t i = 0; i < shape_.score.tensors.size(); i++)
-        score_->tensors.push_back(graph_->tensor(attributes(shape_.score.tensors[i], static_cast<int64_t>(i))));
-      scores.set_score_mod([of = score_, causal = shape_.causal](std::shared_ptr<Graph> graph, Tensor score) {
-        return of->modified(*graph, score, causal);
-      });
-      return;
-    }
     if (!shape_.causal) return;
     scores.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
   }
@@ -108,10 +91,6 @@ class GraphOf {
     using enum AttentionShape::Tensor;
     auto scores = fe::graph::SDPA_backward_attributes().set_name("attention_backward");
     describe_scores(scores);
-    if (shape_.score.modified >= 0)
-      scores.set_score_mod_bprop([of = score_](std::shared_ptr<Graph> graph, Tensor gradient) {
-        return of->differentiated(*graph, gradient);
-      });
     fe::graph::Tensor_attributes statistics;
     describe_lse(statistics);
     auto [of_q, of_k, of_v] = graph_->sdpa_backward(input(q), input(k), input(v), input(out), input(grad_out),
@@ -121,7 +100,6 @@ class GraphOf {
 
   const AttentionShape& shape_;
   std::shared_ptr<Graph> graph_ = std::make_shared<Graph>();
-  std::shared_ptr<ScoreGraphOf> score_ = std::make_shared<ScoreGraphOf>(shape_.score);
 };
 
 void open_cudnn() { fe::cudnn_dlhandle = library(LibraryName::cudnn).handle; }
