@@ -2,7 +2,6 @@
 #include "external/backends.hpp"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <deque>
@@ -17,17 +16,10 @@ namespace {
 
 using enum ErrorKind;
 
-// A row has two plain functions of its arguments alone, so each row of others gets functions that know its place in
-// this list. 32 for each op: a package needs a handful.
-constexpr std::size_t kMostRows = 32;
-
 struct Kept {
   Row row;
   std::string by;
 };
-
-template <class Args>
-std::array<const Kept*, kMostRows> slots{};
 
 void put(char* text, std::size_t bytes, const char* message) {
   std::strncpy(text, message, bytes - 1);
@@ -53,7 +45,8 @@ int guarded(const Function& function, const void* args, char* text, std::size_t 
 }
 
 template <class Args>
-[[gnu::noinline]] std::string_view refuses(const Args& args, const Kept& kept) {
+std::string_view refuses(const Args& args, const void* self) {
+  const Kept& kept = *static_cast<const Kept*>(self);
   if (const std::string_view reason = not_offered(args); !reason.empty()) return reason;
   if (!kept.row.refuses) return "";
   static thread_local char text[512];  // read before the next row is asked
@@ -62,27 +55,12 @@ template <class Args>
 }
 
 template <class Args>
-[[gnu::noinline]] void run(const Args& args, const Kept& kept) {
+void run(const Args& args, const void* self) {
+  const Kept& kept = *static_cast<const Kept*>(self);
   const Call<Args> call(args);
   char text[2048];
   check(guarded(kept.row.run, &call.c, text, sizeof text) == 0, runtime, OpOf<Args>::name, ": the row ", kept.row.name,
         " of ", kept.by, " failed: ", text);
-}
-
-// The functions of one slot of the list. Each is no more than a call, as about a thousand of them are instantiated.
-template <class Args, std::size_t kSlot>
-constexpr Kernel<Args> kAtSlot = {"", [](const Args& args) { return refuses(args, *slots<Args>[kSlot]); },
-                                  [](const Args& args) { run(args, *slots<Args>[kSlot]); }};
-
-template <class Args>
-Kernel<Args> kernel_of(const Kept& kept) {
-  static constexpr auto functions = []<std::size_t... kSlot>(std::index_sequence<kSlot...>) {
-    return std::array{kAtSlot<Args, kSlot>...};
-  }(std::make_index_sequence<kMostRows>());
-  const auto& all = slots<Args>;
-  Kernel<Args> kernel = functions[static_cast<std::size_t>(std::find(all.begin(), all.end(), &kept) - all.begin())];
-  kernel.name = kept.row.name;
-  return kernel;
 }
 
 // body.operator()<Args>() for the op of this name; false if it is not offered.
@@ -126,13 +104,8 @@ void check_row(const std::string& by, const Row& row, std::span<const Row> befor
   check(!has_row(row.name) && std::none_of(before.begin(), before.end(), same_name), value, by, ": there is a row '",
         row.name, "' already");
   check(static_cast<bool>(row.run), value, by, ": the row ", row.name, " must have a function that runs it");
-  const bool offered = with_op(row.op, [&]<class Args>() {
-    const auto same_op = [&](const Row& other) { return other.op == row.op; };
-    const auto free = std::count(slots<Args>.begin(), slots<Args>.end(), nullptr);
-    check(std::count_if(before.begin(), before.end(), same_op) < free, value, by, ": the op ", row.op, " has ",
-          kMostRows, " rows of third parties already");
-  });
-  check(offered, value, by, ": the row ", row.name, " must serve an op that is offered, got '", row.op, "'");
+  check(with_op(row.op, []<class Args>() {}), value, by, ": the row ", row.name,
+        " must serve an op that is offered, got '", row.op, "'");
 }
 
 Backend backend_like(const Backend& own, const std::string& by) {
@@ -147,10 +120,7 @@ void add(const std::string& by, std::vector<Row> rows) {
   check(own_backends.load() && !complete, runtime, by, ": the list of backends is complete; rows are added by the ",
         "function that a package names in the entry point group lowbit.backends");
   for (std::size_t i = 0; i < rows.size(); i++) check_row(by, rows[i], std::span(rows).first(i));
-  for (Row& row : rows) {
-    const Kept& kept = all_kept.emplace_back(std::move(row), by);
-    with_op(kept.row.op, [&]<class Args>() { *std::find(slots<Args>.begin(), slots<Args>.end(), nullptr) = &kept; });
-  }
+  for (Row& row : rows) all_kept.emplace_back(std::move(row), by);
 }
 
 std::vector<AddedRow> added() {
@@ -184,7 +154,8 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
     auto& list = kept.row.first ? first : behind;
     auto* backend = new Backend(backend_like(**like, kept.by));
     with_op(kept.row.op, [&]<class Args>() {
-      const Kernel<Args> kernel = kernel_of<Args>(kept);
+      const auto* const bound = new Kernel<Args>::Bound{&kept, refuses<Args>, run<Args>};
+      const Kernel<Args> kernel{kept.row.name, nullptr, nullptr, bound};
       add_rows(*backend, &kernel, 1);
     });
     list.push_back(backend);

@@ -44,9 +44,19 @@ LOWBIT_OPS(LOWBIT_OP)
 
 template <class Args>
 struct Kernel {
+  // The functions of a row that is more than functions (external/), with what they need besides the arguments.
+  struct Bound {
+    const void* self;
+    std::string_view (*refuses)(const Args&, const void* self);
+    void (*run)(const Args&, const void* self);
+  };
   std::string_view name;                     // <op>_<what>_<target>: linear_int4_avx2
   std::string_view (*refuses)(const Args&);  // "" if the row can run these arguments, else the reason
   void (*run)(const Args&);
+  const Bound* bound = nullptr;  // in place of the two functions, which are null then
+
+  std::string_view why_not(const Args& args) const { return bound ? bound->refuses(args, bound->self) : refuses(args); }
+  void operator()(const Args& args) const { bound ? bound->run(args, bound->self) : run(args); }
 };
 
 // What a backend multiplies at most: `run` does `rounds` of a loop in registers and returns its operations.
@@ -134,7 +144,7 @@ std::vector<Choice> explain(const Args& args) {
         reason = concat("runs on ", name_of(backend->device), ", and the call is on ", name_of(device));
       }
       if (reason.empty()) reason = backend->unavailable(device);
-      if (reason.empty()) reason = row.refuses(args);
+      if (reason.empty()) reason = row.why_not(args);
       if (reason.empty() && !forced.empty() && row.name != forced) reason = concat("the row ", forced, " is forced");
       if (reason.empty() && found) reason = kBetterFits;
       choices.push_back({std::string(row.name), reason.empty(), reason});
@@ -156,7 +166,7 @@ Selected<Args> select(const Args& args) {
   for (const Backend* backend : backends()) {
     if (backend->device != device.type || !backend->unavailable(device).empty()) continue;
     for (const Kernel<Args>& row : OpOf<Args>::rows(*backend))
-      if ((forced.empty() || row.name == forced) && row.refuses(args).empty()) return {*backend, row};
+      if ((forced.empty() || row.name == forced) && row.why_not(args).empty()) return {*backend, row};
   }
   std::string message =
       concat(OpOf<Args>::name, ": no kernel row fits", forced.empty() ? "" : concat(" (forced: ", forced, ")"));
@@ -168,8 +178,8 @@ Selected<Args> select(const Args& args) {
 template <class Args>
 void run_row(const Args& args, const Selected<Args>& selected) {
   const auto& [backend, row] = selected;
-  if (!backend.guard) row.run(args);
-  else backend.guard(args.place, [&row, &args] { row.run(args); });
+  if (!backend.guard) row(args);
+  else backend.guard(args.place, [&row, &args] { row(args); });
 }
 
 // describe(args) stands beside the Args of every op.

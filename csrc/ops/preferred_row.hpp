@@ -46,7 +46,7 @@ const Selected<Args>* preferred(const Args& args, int64_t number) {
   const Device device = args.place.device;
   for (const auto& [its_number, selected] : all)
     if (its_number == number && selected.backend.device == device.type &&
-        selected.backend.unavailable(device).empty() && selected.row.refuses(args).empty())
+        selected.backend.unavailable(device).empty() && selected.row.why_not(args).empty())
       return &selected;
   return nullptr;
 }

@@ -179,6 +179,22 @@ def test_rows_are_chosen_explained_preferred_and_fail_with_a_text(packages: Pack
     assert rows.index("linear_test_divides") < rows.index("linear_test_fails") < rows.index("linear_test_lazy")
 
 
+MANY = """
+import torch, lowbit
+torch.set_grad_enabled(False)
+lowbit.quantize_(layer := torch.nn.Sequential(torch.nn.Linear(32, 16)), lowbit.int8_weight_only())
+for row in (0, 49, 99):
+    with lowbit.force_kernel(f"linear_many_{row}"):
+        assert layer(torch.ones(2, 32)).unique().tolist() == [row]
+"""
+
+
+def test_a_package_may_add_a_hundred_rows_of_one_op(packages: Packages, python: Callable[..., str]) -> None:
+    fill = "def fill(row): return lambda *, y, **others: y.fill_(row)\n"
+    packages.add("many", fill + "def register(api):\n    for row in range(100): api.add_kernel('linear', f'linear_many_{row}', 'cpu', fill(row))\n")
+    python(MANY, PYTHONPATH=packages.path)
+
+
 def test_strict_mode_raises_what_was_caught(packages: Packages, python: Callable[..., str]) -> None:
     packages.add("raises", FAULTS["raises"])
     code = "import torch, lowbit\nfor _ in range(2):\n    try:\n        lowbit.kernels()\n    except RuntimeError as error:\n        print(error)"
