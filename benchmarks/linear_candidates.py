@@ -162,53 +162,20 @@ def _ggml(library: Library, type_name: str, weight: Tensor) -> tuple[Layer, int]
     return GgmlLinear(library, type_name, packed, weight.shape[1]), packed.nbytes
 
 
-def _on_onednn(config: lowbit.formats.base.FormatConfig, row: str) -> Callable[[Tensor], tuple[Layer, int]]:
-    """Our layer, served by a row of oneDNN (docs/ops/onednn.md)."""
-
-    def make(weight: Tensor) -> tuple[Layer, int]:
-        if reason := _C.onednn.facts()["reason"]:
-            raise RuntimeError(reason)
-        layer, weight_bytes = _ours(config)(weight)
-        layer.prefer(row)
-        layer(torch.zeros(1, weight.shape[1], dtype=torch.bfloat16 if "bfloat16" in row else torch.float32))
-        if (ran := _C.last_kernel("linear")) != row:
-            raise RuntimeError(f"{row} does not fit, {ran} ran")
-        return layer, weight_bytes
-
-    return make
+def _on_onednn(weight: Tensor) -> tuple[Layer, int]:
+    """Our layer of float32, served by the row of oneDNN (docs/ops/onednn.md)."""
+    if reason := _C.onednn.facts()["reason"]:
+        raise RuntimeError(reason)
+    layer, weight_bytes = _ours(lowbit.float_weight(torch.float32))(weight)
+    layer.prefer("linear_float32_onednn")
+    layer(torch.zeros(1, weight.shape[1]))
+    if (ran := _C.last_kernel("linear")) != "linear_float32_onednn":
+        raise RuntimeError(f"linear_float32_onednn does not fit, {ran} ran")
+    return layer, weight_bytes
 
 
 PEERS = (
-    Candidate(
-        "W8A8, row of oneDNN",
-        _on_onednn(lowbit.int8_dynamic_activation_int8_weight(), "linear_int8_int8_onednn"),
-        torch.float32,
-    ),
-    Candidate(
-        "int8 weight-only, row of oneDNN",
-        _on_onednn(lowbit.int8_weight_only(), "linear_int8_onednn"),
-        torch.float32,
-    ),
-    Candidate(
-        "int4 symmetric g128, row of oneDNN",
-        _on_onednn(lowbit.intx_weight_only(torch.int4, 128), "linear_int4_onednn"),
-        torch.float32,
-    ),
-    Candidate(
-        "dense f16, row of oneDNN",
-        _on_onednn(lowbit.float_weight(torch.float16), "linear_float16_onednn"),
-        torch.float32,
-    ),
-    Candidate(
-        "dense bf16, row of oneDNN",
-        _on_onednn(lowbit.float_weight(torch.bfloat16), "linear_bfloat16_onednn"),
-        torch.bfloat16,
-    ),
-    Candidate(
-        "dense f32, row of oneDNN",
-        _on_onednn(lowbit.float_weight(torch.float32), "linear_float32_onednn"),
-        torch.float32,
-    ),
+    Candidate("dense f32, row of oneDNN", _on_onednn, torch.float32),
     Candidate("torch bf16", _torch_float(torch.bfloat16), torch.bfloat16),
     Candidate("torch f16", _torch_float(torch.float16), torch.float16),
     Candidate("torch int8pack (bf16)", _torch_int8pack, torch.bfloat16),

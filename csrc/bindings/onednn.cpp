@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What Python asks of oneDNN itself; ops reach its rows as on any backend.
 #include "bindings/register.hpp"
-#include "onednn/kept.hpp"
 #include "onednn/matmul.hpp"
 
 namespace lowbit {

@@ -39,7 +39,7 @@ Backend make_backend() {
   Backend backend{.name = "level_zero", .device = DeviceType::level_zero, .unavailable = unavailable,
                   .guard = run_and_wait};
   add_attention_rows(backend), add_decode_rows(backend), add_linear_rows(backend),
-      add_linear_rows_of_onednn(backend), add_optim_rows(backend), add_pack_rows(backend), add_quantize_rows(backend);
+      add_optim_rows(backend), add_pack_rows(backend), add_quantize_rows(backend);
   return backend;
 }
 

@@ -12,7 +12,6 @@ std::span<const Backend* const> backends();
 void add_attention_rows(Backend& backend);
 void add_decode_rows(Backend& backend);
 void add_linear_rows(Backend& backend);
-void add_linear_rows_of_onednn(Backend& backend);  // behind the others
 void add_optim_rows(Backend& backend);
 void add_pack_rows(Backend& backend);
 void add_quantize_rows(Backend& backend);

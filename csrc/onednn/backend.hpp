@@ -9,7 +9,4 @@ namespace lowbit::onednn {
 // the first time one of them is asked whether it can run, and calls that take an earlier row never ask.
 std::span<const Backend* const> backends();
 
-void add_attention_rows(Backend& backend);
-void add_linear_rows(Backend& backend);
-
 }  // namespace lowbit::onednn

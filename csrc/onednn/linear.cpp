@@ -1,44 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear. What the op has and oneDNN has not is refused here; how oneDNN does the rest: matmul.hpp.
-#include <algorithm>
+// oneDNN's row of the op linear. What oneDNN has not is refused here; how it does the rest: matmul.hpp.
 #include <cstring>
 
-#include "core/bits.hpp"
-#include "core/isa.hpp"
+#include "core/arena.hpp"
+#include "core/once.hpp"
 #include "core/parallel.hpp"
+#include "core/scratch.hpp"
 #include "formats/format.hpp"
 #include "onednn/backend.hpp"
 #include "onednn/matmul.hpp"
-#include "onednn/operands.hpp"
-#include "onednn/room.hpp"
+#include "ops/linear.hpp"
 
 namespace lowbit::onednn {
 namespace {
 
-constexpr int64_t kMostCodesK = 1 << 17;  // an int32 holds the sum of so many products of codes, 128 * 127 at most
-
-Weights weights_of(const LinearArgs& args) {
-  switch (args.weight_spec.format) {
-    case Format::float32: return Weights::float32_panels;
-    case Format::bfloat16:
-      return args.dtype == DType::float32 ? Weights::bfloat16_rows : Weights::bfloat16_panels;
-    case Format::float16: return Weights::float16_rows;
-    default: return stays_float(args.x_format) ? Weights::decoded_rows : Weights::int8_rows;
-  }
-}
-
-// oneDNN wants whole groups: rows of x and of the weight end in zeros up to the last one's end.
-int64_t k_of_rows(const WeightSpec& spec) { return round_up(spec.padded_k(), std::max(spec.group_size, kTileK)); }
-
 Product product_of(const LinearArgs& args, const Threads& threads) {
   const WeightSpec& spec = args.weight_spec;
-  return {.weights = weights_of(args), .m = args.m, .n = spec.n, .k = k_of_rows(spec), .group_size = spec.group_size,
-          .result = args.dtype, .activation = args.activation, .bias = args.bias != nullptr,
+  return {.m = args.m, .n = spec.n, .k = spec.padded_k(), .activation = args.activation, .bias = args.bias != nullptr,
           .mul = args.mul != nullptr, .add = args.add != nullptr, .threads = threads.count()};
 }
 
-// What stands behind the product, and what oneDNN itself says of it. The text lives until this thread asks again.
-std::string_view refused_product(const LinearArgs& args) {
+// The text lives until this thread asks again.
+std::string_view refuses(const LinearArgs& args) {
+  if (args.weight_spec.format != Format::float32) return "another weight format";
+  if (args.dtype != DType::float32) return "activations that are not float32";
   if (args.activation == Activation::relu) return "relu of oneDNN makes 0 of nan";
   if (args.activation == Activation::gelu) return "gelu of oneDNN makes nan of inf";
   thread_local std::string reason;
@@ -51,123 +36,57 @@ std::string_view refused_product(const LinearArgs& args) {
   return reason;
 }
 
-template <Format kFormat, DType kDType>
-std::string_view refuses_floats(const LinearArgs& args) {
-  if (args.weight_spec.format != kFormat) return "another weight format";
-  if (args.dtype != kDType && args.dtype != DType::float32)
-    return "oneDNN multiplies a float weight by activations of its own dtype or float32";
-  return refused_product(args);
-}
-
-// oneDNN goes by cpuid alone. Seen on Zen 3 with oneDNN 3.2: 5.1 instead of 7.6.
-bool has_vnni() { return isa_unavailable("avx2_vnni").empty() || isa_unavailable("avx512_vnni").empty(); }
-
-std::string_view refuses_codes(const LinearArgs& args) {
-  const WeightSpec& spec = args.weight_spec;
-  if (spec.format != Format::int8) return "another weight format";
-  if (stays_float(args.x_format)) return "float activations";
-  if (spec.group_size) return "oneDNN has no scales of groups for a product of codes";
-  if (spec.asymmetric || args.x_format == XFormat::int8_row_asymmetric) return "asymmetric codes";
-  if (spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
-  if (!has_vnni()) return "oneDNN adds products of int8 in 16 bits on a processor without VNNI: sums saturate";
-  return refused_product(args);
-}
-
-template <Format kFormat>
-std::string_view refuses_decoded(const LinearArgs& args) {
-  const WeightSpec& spec = args.weight_spec;
-  if (spec.format != kFormat) return "another weight format";
-  if (!stays_float(args.x_format)) return "activations as codes";
-  if (spec.asymmetric) return "zero points are float16 here, and integers in oneDNN";
-  if (spec.group_size && args.dtype != DType::float32)
-    return "oneDNN rounds a weight of groups to 16 bits before it multiplies 16-bit activations";
-  return refused_product(args);
-}
-
-int64_t row_bytes(const LinearArgs& args, int64_t k) { return k * static_cast<int64_t>(size_of(args.dtype)); }
-
-// Rows of x with zeros behind them: a weight's padding, multiplied by what lies behind a row of x, may
-// give nan.
-void pad_rows(const LinearArgs& args, char* to) {
-  const int64_t k = k_of_rows(args.weight_spec);
-  const int64_t from_row = row_bytes(args, args.weight_spec.k), to_row = row_bytes(args, k);
-  parallel_for(args.m, threads_for(args.m * k), [&](int64_t row) {
-    std::memcpy(to + row * to_row, static_cast<const char*>(args.x) + row * from_row,
-                static_cast<std::size_t>(from_row));
-    std::memset(to + row * to_row + from_row, 0, static_cast<std::size_t>(to_row - from_row));
+// Rows of x with zeros behind them: a weight's padding, multiplied by what lies behind a row of x, may give nan.
+void pad_rows(const LinearArgs& args, int64_t padded, float* to) {
+  const int64_t k = args.weight_spec.k;
+  const auto bytes = [](int64_t count) { return static_cast<std::size_t>(count) * sizeof(float); };
+  parallel_for(args.m, args.m * padded < 1 << 15 ? 1 : num_threads(), [&](int64_t row) {
+    std::memcpy(to + row * padded, static_cast<const float*>(args.x) + row * k, bytes(k));
+    std::memset(to + row * padded + k, 0, bytes(padded - k));
   });
 }
 
-const float* float_bias(const LinearArgs& args, float* room_for_it) {
-  if (!args.bias || args.bias_dtype == DType::float32) return static_cast<const float*>(args.bias);
-  widen(static_cast<const char*>(args.bias), args.bias_dtype, args.weight_spec.n, args.weight_spec.n, room_for_it);
-  return room_for_it;
+void widen_bias(const LinearArgs& args, float* to) {
+  const auto* const halves = static_cast<const uint16_t*>(args.bias);
+  for (int64_t i = 0; i < args.weight_spec.n; i++)
+    to[i] = args.bias_dtype == DType::bfloat16 ? float_from_bfloat16(halves[i]) : float_from_float16(halves[i]);
 }
 
-void run_floats(const LinearArgs& args) {
+void run(const LinearArgs& args) {
   const Threads threads;
   const auto product = matmul(product_of(args, threads));
-  const WeightSpec& spec = args.weight_spec;
-  const int64_t k = k_of_rows(spec), groups = spec.group_size ? k / spec.group_size : 1;
-  const Weights weights = weights_of(args);
-  const bool padded = spec.k != k, coded = weights == Weights::decoded_rows,
-             in_place = weights == Weights::float32_panels || weights == Weights::bfloat16_panels;
-  struct Call {
-    char *library, *x, *weight;
-    float *scale, *bias;
-  };
-  const Call call = in_room<Call>([&](Parts& parts) {
-    return Call{parts.take<char>(product->room_bytes()), parts.take<char>(padded ? args.m * row_bytes(args, k) : 0),
-                parts.take<char>(in_place ? 0 : spec.panels() * kPanelColumns * k * (coded ? 1 : 2)),
-                parts.take<float>(coded ? groups * spec.n : 0), parts.take<float>(spec.n)};
-  });
-  if (padded) pad_rows(args, call.x);
-  if (coded) {
-    rows_of_panels(spec, args.weight, k, reinterpret_cast<int8_t*>(call.weight));
-    scales_of_panels(spec, args.weight, groups, call.scale);
-  } else if (!in_place) {
-    rows_of_k(spec, args.weight, reinterpret_cast<uint16_t*>(call.weight));
-  }
-  product->run({.x = padded ? call.x : args.x,
-                .weight = in_place ? static_cast<const void*>(args.weight) : call.weight, .row_scale = nullptr,
-                .column_scale = call.scale, .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add,
-                .y = args.y},
-               call.library);
-}
-
-void run_codes(const LinearArgs& args) {
-  const Threads threads;
-  const auto product = matmul(product_of(args, threads));
-  const WeightSpec& spec = args.weight_spec;
+  const int64_t k = args.weight_spec.padded_k();
+  const bool is_padded = args.weight_spec.k != k, is_widened = args.bias && args.bias_dtype != DType::float32;
   struct Call {
     char* library;
-    int8_t *x, *weight;
-    float *row_scale, *column_scale, *bias;
+    float *x, *bias;
   };
-  const int64_t stored_n = spec.panels() * kPanelColumns;
-  const Call call = in_room<Call>([&](Parts& parts) {
-    return Call{parts.take<char>(product->room_bytes()), parts.take<int8_t>(args.m * spec.padded_k()),
-                parts.take<int8_t>(stored_n * spec.padded_k()), parts.take<float>(args.m),
-                parts.take<float>(spec.n), parts.take<float>(spec.n)};
-  });
-  quantize_rows(args, call.x, call.row_scale);
-  rows_of_panels(spec, args.weight, spec.padded_k(), call.weight);
-  scales_of_panels(spec, args.weight, 1, call.column_scale);
-  product->run({.x = call.x, .weight = call.weight, .row_scale = call.row_scale, .column_scale = call.column_scale,
-                .bias = float_bias(args, call.bias), .mul = args.mul, .add = args.add, .y = args.y},
-               call.library);
+  const auto arrays = [&](Arena arena) {
+    Call call{.library = arena.array<char>(product->scratchpad_bytes()),
+              .x = arena.array<float>(is_padded ? args.m * k : 0),
+              .bias = arena.array<float>(is_widened ? args.weight_spec.n : 0)};
+    return std::pair(call, arena.bytes);
+  };
+  const auto bytes = static_cast<std::size_t>(arrays({}).second);
+  const Call call = arrays({static_cast<char*>(scratch(Scratch::call, bytes))}).first;
+  if (is_padded) pad_rows(args, k, call.x);
+  if (is_widened) widen_bias(args, call.bias);
+  product->run({.x = is_padded ? call.x : args.x, .weight = args.weight, .bias = is_widened ? call.bias : args.bias,
+                .mul = args.mul, .add = args.add, .y = args.y, .scratchpad = call.library});
 }
 
-constexpr Kernel<LinearArgs> kRows[] = {
-    {"linear_int8_int8_onednn", refuses_codes, run_codes},
-    {"linear_float32_onednn", refuses_floats<Format::float32, DType::float32>, run_floats},
-    {"linear_bfloat16_onednn", refuses_floats<Format::bfloat16, DType::bfloat16>, run_floats},
-    {"linear_float16_onednn", refuses_floats<Format::float16, DType::float16>, run_floats},
-    {"linear_int8_onednn", refuses_decoded<Format::int8>, run_floats},
-    {"linear_int4_onednn", refuses_decoded<Format::int4>, run_floats}};
+constexpr Kernel<LinearArgs> kRows[] = {{"linear_float32_onednn", refuses, run}};
 
 }  // namespace
 
-void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+std::span<const Backend* const> backends() {
+  static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
+  return made_once(kept, [] {
+    auto* backend = new Backend{  // two threads may make one each; what is not kept stays, once
+        .name = "onednn", .device = DeviceType::cpu, .unavailable = unavailable};
+    add_rows(*backend, kRows, std::size(kRows));
+    return std::vector<const Backend*>{backend};
+  });
+}
 
 }  // namespace lowbit::onednn

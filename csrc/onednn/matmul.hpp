@@ -1,76 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product of oneDNN with everything behind it in one primitive, made once for all that it depends on.
+// A product of oneDNN in float32 with everything behind it in one primitive, made once for all that it depends on.
 #pragma once
 
 #include <array>
 #include <compare>
+#include <memory>
 #include <string>
 
-#include "onednn/owned.hpp"
+#include "onednn/runtime.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit::onednn {
 
-// How the weight lies. Panels are our own (formats/format.hpp), which oneDNN has a name for where codes are floats.
-// Weights of 16 bits that float32 is multiplied by, and float16 always, are brought into rows of k, [k, panels * 16]:
-// in blocks, its own too, 3.13.1 multiplies them wrong from k = 576 on (it counts blocks of 32 k where there are 16).
-// Other rows are signed codes [n, k], multiplied by codes or decoded by oneDNN and multiplied by floats.
-enum class Weights { float32_panels, bfloat16_panels, bfloat16_rows, float16_rows, int8_rows, decoded_rows };
+// Handles with an owner, destroyed by the function of the library that their type has.
+struct Destroy {
+  void operator()(MemoryDesc desc) const { api().desc_destroy(desc); }
+  void operator()(Memory memory) const { api().memory_destroy(memory); }
+  void operator()(PostOps post_ops) const { api().post_ops_destroy(post_ops); }
+  void operator()(Attributes attributes) const { api().attr_destroy(attributes); }
+  void operator()(PrimitiveDesc desc) const { api().primitive_desc_destroy(desc); }
+  void operator()(Primitive primitive) const { api().primitive_destroy(primitive); }
+  void operator()(Stream stream) const { api().stream_destroy(stream); }
+};
+template <class Handle>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy>;
 
-// All that a primitive depends on.
+// All that a primitive depends on. The weight lies in our own panels (formats/format.hpp), for which oneDNN has a name.
 struct Product {
-  Weights weights;
-  int64_t m, n, k;     // k with padding
-  int64_t group_size;  // of decoded rows; 0: a scale per column
-  DType result;        // of y, mul and add, and of x where it is floats
+  int64_t m, n, k;  // k with padding
   Activation activation;
   bool bias, mul, add;
   int threads;
   friend auto operator<=>(const Product&, const Product&) = default;
 };
 
-// Tensors of a call, as the primitive reads them: rows without gaps.
+// float32 tensors of a call: rows without gaps.
 struct Operands {
-  const void* x;              // [m, k]: floats or int8
-  const void* weight;
-  const float* row_scale;     // [m], of int8 x
-  const float* column_scale;  // [n], of codes; of groups [k / group_size, n]
-  const float* bias;          // [n]
-  const void *mul, *add;      // [m, n]
-  void* y;
+  const void *x, *weight, *bias, *mul, *add;  // [m, k], panels, [n], [m, n], [m, n]
+  void* y;                                    // [m, n]
+  void* scratchpad;                           // 64-byte aligned, scratchpad_bytes()
 };
 
 class Matmul {
  public:
   explicit Matmul(const Product& product);
   const std::string& reason() const { return reason_; }  // why oneDNN cannot run it; "" if it can
-  int64_t room_bytes() const { return weight_bytes_ + scratchpad_bytes_; }
-  void run(const Operands& operands, void* room) const;  // room: room_bytes() of the caller, 64-byte aligned
+  int64_t scratchpad_bytes() const { return scratchpad_bytes_; }
+  void run(const Operands& operands) const;
 
  private:
-  struct PostOp {  // its second operand: desc, and where in Operands it is
-    Owned<MemoryDesc> desc;
-    const void* (*operand)(const Operands&);
-  };
-  static constexpr int kMostPostOps = 6;
+  Owned<Attributes> attributes() const;
 
-  void append(PostOps chain, int algorithm, int64_t rows, int64_t columns, int type,
-              const void* (*operand)(const Operands&));
-  Owned<PostOps> post_ops();
-  Owned<Attributes> attributes();
-
-  Product product_;
   std::string reason_;
-  Owned<MemoryDesc> x_, weight_, read_weight_, y_, scratchpad_;  // read_weight_: as the primitive wants it
-  Owned<MemoryDesc> group_scales_;
-  std::array<PostOp, kMostPostOps> post_ops_;
-  int post_op_count_ = 0;
-  Owned<Primitive> reorder_, matmul_;
-  int64_t weight_bytes_ = 0, scratchpad_bytes_ = 0;
+  Product product_;
+  Owned<MemoryDesc> x_, weight_, bias_, y_, scratchpad_;  // mul and add are like y
+  Owned<Primitive> matmul_;
+  int64_t scratchpad_bytes_ = 0;
 };
 
-// Made or found.
+// Made or found. Each thread has its own, of which the last kMostKept that it asked for stay, with no lock that a child
+// could find held that was forked meanwhile; oneDNN shares what is large in a primitive, its code, between equal ones.
 std::shared_ptr<const Matmul> matmul(const Product& product);
+constexpr std::size_t kMostKept = 256;
 LOWBIT_API std::size_t kept_primitives();
 
 }  // namespace lowbit::onednn

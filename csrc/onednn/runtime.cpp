@@ -68,16 +68,11 @@ const Version& version_of(const Library& found) {
   return *version;
 }
 
-#define LOWBIT_LATER_FUNCTION(name, symbol_name, ...) \
-  .name = reinterpret_cast<int (*)(__VA_ARGS__)>(dlsym(found.handle, symbol_name)),
-
 Api open_api() {
   const Library& found = library();
   const Version& version = version_of(found);
   check(version.major == 3, ErrorKind::runtime, found.path, " is oneDNN ", version_text(version), ", wanted 3.x");
   return {LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_FOUND)
-          LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_LATER_FUNCTION)
-          LOWBIT_ONEDNN_GRAPH_FUNCTIONS(LOWBIT_LATER_FUNCTION)
           .desc_bytes = reinterpret_cast<decltype(Api::desc_bytes)>(found.symbol("dnnl_memory_desc_get_size"))};
 }
 

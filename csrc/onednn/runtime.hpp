@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "core/dtype.hpp"
 #include "core/library.hpp"
 #include "core/place.hpp"
 #include "onednn/api.hpp"
@@ -13,8 +12,6 @@ namespace lowbit::onednn {
 
 struct Api {
   LOWBIT_ONEDNN_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
-  LOWBIT_ONEDNN_LATER_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
-  LOWBIT_ONEDNN_GRAPH_FUNCTIONS(LOWBIT_FUNCTION_MEMBER)
   std::size_t (*desc_bytes)(const MemoryDescHandle*);
 };
 
@@ -40,15 +37,6 @@ struct Facts {
 };
 LOWBIT_API const Facts& facts();
 const std::string& unavailable(Device device);
-
-inline int type_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32: return kFloat32;
-    case DType::bfloat16: return kBFloat16;
-    case DType::float16: return kFloat16;
-    default: return kInt8;
-  }
-}
 
 // The status of a call that must not fail.
 void ensure(int status, std::string_view function);

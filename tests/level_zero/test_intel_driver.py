@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intel's own driver without a GPU, as it is where it writes down what it would do (AUB): it builds our modules for dg2, pvc and
-what else it knows, links mods to them, and takes what it built from our cache. It computes nothing: numbers are zsim's.
+"""Intel's own driver without a GPU, as it is where it writes down what it would do (AUB): it builds our modules for
+dg2, pvc and what else it knows, links mods to them, and takes what it built from our cache. It computes nothing:
+numbers are zsim's.
 """
 
 from __future__ import annotations
@@ -76,27 +77,6 @@ table.requires_grad_()
 flex(q, q, q, score_mod=mods[3], then=lambda out: out.sum().backward())
 """
 
-ONEDNN = """
-import torch, lowbit
-from lowbit import _C
-from lowbit.devices import level_zero
-level_zero.enable()
-decoded, codes = "linear_decoded_onednn_level_zero", "linear_codes_onednn_level_zero"
-for config, dtype, row in [
-    (lowbit.int4_weight_only(group_size=32), torch.bfloat16, decoded),
-    (lowbit.int8_weight_only(), torch.float16, decoded),
-    (lowbit.int8_weight_only(), torch.float32, decoded),
-    (lowbit.int8_dynamic_activation_int8_weight(), torch.bfloat16, codes),
-]:
-    layer = torch.nn.Sequential(torch.nn.Linear(512, 256))
-    lowbit.quantize_(layer, config)
-    layer.to("lowbit_ze")
-    with torch.no_grad(), lowbit.force_kernel(row):
-        layer(torch.randn(300, 512).to(dtype).to("lowbit_ze"))
-    print(_C.last_kernel("linear"))
-"""
-
-
 def run(program: str, gpu: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """In a process whose Intel driver believes in this GPU."""
     keys = {"SetCommandStreamReceiver": "1", "ProductFamilyOverride": gpu, "HardwareInfoOverride": SHAPES[gpu]}
@@ -132,18 +112,3 @@ def test_ten_score_programs_are_linked(gpu: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and linked.count("attention_forward_mods") in times, done.stdout + done.stderr
     if gpu in ("dg2", "pvc"):  # the others may find noted faults in memory before they come to it
         assert linked.count("attention_captured") == 1  # the pass that adds up the gradient of what is captured
-
-
-def onednn_of_gpus() -> str:
-    """The folder that LOWBIT_ONEDNN_PATH says, if the library there has engines of Level Zero."""
-    folder = os.environ.get("LOWBIT_ONEDNN_PATH", "")
-    library = Path(folder, "libdnnl.so.3")
-    return folder if folder and library.exists() and b"dnnl_ze_interop_engine_create" in library.read_bytes() else ""
-
-
-@pytest.mark.skipif(not onednn_of_gpus(), reason="LOWBIT_ONEDNN_PATH has no oneDNN for Level Zero (cmake -DONEDNN_GPU_RUNTIME=ZE)")
-@pytest.mark.parametrize("gpu", GPUS)
-def test_onednn_makes_its_products_on_our_context(gpu: str, tmp_path: Path) -> None:
-    done = run(ONEDNN, gpu, tmp_path)
-    decoded, codes = ("linear_decoded_onednn_level_zero", "linear_codes_onednn_level_zero")
-    assert done.stdout.split() == [decoded, decoded, decoded, codes], done.stdout + done.stderr

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`row`: each row of oneDNN, where its library is there; a fake library is tested without it."""
+"""`onednn`: the test needs the library, and its product of float32; a fake library is tested without it."""
 
 from __future__ import annotations
 
 import pytest
-from onednn_cases import FORMATS, needs_row
 
-
-@pytest.fixture(params=FORMATS)
-def row(request: pytest.FixtureRequest) -> str:
-    needs_row(request.param)
-    return str(request.param)
+from lowbit import _C, testing
+from lowbit.testing import LinearCase
 
 
 @pytest.fixture
 def onednn() -> None:
-    """The test needs the library, and its product of float32, which most machines have."""
-    needs_row("linear_float32_onednn")
+    facts = _C.onednn.facts()
+    if reason := facts["reason"]:
+        pytest.skip(reason)
+    if not testing.serves("linear_float32_onednn", LinearCase(5, 37, 70, "float32", "float32")):
+        pytest.skip(f"oneDNN {facts['version']} has no linear_float32_onednn on this machine")

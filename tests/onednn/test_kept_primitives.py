@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from onednn_cases import FORMATS, case_of
 
 import lowbit
 from lowbit import _C
 from lowbit.testing import LinearCase, assert_within, make_data, run_linear
+
+ROW = "linear_float32_onednn"
 
 
 @pytest.fixture
@@ -22,75 +23,76 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def check(case: LinearCase, row: str) -> None:
+def case_of(m: int, n: int, k: int, **more: object) -> LinearCase:
+    return LinearCase(m, n, k, "float32", "float32", **more)  # type: ignore[arg-type]
+
+
+def check(case: LinearCase) -> None:
     data = make_data(case)
-    assert_within(run_linear(case, data, row), data.wanted, data.allowed, f"{row} {case}")
+    assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, str(case))
 
 
-def test_a_number_of_threads_has_a_primitive_of_its_own(row: str, threads: int) -> None:
-    # int8 and int4 by floats are the same primitive: n is this row's own.
-    case = case_of(row, (65, 256 + list(FORMATS).index(row), 192))
+def test_a_number_of_threads_has_a_primitive_of_its_own(onednn: None, threads: int) -> None:
+    case = case_of(65, 256, 192)
     data = make_data(case)
     kept = []
     for count in (1, 3, 2, 1, 3):
         torch.set_num_threads(count)
-        assert_within(run_linear(case, data, row), data.wanted, data.allowed, f"{count} threads")
+        assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, f"{count} threads")
         assert torch.get_num_threads() == count
         kept.append(_C.onednn.kept_primitives())
     assert kept[0] < kept[1] < kept[2] == kept[3] == kept[4] or kept[-1] == _C.onednn.MOST_KEPT
 
 
-def test_shapes_and_chains_that_change_between_calls(row: str) -> None:
+def test_shapes_and_chains_that_change_between_calls(onednn: None) -> None:
     for m, n, k in ((5, 33, 70), (6, 33, 70), (5, 34, 70), (5, 33, 140), (5, 33, 70)):
         for more in ({}, {"bias": "float32"}, {"mul": True}, {"add": True}, {"activation": "silu"}):
-            check(case_of(row, (m, n, k), **more), row)
+            check(case_of(m, n, k, **more))
 
 
 def test_the_number_of_primitives_is_bounded(onednn: None) -> None:
-    row = "linear_float32_onednn"
-    case = case_of(row, (_C.onednn.MOST_KEPT + 20, 16, 64))
+    case = case_of(_C.onednn.MOST_KEPT + 20, 16, 64)
     data = make_data(case)
-    with lowbit.force_kernel(row):
+    with lowbit.force_kernel(ROW):
         for m in range(1, case.m + 1):
             y = torch.ops.lowbit.linear(data.x[:m], data.packed, *case.op_args)
             assert_within(y, data.wanted[:m], data.allowed[:m], f"m={m}")
     assert _C.onednn.kept_primitives() == _C.onednn.MOST_KEPT
-    check(case_of(row, (1, 16, 64)), row)  # one that is there no longer
+    check(case_of(1, 16, 64))  # one that is there no longer
 
 
-def test_a_weight_that_changes_where_it_lies_is_read_anew(row: str) -> None:
-    for m in (3, 40):  # bfloat16 in place, and in oneDNN's blocks
-        case = case_of(row, (m, 48, 128))
-        first, second = make_data(case), make_data(case, weight=torch.randn(48, 128))
-        assert not torch.equal(first.packed, second.packed) and torch.equal(first.x, second.x)
-        run_linear(case, first, row)
-        first.packed.copy_(second.packed)
-        assert_within(run_linear(case, first, row), second.wanted, second.allowed, row)
+def test_a_weight_that_changes_where_it_lies_is_read_anew(onednn: None) -> None:
+    case = case_of(3, 48, 128)
+    first, second = make_data(case), make_data(case, weight=torch.randn(48, 128))
+    assert not torch.equal(first.packed, second.packed) and torch.equal(first.x, second.x)
+    run_linear(case, first, ROW)
+    first.packed.copy_(second.packed)
+    assert_within(run_linear(case, first, ROW), second.wanted, second.allowed)
 
 
 def test_a_state_dict_that_is_loaded_in_place(onednn: None) -> None:
     torch.manual_seed(3)
     models = [torch.nn.Sequential(torch.nn.Linear(96, 64)) for _ in range(2)]
     for model in models:
-        lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())
-        model[0].prefer("linear_int8_int8_onednn")
+        lowbit.quantize_(model, lowbit.float_weight())
+        model[0].prefer(ROW)
     x = torch.randn(20, 96)
     one, two = (model(x) for model in models)
     at = models[0][0].weight.data_ptr()
     models[0].load_state_dict(models[1].state_dict())
     assert models[0][0].weight.data_ptr() == at and not torch.equal(one, two)
-    assert torch.equal(models[0](x), two) and _C.last_kernel("linear") == "linear_int8_int8_onednn"
+    assert torch.equal(models[0](x), two) and _C.last_kernel("linear") == ROW
 
 
-def test_threads_that_call_at_once(row: str) -> None:
-    cases = [case_of(row, (m, 130, 192), activation="silu") for m in (1, 20, 33, 64)]
+def test_threads_that_call_at_once(onednn: None) -> None:
+    cases = [case_of(m, 130, 192, activation="silu") for m in (1, 20, 33, 64)]
     errors: list[BaseException] = []
 
     def work(case: LinearCase) -> None:
         data = make_data(case)
         try:
             for _ in range(10):
-                assert_within(run_linear(case, data, row), data.wanted, data.allowed, str(case))
+                assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, str(case))
         except BaseException as error:  # told to the thread that the test is
             errors.append(error)
 

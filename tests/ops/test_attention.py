@@ -17,7 +17,7 @@ from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-ROWS = [row for op in ("attention_forward", "attention_backward") for row in testing.rows(op) if "_decode_" not in str(row["name"]) and not str(row["name"]).endswith("_onednn")]  # tests/onednn has its own
+ROWS = [row for op in ("attention_forward", "attention_backward") for row in testing.rows(op) if "_decode_" not in str(row["name"])]
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, mod: Mod | None = None, keep: Tensor | None = None, sink: Tensor | None = None):

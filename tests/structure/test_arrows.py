@@ -21,7 +21,7 @@ CPP_ARROWS = {
     "external": {"external", "lowbit", "ops", "formats", "rules", "core"},
     "ops": {"ops", "recorder", "score", "formats", "rules", "core"},
     "cuda": {"cuda", "ops", "score", "formats", "rules", "core"},
-    "level_zero": {"level_zero", "cuda", "onednn", "ops", "score", "formats", "rules", "core"},  # of cuda: device sources
+    "level_zero": {"level_zero", "cuda", "ops", "score", "formats", "rules", "core"},  # of cuda: device sources
     "onednn": {"onednn", "ops", "formats", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},

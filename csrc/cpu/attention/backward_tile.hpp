@@ -4,7 +4,7 @@
 // Only what some query may see is computed.
 #pragma once
 
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"
 #include "cpu/attention/captured_gradients.hpp"

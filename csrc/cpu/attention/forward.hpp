@@ -4,7 +4,7 @@
 // base of the softmax is raised with every tile.
 #pragma once
 
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 #include "cpu/attention/softmax.hpp"
 #include "cpu/attention/visible.hpp"
 #include "cpu/attention/visit.hpp"

@@ -7,7 +7,7 @@
 #include "core/parallel.hpp"
 #include "core/tensor_view.hpp"
 #include "cpu/loops.hpp"
-#include "cpu/red_zones.hpp"
+#include "core/arena.hpp"
 #include "cpu/score_program/vm.hpp"
 #include "cpu/simd/double.hpp"
 #include "ops/decode.hpp"

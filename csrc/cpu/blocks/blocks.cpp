@@ -10,7 +10,7 @@
 
 #include "cpu/blocks/scales.hpp"
 #include "cpu/blocks/tiles.hpp"
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 #include "cpu/vector_io.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {

@@ -4,7 +4,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/blocks/tiles.hpp"
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 #include "cpu/vector_io.hpp"
 #include "ops/blocks.hpp"
 

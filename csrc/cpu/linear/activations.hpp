@@ -4,8 +4,8 @@
 #pragma once
 
 #include "core/parallel.hpp"
-#include "cpu/red_zones.hpp"
-#include "cpu/scratch.hpp"
+#include "core/arena.hpp"
+#include "core/scratch.hpp"
 #include "cpu/linear/epilogue.hpp"
 #include "cpu/panel.hpp"
 

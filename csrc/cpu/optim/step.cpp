@@ -3,7 +3,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 #include "cpu/optim/step.hpp"
 #include "cpu/rows.hpp"
 #include "rules/list.hpp"

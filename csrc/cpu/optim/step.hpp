@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "core/random.hpp"
-#include "cpu/red_zones.hpp"
-#include "cpu/scratch.hpp"
+#include "core/arena.hpp"
+#include "core/scratch.hpp"
 #include "cpu/optim/moment.hpp"
 #include "cpu/loops.hpp"
 #include "ops/optim.hpp"

@@ -3,8 +3,8 @@
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
-#include "cpu/red_zones.hpp"
-#include "cpu/scratch.hpp"
+#include "core/arena.hpp"
+#include "core/scratch.hpp"
 #include "cpu/panel.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"

@@ -2,7 +2,7 @@
 // The machine of vm.hpp.
 #pragma once
 
-#include "cpu/red_zones.hpp"
+#include "core/arena.hpp"
 #include "cpu/score_program/memory.hpp"
 #include "formats/format.hpp"
 

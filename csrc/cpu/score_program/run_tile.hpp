@@ -4,7 +4,7 @@
 
 #include "cpu/rows.hpp"
 #include "cpu/score_program/vm.hpp"
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpu/scratch.hpp"
+#include "core/scratch.hpp"
 
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
-#include "cpu/red_zones.hpp"
+#include "core/arena.hpp"
 
 namespace lowbit {
 namespace {
