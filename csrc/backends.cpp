@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The list of backends in this build, best first.
-
 #include "core/once.hpp"
 #include "cpu/backend.hpp"
 #include "cuda/backend.hpp"

@@ -43,21 +43,6 @@ void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, doubl
           .mask_mod = mods.mask_mod()});
 }
 
-void kv_quantize_into(py::handle x, py::handle codes, py::handle scale, bool rotate) {
-  const TensorArgument x_argument(x, "kv_quantize: x");
-  const TensorArgument codes_argument = output(codes, "kv_quantize: codes"),
-                       scale_argument = output(scale, "kv_quantize: scale");
-  const py::gil_scoped_release nogil;
-  kv_quantize({.x = *x_argument, .codes = *codes_argument, .scale = *scale_argument, .rotate = rotate});
-}
-
-void kv_dequantize_into(py::handle codes, py::handle scale, py::handle x, bool rotated) {
-  const TensorArgument codes_argument(codes, "kv_dequantize: codes"), scale_argument(scale, "kv_dequantize: scale");
-  const TensorArgument x_argument = output(x, "kv_dequantize: x");
-  const py::gil_scoped_release nogil;
-  kv_dequantize({.codes = *codes_argument, .scale = *scale_argument, .x = *x_argument, .rotated = rotated});
-}
-
 }  // namespace
 
 void register_decode(py::module_& m) {
@@ -74,13 +59,13 @@ queries over codes, a prompt, go through the tiles of attention_forward.
 
 Args:
     q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.
-    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``kv_quantize``: int8
+    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``lowbit::kv_quantize_``: int8
         ``[B, Hkv, S, E rounded up to 32]``, or uint8 with two int4 codes a byte. Any strides with a dense last
         dimension, so token-major caches too.
     out: ``[B, Hq, L, Ev]``, dtype of ``q``.
     scale: what ``q k^T`` is multiplied by.
     k_scale, v_scale: float32 or float16 ``[B, Hkv, S, groups]`` of codes: 1 group for int8, E / 32 rounded up for int4.
-    rotated: the keys were rotated by ``kv_quantize``; the queries are then rotated here.
+    rotated: the keys were rotated by ``lowbit::kv_quantize_``; the queries are then rotated here.
     causal: query i stands at ``position + i`` and sees no later key.
     window: if positive, nor a key that is ``window`` or more before it.
     mask: bool or floating ``[B, Hq, L, S]`` of any strides, or None.
@@ -91,19 +76,6 @@ Args:
 Raises:
     ValueError, TypeError: an argument does not fit; the text names it.
     NotImplementedError: no kernel row fits, or not the forced one.)");
-  m.def("kv_quantize", kv_quantize_into, arg("x"), arg("codes"), arg("scale"), arg("rotate") = false,
-        R"(Quantize rows of keys or values into a cache.
-
-Args:
-    x: ``[B, H, L, E]`` float32, bfloat16 or float16.
-    codes: int8 ``[B, H, L, E rounded up to 32]`` or, for int4, uint8 with half as many bytes; written.
-    scale: float32 or float16 ``[B, H, L, groups]``, written: 1 group for int8, E / 32 rounded up for int4.
-    rotate: multiply rows by a normalized Hadamard matrix first.
-
-Raises:
-    ValueError, TypeError: an argument does not fit; the text names it.)");
-  m.def("kv_dequantize", kv_dequantize_into, arg("codes"), arg("scale"), arg("x"), arg("rotated") = false,
-        "Write the rows that ``codes`` and ``scale`` stand for into ``x [B, H, L, E]``, undoing the rotation.");
 }
 
 }  // namespace lowbit

@@ -96,8 +96,8 @@ def test_every_row_averages_in_a_step(kind: str) -> None:
         if "int" in format:
             codes = torch.empty(1, 2, 600, 32 if format == "int4" else 64, dtype=torch.uint8 if format == "int4" else torch.int8)
             scale = torch.empty(1, 2, 600, 2 if format == "int4" else 1)
-            _C.kv_quantize(x, codes, scale)
-            _C.kv_dequantize(codes, scale, x)
+            torch.ops.lowbit.kv_quantize_(x, codes, scale, False)
+            torch.ops.lowbit.kv_dequantize_(codes, scale, x, False)
             k, v = (codes, v) if i == 0 else (k, codes)
             scales[i] = scale
             mean = x.mean(2)

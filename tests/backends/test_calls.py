@@ -11,7 +11,8 @@ from packages import Packages
 from lowbit import backends
 
 RECORDS = """
-# A row before all others for every op, which keeps what it is given, in the question and in the run, and writes nothing but all_finite.
+# A row before all others for every op, which keeps what it is given, in the question and in the run, and writes
+# nothing but all_finite.
 import lowbit.backends, torch
 
 asked, given = {}, {}
@@ -66,8 +67,8 @@ with torch.enable_grad():
     torch.autograd.grad(out, (q, k, v), full(9, 2, 4, 40, 16))
 codes, scale = full(1, 2, 2, 50, 32, dtype=i8), full(2, 2, 2, 50, 1)
 _C.decode(full(3, 2, 4, 1, 32), codes, codes, full(0, 2, 4, 1, 32), 0.25, scale, scale, True, True, 49, 30)
-_C.kv_quantize(full(3, 2, 2, 50, 32), codes, scale, True)
-_C.kv_dequantize(codes, scale, full(0, 2, 2, 50, 32), True)
+torch.ops.lowbit.kv_quantize_(full(3, 2, 2, 50, 32), codes, scale, True)
+torch.ops.lowbit.kv_dequantize_(codes, scale, full(0, 2, 2, 50, 32), True)
 print(json.dumps([records.asked, records.given]))
 """
 

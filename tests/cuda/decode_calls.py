@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of decode that together use every option of the rows for CUDA, and what they must give, in float64 with budgets.
+"""Calls of decode that together use every option of the rows for CUDA, and what they must give, in
+float64 with budgets.
 
 Queries and probabilities are cut to two parts of 16 bits (2^-16 and less), scores and sums are float32.
 """
@@ -80,7 +81,7 @@ def quantized(x: Tensor, format: str, rotate: bool) -> tuple[Tensor, Tensor]:
     padded = -(-x.shape[-1] // 32) * 32
     codes, scale = ((padded, torch.int8), (1, FP32)) if format == "int8" else ((padded // 2, torch.uint8), (padded // 32, FP16))
     stored = [torch.zeros(*x.shape[:3], size, dtype=dtype) for size, dtype in (codes, scale)]
-    _C.kv_quantize(x, *stored, rotate=rotate)
+    torch.ops.lowbit.kv_quantize_(x, *stored, rotate=rotate)
     return stored[0], stored[1]
 
 

@@ -39,7 +39,7 @@ def test_codes_are_those_of_the_cpu(kind: str, columns: int) -> None:
     assert torch.equal(codes, wanted) and torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
     back, wanted_back = torch.full((2, *x.shape), 7.0)
     convert("kv_dequantize", back, codes, scale, False)
-    _C.kv_dequantize(wanted, wanted_scale, wanted_back, False)
+    torch.ops.lowbit.kv_dequantize_(wanted, wanted_scale, wanted_back, False)
     assert torch.equal(back.nan_to_num(-1), wanted_back.nan_to_num(-1))
 
 
@@ -69,5 +69,5 @@ def test_codes_of_16_bit_floats(dtype: torch.dtype) -> None:
     codes, scale, back, wanted_back = torch.full_like(wanted, 77), torch.full_like(wanted_scale, 7), torch.empty_like(x), torch.empty_like(x)
     convert("kv_quantize", x, codes, scale, False)
     convert("kv_dequantize", back, codes, scale, False)
-    _C.kv_dequantize(wanted, wanted_scale, wanted_back, False)
+    torch.ops.lowbit.kv_dequantize_(wanted, wanted_scale, wanted_back, False)
     assert torch.equal(codes, wanted) and torch.equal(scale, wanted_scale) and torch.equal(back, wanted_back)

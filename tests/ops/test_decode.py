@@ -77,7 +77,7 @@ def quantized(x: Tensor, kind: str, rotate: bool, token_major: bool = False) -> 
         shape = (batch, length, heads, size) if token_major else (batch, heads, length, size)
         tensor = torch.full(shape, 77, dtype=dtype)
         stored.append(tensor.transpose(1, 2) if token_major else tensor)
-    _C.kv_quantize(x, *stored, rotate=rotate)
+    torch.ops.lowbit.kv_quantize_(x, *stored, rotate=rotate)
     return stored[0], stored[1]
 
 
@@ -128,8 +128,9 @@ def make(case: Case) -> Data:
 
 def budget(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float, p: Tensor, out: Tensor, lse: Tensor,
            options: dict[str, object]) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A score is off by (E + 8) roundings of sum |q| |k|, exp by 4 and a probability by twice the error of the worst score of its row; a sum over S
-    tokens by S + 8 roundings. Codes: int16 queries and probabilities, half a step each."""
+    """A score is off by (E + 8) roundings of sum |q| |k|, exp by 4 and a probability by twice the error of the
+    worst score of its row; a sum over S tokens by S + 8 roundings. Codes: int16 queries and probabilities, half
+    a step each."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().abs().repeat_interleave(group, 1), v.double().abs().repeat_interleave(group, 1)
     codes = case.kind in ("int8", "int4")
@@ -317,7 +318,7 @@ def test_codes_are_the_nearest_ones(name: str, kind: str, rotate: bool, columns:
     assert (error <= step * (0.5 if kind == "int8" else 1.0) * (1 + 2.0**-10) + 1e-6 * exact.abs().amax()).all()
     with forced(name.replace("kv_quantize", "kv_dequantize")):
         back = torch.empty(x.shape)
-        _C.kv_dequantize(stored, scale, back, rotate)
+        torch.ops.lowbit.kv_dequantize_(stored, scale, back, rotate)
         decoded = reference.decoded(stored, scale)
         wanted_back = reference.rotate(decoded) if rotate else decoded
         assert (back.double() - wanted_back[..., :columns]).abs().max() <= 32 * U * exact.abs().amax()
@@ -330,7 +331,7 @@ def test_rotating_spreads_an_outlier_channel() -> None:
     for rotate in (False, True):
         stored, scale = quantized(x, "int4", rotate)
         back = torch.empty(x.shape)
-        _C.kv_dequantize(stored, scale, back, rotate)
+        torch.ops.lowbit.kv_dequantize_(stored, scale, back, rotate)
         q = torch.randn(1, 1, 16, 128)
         error.append(((back - x) @ q[0, 0].T).square().mean().item())
     assert error[1] < error[0]
@@ -376,13 +377,13 @@ def test_a_bad_argument_is_named(change: dict[str, object], error: type[Exceptio
 def test_quantizing_checks_its_tensors() -> None:
     x = torch.randn(1, 2, 10, 64)
     with pytest.raises(ValueError, match=r"kv_quantize: codes must have shape \[1, 2, 10, 64\], got \[1, 2, 10, 32\]"):
-        _C.kv_quantize(x, CODES[..., :32], SCALE)
+        torch.ops.lowbit.kv_quantize_(x, CODES[..., :32], SCALE, False)
     with pytest.raises(TypeError, match="kv_quantize: x must be float32, bfloat16 or float16"):
-        _C.kv_quantize(x.double(), CODES, SCALE)
+        torch.ops.lowbit.kv_quantize_(x.double(), CODES, SCALE, False)
     with pytest.raises(TypeError, match="codes must be int8 or uint8"):
-        _C.kv_quantize(x, CODES.int(), SCALE)
+        torch.ops.lowbit.kv_quantize_(x, CODES.int(), SCALE, False)
     with pytest.raises(ValueError, match="head dimensions of codes must be 1..512, got 600"):
-        _C.kv_quantize(torch.randn(1, 1, 1, 600), torch.zeros(1, 1, 1, 608, dtype=torch.int8), torch.zeros(1, 1, 1, 1))
+        torch.ops.lowbit.kv_quantize_(torch.randn(1, 1, 1, 600), torch.zeros(1, 1, 1, 608, dtype=torch.int8), torch.zeros(1, 1, 1, 1), False)
 
 
 def test_score_programs_run_at_the_position_of_the_query() -> None:

@@ -94,9 +94,9 @@ def test_codes_have_the_bits_of_the_cpu(format: str, rotate: bool, columns: int,
         back = torch.zeros(x.shape).to(device)
         try:
             _C.force_kernel(f"kv_quantize_{suffix}")
-            _C.kv_quantize(x.to(device), codes, scale, rotate=rotate)
+            torch.ops.lowbit.kv_quantize_(x.to(device), codes, scale, rotate=rotate)
             _C.force_kernel(f"kv_dequantize_{suffix}")
-            _C.kv_dequantize(codes, scale, back, rotate)
+            torch.ops.lowbit.kv_dequantize_(codes, scale, back, rotate)
         finally:
             _C.force_kernel(None)
         results.append([t.cpu() for t in (codes, scale, back)])

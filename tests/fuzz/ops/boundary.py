@@ -11,8 +11,8 @@ _DTYPES = (
     "'>f4'", "numpy.longdouble", "numpy.float16", "numpy.uint16", "numpy.int8", "numpy.uint8",
 )  # fmt: skip
 _CALLS = (
-    "_C.all_finite({0})", "_C.quantize({0}, {1}, 0, 0, False, 0)", "_C.kv_quantize({0}, {1}, {0})",
-    "_C.kv_dequantize({0}, {1}, {0})", "_C.encode_state({0}, 2, True, 256, {1}, {0})", "_C.decode_state({1}, {0}, 2, True, 256, {0})",
+    "_C.all_finite({0})", "_C.quantize({0}, {1}, 0, 0, False, 0)",
+    "_C.encode_state({0}, 2, True, 256, {1}, {0})", "_C.decode_state({1}, {0}, 2, True, 256, {0})",
     "_C.decode({0}, {1}, {1}, {0}, 1.0)", "_C.score_program_eval([1, 0, 0, 0], [{1}], 0, 0, 0, 0, {0})", "_C.OptimStep(0, 0, 256, [{0}], [{1}], [[{0}]], [], [{1}], {{}}).run()",
 )  # fmt: skip
 _FLEX = "check.flex_now(*(torch.randn(2, 8, 200, 16) for _ in range(3)), score_mod=lambda s, b, h, i, j: s + h{0})\n"

@@ -122,8 +122,8 @@ def test_codes_of_the_cache() -> None:
     x = torch.randn(2, 3, 5, 64)
     wanted, wanted_scale = on_the_cpu.quantized(x, "int4", False)
     codes, scale = torch.empty_like(wanted, device=DEVICE), torch.empty_like(wanted_scale, device=DEVICE)
-    _C.kv_quantize(x.to(DEVICE), codes, scale, rotate=False)
+    torch.ops.lowbit.kv_quantize_(x.to(DEVICE), codes, scale, rotate=False)
     assert torch.equal(codes.cpu(), wanted) and torch.equal(scale.cpu(), wanted_scale)
     back = torch.empty(x.shape, device=DEVICE)
-    _C.kv_dequantize(codes, scale, back, False)
+    torch.ops.lowbit.kv_dequantize_(codes, scale, back, False)
     assert (back.cpu() - x).abs().amax() < 0.5
