@@ -80,24 +80,6 @@ void set_rank(int rank, int world) {
   if (Ring* const ring = recorder::ring()) ring->header->rank = rank, ring->header->world = world;
 }
 
-template <class Names>
-py::list list_of(const Names& names) {
-  py::list all;
-  for (std::string_view name : names) all.append(name);
-  return all;
-}
-
-// Of the numbers in records, as the header of a ring has them.
-py::dict names() {
-  py::dict result;
-  py::list dtypes, devices;
-  for (int i = 0; i <= static_cast<int>(DType::other); i++) dtypes.append(name_of(static_cast<DType>(i)));
-  for (const DeviceTypeInfo& device : kDeviceTypes) devices.append(device.name);
-  result["state"] = list_of(kStateNames), result["dtype"] = dtypes, result["device"] = devices;
-  result["arithmetic"] = list_of(kArithmeticNames);
-  return result;
-}
-
 py::dict peak(std::string_view arithmetic, int threads, int repeats) {
   const bool integer = arithmetic == kArithmeticNames[static_cast<int>(Arithmetic::integer)];
   PeakRate rate;
@@ -114,10 +96,10 @@ py::dict peak(std::string_view arithmetic, int threads, int repeats) {
 
 void register_recorder(py::module_& m) {
   py::module_ r = m.def_submodule("recorder", "The ring of calls of this process, and profiles.");
-  r.attr("NAMES") = names();
+  r.attr("NAMES") = names_of_numbers();
   r.def("state", state, "Return whether the recorder is on, its folder, its file (empty: none, reason says why).");
   r.def("snapshot", snapshot, "Return a copy of the ring as its file has it; makes the ring if there is none yet.");
-  r.def("dump", dump, py::arg("path"), py::arg("reason"), "Write all records as JSON; return the path.");
+  r.def("dump", dump, py::arg("path"), py::arg("reason"), "Write a copy of the ring; return the path.");
   r.def("watch", watch, py::arg("seconds"),
         "Dump when a call runs for longer than that (0: never), and on SIGUSR1, from a thread that needs no lock.");
   r.def("open_call", open_call, py::arg("op"), py::arg("row"), py::arg("tensors"), py::arg("read"),

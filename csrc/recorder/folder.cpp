@@ -64,7 +64,7 @@ void clean(const std::string& folder) {
   if (!listing) return;
   while (const dirent* entry = readdir(listing)) {
     const std::string_view name = entry->d_name;
-    if (!name.starts_with("lowbit-") || (!name.ends_with(".ring") && !name.ends_with(".json"))) continue;
+    if (!name.starts_with("lowbit-") || (!name.ends_with(".ring") && !name.ends_with(".dump"))) continue;
     const std::string path = concat(folder, "/", name);
     struct stat found;
     if (lstat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode) || !is_of_the_dead(path)) continue;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file of a flight recorder: a header of 4096 bytes, then `capacity` records of 256 bytes, little-endian, at the
-// offsets that python/lowbit/recorder/ring.py reads. A reader needs nothing else: names of dtypes, devices and states
-// are in the header.
+// The file of a flight recorder, and of a dump, which is a copy of it: a header of 4096 bytes, then `capacity` records
+// of 256 bytes, little-endian, at the offsets that python/lowbit/recorder/ring.py reads. A reader needs nothing else:
+// names of dtypes, devices and states are in the header.
 #pragma once
 
 #include <atomic>
@@ -56,6 +56,8 @@ struct Header {
   char version_text[64];
   char names[768];          // JSON: {"state": [..], "dtype": [..], "device": [..], "arithmetic": [..]}
   char command_line[2048];  // arguments, each ended by a 0
+  uint64_t taken_ns;        // of a dump: when it was made, CLOCK_MONOTONIC; 0: the ring itself
+  char reason[512];         // of a dump
 };
 inline constexpr std::size_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes);

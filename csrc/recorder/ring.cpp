@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -55,16 +56,6 @@ std::string quoted(const std::string_view (&names)[count]) {
   std::string text;
   for (std::string_view name : names) text += concat(text.empty() ? "\"" : ", \"", name, "\"");
   return text;
-}
-
-std::string names_of_numbers() {
-  std::string dtypes, devices;
-  for (int i = 0; i <= static_cast<int>(DType::other); i++)
-    dtypes += concat(i ? ", \"" : "\"", name_of(static_cast<DType>(i)), "\"");
-  for (const DeviceTypeInfo& device : kDeviceTypes)
-    devices += concat(devices.empty() ? "\"" : ", \"", device.name, "\"");
-  return concat("{\"state\": [", quoted(kStateNames), "], \"dtype\": [", dtypes, "], \"device\": [", devices,
-                "], \"arithmetic\": [", quoted(kArithmeticNames), "]}");
 }
 
 void copy_text(char* to, std::size_t room, std::string_view text) {
@@ -157,6 +148,16 @@ void in_the_child() {
 
 }  // namespace
 
+std::string names_of_numbers() {
+  std::string dtypes, devices;
+  for (int i = 0; i <= static_cast<int>(DType::other); i++)
+    dtypes += concat(i ? ", \"" : "\"", name_of(static_cast<DType>(i)), "\"");
+  for (const DeviceTypeInfo& device : kDeviceTypes)
+    devices += concat(devices.empty() ? "\"" : ", \"", device.name, "\"");
+  return concat("{\"state\": [", quoted(kStateNames), "], \"dtype\": [", dtypes, "], \"device\": [", devices,
+                "], \"arithmetic\": [", quoted(kArithmeticNames), "]}");
+}
+
 Ring* ring_if_made() { return made.load(std::memory_order_acquire); }
 
 Ring* ring() {
@@ -242,6 +243,35 @@ Oldest oldest_started(const Ring& ring) {
     if (!oldest.record || record.start_ns < oldest.start_ns) oldest = {&record, mark - 1, record.start_ns};
   }
   return oldest;
+}
+
+std::string next_dump_path(const Ring& ring) {
+  static std::atomic<int> count{0};
+  if (ring.path.empty()) return "";
+  return concat(ring.path.substr(0, ring.path.size() - 5), "-", ++count, ".dump");  // without ".ring"
+}
+
+std::string write_dump(const Ring& ring, const std::string& path, std::string_view reason) {
+  alignas(Header) char head[kHeaderBytes];
+  std::memcpy(head, static_cast<const void*>(ring.header), sizeof head);
+  auto& header = *reinterpret_cast<Header*>(head);
+  header.taken_ns = now_ns();
+  copy_text(header.reason, sizeof header.reason, reason);
+  const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  const auto is_written = [&](const char* from, std::size_t bytes) {
+    while (bytes > 0) {
+      const ssize_t wrote = write(file, from, bytes);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote <= 0) return false;
+      from += wrote, bytes -= static_cast<std::size_t>(wrote);
+    }
+    return true;
+  };
+  const bool whole = file >= 0 && is_written(head, sizeof head) &&
+                     is_written(reinterpret_cast<const char*>(ring.records), ring.bytes() - kHeaderBytes);
+  const int failed = errno;
+  if (file >= 0) close(file);
+  return whole ? "" : concat("cannot write ", path, ": ", std::strerror(failed));
 }
 
 }  // namespace lowbit::recorder

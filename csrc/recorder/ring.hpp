@@ -50,9 +50,11 @@ struct Oldest {
 };
 Oldest oldest_started(const Ring& ring);
 
+LOWBIT_API std::string names_of_numbers();  // in records: JSON
 LOWBIT_API std::string folder();  // LOWBIT_FR_DIR, else $XDG_RUNTIME_DIR/lowbit, else lowbit-<uid> in /dev/shm or /tmp
 
-// Writes all records as JSON; "" or why it could not.
+// Writes a copy of the file; "" or why it could not. Any thread may, also where the one that holds Python's lock hangs:
+// no lock of ours. A record that is rewritten meanwhile is known by its tail.
 LOWBIT_API std::string write_dump(const Ring& ring, const std::string& path, std::string_view reason);
 LOWBIT_API std::string next_dump_path(const Ring& ring);  // beside the file of the ring; empty where it has none
 

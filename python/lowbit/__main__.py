@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     recorder.add_argument("folder", nargs="?", help="default: where this user's recorders write")
     recorder.add_argument("--json", metavar="FILE", help="write the same as JSON")
-    recorder.add_argument("--html", metavar="FILE", help="draw the timeline into one HTML page")
+    recorder.add_argument("--trace", metavar="FILE", help="write the timeline as a trace for ui.perfetto.dev")
     recorder.set_defaults(run=_recorder)
     return parser
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 def _recorder(options: argparse.Namespace) -> object:
     from lowbit.recorder.report import report  # also where torch is not installed
 
-    return report(options.folder, json_file=options.json, html_file=options.html)
+    return report(options.folder, json_file=options.json, trace_file=options.trace)
 
 
 def _quantize(options: argparse.Namespace) -> object:

@@ -38,7 +38,7 @@ def agree(rank: int) -> None:
     else:
         dist.recv(torch.ones(2), 0)
     dist.barrier()
-    recorder.dump(f"{os.environ['LOWBIT_FR_DIR']}/dump{rank}.json")
+    recorder.dump(f"{os.environ['LOWBIT_FR_DIR']}/of{rank}.dump")
     from torch._C._distributed_c10d import _dump_fr_trace
 
     with open(f"{os.environ['LOWBIT_FR_DIR']}/../torch/trace_rank_{rank}", "wb") as file:

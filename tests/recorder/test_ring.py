@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -111,7 +110,7 @@ def test_a_normal_end_removes_the_file_and_any_other_leaves_it(tmp_path: Path) -
     assert found["all_finite"].records[0].tensors == (Sizes("float32", (3,), 1),)
     assert found["a"].records[0].state == "started" and found["c"].records[-1].state == "failed"
     assert found["c"].command_line[0].endswith(Path(sys.executable).name)
-    assert not list(tmp_path.glob("*.json"))
+    assert not list(tmp_path.glob("*.dump"))
 
 
 def test_ranks_and_how_many_records_come_from_the_environment(tmp_path: Path) -> None:
@@ -157,12 +156,12 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, folder: st
     code = CALL * 2 + (
         "state = _C.recorder.state(); assert not state['path'] and state['reason'];"
         "from lowbit.recorder.ring import parse; assert len(parse(_C.recorder.snapshot()).records) == 2;"
-        f"_C.recorder.dump({str(tmp_path / 'dump.json')!r}, '')"
+        f"_C.recorder.dump({str(tmp_path / 'a.dump')!r}, '')"
     )
     said = child(code, folder)
     assert said.returncode == 0, said.stderr
     assert said.stderr.count("\n") == 1 and "lowbit recorder: cannot " in said.stderr and folder in said.stderr
-    assert len(json.loads((tmp_path / "dump.json").read_text())["records"]) == 2
+    assert len(read_ring(tmp_path / "a.dump").records) == 2
 
 
 def test_a_full_disk_is_said_once_and_the_program_goes_on(tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ def test_a_full_disk_is_said_once_and_the_program_goes_on(tmp_path: Path) -> Non
     said = child(limit + CALL * 2, tmp_path)
     assert said.returncode == 0 and "no room for 528384 bytes in" in said.stderr and said.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
-    dumped = child(limit + CALL * 700 + f"_C.recorder.dump({str(tmp_path / 'dump.json')!r}, '')", tmp_path, LOWBIT_FR="1024")
+    dumped = child(limit + CALL * 700 + f"_C.recorder.dump({str(tmp_path / 'a.dump')!r}, '')", tmp_path, LOWBIT_FR="1024")
     assert dumped.returncode == 1 and "RuntimeError: dump: cannot write" in dumped.stderr
 
 
@@ -233,8 +232,8 @@ def test_an_op_that_hangs_is_dumped_by_timeout_and_signal_and_survives_a_kill(tm
     finally:
         program.kill()
         program.wait()
-    dumps = sorted(tmp_path.glob("*-[12].json"))
-    assert len(dumps) == 2 and json.loads(dumps[1].read_text())["reason"].startswith("asked by a signal")
+    dumps = sorted(tmp_path.glob("*-[12].dump"))
+    assert len(dumps) == 2 and read_ring(dumps[1]).reason.startswith("asked by a signal")
     for path in dumps:
         path.unlink()
     after = analyse(read_folder(tmp_path))
@@ -254,11 +253,11 @@ def test_watch_refuses_what_is_no_timeout(tmp_path: Path) -> None:
 
 
 def test_dump_writes_what_the_ring_has(tmp_path: Path) -> None:
-    made = recorder.dump(tmp_path / "now.json", reason='a "reason"\n')
-    assert json.loads(Path(made).read_text())["reason"] == 'a "reason"\n'
+    made = recorder.dump(tmp_path / "now.dump", reason='a "reason"\n')
     (dumped,) = read_folder(tmp_path).recordings
+    assert dumped.path == made and dumped.reason == 'a "reason"\n'
     ours = recorder.records()
     assert list(dumped.records) == list(ours) and dumped.pid == os.getpid() and dumped.is_alive
-    with pytest.raises(RuntimeError, match="dump: cannot write /proc/none/now.json"):
-        recorder.dump("/proc/none/now.json")
+    with pytest.raises(RuntimeError, match="dump: cannot write /proc/none/now.dump"):
+        recorder.dump("/proc/none/now.dump")
     assert "recorder" in lowbit.info() and lowbit.info()["recorder"] in (recorder.path(), "off")

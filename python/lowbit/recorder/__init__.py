@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 
 from lowbit import _C
-from lowbit.tables.table import html_table, text_table
 from lowbit.recorder.analysis import Analysis, RankState
 from lowbit.recorder.report import Report, report
 from lowbit.recorder.ring import Record, Recording, Sizes, parse
+from lowbit.tables.table import html_table, text_table
 
 __all__ = [
     "Analysis",
@@ -80,11 +80,11 @@ def path() -> str:
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, reason: str = "lowbit.recorder.dump()") -> str:
-    """Write the last calls as JSON, which `python -m lowbit recorder` reads; return the file's path.
+    """Write the last calls, as the ring has them, into a file that `python -m lowbit recorder` reads; return its path.
 
     Args:
         path: file to write; None makes one beside the ring.
-        reason: text that the file begins with.
+        reason: text that the file has, of at most 512 bytes.
 
     Raises:
         RuntimeError: the recorder is off, the file cannot be written, or there is no folder to make one in.

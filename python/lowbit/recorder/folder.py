@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lowbit.recorder.dumps import from_dump
 from lowbit.recorder.ring import MAGIC, Recording, RecordingError, read_ring
 from lowbit.recorder.torch_dumps import from_torch, unpickle
 
@@ -53,7 +50,7 @@ def read_file(path: Path) -> Recording:
     """
     with path.open("rb") as file:
         start = file.read(8)
-    if path.suffix == ".ring" or start == MAGIC:
+    if path.suffix in (".ring", ".dump") or start == MAGIC:
         return read_ring(path)
     content = path.read_bytes()
     if start.startswith(b"\x80"):
@@ -61,8 +58,7 @@ def read_file(path: Path) -> Recording:
     if not start.lstrip().startswith(b"{"):
         raise RecordingError(f"{path}: no recording of lowbit, and no dump of torch")
     try:
-        loaded: dict[str, Any] = json.loads(content)
+        loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RecordingError(f"{path}: cut short or no JSON: {error}") from error
-    reader: Callable[[dict[str, Any], str], Recording] = from_dump if "lowbit_recorder" in loaded else from_torch
-    return reader(loaded, str(path))
+    return from_torch(loaded, str(path))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class profile:
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._began
         content = _C.recorder.end_profile(self._from)
-        self.records, _ = records_in(content, Names(**_C.recorder.NAMES))
+        self.records, _ = records_in(content, Names(**json.loads(_C.recorder.NAMES)))
         self._ended = True
 
     def rows(self) -> list[RowTimes]:

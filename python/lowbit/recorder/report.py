@@ -7,10 +7,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+from lowbit import _C
 from lowbit.recorder.analysis import Analysis, Difference, RankState, analyse
 from lowbit.recorder.folder import read_folder
-from lowbit.recorder.ring import Record, default_folder
-from lowbit.recorder.timeline import page
+from lowbit.recorder.ring import Record
+from lowbit.recorder.trace import trace_of
 
 
 class Report(str):
@@ -20,24 +21,25 @@ class Report(str):
     analysis: Analysis
 
 
-def report(folder: str | Path | None = None, *, json_file: str | None = None, html_file: str | None = None) -> Report:
+def report(folder: str | Path | None = None, *, json_file: str | None = None, trace_file: str | None = None) -> Report:
     """Read a folder of recordings and say where every rank is, where they first differ, and which one is to blame.
 
     Args:
         folder: rings, dumps, and dumps of torch's recorder, of any number of ranks; None is where this process would
             write its own.
         json_file: file for the same as JSON.
-        html_file: file for the timeline, one page that needs no other file.
+        trace_file: file for the timeline, in the format of torch.profiler's traces: https://ui.perfetto.dev and
+            chrome://tracing open it.
 
     Raises:
         FileNotFoundError: there is no such folder, or nothing in it.
     """
-    found = read_folder(default_folder() if folder is None else folder)
+    found = read_folder(_C.recorder.state()["folder"] if folder is None else folder)
     analysis = analyse(found)
     if json_file:
         Path(json_file).write_text(json.dumps(dataclasses.asdict(analysis), indent=1) + "\n")
-    if html_file:
-        Path(html_file).write_text(page(found, analysis), encoding="utf-8")
+    if trace_file:
+        Path(trace_file).write_text(json.dumps(trace_of(found.recordings)))
     made = Report(text(analysis))
     made.analysis = analysis
     return made

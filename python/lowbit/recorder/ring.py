@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import socket
 import struct
 import time
@@ -22,8 +21,9 @@ VERSION = 1
 HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8s4I3iI2Q")  # magic .. monotonic_ns
 _COUNTS = struct.Struct("<2Q")  # next, lost, at 64
+_TAKEN = struct.Struct("<Q")  # of a dump, at 3072
 _SEQUENCE_BITS = 44  # of next; above them are places that were passed by
-_TEXTS = ((128, 64), (256, 768), (1024, 2048))  # host, names, command line
+_TEXTS = ((128, 64), (256, 768), (1024, 2048), (3080, 512))  # host, names, command line, reason
 _RECORD = struct.Struct("<3QI2Bh2B3B3BQ12q3q32s48siI")
 RECORD_BYTES = _RECORD.size
 _TENSORS, _SIZES = 3, 4
@@ -117,6 +117,7 @@ class Recording:
     lost: int  # calls that found no place: every one held a call that still ran
     torn: int  # records that were being written
     records: tuple[Record, ...]
+    reason: str = ""  # of a dump
 
     def __post_init__(self) -> None:
         """Of a damaged file these would be lists of as many ranks.
@@ -147,7 +148,7 @@ class Recording:
 
 
 def read_ring(path: str | Path) -> Recording:
-    """Read the file of a recorder, of a process that lives or is gone.
+    """Read the file of a recorder, of a process that lives or is gone, or a dump.
 
     Raises:
         RecordingError: it is none, is cut short, or has another version.
@@ -157,6 +158,8 @@ def read_ring(path: str | Path) -> Recording:
         content = file.read()
         alive = _is_locked(file.fileno())
     recording = parse(content, str(path))
+    if recording.taken_ns:  # a dump
+        return recording
     alive = alive and (recording.host != socket.gethostname() or Path(f"/proc/{recording.pid}").exists())
     return replace(recording, taken_ns=_now_there(recording) if alive else 0)
 
@@ -198,17 +201,17 @@ def parse(content: bytes, path: str = "") -> Recording:
     if len(content) < wanted:
         raise RecordingError(f"{path}: cut short, {len(content)} of {wanted} bytes")
     counts, lost = _COUNTS.unpack_from(content, 64)
-    host, names, command_line = (content[at : at + room] for at, room in _TEXTS)
+    host, names, command_line, reason = (content[at : at + room] for at, room in _TEXTS)
     try:
         named = as_declared(Names, json.loads(_text(names)), "names")
     except ValueError as error:
         raise RecordingError(f"{path}: the header is damaged: {error}") from error
     records, torn = records_in(content[HEADER_BYTES:wanted], named)
     return Recording(
-        path, _text(host), pid, rank, world, wall_ns, monotonic_ns, 0,
+        path, _text(host), pid, rank, world, wall_ns, monotonic_ns, _TAKEN.unpack_from(content, 3072)[0],
         tuple(part.decode(errors="replace") for part in command_line.rstrip(b"\0").split(b"\0")),
         capacity, counts & (1 << _SEQUENCE_BITS) - 1, lost, torn,
-        tuple(sorted(records, key=lambda record: record.sequence)),
+        tuple(sorted(records, key=lambda record: record.sequence)), _text(reason),
     )  # fmt: skip
 
 
@@ -262,13 +265,3 @@ def _name(names: list[str], number: int) -> str:
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode(errors="replace")
-
-
-def default_folder() -> Path:
-    """Where recorders put their files in this environment."""
-    if chosen := os.environ.get("LOWBIT_FR_DIR"):
-        return Path(chosen)
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "lowbit"
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
-    return Path(memory) / f"lowbit-{os.geteuid()}"
