@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--config", help='format of the layers, such as "int4_weight_only(group_size=32)"')
     quantize.add_argument("--plan", help="JSON file with the formats of single layers, as autoquant saves it")
     quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
-    quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the output head")
+    told = 'format of the output head; default: 8 bits where --config has fewer; "None": as any other layer'
+    quantize.add_argument("--head", metavar="FORMAT", default="int8", help=told)
+    quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the last one")
     quantize.set_defaults(run=_quantize)
     chat = commands.add_parser(
         "chat",
@@ -103,6 +105,7 @@ def _quantize(options: argparse.Namespace) -> object:
         plan=options.plan,
         modules_to_not_convert=options.keep,
         embeddings=options.embeddings,
+        head=None if options.head == "None" else options.head,
     )
 
 

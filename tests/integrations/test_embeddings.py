@@ -35,7 +35,7 @@ def test_a_loaded_model_is_the_one_that_quantize_makes(name, embeddings, tmp_pat
     cls, folder = MODELS[name][0], save(name, tmp_path)
     loaded = cls.from_pretrained(folder, quantization_config=lowbit.LowbitConfig(embeddings=embeddings))
     model, taken = cls.from_pretrained(folder), formats(loaded)
-    report = lowbit.quantize_(model, embeddings, lambda module, name: name in taken)
+    report = lowbit.quantize_(model, embeddings, lambda module, name: name in taken, head=None)
     assert taken == formats(model) and taken
     assert torch.equal(logits(loaded), logits(model))
     ours = loaded.hf_quantizer.report

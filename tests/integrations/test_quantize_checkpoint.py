@@ -24,6 +24,7 @@ from lowbit.__main__ import main
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.formats import FORMATS
 from lowbit.integrations import quantize_checkpoint
+from lowbit.quant.load import PACKED
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -42,7 +43,7 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
     report = wanted.hf_quantizer.report
     loaded = cls.from_pretrained(out)
     assert torch.equal(logits(loaded), logits(wanted))
-    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if isinstance(m, lowbit.QuantLinear)]
+    assert [row.layer for row in report.quantized] == [n for n, m in loaded.named_modules() if isinstance(m, PACKED)]
     printed = capsys.readouterr().out
     assert all(row.layer in printed for row in report.rows) and f"{len(report.quantized)} quantized" in printed
     assert {path.name for path in out.iterdir()} == {path.name for path in folder.iterdir()}
@@ -69,7 +70,7 @@ def test_a_plan_from_a_file(flat, tmp_path):
     assert formats["model.layers.0.mlp.up_proj"] == "int8 per-channel" and formats["lm_head"] == ""
     assert main(["quantize", str(folder), str(tmp_path / "alone"), "--plan", str(plan)]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-    assert [n for n, m in loaded.named_modules() if isinstance(m, lowbit.QuantLinear)] == ["model.layers.0.mlp.up_proj"]
+    assert [n for n, m in loaded.named_modules() if isinstance(m, PACKED)] == ["model.layers.0.mlp.up_proj"]
 
 
 CHOICES = [
@@ -140,7 +141,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
     assert sorted(name for name in written if name.endswith(".safetensors")) == sorted(set(shards) - set(done))
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
-    assert len(report.quantized) == 14
+    assert len(report.quantized) == 15
 
 
 def flip(path: Path) -> None:
@@ -178,7 +179,7 @@ def test_a_damaged_file_of_an_interrupted_run_is_refused_and_the_remedy_works(fi
     report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
-    assert len(report.quantized) == 14
+    assert len(report.quantized) == 15
 
 
 def test_a_process_that_is_killed_can_be_taken_up(tmp_path):

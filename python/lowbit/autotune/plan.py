@@ -93,7 +93,7 @@ class Plan:
         if other := [name for name, value in self.machine.items() if here.get(name) != value]:
             told = ", ".join(f"{name} {self.machine[name]} (here {here.get(name)})" for name in other)
             warnings.warn(f"Plan: times are those of {told}: another choice may be faster here", stacklevel=2)
-        reports = [quantize_(model, _Fixed(spec), _named(names)) for spec, names in configs.items()]
+        reports = [quantize_(model, _Fixed(spec), _named(names), head=None) for spec, names in configs.items()]
         for row in self.rows:
             if row.row:
                 model.get_submodule(row.layer).prefer(row.row)

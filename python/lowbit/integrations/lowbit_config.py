@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.text import config_of
+from lowbit.quant.output_head import INT8, head_config
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(
@@ -41,12 +42,16 @@ class LowbitConfig(QuantizationConfigMixin):
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
             None leaves them float. "gguf" takes the codes of the file that ``from_pretrained(..., gguf_file=...)``
             names as they are; it stands alone.
-        modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the output head
-            and the last module. Layers whose weight is tied to another stay float, but for ``embeddings``.
+        modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the last module,
+            and an output head that ``head`` says nothing of. Layers whose weight is tied to another stay float, but for
+            ``embeddings`` and ``head``.
         plan: configurations of single layers by their qualified names, None for one that stays float; it stands above
             ``modules_to_not_convert``. It may name embeddings.
         embeddings: configuration of every nn.Embedding that ``plan`` does not name; None leaves them float. Output
             heads that are tied to one are packed with it, and share its weight.
+        head: of the output head of a language model, and of the embedding that is tied to it, where neither ``plan``
+            nor ``modules_to_not_convert`` names them: "int8" gives it 8 bits where ``config`` has fewer. None: it has
+            no configuration of its own. Or a configuration.
         activations: of "gguf": "int8" rounds the inputs of layers on the fly, as llama.cpp does, "float" leaves them.
         version: of this entry in a config.json; 1.
 
@@ -62,6 +67,7 @@ class LowbitConfig(QuantizationConfigMixin):
         *,
         plan: Mapping[str, Any] | None = None,
         embeddings: Any = None,
+        head: Any = INT8,
         activations: str = "int8",
         version: int = VERSION,
         quant_method: str = METHOD,
@@ -74,8 +80,8 @@ class LowbitConfig(QuantizationConfigMixin):
         if unknown or quant_method != METHOD:
             names = ", ".join(unknown) or f"quant_method={quant_method!r}"
             raise ValueError(
-                f"LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, activations, version; "
-                f"got {names}"
+                "LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, head, activations, "
+                f"version; got {names}"
             )
         if config is None and embeddings is None and not plan:
             raise ValueError("LowbitConfig: config must name a format where there is no plan or embeddings, got None")
@@ -95,7 +101,9 @@ class LowbitConfig(QuantizationConfigMixin):
         self.plan: dict[str, FormatConfig | None] = {
             name: None if layer is None else config_of(layer) for name, layer in (plan or {}).items()
         }
-        for name, layer in {"config": self.config, "embeddings": self.embeddings, **self.plan}.items():
+        self.head = head_config("LowbitConfig", head, self.config)
+        named = {"config": self.config, "embeddings": self.embeddings, "head": self.head}
+        for name, layer in {**named, **self.plan}.items():
             if layer is not None and isinstance(layer.spec(torch.float32).algorithm, GPTQ):
                 raise ValueError(
                     f"LowbitConfig: {name} must be quantized without inputs of the model, which GPTQ needs, got "
@@ -114,6 +122,8 @@ class LowbitConfig(QuantizationConfigMixin):
         }
         # Only where they are asked for: a lowbit that does not know them reads the others.
         told |= {} if self.embeddings is None else {"embeddings": str(self.embeddings)}
+        is_default = self.head == head_config("LowbitConfig", INT8, self.config)
+        told |= {} if is_default else {"head": self.head and str(self.head)}
         return told | ({"activations": self.activations} if self.gguf else {})
 
     def __eq__(self, other: object) -> bool:

@@ -30,6 +30,7 @@ from lowbit.integrations.quantizer import LowbitQuantizer, metadata_of
 from lowbit.integrations.selection import Selection
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
+from lowbit.quant.output_head import INT8
 from lowbit.quant.quant_linear import all_finite, pack_weight
 from lowbit.quant.report import QuantizationReport, ReportRow
 from lowbit.quant.safetensors_file import (
@@ -57,6 +58,7 @@ def quantize_checkpoint(
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     modules_to_not_convert: list[str] | None = None,
     embeddings: Any = None,
+    head: Any = INT8,
 ) -> QuantizationReport:
     """Quantize a checkpoint of transformers into a new folder, which ``from_pretrained`` and `lowbit.load` read.
 
@@ -67,7 +69,7 @@ def quantize_checkpoint(
     Args:
         model: the folder, with ``config.json`` and safetensors files.
         out: the folder to make; there must be none.
-        config, modules_to_not_convert, embeddings: as of `lowbit.LowbitConfig`.
+        config, modules_to_not_convert, embeddings, head: as of `lowbit.LowbitConfig`.
         plan: as of `lowbit.LowbitConfig`, or a JSON file: one that a Plan of autoquant saved, or an object of names and
             configurations of layers.
 
@@ -87,7 +89,7 @@ def quantize_checkpoint(
     source, target = Path(model), Path(out)
     if target.exists():
         raise FileExistsError(f"quantize_checkpoint: out must be a new folder, got {target}")
-    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan), embeddings=embeddings)
+    settings = LowbitConfig(config, modules_to_not_convert, plan=_read_plan(plan), embeddings=embeddings, head=head)
     run = _Run(source, target.with_name(f"{target.name}.partial"), settings)
     with run.progress_bar() as tell:
         for file in run.files:

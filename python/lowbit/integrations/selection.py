@@ -20,6 +20,7 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
+from lowbit.quant.output_head import head_layers
 from lowbit.quant.quant_embedding import ROW_MAJOR
 from lowbit.quant.report import ReportRow
 from lowbit.quant.select import check_module, embedding_reason, reason_to_skip
@@ -42,6 +43,7 @@ class Selection:
         self.left: list[ReportRow] = []  # those that stay float
         self._model, self._settings, self._plan = model, settings, dict(settings.plan)
         self.tied = tied_modules(model)
+        self._take_head(keep_embeddings)
         self._take_embeddings(keep_embeddings)
         self._take_linear(keep)
         if self._plan:
@@ -61,6 +63,20 @@ class Selection:
         """How a weight of ``dtype`` is packed; an embedding takes no activations."""
         spec = self.layers[name].spec(dtype)
         return replace(spec, x_format="float") if is_embedding(self._model.get_submodule(name)) else spec
+
+    def _take_head(self, keep: list[str]) -> None:
+        """Give the output head and what is tied to it the configuration of heads, where nothing else is said of them;
+        what cannot be packed stays as it is."""
+        heads = set(map(id, head_layers(self._model)))
+        names = {name for name, module in self._model.named_modules() if id(module) in heads}
+        shared = tuple(sorted({other for name in names for other in self.shared_with(name)}))
+        asked = self._settings.embeddings is not None and any(name in self.tied for name in names)
+        if self._settings.head is None or not names or asked or any(name in self._plan for name in shared):
+            return
+        if not self._reason(shared, keep):
+            for name in shared:
+                check_module(name, self._model.get_submodule(name), None, embeddings=True)
+                self.layers[name] = self._settings.head
 
     def _take_embeddings(self, keep: list[str]) -> None:
         for name, module in self._model.named_modules():

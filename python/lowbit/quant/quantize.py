@@ -19,6 +19,7 @@ from lowbit.quant.calibration import Calibration
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, matrix_of
 from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.output_head import INT8, head_config
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_embedding import ROW_MAJOR, quantize_embedding_in_place
 from lowbit.quant.quant_linear import quantize_in_place
@@ -36,13 +37,13 @@ def quantize_(
     *,
     strict: bool = False,
     calibration: Calibration | Iterable[Any] | None = None,
+    head: FormatConfig | str | None = INT8,
 ) -> QuantizationReport:
     """Quantize the selected linear layers of ``model`` in place and return what was done.
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
-    Layers that share a weight share the packed one; an embedding that shares it keeps the float one. On the meta
-    device only the structure changes; load a quantized state dict with ``assign=True`` then. Every check comes before
-    the first change.
+    Layers that share a weight share the packed one. On the meta device only the structure changes; load a quantized
+    state dict with ``assign=True`` then. Every check comes before the first change.
 
     Args:
         model: any module; its layers keep their identity, hooks and bias.
@@ -56,6 +57,9 @@ def quantize_(
         calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count
             as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
             and for `GPTQ`.
+        head: of the output head of a language model (``model.get_output_embeddings()``), and of a table of tokens that
+            is tied to it: "int8" gives it 8 bits where ``config`` has fewer, and both one packed weight. None stores
+            the head as config says, and leaves the table float. A configuration is taken as it is.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.
@@ -72,7 +76,8 @@ def quantize_(
     """
     config = _check_arguments(model, config)
     device = _cpu_or_none(device)
-    selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True)
+    of_head = head_config("quantize_", head, config)
+    selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True, head=of_head)
     seen = calibration_of(model, calibration, config, selected)
     report = QuantizationReport(str(config), model_bytes_before=model_bytes(model))
     rows = {}
@@ -151,8 +156,7 @@ def _quantize_group(
             quantize_embedding_in_place(item.module, packed, spec, layout)
         else:
             quantize_in_place(item.module, packed, spec)
-        note = f"untied from {', '.join(item.tied_to)}, which stays float" if item.tied_to else ""
-        row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, note)
+        row = ReportRow.packed(item.name, item.spec, shape, before, distortion, item.kernel, item.note)
         row = replace(row, bytes_after=packed.nbytes)  # in its layout
         if item is not first:
             row = replace(row, bytes_before=0, bytes_after=0, note=f"shares the weight of {first.name}")

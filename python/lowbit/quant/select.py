@@ -33,6 +33,7 @@ from lowbit.quant.linear_layers import (
     is_scaled_embedding,
     matrix_of,
 )
+from lowbit.quant.output_head import head_layers
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
@@ -49,7 +50,7 @@ class Selected:
     module: nn.Module  # nn.Linear, Conv1D or nn.Embedding
     spec: LinearSpec
     kernel: str
-    tied_to: tuple[str, ...]  # parameters that share its weight and stay float
+    note: str  # what the report adds
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,21 @@ def select(
     strict: bool,
     *,
     embeddings: bool = False,
+    head: FormatConfig | None = None,
 ) -> tuple[list[Selected], list[Skipped]]:
-    """Return the layers to quantize and the linear layers that are left, or raise; changes nothing. ``embeddings``:
-    filter_fn may select nn.Embedding."""
+    """Return the layers to quantize and the linear layers that are left, or raise; changes nothing.
+
+    Args:
+        embeddings: filter_fn may select nn.Embedding.
+        head: configuration of the output head of a language model, and of the table that is tied to it; None: the
+            head is a layer like any other.
+    """
     _check_filter(filter_fn, model)
     taken: list[tuple[str, nn.Module]] = []
     skipped: list[Skipped] = []
     adapters = adapter_modules(model)
+    heads = head_layers(model) if head is not None else []
+    tables = {id(table) for table in heads[1:] if filter_fn is None and not embedding_reason(table)}
     for name, module in model.named_modules():
         if id(module) in adapters:
             if is_linear(module):
@@ -83,7 +92,7 @@ def select(
             continue
         reason = reason_to_skip(module)
         if filter_fn is None:
-            if not is_linear(module):
+            if not is_linear(module) and id(module) not in tables:
                 continue
             if reason:
                 skipped.append(Skipped(name, module, reason))
@@ -102,7 +111,8 @@ def select(
         lines = folded(skipped, attrgetter("reason"), lambda item: _label(item.name))
         left = "; ".join(f"{name}: {items[0].reason}" for name, items in lines) or "the model has no nn.Linear"
         raise ValueError(f"quantize_: strict=True and not every linear layer can be quantized: {left}")
-    return _with_specs(model, config, taken), skipped
+    configs = dict.fromkeys(map(id, heads), head)
+    return _with_specs(model, [(name, module, configs.get(id(module), config)) for name, module in taken]), skipped
 
 
 def _check_filter(filter_fn: Any, model: nn.Module) -> None:
@@ -196,15 +206,15 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
         )
 
 
-def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, nn.Module]]) -> list[Selected]:
-    modules = {id(module) for _, module in taken}
+def _with_specs(model: nn.Module, taken: list[tuple[str, nn.Module, FormatConfig]]) -> list[Selected]:
+    modules = {id(module) for _, module, _ in taken}
     owners: dict[int, list[str]] = defaultdict(list)  # of weights that stay float
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and not (id(module) in modules and key == "weight"):
                 owners[id(parameter)].append(f"{prefix}.{key}" if prefix else key)
     selected, finite = [], set()
-    for name, module in taken:
+    for name, module, config in taken:
         weight = module.weight
         spec = config.spec(weight.dtype)
         if is_embedding(module):
@@ -215,7 +225,9 @@ def _with_specs(model: nn.Module, config: FormatConfig, taken: list[tuple[str, n
             _check_values(name, weight, spec)
             finite.add(id(weight))
         kernel = serving_kernel(spec, *features_of(module), weight, embedding=is_embedding(module))
-        selected.append(Selected(name, module, spec, kernel, tuple(owners[id(weight)])))
+        others = owners[id(weight)]
+        note = f"untied from {', '.join(others)}, which stays float" if others else ""
+        selected.append(Selected(name, module, spec, kernel, note))
     return selected
 
 
@@ -250,8 +262,7 @@ def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected:
             "quantize_: calibration must be of lowbit.calibrate, or an iterable of batches that the model is run on, "
             f"got {type(given).__name__}; [x] is one"
         )
-    unused = [item for item in selected if item.spec.scale != "search" or item.spec.algorithm is not None]
-    if unused and not gptq:
+    if selected and all(item.spec.takes_absmax or item.spec.algorithm is not None for item in selected) and not gptq:
         raise ValueError(f"quantize_: calibration is for scales that are searched for and for GPTQ, got {config}")
     if isinstance(given, Calibration):
         calibration = given
@@ -277,8 +288,8 @@ def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected:
 
 
 def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMoments | None:
-    """What the layers that share a weight were given, together."""
-    if calibration is None:
+    """What the layers that share a weight were given, together, where their codes depend on it."""
+    if calibration is None or group[0].spec.takes_absmax:
         return None
     inputs = [calibration.layers[item.name] for item in group if is_linear(item.module)]
     return functools.reduce(operator.add, inputs) if inputs else None

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output head of a language model, and the table of tokens that shares its weight.
+
+A head reads each weight once for a word of the vocabulary, and its errors reach the probabilities unmixed: with 4 bits
+it costs SmolLM2-135M more perplexity (42.6 to 48.1) than a third of what all other layers do (36.4 to 42.6). With 8
+bits it costs nothing that can be measured. llama.cpp keeps heads in 6 or 8 bits for the same reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit import _C
+from lowbit.formats.base import FormatConfig
+from lowbit.formats.int8 import int8_dynamic_activation_int8_weight, int8_weight_only
+from lowbit.formats.text import config_of
+from lowbit.quant.linear_layers import is_embedding, is_linear
+
+INT8 = "int8"
+
+
+def head_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layer that ``model.get_output_embeddings()`` names, and every embedding that has its weight;
+    nothing where the model names none."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    head = getattr(head, "base_layer", head)  # below an adapter of peft
+    if not isinstance(head, nn.Module) or not is_linear(head):
+        return []
+    weight = head._parameters.get("weight")
+    tables = [module for module in model.modules() if is_embedding(module) and module.weight is weight]
+    return [head, *(tables if weight is not None else [])]
+
+
+def head_config(function: str, head: Any, config: FormatConfig | None) -> FormatConfig | None:
+    """Return the configuration of the output head, or None where it is a layer like any other.
+
+    Args:
+        function: of which ``head`` is an argument, for errors.
+        head: "int8" takes 8 bits, and the groups and activations of ``config``, where that has fewer bits; None takes
+            the head as any layer; anything else is what `config_of` takes.
+        config: of all other layers, None for float.
+    """
+    if head is None or (head == INT8 and config is None):
+        return None
+    if head != INT8:
+        try:
+            return config_of(head)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{function}: head must be 'int8', None or a configuration: {error}") from None
+    spec = config.spec(torch.float32)
+    if spec.is_float or _C.FORMAT_FACTS[spec.format]["bits"] >= 8:
+        return None
+    group_size = spec.group_size or None
+    return int8_dynamic_activation_int8_weight(group_size) if "int8" in spec.x_format else int8_weight_only(group_size)

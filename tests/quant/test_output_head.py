@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output head of a language model has 8 bits under a configuration of fewer, and shares them with its table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lowbit
+
+transformers = pytest.importorskip("transformers")
+W4A8 = lowbit.int8_dynamic_activation_int4_weight(group_size=32)
+FEWER = {
+    "int4 g32 int8-activations": (W4A8, "int8 g32 int8-activations"),
+    "int4 g128": (lowbit.int4_weight_only(group_size=128), "int8 g128"),
+    "nf4": (lowbit.nf4_weight_only(group_size=64), "int8 g64"),
+    "int3": (lowbit.intx_weight_only(torch.int3, 32), "int8 g32"),
+    "int4 per channel": (lowbit.intx_weight_only(torch.int4, None), "int8 per-channel"),
+}
+
+
+def llama(tied: bool = True) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def formats(model: nn.Module) -> tuple[str | None, str | None, str]:
+    """Of the head, the table and another layer."""
+    layers = model.lm_head, model.model.embed_tokens, model.model.layers[0].mlp.up_proj
+    return tuple(layer.spec.name if hasattr(layer, "spec") else None for layer in layers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("config, wanted", FEWER.values(), ids=FEWER)
+def test_it_keeps_8_bits_and_its_table_the_same_weight(config, wanted, tied):
+    model, exact = llama(tied), llama(tied)
+    report = lowbit.quantize_(model, config)
+    head, table, other = formats(model)
+    assert head == wanted and table == (wanted.removesuffix(" int8-activations") if tied else None)
+    assert other == config.spec(torch.float32).name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    rows = {row.layer: row for row in report.rows}
+    assert rows["lm_head"].bytes_after + (rows["model.embed_tokens"].bytes_after if tied else 0) == model.lm_head.weight.nbytes
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(x), exact.lm_head(x), rtol=0, atol=0.02 * float(exact.lm_head(x).abs().max()))
+        ids = torch.arange(14).view(2, 7)
+        by_hand = exact.model.embed_tokens(ids)
+        torch.testing.assert_close(model.model.embed_tokens(ids), by_hand, rtol=0, atol=0.01 * float(by_hand.abs().max()))
+        assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 10)
+
+
+@pytest.mark.parametrize("config", [lowbit.int8_weight_only(), lowbit.float8_weight_only(), lowbit.int8_dynamic_activation_int8_weight()])
+def test_8_bits_stay_as_they_are_and_leave_the_table(config):
+    model = llama()
+    lowbit.quantize_(model, config)
+    name = config.spec(torch.float32).name
+    assert formats(model) == (name, None, name)
+
+
+def test_one_argument_takes_it_back_or_gives_another_format():
+    model = llama()
+    report = lowbit.quantize_(model, W4A8, head=None)
+    assert formats(model) == ("int4 g32 int8-activations", None, "int4 g32 int8-activations")
+    assert next(row for row in report.rows if row.layer == "lm_head").note.startswith("untied from")
+    model = llama()
+    lowbit.quantize_(model, W4A8, head="intx_weight_only(weight_dtype=torch.int6, granularity=PerGroup(group_size=32))")
+    assert formats(model) == ("int6 g32", "int6 g32", "int4 g32 int8-activations")
+
+
+def test_a_filter_decides_which_of_the_two_are_taken():
+    model = llama()
+    lowbit.quantize_(model, W4A8, lambda module, name: name == "lm_head")
+    assert formats(model) == ("int8 g32 int8-activations", None, None)
+    model = llama()
+    lowbit.quantize_(model, W4A8, lambda module, name: name in ("lm_head", "model.embed_tokens"))
+    assert formats(model)[:2] == ("int8 g32 int8-activations", "int8 g32")
+
+
+def test_a_table_that_changes_in_each_call_keeps_its_float_weight():
+    model = llama()
+    model.model.embed_tokens.max_norm = 1.0
+    lowbit.quantize_(model, W4A8)
+    assert formats(model)[:2] == ("int8 g32 int8-activations", None)
+
+
+def test_a_calibration_serves_the_other_layers():
+    model = llama()
+    calibration = lowbit.calibrate(model, [torch.arange(14).view(2, 7)], hessian=True)
+    lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32, algorithm=lowbit.GPTQ()), calibration=calibration)
+    assert formats(model) == ("int8 g32", "int8 g32", "int4 g32")
+    model = llama()
+    lowbit.quantize_(model, W4A8, calibration=[torch.arange(14).view(2, 7)])
+    assert formats(model)[0] == "int8 g32 int8-activations"
+
+
+def test_a_state_dict_comes_back_into_a_model_on_the_meta_device(tmp_path):
+    model = llama()
+    lowbit.quantize_(model, W4A8)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        fresh = llama()
+    lowbit.load(fresh, tmp_path / "model.pt")
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        assert formats(fresh) == formats(model) and torch.equal(fresh.eval()(ids).logits, model(ids).logits)
+
+
+def test_a_module_without_a_head_is_not_asked():
+    model = nn.Sequential(nn.Embedding(10, 32), nn.Linear(32, 10))
+    model[0].weight = model[1].weight
+    report = lowbit.quantize_(model, W4A8)
+    assert [row.format for row in report.quantized] == ["int4 g32 int8-activations"]
+
+
+@pytest.mark.parametrize("head, error", [("int9", ValueError), (8, TypeError), (torch.int8, TypeError)])
+def test_a_head_that_is_no_format_is_refused_before_anything_changes(head, error):
+    model = llama()
+    with pytest.raises(error, match="quantize_: head must be 'int8', None or a configuration"):
+        lowbit.quantize_(model, W4A8, head=head)
+    assert formats(model) == (None, None, None)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_from_pretrained_does_the_same(tied, tmp_path):
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "float")
+    cls = transformers.LlamaForCausalLM
+    loaded = cls.from_pretrained(tmp_path / "float", quantization_config=lowbit.LowbitConfig(W4A8))
+    lowbit.quantize_(model, W4A8)
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        assert formats(loaded) == formats(model) and torch.equal(loaded(ids).logits, model(ids).logits)
+    loaded.save_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(cls.from_pretrained(tmp_path / "packed")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "options, head",
+    [
+        ({"head": None}, None),
+        ({"head": "int4_weight_only(group_size=32)"}, "int4 g32"),
+        ({"modules_to_not_convert": ["lm_head"]}, None),
+        ({"plan": {"model.embed_tokens": lowbit.int8_weight_only()}}, "int8 per-channel"),
+        ({"plan": {"model.embed_tokens": None}}, None),
+        ({"embeddings": lowbit.int8_weight_only()}, "int8 per-channel"),
+    ],
+)
+def test_what_else_is_said_of_a_head_stands_above(options, head, tmp_path):
+    llama().save_pretrained(tmp_path)
+    config = lowbit.LowbitConfig(W4A8, **options)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert formats(loaded)[:2] == (head, head)
+    assert lowbit.LowbitConfig.from_dict(config.to_dict()) == config
+    assert ("head" in config.to_dict()) == ("head" in options)
