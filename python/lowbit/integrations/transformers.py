@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lowbit.attention.kv_layer import QuantizedKVLayer
 from lowbit.attention.sdpa import scaled_dot_product_attention
+from lowbit.integrations.growing_cache import grow_caches_in_place
 from lowbit.ops.attention import attention
 from lowbit.score.program import ProgramBuilder
 
@@ -289,3 +290,4 @@ def _softcap_program(softcap: float) -> tuple[int, ...]:
 
 AttentionInterface.register(NAME, lowbit_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+grow_caches_in_place(NAME)
