@@ -47,23 +47,23 @@ class GrowingLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
+        before = (self.keys, self.values) if self.is_initialized else ()
         super().crop(tokens_to_remove)
-        if tokens_to_remove and self.is_initialized:
-            for room, states in zip(self._rooms, (self.keys, self.values), strict=True):
-                room.forget_behind(states)
+        for room, old, states in zip(self._rooms, before, (self.keys, self.values), strict=False):
+            room.forget_behind(old, states)
 
 
 class _Room:
-    """A tensor with room for more tokens than it has.
+    """A tensor with room for more tokens than it has: the memory of one layer.
 
-    It is the memory of one layer: that of a copy of the layer begins anew, as does that of a layer whose states
-    somebody else has set, since both would write the same tokens.
+    Where the layer holds something else than what was written last (a copy of it went on, or somebody has set its
+    states), the room begins anew, since both would write the same tokens.
     """
 
     def __init__(self) -> None:
         self.states: Tensor | None = None
-        self.length = 0
-        self.owner = id(self)
+        self.written: Tensor | None = None
+        """The beginning of ``states`` that holds tokens: what the layer holds, as long as this room is its own."""
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """Write ``new [B, H, L, E]`` behind ``held [B, H, S, E]``; return both ``[B, H, S + L, E]``."""
@@ -71,35 +71,27 @@ class _Room:
         total = length + new.shape[-2]
         if length and held.dtype != new.dtype:
             return torch.cat([held, new], dim=-2)
-        if not self._continues(held, length) or not self._takes(new, total):
+        if held is not self.written or not self._takes(new, total):
             shape = (*new.shape[:-2], total + max(LEAST_ROOM, total // 4), new.shape[-1])
-            self.states, self.owner = new.new_empty(shape), id(self)
+            self.states = new.new_empty(shape)
             if length:
                 self.states.narrow(-2, 0, length).copy_(held)
         self.states.narrow(-2, length, total - length).copy_(new)
-        self.length = total
-        return self.states.narrow(-2, 0, total)
+        self.written = self.states.narrow(-2, 0, total)
+        return self.written
 
-    def forget_behind(self, held: Tensor) -> None:
-        """Let the next tokens stand behind ``held``, the beginning of what was held before."""
-        length = held.shape[-2] if held.numel() else 0
-        if length < self.length and self._begins(held):
-            self.length = length
-
-    def _begins(self, held: Tensor) -> bool:
-        states = self.states
-        return states is not None and held.data_ptr() == states.data_ptr() and held.stride() == states.stride()
-
-    def _continues(self, held: Tensor, length: int) -> bool:
-        return self.owner == id(self) and length == self.length and (not length or self._begins(held))
+    def forget_behind(self, before: Tensor, held: Tensor) -> None:
+        """Let the next tokens stand behind ``held``, the beginning of what the layer held ``before``."""
+        if before is self.written:
+            self.written = held
 
     def _takes(self, new: Tensor, total: int) -> bool:
         states = self.states
-        if states is None or total > states.shape[-2] or new.dtype != states.dtype or new.device != states.device:
-            return False
         if states.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to write to it
             return False
-        return (*new.shape[:-2], new.shape[-1]) == (*states.shape[:-2], states.shape[-1])
+        (*batch, room, size), (*new_batch, _, new_size) = states.shape, new.shape
+        same = new.dtype is states.dtype and new.device == states.device and batch == new_batch and size == new_size
+        return same and total <= room
 
 
 def grow_caches_in_place(implementation: str) -> None:
