@@ -35,8 +35,7 @@ def default_file() -> Path | None:
     return next(folder.glob("*.gguf"), None) if folder else None
 
 
-# ---- one candidate, in a process of its own
-# ---------------------------------------------------------------------------
+# ---- one candidate, in a process of its own -------------------------------------------------------------------------
 
 
 def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[int], threads: int) -> dict[str, float]:
