@@ -159,3 +159,19 @@ def test_what_else_is_said_of_a_head_stands_above(options, head, tmp_path):
     assert formats(loaded)[:2] == (head, head)
     assert lowbit.LowbitConfig.from_dict(config.to_dict()) == config
     assert ("head" in config.to_dict()) == ("head" in options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_are_resized_before_they_are_packed(tied):
+    import lowbit.integrations.quantizer  # noqa: F401  # an installed lowbit does so by its entry point
+
+    model = llama(tied)
+    lowbit.quantize_(model, W4A8)
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(97) is model.model.embed_tokens
+    with pytest.raises(ValueError, match=r"must be float, got .*lm_head as int8 g32.*; resize the model before it is quantized"):
+        model.resize_token_embeddings(101)
+    assert model.model.embed_tokens.num_embeddings == model.lm_head.out_features == model.config.vocab_size == 97
+    model = llama(tied)
+    model.resize_token_embeddings(101)
+    lowbit.quantize_(model, W4A8)
+    assert model(torch.arange(14).view(2, 7)).logits.shape == (2, 7, 101)

@@ -29,6 +29,7 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.checkpoint_names import stored_tensors
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
+from lowbit.integrations.resizing import refuse_to_resize_packed_tables
 from lowbit.integrations.selection import Selection, tied_modules
 from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
@@ -299,3 +300,4 @@ def _repack(model: nn.Module) -> None:
 
 register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
+refuse_to_resize_packed_tables()
