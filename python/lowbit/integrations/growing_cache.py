@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers makes by itself
-for a model with ``attn_implementation="lowbit"``.
+"""A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers makes by
+itself for a model with ``attn_implementation="lowbit"``.
 
 transformers concatenates, so that each token moves the whole cache. Here a layer has room behind its last token, and a
 new one is written there.
@@ -107,8 +107,8 @@ def grow_caches_in_place(implementation: str) -> None:
         config = kwargs.get("config", args[1] if len(args) > 1 else None)
         if config is None or config.get_text_config(decoder=True)._attn_implementation != implementation:
             return
-        self.layers = [
-            GrowingLayer() if type(layer) is DynamicLayer and not layer.is_initialized else layer for layer in self.layers
-        ]
+        for i, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer and not layer.is_initialized:
+                self.layers[i] = GrowingLayer()
 
     DynamicCache.__init__ = make_growing
