@@ -11,7 +11,11 @@ import types
 from dataclasses import dataclass
 
 PURE_BUILTINS = frozenset(
-    ["abs", "all", "any", "bool", "bytes", "complex", "dict", "divmod", "enumerate", "filter", "float", "int", "isinstance", "len", "list", "map", "max", "min", "pow", "print", "range", "reversed", "round", "slice", "sorted", "str", "sum", "tuple", "zip", "Ellipsis", "NotImplemented", "True", "False", "None", "AssertionError", "Exception", "IndexError", "KeyError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError"]
+    """
+    abs all any bool bytes complex dict divmod enumerate filter float int isinstance len list map max min pow print
+    range reversed round slice sorted str sum tuple zip Ellipsis NotImplemented True False None AssertionError Exception
+    IndexError KeyError NotImplementedError RuntimeError TypeError ValueError
+""".split()
 )
 """Builtins that read nothing but the elements of their arguments; `getattr`, `vars`, `type`, `open` and the like are
 not among them."""

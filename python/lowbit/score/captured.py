@@ -51,7 +51,11 @@ _MODULE_READERS = frozenset(
     )
 )
 _NEVER_RUN = frozenset(
-    ["__init__", "__new__", "__del__", "__post_init__", "__init_subclass__", "__class_getitem__", "__set_name__", "__setattr__", "__delattr__", "__dir__", "__sizeof__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__replace__", "__annotate_func__", "__annotate__"]
+    """
+    __init__ __new__ __del__ __post_init__ __init_subclass__ __class_getitem__ __set_name__ __setattr__ __delattr__
+    __dir__ __sizeof__ __getstate__ __setstate__ __reduce__ __reduce_ex__ __copy__ __deepcopy__ __getnewargs__
+    __replace__ __annotate_func__ __annotate__
+""".split()
 )
 """What no reading of an object runs: its making, copying and changing."""
 
