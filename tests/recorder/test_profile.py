@@ -11,7 +11,7 @@ import torch
 import lowbit
 from lowbit import _C, recorder
 from lowbit.recorder import profile as module
-from lowbit.recorder.profile import Limits, limits
+from lowbit.recorder.roofline import Limits, limits
 
 LIMITS = Limits(2, 10e9, 100e9, 400e9, "float32 FMA_x", "int8 products_x")
 

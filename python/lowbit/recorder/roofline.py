@@ -1,12 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a profile: a roofline (Williams, Waterman, Patterson, 2009)."""
+"""What this machine can do at most, and kernel rows below it: a roofline (Williams, Waterman, Patterson, 2009)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-if TYPE_CHECKING:
-    from lowbit.recorder.profile import Limits, RowTimes
+from lowbit import _C
+
+_PROBED_BYTES = 512 << 20
+"""More than any cache of one socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine does at most, measured: reading memory, float32 FMAs and products of int8 in registers, each
+    on all threads."""
+
+    threads: int
+    bandwidth: float  # bytes in a second
+    float32: float  # operations in a second; a product and its sum are two
+    int8: float
+    float32_of: str  # what was measured
+    int8_of: str
+
+    def operations(self, arithmetic: str) -> float:
+        return self.int8 if arithmetic == "int8" else self.float32
+
+
+@cache
+def limits(threads: int) -> Limits:
+    """Measure the limits of this machine on so many threads, once in a process: about a second."""
+    bandwidth = max(_C.read_bandwidth(_PROBED_BYTES, streams, threads, 3) for streams in (1, 4))
+    float32, int8 = _C.recorder.peak_rate("float", threads), _C.recorder.peak_rate("int8", threads)
+    return Limits(
+        threads, 1e9 * bandwidth, float32["operations_per_s"], int8["operations_per_s"], float32["what"], int8["what"]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowTimes:
+    """The calls of one row."""
+
+    op: str
+    row: str
+    calls: int
+    seconds: float
+    moved: int  # bytes read and written
+    operations: int
+    arithmetic: str
+    failed: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.moved / self.seconds if self.seconds else 0.0
+
+    @property
+    def operations_per_s(self) -> float:
+        return self.operations / self.seconds if self.seconds else 0.0
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.operations / self.moved if self.moved else 0.0
 
 
 def draw(rows: list[RowTimes], limits: Limits, ax: Any) -> Any:
