@@ -73,6 +73,29 @@ def test_a_plan_from_a_file(flat, tmp_path):
     assert [n for n, m in loaded.named_modules() if isinstance(m, PACKED)] == ["model.layers.0.mlp.up_proj"]
 
 
+_ROWS = "must have a list of rows, each with layer and spec, "
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must be an object of layer names and configurations"),
+        ('{"lowbit_plan": 1}', _ROWS + "got rows=None"),
+        ('{"lowbit_plan": 1, "rows": {}}', _ROWS + "got rows={}"),
+        ('{"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": null}, 7]}', _ROWS + "got 7 in place 1"),
+        ('{"lowbit_plan": 1, "rows": [{"layer": "lm_head"}]}', _ROWS + "got {'layer': 'lm_head'} in place 0"),
+        ('{"lowbit_plan": 1, "rows": [{"layer": 3, "spec": null}]}', _ROWS + "got {'layer': 3, 'spec': None} in place 0"),
+        ('{"lowbit_plan": 1, "rows": [{"layer": "lm_head", "spec": 3}]}', _ROWS + "got {'layer': 'lm_head', 'spec': 3} in place 0"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(text, named, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(text)
+    with pytest.raises(ValueError, match=rf"quantize_checkpoint: plan {re.escape(str(plan))} {re.escape(named)}"):
+        lowbit.quantize_checkpoint(save("llama", tmp_path), tmp_path / "packed", CONFIG, plan=plan)
+
+
 CHOICES = [
     None, *(cls() for cls in FORMATS), lowbit.float_weight(torch.bfloat16), lowbit.int4_weight_only(64, scale="absmax"),
     lowbit.int4_weight_only(128, mapping_type=lowbit.MappingType.ASYMMETRIC), lowbit.int8_weight_only(32, scale="search"),

@@ -106,10 +106,22 @@ def _read_plan(plan: Any) -> Mapping[str, Any] | None:
     except json.JSONDecodeError as error:
         raise ValueError(f"quantize_checkpoint: plan {plan} is no JSON: {error}") from None
     if isinstance(told, dict) and "lowbit_plan" in told:  # of lowbit.autoquant
-        return {row["layer"]: row["spec"] for row in told["rows"]}
+        return _of_autoquant(told.get("rows"), plan)
     if not isinstance(told, dict):
         raise ValueError(f"quantize_checkpoint: plan {plan} must be an object of layer names and configurations")
     return told
+
+
+def _of_autoquant(rows: Any, path: Any) -> dict[str, Any]:
+    """The formats of a plan by layer."""
+    wanted = f"quantize_checkpoint: plan {path} must have a list of rows, each with layer and spec"
+    if not isinstance(rows, list):
+        raise ValueError(f"{wanted}, got rows={rows!r}")
+    for number, row in enumerate(rows):
+        spec = row.get("spec", "") if isinstance(row, dict) else ""
+        if not isinstance(spec, (dict, type(None))) or not isinstance(row.get("layer"), str):
+            raise ValueError(f"{wanted}, got {row!r} in place {number}")
+    return {row["layer"]: row["spec"] for row in rows}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, quantize_in_place
 from lowbit.quant.safetensors_file import shards_of
-from lowbit.tables.folding import LayerNames
+from lowbit.tables.folding import LayerNames, first_five
 
 _INDEX_OR_FILE = (
     "model.safetensors.index.json",
@@ -156,16 +155,11 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         for name, module in model.named_modules(remove_duplicate=False)
         if is_linear(module) or is_embedding(module)
     }
-    missing, unexpected = known - state.keys(), state.keys() - known - layouts
+    missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - layouts)
     if missing or unexpected:
         raise ValueError(
-            f"load: names must be those of the model, missing {_few(missing)}, unexpected {_few(unexpected)}"
+            f"load: names must be those of the model, missing {first_five(missing)}, unexpected {first_five(unexpected)}"
         )
-
-
-def _few(names: Any) -> str:
-    names = sorted(names)
-    return f"{', '.join(names[:5]) or 'none'}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def _share_again(model: nn.Module, shared: Mapping[str, str]) -> None:
@@ -199,5 +193,5 @@ def _fill_buffers(model: nn.Module) -> None:
         left += [f"{prefix}.{name}" if prefix else name for name in names]
     if left:
         raise ValueError(
-            f"load: {_few(left)} would stay without values, no file holds them; build the model on the cpu"
+            f"load: {first_five(sorted(left))} would stay without values, no file holds them; build the model on the cpu"
         )

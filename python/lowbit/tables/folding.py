@@ -51,6 +51,12 @@ def label(name: str) -> str:
     return name or "(the model)"
 
 
+def first_five(names: Sequence[str]) -> str:
+    """The first names of a list in an error, and how many there are more."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more
+
+
 def spread(values: Iterable[float], text: Callable[[float], str]) -> str:
     """Values of several layers: the least and the largest, or the one; those that are not known (nan) are left out."""
     known = [value for value in values if not math.isnan(value)]

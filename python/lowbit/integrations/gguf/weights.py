@@ -23,6 +23,7 @@ from lowbit.integrations.selection import tied_modules
 from lowbit.quant.linear_layers import features_of, is_embedding, is_linear
 from lowbit.quant.quant_embedding import ROW_MAJOR
 from lowbit.quant.quant_linear import pack_weight
+from lowbit.tables.folding import first_five
 
 ACTIVATIONS = {"int8": "int8_group", "float": "float"}
 
@@ -66,9 +67,9 @@ class StateReader:
                 raise ValueError(f"gguf: tensor {tensor.name} ({tensor.type}) cannot be {name}: {error}") from None
         of = type(self.model).__name__
         if missing := sorted(self.parameters.keys() - state.keys()):
-            raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {_few(missing)}")
+            raise ValueError(f"gguf: the file must hold every parameter of {of}, misses {first_five(missing)}")
         if unread:
-            warnings.warn(f"gguf: {of} of transformers has no place for {_few(unread)}: not read", stacklevel=4)
+            warnings.warn(f"gguf: {of} of transformers has no place for {first_five(unread)}: not read", stacklevel=4)
         return state
 
     def _read(self, tensor: GgufTensor, name: str) -> dict[str, Tensor]:
@@ -133,10 +134,6 @@ class _Names:
 
     def named_children(self) -> list[tuple[str, _Names]]:
         return self.children
-
-
-def _few(names: list[str]) -> str:
-    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def _bytes(tensor: GgufTensor) -> Tensor:
