@@ -224,7 +224,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
         });
       }
     };
-    if constexpr (kind_of(kFormat) == CodecKind::integer)
+    if constexpr (is_integer(kFormat))
       if (view.zero) {
         widen(std::true_type{});
         continue;

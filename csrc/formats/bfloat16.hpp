@@ -6,8 +6,7 @@
 
 namespace lowbit {
 
-struct BFloat16 : FloatCodec<16> {
-  static constexpr int significant_bits = 8;
+struct BFloat16 : FloatCodec<16, 8> {
   using Code = uint16_t;
   LOWBIT_INLINE static Code encode(float w) { return bfloat16_from_float(w); }
   LOWBIT_INLINE static float decode(Code code) { return float_from_bfloat16(code); }

@@ -51,9 +51,10 @@ LOWBIT_INLINE constexpr CodePosition piece_of_code(int bits, int count, int64_t 
           count * static_cast<int>(step / rows)};
 }
 
-template <int kBits>
+template <int kBits, int kSignificantBits>
 struct FloatCodec {
-  static constexpr int bits = kBits, zero = 0, code_of_zero = 0, code_max = 0, smallest_group = 0;
+  static constexpr int bits = kBits, significant_bits = kSignificantBits;
+  static constexpr int zero = 0, code_of_zero = 0, code_max = 0, smallest_group = 0;
   static constexpr CodecKind kind = CodecKind::floating;
   static constexpr float value_zero = 0;
   template <class Lanes>
@@ -125,5 +126,49 @@ struct LookupCodec : NibbleTile {
   template <class Lanes>
   LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
+
+// What list.hpp asks of every codec: the compiler names what is missing.
+template <class Codec>
+concept HasFacts = requires {
+  Codec::bits;
+  Codec::kind;
+  Codec::zero;
+  Codec::code_max;
+  Codec::code_of_zero;
+  Codec::significant_bits;
+  Codec::smallest_group;
+};
+
+template <class Codec>
+concept HasFloatCodes = requires(typename Codec::Code code, float weight, int64_t at) {
+  Codec::encode(weight);
+  Codec::decode(code);
+  Codec::position(at, at);
+};
+
+template <class Codec>
+concept HasLevels = requires(int code) {
+  Codec::range;
+  Codec::level(code);
+};
+
+// Integers of other widths are read as int8 (read_as of list.hpp).
+template <class Codec>
+concept HasUnits = requires(int64_t unit) {
+  Codec::value_zero;
+  Codec::unit_values;
+  Codec::unit_bytes;
+  Codec::k_of(unit, 0);
+};
+
+template <class Codec>
+consteval bool is_codec() {
+  static_assert(HasFacts<Codec>);
+  constexpr CodecKind kKind = Codec::kind;
+  if constexpr (kKind == CodecKind::floating) static_assert(HasFloatCodes<Codec>);
+  if constexpr (kKind == CodecKind::lookup) static_assert(HasLevels<Codec>);
+  if constexpr (kKind != CodecKind::integer || Codec::bits == 8 || Codec::bits == 4) static_assert(HasUnits<Codec>);
+  return true;
+}
 
 }  // namespace lowbit

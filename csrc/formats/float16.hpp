@@ -6,8 +6,7 @@
 
 namespace lowbit {
 
-struct Float16 : FloatCodec<16> {
-  static constexpr int significant_bits = 11;
+struct Float16 : FloatCodec<16, 11> {
   using Code = uint16_t;
   LOWBIT_INLINE static Code encode(float w) { return float16_from_float(w); }
   LOWBIT_INLINE static float decode(Code code) { return float_from_float16(code); }

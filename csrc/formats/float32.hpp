@@ -6,8 +6,7 @@
 
 namespace lowbit {
 
-struct Float32 : FloatCodec<32> {
-  static constexpr int significant_bits = 24;
+struct Float32 : FloatCodec<32, 24> {
   using Code = uint32_t;
   static Code encode(float w) { return bits_of_float(w); }
   static float decode(Code code) { return float_from_bits(code); }

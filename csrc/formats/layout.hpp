@@ -108,7 +108,7 @@ LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
 // groups add up to is a pair of floats (Knuth's two-sum), exact to 2^-46.
 template <Format kFormat>
 struct ColumnSum {
-  static constexpr bool kIntegers = kind_of(kFormat) == CodecKind::integer;
+  static constexpr bool kIntegers = is_integer(kFormat);
   static constexpr float kUnits = kIntegers ? 0x1p24f : 0x1p31f;  // in 1: of a float16; of the levels of fp4
   int64_t levels = 0;
   float high = 0, low = 0;

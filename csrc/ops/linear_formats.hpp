@@ -22,7 +22,7 @@ constexpr bool goes_with(XFormat activations, Format weight) {
   switch (activations) {
     case XFormat::floating: return true;
     case XFormat::float8_row: return weight == Format::fp8_e4m3;
-    default: return kind_of(weight) == CodecKind::integer;
+    default: return is_integer(weight);
   }
 }
 

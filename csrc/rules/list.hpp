@@ -13,7 +13,8 @@ namespace lowbit {
 #define LOWBIT_RULES(X) \
   X(adamw, AdamW)       \
   X(sgd, Sgd)           \
-  X(lion, Lion)
+  X(lion, Lion)         \
+  /* append here */
 
 #define LOWBIT_RULE(name, Type) name,
 enum class Rule : int { LOWBIT_RULES(LOWBIT_RULE) };

@@ -197,6 +197,7 @@ EMULATED nvrtcCreateProgram(void** program, const char* source, const char*, int
   auto* made = new Program;
   made->source = source;
   made->names.assign(names, names + headers), made->texts.assign(texts, texts + headers);
+  for (const std::string& name : made->names) log("header ", name);
   return *program = made, kSuccess;
 }
 EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options) {

@@ -38,6 +38,12 @@ CASES = [
         (11, "bfloat16", "int7", 32, "asymmetric", "int8_row_asymmetric", None, "none", False, False),
     )
 ]
+CASES += [  # a format that was added since: without scales, or one for all k
+    LinearCase(m, N, K, dtype, format, 0, "symmetric", "float", None)
+    for format in _C.FORMATS
+    if format not in {case.format for case in CASES}
+    for m, dtype in ((1, "float32"), (20, "bfloat16"))
+]
 
 
 # Of int8 activations, in tiles of 128 columns and 32 or 64 rows.

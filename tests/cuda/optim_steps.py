@@ -8,7 +8,7 @@ import torch
 from lowbit import _C
 from lowbit.testing import HYPER, Moment, moments_of
 
-RULES = {
+RULES = {name: HYPER for name in _C.OPTIM_RULES} | {
     "adamw": HYPER | dict(weight_decay=0.1),
     "amsgrad": HYPER | dict(amsgrad=True, decoupled=False, weight_decay=0.1, maximize=True),
     "sgd": HYPER | dict(nesterov=True, dampening=0.0),

@@ -166,12 +166,30 @@ def test_every_row_is_in_the_page_of_its_op(page: str, op: str) -> None:
         assert f"`{name}_<isa>`" in text and f"`{row['backend']}`" in text, row["name"]
 
 
+def diff_of(recipe: Path) -> str:
+    return "".join(re.findall(r"^```diff\n(.*?)^```$", recipe.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def test_the_table_of_additions_counts_the_files_of_the_recipes() -> None:
+    """Code, all, C++, Python, tests, pages; a package of one's own, in examples/, counts as none of lowbit's."""
+    rows = re.findall(r"^\| .* \| \[(\w+\.md)\]\(recipes/\w+\.md\) \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == {page.name for page in RECIPES} - {"add_a_device.md"}
+    for name, told in rows:
+        files = set(re.findall(r"^\+\+\+ b/(\S+)", diff_of(ROOT / "docs" / "recipes" / name), re.MULTILINE))
+        cpp, python, tests, pages = (
+            {file for file in files if file.split("/")[0] in rooms} for rooms in (("csrc",), ("python",), ("tests",), ("docs", "tools"))
+        )
+        code = {file for file in cpp | python if not file.endswith("__init__.py")}
+        assert told == " | ".join(str(len(of)) for of in (code, cpp | python | tests | pages, cpp, python, tests, pages)), name
+
+
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.name)
 def test_recipe_applies_to_the_code_as_it_is(page: Path) -> None:
+    """tools/recipes builds the tree with them, and runs their tests."""
     git = shutil.which("git")
     if git is None:
         pytest.skip("git is not on this machine")
-    diff = "".join(re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    diff = diff_of(page)
     assert diff.count("diff --git ") > 2
     way = ["--reverse"] if "git apply --check --reverse" in page.read_text() else []  # what it adds is in the tree
     done = subprocess.run([git, "apply", "--check", *way, "-"], input=diff, cwd=ROOT, capture_output=True, text=True)

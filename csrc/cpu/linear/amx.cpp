@@ -20,16 +20,23 @@ std::string_view refuses(const LinearArgs& args) {
   return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
 
-#define LOWBIT_INTEGER(name) \
-  {LOWBIT_ROW("linear_" #name "_int8"), refuses<Format::name, false>, linear_amx_dot<read_as(Format::name)>},
-#define LOWBIT_FORMAT(name, Codec) \
-  {LOWBIT_ROW("linear_" #name), refuses<Format::name, true>, linear_amx_fma},
-constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_INTEGER_FORMATS(LOWBIT_INTEGER) LOWBIT_FORMATS(LOWBIT_FORMAT)};
-#undef LOWBIT_FORMAT
-#undef LOWBIT_INTEGER
+template <Format kFormat>
+void add_format_rows(Backend& backend, std::string_view of_codes, std::string_view of_floats) {
+  if constexpr (is_integer(kFormat)) {
+    const Kernel<LinearArgs> row{of_codes, refuses<kFormat, false>, linear_amx_dot<read_as(kFormat)>};
+    add_rows(backend, &row, 1);
+  }
+  const Kernel<LinearArgs> row{of_floats, refuses<kFormat, true>, linear_amx_fma};
+  add_rows(backend, &row, 1);
+}
 
 }  // namespace
 
-void linear_amx_rows(Backend& backend) { add(backend, kRows); }
+void linear_amx_rows(Backend& backend) {
+#define LOWBIT_FORMAT(name, Codec) \
+  add_format_rows<Format::name>(backend, LOWBIT_ROW("linear_" #name "_int8"), LOWBIT_ROW("linear_" #name));
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
+}
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

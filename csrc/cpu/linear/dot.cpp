@@ -14,13 +14,20 @@ std::string_view refuses(const LinearArgs& args) {
   return stays_float(args.x_format) ? "activations stay float" : "";
 }
 
-#define LOWBIT_FORMAT(name) \
-  {LOWBIT_ROW("linear_" #name "_int8"), refuses<Format::name>, linear_dot<read_as(Format::name)>},
-constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_INTEGER_FORMATS(LOWBIT_FORMAT)};
-#undef LOWBIT_FORMAT
+template <Format kFormat>
+void add_row(Backend& backend, std::string_view name) {
+  if constexpr (is_integer(kFormat)) {
+    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_dot<read_as(kFormat)>};
+    add_rows(backend, &row, 1);
+  }
+}
 
 }  // namespace
 
-void linear_dot_rows(Backend& backend) { add(backend, kRows); }
+void linear_dot_rows(Backend& backend) {
+#define LOWBIT_FORMAT(name, Codec) add_row<Format::name>(backend, LOWBIT_ROW("linear_" #name "_int8"));
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
+}
 
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME

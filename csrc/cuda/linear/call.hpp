@@ -72,7 +72,7 @@ struct DecodedCall {
 // Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.
 inline constexpr char kNoSmallGroups[] = "groups of less than 32 of an integer format";
 constexpr bool lacks_groups(const WeightSpec& spec) {
-  return kind_of(spec.format) == CodecKind::integer && spec.group_size && spec.group_size < 32;
+  return is_integer(spec.format) && spec.group_size && spec.group_size < 32;
 }
 
 // Scales along the k of a tile; 0: one for all k of a weight without zero points.

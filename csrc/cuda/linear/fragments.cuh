@@ -88,13 +88,17 @@ LOWBIT_INLINE void write_levels(LevelParts (&table)[16]) {
 // A tile of a format as the lane reads it, and its chunks as fragments: a[part][...] of k-pairs of both columns.
 template <Format kFormat>
 struct LaneTile {
-  static constexpr bool kCodes = !is_float(kFormat);
-  static constexpr int kBits = codec_of<kFormat>::bits, kParts = kWeightParts<kFormat>;
+  using Codec = codec_of<kFormat>;
+  static constexpr bool kCodes = !is_float(kFormat), kRows32 = kFormat == Format::float32,
+                        kRows16 = kFormat == Format::bfloat16 || kFormat == Format::float16;
+  static constexpr int kBits = Codec::bits, kParts = kWeightParts<kFormat>;
   struct Floats {
-    static constexpr int kRows = kBits == 32 ? 16 : kBits == 16 ? 8 : 1;
+    static constexpr int kRows = kRows32 ? 16 : 8;
     uint2 row[kRows];  // bfloat16: of two k; float32: of one; float16: of one each in x and y
   };
-  std::conditional_t<kCodes, LaneCodes<kCodes ? kBits : 8>, Floats> words;
+  struct OtherFloats { float value[2][16]; };
+  using FloatWords = std::conditional_t<kRows32 || kRows16, Floats, OtherFloats>;
+  std::conditional_t<kCodes, LaneCodes<kCodes ? kBits : 8>, FloatWords> words;
 
   LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
     if constexpr (kCodes) {
@@ -106,12 +110,18 @@ struct LaneTile {
         words.row[i] = {load_once(reinterpret_cast<const uint32_t*>(row)),
                         load_once(reinterpret_cast<const uint32_t*>(row + 32))};
       }
-    } else {
+    } else if constexpr (kRows32 || kRows16) {
       constexpr int kRowK = 32 / kBits, kEach = 4 / kRowK;  // k of a row; rows of a lane and chunk
 #pragma unroll
       for (int i = 0; i < Floats::kRows; i++) {
         const int row = (i / kEach * 16 + t * 4) / kRowK + i % kEach;
         words.row[i] = load_once(reinterpret_cast<const uint2*>(tile + row * 64 + g * 8));
+      }
+    } else {  // one by one, where the codec says that they lie
+#pragma unroll
+      for (int i = 0; i < 32; i++) {
+        const uint8_t* code = tile + Codec::position(2 * g + i % 2, i / 8 * 16 + t * 4 + i / 2 % 4);
+        words.value[i % 2][i / 2] = Codec::decode(*reinterpret_cast<const typename Codec::Code*>(code));
       }
     }
   }
@@ -123,10 +133,11 @@ struct LaneTile {
         floats(q, column, a);
       } else {
         const uint32_t bytes = words.bytes(q, column, t);
-        if constexpr (kind_of(kFormat) == CodecKind::integer)
+        if constexpr (is_integer(kFormat))
           integers_to_bf16<kBits, symmetric_zero(kFormat)>(bytes, a[0][column], a[0][2 + column]);
-        else if constexpr (kBits == 8) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
-        else look_up(bytes, column, levels, a);
+        else if constexpr (kFormat == Format::fp8_e4m3) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
+        else if constexpr (is_table(kFormat)) look_up(bytes, column, levels, a);
+        else cut_four([bytes](int i) { return Codec::level(static_cast<int>(bytes >> 8 * i & 0xff)); }, column, a);
       }
     }
   }
@@ -137,22 +148,29 @@ struct LaneTile {
     if constexpr (kFormat == Format::bfloat16) {
       a[0][column] = of(words.row[2 * q]), a[0][2 + column] = of(words.row[2 * q + 1]);
     } else {
-      float part[4][kParts];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float value;
-        if constexpr (kFormat == Format::float32) {
-          value = __uint_as_float(of(words.row[4 * q + i]));
-        } else {
+      const auto value = [&](int i) {
+        if constexpr (kRows32) {
+          return __uint_as_float(of(words.row[4 * q + i]));
+        } else if constexpr (kRows16) {
           const uint2& pair = words.row[2 * q + i / 2];
-          value = float_of_half((i % 2 ? pair.y : pair.x) >> 16 * column);
+          return float_of_half((i % 2 ? pair.y : pair.x) >> 16 * column);
+        } else {
+          return words.value[column][4 * q + i];
         }
-        cut(value, part[i]);
-      }
-#pragma unroll
-      for (int j = 0; j < kParts; j++)
-        a[j][column] = upper_halves(part[0][j], part[1][j]), a[j][2 + column] = upper_halves(part[2][j], part[3][j]);
+      };
+      cut_four(value, column, a);
     }
+  }
+
+  // value(i): of four k of a column.
+  template <class Value>
+  LOWBIT_INLINE static void cut_four(Value&& value, int column, uint32_t (&a)[kParts][4]) {
+    float part[4][kParts];
+#pragma unroll
+    for (int i = 0; i < 4; i++) cut(value(i), part[i]);
+#pragma unroll
+    for (int j = 0; j < kParts; j++)
+      a[j][column] = upper_halves(part[0][j], part[1][j]), a[j][2 + column] = upper_halves(part[2][j], part[3][j]);
   }
 
   LOWBIT_INLINE static void look_up(uint32_t bytes, int column, const LevelParts* levels, uint32_t (&a)[kParts][4]) {

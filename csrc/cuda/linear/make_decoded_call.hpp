@@ -94,7 +94,7 @@ inline bool keeps_weight(Format format, DType dtype) {
     case Format::float32: return dtype == DType::float32;
     case Format::bfloat16: return dtype != DType::float16;
     case Format::float16: return dtype != DType::bfloat16;
-    default: return true;
+    default: return !is_float(format) || dtype == DType::float32;
   }
 }
 

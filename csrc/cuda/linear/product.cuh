@@ -164,7 +164,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
   const int panel = cta / blocks, first_row = cta % blocks * P::kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits);
-  if constexpr (kind_of(kFormat) == CodecKind::lookup && codec_of<kFormat>::bits == 4) {
+  if constexpr (is_table(kFormat)) {
     write_levels<kFormat>(levels);
     __syncthreads();
   }

@@ -135,15 +135,22 @@ std::string_view refuses_code_tiles(const LinearArgs& args) {
   return "";
 }
 
-#define LOWBIT_FLOATS(name, Codec) {"linear_" #name "_cuda", refuses<Format::name, false>, run_linear},
-#define LOWBIT_CODES(name) {"linear_" #name "_int8_cuda", refuses<Format::name, true>, run_linear},
-constexpr Kernel<LinearArgs> kRows[] = {{"linear_code_tiles_cuda", refuses_code_tiles, run_code_tiles},
-                                        LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
-#undef LOWBIT_FLOATS
-#undef LOWBIT_CODES
+template <Format kFormat>
+void add_format_rows(Backend& backend, std::string_view of_floats, std::string_view of_codes) {
+  const Kernel<LinearArgs> rows[] = {{of_floats, refuses<kFormat, false>, run_linear},
+                                     {of_codes, refuses<kFormat, true>, run_linear}};
+  add_rows(backend, rows, is_integer(kFormat) ? 2 : 1);
+}
 
 }  // namespace
 
-void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+void add_linear_rows(Backend& backend) {
+  const Kernel<LinearArgs> tiles{"linear_code_tiles_cuda", refuses_code_tiles, run_code_tiles};
+  add_rows(backend, &tiles, 1);
+#define LOWBIT_FORMAT(name, Codec) \
+  add_format_rows<Format::name>(backend, "linear_" #name "_cuda", "linear_" #name "_int8_cuda");
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
+}
 
 }  // namespace lowbit::cuda

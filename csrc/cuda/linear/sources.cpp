@@ -74,7 +74,7 @@ std::vector<Source> linear_sources() {
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
-    const bool integer = kind_of(format) == CodecKind::integer;
+    const bool integer = is_integer(format);
     for (int codes = 0; codes <= integer; codes++) all.push_back(decoded_source(format, codes == 1));
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
       if (is_float(format)) {

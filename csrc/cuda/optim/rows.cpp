@@ -74,6 +74,8 @@ constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE(dynamic8), LOWB
 constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE(dynamic8), LOWBIT_DECODE(dynamic4),
                                                    LOWBIT_DECODE(float8)};
 
+static_assert(std::size(kStepRows) == std::size(kStateFormatNames));
+
 }  // namespace
 
 void add_optim_rows(Backend& backend) {

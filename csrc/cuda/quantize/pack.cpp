@@ -63,7 +63,7 @@ std::string kernel_of(std::string_view name, Format format, std::string_view mor
 
 Source pack_source(Format format, bool searches) {
   const Format of = integers_as_int8(format);
-  const std::string what(kind_of(of) == CodecKind::integer ? "integers" : kFormatNames[static_cast<int>(of)]);
+  const std::string what(is_integer(of) ? "integers" : kFormatNames[static_cast<int>(of)]);
   return {concat("quantize to ", what, searches ? " by search" : ""),
           concat("#include \"cuda/quantize/pack.cuh\"\n",
                  is_float(of) ? kernel_of("pack_floats", of)

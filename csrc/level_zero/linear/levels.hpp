@@ -12,10 +12,18 @@ struct LevelParts {
   uint32_t first, last;  // parts 0 and 1; part 2
 };
 
+template <Format kFormat>
+LOWBIT_INLINE float level_of(int code) {
+  if constexpr (is_table(kFormat)) return codec_of<kFormat>::level(code);
+  else return 0.0f;
+}
+
 LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
-  const float level = format == Format::nf4   ? Nf4::level(code)
-                      : format == Format::fp4 ? Fp4::level(code)
-                                              : Fp4E2M1::level(code);
+  float level = 0.0f;
+#define LOWBIT_FORMAT(name, Codec) \
+  if (is_table(Format::name) && format == Format::name) level = level_of<Format::name>(code);
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
   float part[cuda::kMostParts];
   cuda::cut(level, part);
   return {cuda::upper_halves(part[0], part[1]), cuda::upper_halves(part[2], 0.0f)};

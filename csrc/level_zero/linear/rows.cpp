@@ -44,8 +44,8 @@ struct LinearKind {
   // In the order of constants.hpp.
   std::array<int32_t, 9> constants(Format format) const {
     return {bits(format), (significant_bits(format) + 7) / 8, lanes ? x_parts : 0, scales_per_tile,
-            asymmetric, is_float(format), format == Format::bfloat16,
-            kind_of(format) == CodecKind::lookup && bits(format) == 4, format == Format::fp8_e4m3};
+            asymmetric, is_float(format), format == Format::bfloat16, is_table(format),
+            format == Format::fp8_e4m3};
   }
   bool sums_rows() const { return codes || asymmetric; }
 };
@@ -103,9 +103,17 @@ void run_linear(const LinearArgs& args, int lanes) {
 void run_dpas(const LinearArgs& args) { run_linear(args, dpas_lanes(args.place)); }
 void run_portable(const LinearArgs& args) { run_linear(args, 0); }
 
+// What weights.hpp and portable.hpp read. Other formats are quantized and dequantized there, and no more.
+constexpr bool is_read(Format format) {
+  return is_integer(format) || is_table(format) || format == Format::float32 || format == Format::bfloat16 ||
+         format == Format::float16 || format == Format::fp8_e4m3;
+}
+
 template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
+  if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
+  if (!modules_lack(kFormat).empty()) return modules_lack(kFormat);
   if (cuda::lacks_groups(args.weight_spec)) return cuda::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > cuda::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
@@ -117,18 +125,22 @@ std::string_view refuses_dpas(const LinearArgs& args) {
   return !reason.empty() || dpas_lanes(args.place) ? reason : "the device has no dpas";
 }
 
-#define LOWBIT_FLOATS(name, Codec)                                                        \
-  {"linear_" #name "_dpas_level_zero", refuses_dpas<Format::name, false>, run_dpas}, \
-  {"linear_" #name "_level_zero", refuses<Format::name, false>, run_portable},
-#define LOWBIT_CODES(name)                                                                    \
-  {"linear_" #name "_int8_dpas_level_zero", refuses_dpas<Format::name, true>, run_dpas}, \
-  {"linear_" #name "_int8_level_zero", refuses<Format::name, true>, run_portable},
-constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FLOATS) LOWBIT_INTEGER_FORMATS(LOWBIT_CODES)};
-#undef LOWBIT_FLOATS
-#undef LOWBIT_CODES
+template <Format kFormat, bool kCodes>
+void add_format_rows(Backend& backend, std::string_view of_dpas, std::string_view of_any) {
+  const Kernel<LinearArgs> rows[] = {{of_dpas, refuses_dpas<kFormat, kCodes>, run_dpas},
+                                     {of_any, refuses<kFormat, kCodes>, run_portable}};
+  add_rows(backend, rows, !kCodes || is_integer(kFormat) ? 2 : 0);
+}
 
 }  // namespace
 
-void add_linear_rows(Backend& backend) { add_rows(backend, kRows, std::size(kRows)); }
+void add_linear_rows(Backend& backend) {
+#define LOWBIT_FORMAT(name, Codec)                                                                               \
+  add_format_rows<Format::name, false>(backend, "linear_" #name "_dpas_level_zero", "linear_" #name "_level_zero"); \
+  add_format_rows<Format::name, true>(backend, "linear_" #name "_int8_dpas_level_zero",                          \
+                                      "linear_" #name "_int8_level_zero");
+  LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
+}
 
 }  // namespace lowbit::level_zero

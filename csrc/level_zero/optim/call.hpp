@@ -7,8 +7,21 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kCodesBlock = 256, kNibblesBlock = 128;  // elements that share a scale: of 8 bits, of 4
 constexpr int kEach = 4;  // elements a thread: a module of 8 is twice as long
+
+// Elements that share a scale. Those of formats without scales are dealt out as in blocks of 256.
+LOWBIT_INLINE constexpr int block_of(StateFormat format) {
+  switch (format) {
+    case StateFormat::float32: case StateFormat::bfloat16: case StateFormat::dynamic8: case StateFormat::float8:
+      return 256;
+    case StateFormat::dynamic4: return 128;
+  }
+  __builtin_unreachable();
+}
+
+// Moments that a rule has with the numbers that are used most: SGD its momentum, AdamW no amsgrad.
+template <class Rule>
+constexpr int kUsualMoments = static_cast<int>(larger(moments_of<Rule>(Hyper{}), 1));
 
 template <class Rule>
 struct StepEntry {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/optim/step.hpp"
 
-LOWBIT_STEPS(bfloat16, 256)
+#define LOWBIT_RULE(name, Rule) LOWBIT_USUAL_STEP(name, Rule, bfloat16)
+LOWBIT_RULES(LOWBIT_RULE)

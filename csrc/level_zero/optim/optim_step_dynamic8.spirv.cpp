@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "level_zero/optim/step.hpp"
 
-LOWBIT_STEPS(dynamic8, lowbit::level_zero::kCodesBlock)
+#define LOWBIT_RULE(name, Rule) LOWBIT_USUAL_STEP(name, Rule, dynamic8)
+LOWBIT_RULES(LOWBIT_RULE)

@@ -1,10 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps that few ask for: amsgrad, <rule>_<moments>_<format>, and SGD without momentum, which has no states.
+// Steps that few ask for, <rule>_<moments>_<format>: AdamW with amsgrad, and SGD without momentum, which has no states
+// and so no format but float32. tools/spirv leaves out the kernels that are empty.
 #include "level_zero/optim/step.hpp"
 
-LOWBIT_STEP(adamw_3_float32, AdamW::Step<3>, float32, 256)
-LOWBIT_STEP(adamw_3_bfloat16, AdamW::Step<3>, bfloat16, 256)
-LOWBIT_STEP(adamw_3_dynamic8, AdamW::Step<3>, dynamic8, lowbit::level_zero::kCodesBlock)
-LOWBIT_STEP(adamw_3_dynamic4, AdamW::Step<3>, dynamic4, lowbit::level_zero::kNibblesBlock)
-LOWBIT_STEP(adamw_3_float8, AdamW::Step<3>, float8, lowbit::level_zero::kCodesBlock)
-LOWBIT_STEP(sgd_0, Sgd::Step<0>, float32, 256)
+namespace lowbit::level_zero {
+
+template <class Rule, int kCount, StateFormat kFormat>
+LOWBIT_INLINE void other_step(const StepCall& call) {
+  constexpr bool kHasCount = kCount >= moments_of<Rule>(Hyper{}) && kCount <= kMostMoments<Rule>;
+  if constexpr (kHasCount && kCount != kUsualMoments<Rule> && (kCount > 0 || kFormat == StateFormat::float32))
+    step<typename Rule::template Step<kCount>, kFormat>(call);
+}
+
+#define LOWBIT_STEP(name, Rule, count, format)                                     \
+  LOWBIT_KERNEL(name##_##count##_##format, cuda::kStepThreads, StepCall) {         \
+    other_step<Rule, count, StateFormat::format>(args);                            \
+  }
+#define LOWBIT_STEPS(name, Rule, count)                                                       \
+  LOWBIT_STEP(name, Rule, count, float32) LOWBIT_STEP(name, Rule, count, bfloat16)            \
+  LOWBIT_STEP(name, Rule, count, dynamic8) LOWBIT_STEP(name, Rule, count, dynamic4)           \
+  LOWBIT_STEP(name, Rule, count, float8)
+static_assert(std::size(kStateFormatNames) == 5 && kMaxMoments == 3, "the lists above and below have them all");
+#define LOWBIT_RULE(name, Rule)                                       \
+  LOWBIT_STEPS(name, Rule, 0) LOWBIT_STEPS(name, Rule, 1)             \
+  LOWBIT_STEPS(name, Rule, 2) LOWBIT_STEPS(name, Rule, 3)
+LOWBIT_RULES(LOWBIT_RULE)
+
+}  // namespace lowbit::level_zero

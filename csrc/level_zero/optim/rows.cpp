@@ -16,10 +16,6 @@ using cuda::ConvertArgs;
 using cuda::kStepThreads;
 using cuda::kTaskElements;
 
-// Moments that a rule has with the numbers that are used most.
-template <class Rule>
-constexpr int kUsualMoments = std::is_same_v<Rule, AdamW> ? 2 : 1;
-
 // What the host computes constants of, read from the device and written back.
 struct Numbers {
   float grad_scale = 1, found_inf = 0;
@@ -37,8 +33,9 @@ Numbers read_numbers(const OptimStepArgs& args) {
   return numbers;
 }
 
-template <class Rule, class Step>
+template <class Rule, int kCount>
 void step_with(const OptimStepArgs& args, Numbers& numbers) {
+  using Step = typename Rule::template Step<kCount>;
   const cuda::StepOptions options{args.hyper, args.grad_scale ? &numbers.grad_scale : nullptr, nullptr, args.seed,
                                   args.block_size, args.stochastic_rounding};
   const std::size_t count = args.tensors.size();
@@ -60,23 +57,27 @@ void step_with(const OptimStepArgs& args, Numbers& numbers) {
   if (tasks == 0) return;
   const StepCall call{workspace.at(0), static_cast<int32_t>(count)};
   constexpr bool is_usual = Step::kMoments == kUsualMoments<Rule>;
-  const std::string_view format = kStateFormatNames[static_cast<int>(args.format)];
-  const std::string rule = concat(kRuleNames[static_cast<int>(args.rule)], "_", Step::kMoments);
-  const std::string kernel = is_usual || Step::kMoments == 0 ? rule : concat(rule, "_", format);
+  const StateFormat of_states = Step::kMoments ? args.format : StateFormat::float32;
+  const std::string_view format = kStateFormatNames[static_cast<int>(of_states)];
+  const std::string rule(kRuleNames[static_cast<int>(args.rule)]);
+  const std::string kernel = is_usual ? rule : concat(rule, "_", Step::kMoments, "_", format);
   program(args.place, is_usual ? concat("optim_step_", format) : "optim_step_others")
       .launch(args.place, kernel.c_str(), tasks, kStepThreads, &call, sizeof call);
   wait(args.place.device);  // the table is read until then
 }
 
+// With args.moments moments, which are at most kCount.
+template <class Rule, int kCount>
+void step_of(const OptimStepArgs& args, Numbers& numbers) {
+  if constexpr (kCount > moments_of<Rule>(Hyper{}))
+    if (args.moments < kCount) return step_of<Rule, kCount - 1>(args, numbers);
+  step_with<Rule, kCount>(args, numbers);
+}
+
 void run_step(const OptimStepArgs& args) {
   Numbers numbers = read_numbers(args);
   if (numbers.found_inf != 0) return;
-  with_rule(args.rule, [&]<class Rule>() {
-    constexpr int kUsual = kUsualMoments<Rule>;
-    if (args.moments == kUsual) return step_with<Rule, typename Rule::template Step<kUsual>>(args, numbers);
-    if constexpr (std::is_same_v<Rule, AdamW>) step_with<Rule, AdamW::Step<3>>(args, numbers);  // amsgrad
-    if constexpr (std::is_same_v<Rule, Sgd>) step_with<Rule, Sgd::Step<0>>(args, numbers);      // without momentum
-  });
+  with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMostMoments<Rule>>(args, numbers); });
 }
 
 template <class Args>
@@ -99,9 +100,10 @@ void decode(const DecodeStateArgs& args) { convert(args, "decode_state"); }
 template <StateFormat kFormat, class Args>
 std::string_view refuses(const Args& args) {
   if (args.format != kFormat) return "another state format";
+  if constexpr (std::is_same_v<Args, OptimStepArgs>)
+    if (!modules_lack(args.rule).empty()) return modules_lack(args.rule);
   if (!has_codes(kFormat)) return "";
-  const int64_t block = kFormat == StateFormat::dynamic4 ? kNibblesBlock : kCodesBlock;
-  return args.block_size == block ? "" : "blocks of another size than 256, or 128 of 4 bits";
+  return args.block_size == block_of(kFormat) ? "" : "blocks of another size than 256, or 128 of 4 bits";
 }
 
 #define LOWBIT_ROW(op, format, Args, run) {op "_" #format "_level_zero", refuses<StateFormat::format, Args>, run}
@@ -114,6 +116,8 @@ constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE(dynamic8), LOWB
                                                    LOWBIT_ENCODE(float8)};
 constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE(dynamic8), LOWBIT_DECODE(dynamic4),
                                                    LOWBIT_DECODE(float8)};
+
+static_assert(std::size(kStepRows) == std::size(kStateFormatNames));
 
 }  // namespace
 

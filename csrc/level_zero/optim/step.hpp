@@ -8,7 +8,7 @@
 
 namespace lowbit::level_zero {
 
-template <class Rule, StateFormat kFormat, int kBlock>
+template <class Rule, StateFormat kFormat>
 LOWBIT_INLINE void step(const StepCall& call) {
   const auto* entries = static_cast<const StepEntry<Rule>*>(call.entries);
   const int64_t task = blockIdx.x;
@@ -19,18 +19,16 @@ LOWBIT_INLINE void step(const StepCall& call) {
     else end = middle;
   }
   const StepEntry<Rule>& of = entries[found];
-  cuda::update_task<Rule, kFormat, kBlock, kEach>(of.tensor, of.constants,
-                                                  (task - of.first_task) * cuda::kTaskElements);
+  cuda::update_task<Rule, kFormat, block_of(kFormat), kEach>(of.tensor, of.constants,
+                                                             (task - of.first_task) * cuda::kTaskElements);
 }
 
 }  // namespace lowbit::level_zero
 
-// Of a format: <rule>_<moments>, of those that are used most.
-#define LOWBIT_STEP(name, Rule, format, block)                                        \
-  LOWBIT_KERNEL(name, lowbit::cuda::kStepThreads, lowbit::level_zero::StepCall) {     \
-    lowbit::level_zero::step<lowbit::Rule, lowbit::StateFormat::format, block>(args); \
+// A driver makes code of a whole module: that of a state format has one kernel of each rule, <rule>, with the moments
+// that are used most, and optim_step_others has the rest.
+#define LOWBIT_USUAL_STEP(name, Rule, format)                                                               \
+  LOWBIT_KERNEL(name, lowbit::cuda::kStepThreads, lowbit::level_zero::StepCall) {                           \
+    using Step = lowbit::Rule::Step<lowbit::level_zero::kUsualMoments<lowbit::Rule>>;                       \
+    lowbit::level_zero::step<Step, lowbit::StateFormat::format>(args);                                      \
   }
-#define LOWBIT_STEPS(format, block)                   \
-  LOWBIT_STEP(adamw_2, AdamW::Step<2>, format, block) \
-  LOWBIT_STEP(sgd_1, Sgd::Step<1>, format, block)     \
-  LOWBIT_STEP(lion_1, Lion::Step<1>, format, block)

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of a weight that lies row by row, as those of embeddings do, one kernel for all integer formats.
+// Rows of a weight that lies row by row, as those of embeddings do; kernels as those of dequantize.spirv.cpp.
 #define LOWBIT_LANES 16
 #include "cuda/quantize/dequantize.cuh"
 #include "formats/list.hpp"
 
 namespace lowbit::cuda {
 
-LOWBIT_KERNEL(dequantize_int8, kDequantizeThreads, DequantizeCall) {
-  dequantize<Format::int8, RowMajorLayout, true>(args);
-}
-#define LOWBIT_FORMAT(name) \
-  LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) { \
-    dequantize<Format::name, RowMajorLayout>(args);                      \
+#define LOWBIT_FORMAT(name, Codec)                                              \
+  LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) {        \
+    if constexpr (integers_as_int8(Format::name) == Format::name)               \
+      dequantize<Format::name, RowMajorLayout, is_integer(Format::name)>(args); \
   }
-LOWBIT_OTHER_FORMATS(LOWBIT_FORMAT)
+LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 
 }  // namespace lowbit::cuda

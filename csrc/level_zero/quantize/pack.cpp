@@ -38,7 +38,7 @@ void run_all_finite(const AllFiniteArgs& args) {
   *args.result = cuda::is_finite(read_back<int32_t>(args.place, call.found, groups));
 }
 
-std::string_view takes_any(const QuantizeArgs&) { return ""; }
+std::string_view takes_any(const QuantizeArgs& args) { return modules_lack(args.spec.format); }
 std::string_view takes_each(const AllFiniteArgs&) { return ""; }
 
 constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_level_zero", takes_any, run_quantize}};

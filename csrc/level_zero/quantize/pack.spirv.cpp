@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float weight to packed panels, by the kernels of CUDA: one of all integer formats, one of each other.
+// A float weight to packed panels, by the kernels of CUDA. Integer formats have those of int8: tools/spirv leaves out
+// the empty ones of the others.
 #define LOWBIT_LANES 16
 #include "cuda/quantize/pack.cuh"
 
 namespace lowbit::cuda {
 
-#define LOWBIT_CODED(name)                                                                              \
-  LOWBIT_KERNEL(pack_scales_##name, kPackThreads, PackCall) { pack_scales<Format::name>(args); } \
-  LOWBIT_KERNEL(pack_codes_##name, kPackThreads, PackCall) { pack_codes<Format::name>(args); }
-LOWBIT_CODED(int8)
-LOWBIT_CODED(nf4)
-LOWBIT_CODED(fp4)
-LOWBIT_CODED(fp4_e2m1)
-LOWBIT_CODED(fp8_e4m3)
-#undef LOWBIT_CODED
+template <Format kFormat, bool kFloats>
+constexpr bool kHasKernels = is_float(kFormat) == kFloats && integers_as_int8(kFormat) == kFormat;
 
-#define LOWBIT_FLOATS(name) \
-  LOWBIT_KERNEL(pack_floats_##name, kPackThreads, PackCall) { pack_floats<Format::name>(args); }
-LOWBIT_FLOATS(float32)
-LOWBIT_FLOATS(bfloat16)
-LOWBIT_FLOATS(float16)
-#undef LOWBIT_FLOATS
+#define LOWBIT_FORMAT(name, Codec)                                            \
+  LOWBIT_KERNEL(pack_scales_##name, kPackThreads, PackCall) {                 \
+    if constexpr (kHasKernels<Format::name, false>) pack_scales<Format::name>(args); \
+  }                                                                           \
+  LOWBIT_KERNEL(pack_codes_##name, kPackThreads, PackCall) {                  \
+    if constexpr (kHasKernels<Format::name, false>) pack_codes<Format::name>(args);  \
+  }                                                                           \
+  LOWBIT_KERNEL(pack_floats_##name, kPackThreads, PackCall) {                 \
+    if constexpr (kHasKernels<Format::name, true>) pack_floats<Format::name>(args);  \
+  }
+LOWBIT_FORMATS(LOWBIT_FORMAT)
+#undef LOWBIT_FORMAT
 
 LOWBIT_KERNEL(find_not_finite, kPackThreads, FiniteCall) { all_finite(args); }
 

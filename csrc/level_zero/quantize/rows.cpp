@@ -37,9 +37,11 @@ void run_some(const DequantizeArgs& args) {
   copy(args.place.device, args.outside, outside, sizeof *outside);
 }
 
-std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
+std::string_view takes_all(const DequantizeArgs& args) {
+  return args.indices ? "some rows are wanted" : modules_lack(args.spec.format);
+}
 std::string_view takes_some(const DequantizeArgs& args) {
-  return args.indices ? "" : "all of the weight is wanted";
+  return args.indices ? modules_lack(args.spec.format) : "all of the weight is wanted";
 }
 
 constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_level_zero", takes_all, run_all},

@@ -67,6 +67,16 @@ def test_every_kind_is_within_budget_of_the_float64_reference(kind: tuple[str, s
         assert_within(on_gpu(case), data.wanted, data.allowed, str(case))
 
 
+@pytest.mark.parametrize("format", ["int4"] if UNIT else _C.FORMATS)
+def test_every_format_is_multiplied_or_refused_by_name(format: str) -> None:
+    data = cached_data(case := LinearCase(3, N, K, "bfloat16", format, 0, "symmetric", "float", None))
+    try:
+        assert_within(on_gpu(case), data.wanted, data.allowed, str(case))
+    except NotImplementedError as error:
+        assert f"{row_of(case)}: the products on Intel GPUs do not read this format" in str(error)
+        assert format not in {kind[1] for kind in KINDS} | {"int2", "int5", "int6"}
+
+
 @pytest.mark.parametrize("m", ROWS)
 def test_sums_of_codes_have_the_bits_of_the_cpu(m: int) -> None:
     case = LinearCase(m, N, K, "float32", "int8", 0, "symmetric", "int8_row", None)
