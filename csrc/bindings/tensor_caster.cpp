@@ -7,6 +7,7 @@
 #include "bindings/dlpack_abi.hpp"
 #include "core/private_use.hpp"
 #include "ops/kernel.hpp"
+#include "torch/described.hpp"
 
 namespace lowbit {
 namespace {
@@ -73,13 +74,6 @@ DType dtype_of_buffer(const Py_buffer& buffer) {
     case 'i': case 'l': case 'q': return buffer.itemsize == 8 ? DType::int64 : DType::int32;
     default: return DType::other;
   }
-}
-
-DType dtype_of_name(std::string_view name) {  // "torch.float32"
-  if (const size_t dot = name.find('.'); dot != name.npos) name.remove_prefix(dot + 1);
-  for (int i = 0; i < static_cast<int>(DType::other); i++)
-    if (name_of(static_cast<DType>(i)) == name) return static_cast<DType>(i);
-  return DType::other;
 }
 
 // Memory that a host maps for another device is the CPU's.
@@ -189,7 +183,8 @@ bool TensorArgument::from_attributes(py::handle object, const char* what) {
   check(device == "cpu", value, what, " must be on the CPU, got ", device);
   const auto shape = py::tuple(object.attr("shape")), stride = py::tuple(object.attr("stride")());
   check_rank(static_cast<int64_t>(shape.size()), what);
-  view_.dtype = dtype_of_name(std::string(py::str(object.attr("dtype"))));
+  const std::string name = py::str(object.attr("dtype"));  // "torch.float32"
+  view_.dtype = torch::dtype_named(name.substr(name.find('.') + 1));
   view_.rank = static_cast<int>(shape.size());
   for (int i = 0; i < view_.rank; i++)
     view_.shape[i] = shape[i].cast<int64_t>(), view_.stride[i] = stride[i].cast<int64_t>();

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "torch/boxed.hpp"
+#include "torch/described.hpp"
 #include "torch/ops.hpp"
 
 namespace lowbit::torch {
@@ -33,14 +34,6 @@ constexpr auto joined(const char (&... parts)[sizes]) {
   ((end = std::copy_n(parts, sizes - 1, end)), ...);
   return Text(text);
 }
-
-// How the stack holds an argument, and what a kernel gets of it.
-enum class Kind { tensor, optional_tensor, list, integer, number, boolean };
-
-struct Argument {
-  std::string_view name;
-  Kind kind;
-};
 
 constexpr Kind kind_of(std::string_view type) {
   if (type.ends_with("[]")) return Kind::list;
@@ -78,6 +71,18 @@ constexpr auto parsed() {
   return arguments;
 }
 
+template <class Op>
+constexpr auto kArguments = parsed<Op>();
+
+template <class Op, Text name>
+constexpr std::size_t place_of_argument() {
+  constexpr std::size_t place =
+      std::find_if(kArguments<Op>.begin(), kArguments<Op>.end(), [](const Argument& it) { return it.name == name; }) -
+      kArguments<Op>.begin();
+  static_assert(place < kArguments<Op>.size(), "the schema has no argument of this name");
+  return place;
+}
+
 template <Kind kind>
 auto take(StableIValue value) {
   if constexpr (kind == Kind::tensor) return Tensor::take(value);
@@ -90,44 +95,59 @@ auto take(StableIValue value) {
 
 template <class Op, std::size_t index>
 struct Taken {
-  decltype(take<parsed<Op>()[index].kind>(0)) value;
+  decltype(take<kArguments<Op>[index].kind>(0)) value;
 };
 
-template <class Op, class = std::make_index_sequence<parsed<Op>().size()>>
+template <class Op, class = std::make_index_sequence<kArguments<Op>.size()>>
 struct AllTaken;
 template <class Op, std::size_t... index>
 struct AllTaken<Op, std::index_sequence<index...>> : Taken<Op, index>... {
   explicit AllTaken(const StableIValue* stack)
-      : Taken<Op, index>{take<parsed<Op>()[index].kind>(stack[index])}... {}
+      : Taken<Op, index>{take<kArguments<Op>[index].kind>(stack[index])}... {}
 };
 
-// Op has a `schema`, and a `run` that gets these and returns a Tensor, a List, an array of Tensors or nothing.
+// Op has a `schema`; `args_of`, which makes every check, of these or of a Description; and a `run` that gets these and
+// returns a Tensor, a List, an array of Tensors or nothing.
 template <class Op>
 struct Arguments : private AllTaken<Op> {
   static constexpr std::string_view op = op_of(Op::schema);  // as errors say it
 
   using AllTaken<Op>::AllTaken;
   template <Text name>
-  auto& get() {
-    constexpr auto arguments = parsed<Op>();
-    constexpr std::size_t index =
-        std::find_if(arguments.begin(), arguments.end(), [](const Argument& it) { return it.name == name; }) -
-        arguments.begin();
-    static_assert(index < arguments.size(), "the schema has no argument of this name");
-    return static_cast<Taken<Op, index>&>(*this).value;
+  auto& get() { return static_cast<Taken<Op, place_of_argument<Op, name>()>&>(*this).value; }
+};
+
+// The same of a call that is traced.
+template <Kind kind>
+struct DescribedAs { using type = DescribedTensor; };
+template <> struct DescribedAs<Kind::list> { using type = DescribedList; };
+template <> struct DescribedAs<Kind::integer> { using type = int64_t; };
+template <> struct DescribedAs<Kind::number> { using type = double; };
+template <> struct DescribedAs<Kind::boolean> { using type = bool; };
+
+template <class Op>
+struct Description {
+  static constexpr std::string_view op = op_of(Op::schema);
+  std::span<const DescribedValue> values;
+
+  template <Text name>
+  const auto& get() const {
+    constexpr std::size_t place = place_of_argument<Op, name>();
+    return std::get<typename DescribedAs<kArguments<Op>[place].kind>::type>(values[place]);
   }
 };
 
-template <Text name, class Op>
-auto& get(Arguments<Op>& given) { return given.template get<name>(); }
-template <Text name, class Op>
-TensorView view(Arguments<Op>& given) { return get<name>(given).view(given.op, name); }
-template <Text name, class Op>
-TensorView written_view(Arguments<Op>& given) { return get<name>(given).written_view(given.op, name); }
-template <Text name, class Op>
-TensorView dense_view(Arguments<Op>& given) { return get<name>(given).dense_view(given.op, name); }
-template <Text name, class Op>
-TensorView contiguous_view(Arguments<Op>& given) { return get<name>(given).contiguous_view(given.op, name); }
+// Of either.
+template <Text name, class Given>
+auto& get(Given& given) { return given.template get<name>(); }
+template <Text name, class Given>
+TensorView view(Given& given) { return get<name>(given).view(given.op, name); }
+template <Text name, class Given>
+TensorView written_view(Given& given) { return get<name>(given).written_view(given.op, name); }
+template <Text name, class Given>
+TensorView dense_view(Given& given) { return get<name>(given).dense_view(given.op, name); }
+template <Text name, class Given>
+TensorView contiguous_view(Given& given) { return get<name>(given).contiguous_view(given.op, name); }
 
 inline void give(StableIValue* stack, Tensor&& result) { *stack = to_value(std::move(result)); }
 inline void give(StableIValue* stack, List&& result) { *stack = to_value(std::move(result)); }
@@ -148,9 +168,17 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 template <class Op>
+void check(std::span<const DescribedValue> values) {
+  if constexpr (requires(Description<Op>& given) { Op::args_of(given); }) {
+    Description<Op> given{values};
+    Op::args_of(given);
+  }
+}
+
+template <class Op>
 constexpr RegisteredOp registered() {
   constexpr std::string_view schema = Op::schema;
-  return {schema.substr(0, schema.find('(')), Op::schema.text, boxed<Op>};
+  return {schema.substr(0, schema.find('(')), Op::schema.text, boxed<Op>, kArguments<Op>, check<Op>};
 }
 
 }  // namespace lowbit::torch

@@ -137,6 +137,11 @@ TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* 
   return view;
 }
 
+void check_rank(std::string_view op, std::string_view name, int64_t rank) {
+  check(rank <= TensorView::kMaxRank, ErrorKind::value, op, ": ", name, " must have at most ", TensorView::kMaxRank,
+        " dimensions, got ", rank);
+}
+
 TensorView Tensor::view(std::string_view op, std::string_view name) const {
   TensorView view;
   if (!handle_) return view;
@@ -145,8 +150,7 @@ TensorView Tensor::view(std::string_view op, std::string_view name) const {
   int64_t rank = 0, *sizes = nullptr, *strides = nullptr;
   int32_t dtype = 0;
   ensure(torch.get_dim(handle_, &rank), op, "rank of a tensor");
-  check(rank <= TensorView::kMaxRank, ErrorKind::value, op, ": ", name, " must have at most ", TensorView::kMaxRank,
-        " dimensions, got ", rank);
+  check_rank(op, name, rank);
   ensure(torch.get_sizes(handle_, &sizes), op, "sizes of a tensor");
   ensure(torch.get_strides(handle_, &strides), op, "strides of a tensor");
   ensure(torch.get_dtype(handle_, &dtype), op, "dtype of a tensor");

@@ -81,6 +81,7 @@ inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue
 std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name);
 
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape);  // without data
+void check_rank(std::string_view op, std::string_view name, int64_t rank);
 
 // From now on tensors are asked for their device, and torch for its current stream there. Until then all are the CPU's:
 // the kernels are registered for nothing else.

@@ -11,7 +11,8 @@ struct Embedding {
       "embedding(Tensor weight, Tensor indices, Tensor like, int n, int k, int format, int group_size, "
       "bool asymmetric, int layout) -> Tensor";
 
-  static Tensor run(Arguments<Embedding>& given) {
+  template <class Given>
+  static DequantizeArgs args_of(Given& given) {
     const WeightSpec spec = weight_spec(given.op, get<"n">(given), get<"k">(given), get<"format">(given),
                                         get<"group_size">(given), get<"asymmetric">(given));
     const TensorView indices = contiguous_view<"indices">(given);
@@ -20,6 +21,11 @@ struct Embedding {
     auto shape = indices.shape;
     shape[indices.rank] = spec.k;
     args.out = contiguous_view(indices.device, view<"like">(given).dtype, indices.rank + 1, shape.data());
+    return args;
+  }
+
+  static Tensor run(Arguments<Embedding>& given) {
+    DequantizeArgs args = args_of(given);
     Tensor y = Tensor::empty(given.op, args.out);
     embedding(args);
     return y;

@@ -12,7 +12,8 @@ struct Linear {
       "linear(Tensor x, Tensor weight, int n, int k, int format, int group_size, bool asymmetric, int x_format, "
       "Tensor? bias=None, int activation=0, Tensor? mul=None, Tensor? add=None, int row=0) -> Tensor";
 
-  static Tensor run(Arguments<Linear>& given) {
+  template <class Given>
+  static std::pair<LinearArgs, TensorView> args_of(Given& given) {  // and the result, which has no data yet
     LinearTensors tensors{.x = view<"x">(given),
                           .weight = view<"weight">(given),
                           .bias = view<"bias">(given),
@@ -26,13 +27,15 @@ struct Linear {
     auto shape = in.shape;
     if (in.rank) shape[in.rank - 1] = n;
     tensors.y = contiguous_view(in.device, in.dtype, in.rank, shape.data());
+    return {linear_args(tensors, spec, get<"x_format">(given), get<"activation">(given)), tensors.y};
+  }
 
-    // Every check, before anything is allocated.
-    LinearArgs args = linear_args(tensors, spec, get<"x_format">(given), get<"activation">(given));
-    Tensor y = Tensor::empty(given.op, tensors.y);
-    args.y = tensors.y.data;
+  static Tensor run(Arguments<Linear>& given) {
+    auto [args, y] = args_of(given);
+    Tensor result = Tensor::empty(given.op, y);
+    args.y = y.data;
     if (args.m > 0) lowbit::run(args, get<"row">(given));
-    return y;
+    return result;
   }
 };
 

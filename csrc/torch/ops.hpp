@@ -5,6 +5,7 @@
 
 #include <string_view>
 
+#include "torch/described.hpp"
 #include "torch/symbols.hpp"
 
 namespace lowbit::torch {
@@ -13,6 +14,8 @@ struct RegisteredOp {
   std::string_view name;  // in namespace lowbit
   const char* schema;
   BoxedKernel kernel;
+  std::span<const Argument> arguments;
+  Check check;  // raises what the kernel would, of a call without data
 };
 
 #define LOWBIT_TORCH_OPS(X) \

@@ -46,6 +46,12 @@ std::vector<std::string> op_names() {
   return names;
 }
 
+const RegisteredOp& registered_op(std::string_view name) {
+  for (const RegisteredOp* op : kOps)
+    if (op->name == name) return *op;
+  throw Error(ErrorKind::value, concat("op must be one that torch is given, got ", name));
+}
+
 std::vector<Registration> register_ops(const std::vector<std::string>& taken) {
   const std::lock_guard lock(mutex);
   if (!done.empty()) return done;

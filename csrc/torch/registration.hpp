@@ -4,7 +4,10 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
+
+#include "torch/ops.hpp"
 
 namespace lowbit::torch {
 
@@ -14,7 +17,8 @@ struct Registration {
   std::string reason;  // why not
 };
 
-std::vector<std::string> op_names();  // "lowbit::linear", ...
+std::vector<std::string> op_names();                    // "lowbit::linear", ...
+const RegisteredOp& registered_op(std::string_view name);  // "linear"
 
 // `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function
 // for it.

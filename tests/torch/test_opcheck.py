@@ -39,6 +39,27 @@ def test_opcheck_dequantize(format: str, group_size: int, mapping: str) -> None:
     torch.library.opcheck(torch.ops.lowbit.dequantize.default, arguments)
 
 
+def test_a_size_that_a_run_will_say_is_asked_for_nothing() -> None:
+    """One graph for all sizes, of which tracing knows one (dynamic) or none (unbacked), also where two have to agree."""
+    packed = testing.pack_weight(torch.randn(20, 70), "int8")
+    numbers = (20, 70, _C.FORMATS["int8"], 0, False, 0)
+    graphs = []
+    compiled = torch.compile(
+        lambda x, mul: torch.ops.lowbit.linear(x, packed, *numbers, None, 0, mul), fullgraph=True,
+        backend=lambda graph, inputs: graphs.append(graph) or graph,
+    )  # fmt: skip
+    for mark in (torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked):
+        torch._dynamo.reset()
+        graphs.clear()
+        for m in (3, 5, 17):
+            x, mul = torch.randn(m, 70), torch.randn(m, 20)
+            mark(x, 0), mark(mul, 0)
+            assert torch.equal(compiled(x, mul), torch.ops.lowbit.linear(x, packed, *numbers, None, 0, mul))
+        assert len(graphs) == 1
+        with pytest.raises(ValueError, match=r"linear: mul must have the shape of the result \[3, 20\], got \[4, 20\]"):
+            compiled(*(torch.randn(m, columns) for m, columns in ((3, 70), (4, 20))))
+
+
 def test_ops_registered_once_and_registering_again_does_nothing() -> None:
     from lowbit.ops.registration import register, registered
 

@@ -81,12 +81,18 @@ def _op(name: str) -> Any:
 
 
 def _fake(name: str) -> Callable[..., Any]:
-    """The fake kernel as torch calls it: positional as the schema has them, defaults left out. It is looked up when
-    something is traced, so that its file may import this one."""
+    """The fake kernel as torch calls it: positional as the schema has them, defaults left out. The checks are those
+    that the op itself makes. It is looked up when something is traced, so that its file may import this one."""
     names = argument_names(name)
     arguments = _op(name)._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return lambda *given, **named: fakes.fake_of(name)(**defaults | dict(zip(names, given, strict=False)) | named)
+
+    def fake(*given: Any, **named: Any) -> Any:
+        values = defaults | dict(zip(names, given, strict=False)) | named
+        _C.check_call(name, [fakes.described(values[argument]) for argument in names])
+        return fakes.fake_of(name)(**values)
+
+    return fake
 
 
 def keep(library: torch.library.Library) -> torch.library.Library:
