@@ -158,7 +158,8 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, unexpected = sorted(known - state.keys()), sorted(state.keys() - known - layouts)
     if missing or unexpected:
         raise ValueError(
-            f"load: names must be those of the model, missing {first_five(missing)}, unexpected {first_five(unexpected)}"
+            f"load: names must be those of the model, missing {first_five(missing)}, "
+            f"unexpected {first_five(unexpected)}"
         )
 
 
@@ -193,5 +194,6 @@ def _fill_buffers(model: nn.Module) -> None:
         left += [f"{prefix}.{name}" if prefix else name for name in names]
     if left:
         raise ValueError(
-            f"load: {first_five(sorted(left))} would stay without values, no file holds them; build the model on the cpu"
+            f"load: {first_five(sorted(left))} would stay without values, no file holds them; "
+            "build the model on the cpu"
         )
