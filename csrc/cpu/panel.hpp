@@ -37,19 +37,22 @@ LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelV
   return room;
 }
 
-// What is prefetched while the codes of a panel stream past. One stream: 4 KiB ahead. Four: the next stretch of codes,
-// at its four quarters in turn; a stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2.
-// After the last comes the panel that the thread takes next, `step` bytes on.
+// What is prefetched while the codes of a panel stream past, in one stream or in four:
+//
+//   one    codes: |.......used|<- 4 KiB ->|line|line|line|line|.......|
+//
+//   four   codes: |.......used.......|line.......|line.......|line.......|line.......|
+//                 |- this stretch ---|-- quarter of the next stretch, each a line further every time ---|
+//
+// A stretch is a panel, or an equal part of it of at most 64 KiB, which waits in L2. After the last stretch of a panel
+// comes the panel that the thread takes next, `step` bytes on.
 class Ahead {
  public:
   LOWBIT_INLINE Ahead() = default;
   LOWBIT_INLINE Ahead(const WeightSpec& spec, const PanelView& panel, int64_t step, bool four)
       : used_(panel.codes), end_(panel.end), step_(step), four_(four) {
     if (four) {
-      constexpr int64_t kMostBytes = 64 << 10;
-      const int64_t bytes = panel.end - panel.codes;
-      stretch_ =
-          bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+      stretch_ = stretch_of(spec, panel);
       across_ = stretch_ / 4, down_ = 64;
       for (int64_t at = 0; at < 128; at += 64)
         __builtin_prefetch(panel.end - panel.bytes + at);  // column scale and sum: wanted at its end
@@ -72,16 +75,24 @@ class Ahead {
   }
 
  private:
-  LOWBIT_INLINE void begin(const PanelView& panel) {
-    if (four_) {
-      at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
-      stop_ = at_ + stretch_ / 4;
-    } else {
-      at_ = used_ + 4096 + (used_ + 4096 < end_ ? 0 : step_ - panel.bytes);
-    }
+  LOWBIT_INLINE static int64_t stretch_of(const WeightSpec& spec, const PanelView& panel) {
+    constexpr int64_t kMostBytes = 64 << 10;
+    const int64_t bytes = panel.end - panel.codes;
+    return bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
+  }
+  // The lines that are fetched while what begins at used_ is read: a stretch, or of one stream what is used at a time.
+  LOWBIT_INLINE void begin(const PanelView& panel) { four_ ? begin_stretch(panel) : begin_one(panel); }
+  LOWBIT_INLINE void begin_stretch(const PanelView& panel) {
+    at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
+    stop_ = at_ + stretch_ / 4;
+  }
+  LOWBIT_INLINE void begin_one(const PanelView& panel) {
+    at_ = used_ + 4096 + (used_ + 4096 < end_ ? 0 : step_ - panel.bytes);
   }
 
-  const uint8_t *at_, *stop_, *used_, *end_;  // used_: where the stretch that is read now begins
+  // at_: the line that is fetched next, of four that are across_ apart; the next four are down_ further. used_: where
+  // the stretch that is read now begins. stop_: where the first quarter of the stretch that is fetched ends.
+  const uint8_t *at_, *stop_, *used_, *end_;
   int64_t stretch_ = 0, across_ = 64, down_ = 256, step_;
   bool four_ = false;
 };

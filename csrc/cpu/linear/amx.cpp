@@ -2,8 +2,8 @@
 // Rows of the op linear by the tile unit.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/linear/amx_dot.hpp"
-#include "cpu/linear/amx_fma.hpp"
+#include "cpu/linear/tiled_codes.hpp"
+#include "cpu/linear/tiled_floats.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -23,10 +23,10 @@ std::string_view refuses(const LinearArgs& args) {
 template <Format kFormat>
 void add_format_rows(Backend& backend, std::string_view of_codes, std::string_view of_floats) {
   if constexpr (is_integer(kFormat)) {
-    const Kernel<LinearArgs> row{of_codes, refuses<kFormat, false>, linear_amx_dot<read_as(kFormat)>};
+    const Kernel<LinearArgs> row{of_codes, refuses<kFormat, false>, linear_tiled_codes<read_as(kFormat)>};
     add_rows(backend, &row, 1);
   }
-  const Kernel<LinearArgs> row{of_floats, refuses<kFormat, true>, linear_amx_fma};
+  const Kernel<LinearArgs> row{of_floats, refuses<kFormat, true>, linear_tiled_floats};
   add_rows(backend, &row, 1);
 }
 

@@ -3,7 +3,7 @@
 // More parts would be more products, which FMAs of float32 make as fast.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/linear/amx_fma.hpp"
+#include "cpu/linear/tiled_floats.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -20,7 +20,7 @@ std::string_view refuses(const LinearArgs& args) {
 template <Format kFormat>
 void add_row(Backend& backend, std::string_view name) {
   if constexpr (parts_of(kFormat) == 1) {
-    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_amx_fma};
+    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_tiled_floats};
     add_rows(backend, &row, 1);
   }
 }

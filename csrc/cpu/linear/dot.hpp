@@ -172,7 +172,13 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
 }
 
 // Rows go in blocks that stay in L2 while the panels stream past; panels are handed out in chunks to whichever thread
-// is free.
+// is free. A task is a block of rows times a chunk of panels:
+//
+//                  kDotPanels panels          the next ones ->
+//   all rows       expand_panel, where there are many
+//   rows of tile 0   dot_tile, all of k       ...
+//   rows of tile 1   dot_tile
+//   ...
 template <Format kFormat>
 void linear_dot(const LinearArgs& args) {
   using Dot = DotOf<kFormat>;

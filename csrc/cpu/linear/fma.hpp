@@ -5,7 +5,8 @@
 //   many:     a block of k of a panel is converted to float32 in L1 and multiplied like any matrix (linear_blocked).
 #pragma once
 
-#include "cpu/linear/dot.hpp"
+#include "cpu/linear/activations.hpp"
+#include "cpu/linear/schedule.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op linear by the tile unit, whatever is multiplied (amx_dot.hpp: int8 by codes, amx_fma.hpp: bfloat16 parts of
-// floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a block wait in
-// L1 while all rows of a pass go by, and what was summed waits in L2. Reading both factors from L2 the unit reached
-// 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
+// The op linear by the tile unit, whatever is multiplied (tiled_codes.hpp: int8 by codes, tiled_floats.hpp: bfloat16
+// parts of floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a
+// block wait in L1 while all rows of a pass go by, and what was summed waits in L2. Reading both factors from L2 the
+// unit reached 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
 #pragma once
 
 #include "cpu/linear/activations.hpp"

@@ -5,7 +5,7 @@
 // applied to the sums, as dot.hpp does.
 #pragma once
 
-#include "cpu/linear/amx.hpp"
+#include "cpu/linear/tiled.hpp"
 #include "cpu/linear/fma.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -283,7 +283,7 @@ struct PartProduct {
   }
 };
 
-void linear_amx_fma(const LinearArgs& args) {
+void linear_tiled_floats(const LinearArgs& args) {
   linear_tiles(args, [&](int64_t first, int64_t count) { return PartProduct(args, first, count); });
 }
 

@@ -5,7 +5,7 @@
 // every other instruction set.
 #pragma once
 
-#include "cpu/linear/amx.hpp"
+#include "cpu/linear/tiled.hpp"
 #include "cpu/linear/dot.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -68,7 +68,7 @@ struct Int8Product {
 };
 
 template <Format kFormat>
-void linear_amx_dot(const LinearArgs& args) {
+void linear_tiled_codes(const LinearArgs& args) {
   linear_tiles(args, [&](int64_t first, int64_t count) { return Int8Product<kFormat>(args, first, count); });
 }
 
