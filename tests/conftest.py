@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from row_fixture import fixture_of  # noqa: E402
 from torch import nn  # noqa: E402
 
 import lowbit  # noqa: E402, F401
@@ -43,20 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
 
 
-_ROWS = testing.rows("linear")
-
-
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=_ROWS, ids=[str(row["name"]) for row in _ROWS])
-def kernel(request: pytest.FixtureRequest) -> str:
-    """Name of a kernel row; a row that this machine cannot run is reported as a skip with its reason."""
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+kernel = fixture_of(testing.rows("linear"))
 
 
 @pytest.fixture

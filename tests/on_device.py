@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit import _C, devices, testing
 
 _FUNCTIONS = (
-    "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode", "kv_quantize", "kv_dequantize",
+    "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode",
     "blocks_linear", "blocks_dequantize", "int8_linear",
     "score_program_eval", "score_program_backward", "block_classes",
 )  # fmt: skip

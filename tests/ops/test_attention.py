@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from row_fixture import fixture_of
 from torch import Tensor
 
 import lowbit
@@ -52,11 +53,7 @@ def window_program() -> list[int]:
     return p.finish(p.op("le", p.op("k"), p.op("add", p.op("q"), p.constant(100))))
 
 
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 @pytest.mark.core

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from row_fixture import fixture_of
 from torch import Tensor
 
 import lowbit
@@ -12,13 +13,7 @@ from lowbit import _C, testing
 from lowbit.ops.attention import attention
 
 ROWS = [row for row in testing.rows("attention_forward") if "_decode_" in str(row["name"])]
-
-
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 def inputs(row: str, length: int = 2, keys: int = 700) -> list[Tensor]:

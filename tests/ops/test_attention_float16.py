@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
+from row_fixture import fixture_of
 from torch import Tensor
 
 import lowbit
@@ -18,11 +18,7 @@ ROWS = [row for row in testing.rows("attention_forward") if str(row["name"]).spl
 LARGEST = torch.finfo(torch.float16).max
 
 
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 def forward(row: str, call: Callable[[], Tensor | tuple[Tensor, ...]]) -> Tensor | tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from row_fixture import fixture_of
 from torch import Tensor
 
 import lowbit
@@ -33,20 +34,7 @@ def random(row: str, *shape: int) -> Tensor:
     return torch.randn(shape).to(dtype_of(row))
 
 
-def available(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
-
-
-@pytest.fixture(params=FORWARD, ids=[str(row["name"]) for row in FORWARD])
-def row(request: pytest.FixtureRequest) -> str:
-    return available(request)
-
-
-@pytest.fixture(params=BACKWARD, ids=[str(row["name"]) for row in BACKWARD])
-def backward_row(request: pytest.FixtureRequest) -> str:
-    return available(request)
+row, backward_row = fixture_of(FORWARD), fixture_of(BACKWARD)
 
 
 def softmax_of(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

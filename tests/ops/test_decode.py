@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from row_fixture import fixture_of
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -177,11 +178,7 @@ def kind_of(row: str) -> str:
 ROWS = [row for row in testing.rows("decode") if kind_of(str(row["name"])) in KINDS]  # others: test_decode_prompts
 
 
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 @pytest.mark.core

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from row_fixture import fixture_of
 from test_decode import OPTIONS, Case, Data, U, forced, kind_of, make, run
 from torch import Tensor
 
@@ -25,13 +26,7 @@ SHAPES = [  # B, Hq, Hkv, L, S, E, Ev: around tiles of 32 queries and of 128 and
     (1, 2, 2, 600, 600, 32, 32),  # a window ends in the middle of a tile of queries
 ]
 ROWS = [row for row in testing.rows("decode") if kind_of(str(row["name"])) == "prompt"]
-
-
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 def dtype_of(row: str) -> str:

@@ -8,11 +8,12 @@ import math
 
 import pytest
 import torch
+from row_fixture import fixture_of
 
 from lowbit import _C, testing
 from lowbit.reference import optim as reference
-from lowbit.testing import HYPER, ROUNDOFF, STATE_FORMATS, Moment, assert_within, moments_of, run_optim
-from lowbit.testing.optim_problem import RULES, Problem, largest_error, rule_of
+from lowbit.testing import HYPER, STATE_FORMATS, Moment, moments_of, run_optim
+from lowbit.testing.optim_problem import RULES, Problem, rule_of
 
 ROWS = [row for row in testing.rows("optim_step")]
 AVAILABLE = [str(row["name"]) for row in ROWS if row["available"]]
@@ -28,11 +29,7 @@ def row_of(format: str, isa: str | None = None) -> str | None:
     return None
 
 
-@pytest.fixture(params=ROWS, ids=[str(row["name"]) for row in ROWS])
-def row(request: pytest.FixtureRequest) -> str:
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    return str(request.param["name"])
+row = fixture_of(ROWS)
 
 
 def format_of(row: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from row_fixture import name_or_skip
 
 from lowbit import _C, testing
 
@@ -14,9 +15,7 @@ from lowbit import _C, testing
 @pytest.fixture(params=testing.rows("score_program"), ids=lambda row: str(row["name"]))
 def score_row(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every row of the op, forced; what ran is checked."""
-    if not request.param["available"]:
-        pytest.skip(f"{request.param['name']}: {request.param['reason']}")
-    name = str(request.param["name"])
+    name = name_or_skip(request.param)
     previous = _C.force_kernel(name)
     yield name
     _C.force_kernel(previous)
