@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "ops/attention.hpp"
+#include "ops/moved.hpp"
 #include "ops/place.hpp"
 #include "ops/score_program.hpp"
 
@@ -105,6 +106,20 @@ void check_decode(DecodeArgs& args) {
   check(!mask_mod || mask_mod->program().is_mask, value, op, ": mask_mod must be a program with a bool result");
 }
 
+// Of rows of keys or values to codes, and back.
+template <class Args>
+void run_checked(std::string_view op, Args& args) {
+  args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});
+  const TensorView& x = args.x;
+  check_rank_4(op, "x", x, "[B, H, L, E]");
+  check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
+  check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
+  check_code_type(op, "codes", args.codes);
+  check_codes(op, {"codes", "scale", args.codes, args.scale}, args.format(),
+              {x.size(0), x.size(1), x.size(2), x.size(3)});
+  if (x.numel()) run(args);
+}
+
 }  // namespace
 
 void decode(DecodeArgs args) {
@@ -113,29 +128,8 @@ void decode(DecodeArgs args) {
   run(args);
 }
 
-void kv_quantize(KvQuantizeArgs args) {
-  constexpr std::string_view op = "kv_quantize";
-  args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});
-  const auto& [place, x, codes, scale, rotate] = args;
-  check_rank_4(op, "x", x, "[B, H, L, E]");
-  check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
-  check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
-  check_code_type(op, "codes", codes);
-  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
-  if (x.numel()) run(args);
-}
-
-void kv_dequantize(KvDequantizeArgs args) {
-  constexpr std::string_view op = "kv_dequantize";
-  args.place = place_of(op, {{"codes", args.codes}, {"scale", args.scale}, {"x", args.x}});
-  const auto& [place, codes, scale, x, rotated] = args;
-  check_rank_4(op, "x", x, "[B, H, L, E]");
-  check(is_activation(x.dtype), type, op, ": x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
-  check_rows(op, "x", x, {x.size(0), x.size(1), x.size(2), x.size(3)});
-  check_code_type(op, "codes", codes);
-  check_codes(op, {"codes", "scale", codes, scale}, args.format(), {x.size(0), x.size(1), x.size(2), x.size(3)});
-  if (x.numel()) run(args);
-}
+void kv_quantize(KvQuantizeArgs args) { run_checked("kv_quantize", args); }
+void kv_dequantize(KvDequantizeArgs args) { run_checked("kv_dequantize", args); }
 
 // Keys that a window hides are not read.
 Call describe(const DecodeArgs& args) {
@@ -150,16 +144,7 @@ Call describe(const DecodeArgs& args) {
   return call;
 }
 
-Call describe(const KvQuantizeArgs& args) {
-  Call call{.read = bytes_of(args.x), .written = bytes_of(args.codes) + bytes_of(args.scale)};
-  call.add(args.x), call.add(args.codes);
-  return call;
-}
-
-Call describe(const KvDequantizeArgs& args) {
-  Call call{.read = bytes_of(args.codes) + bytes_of(args.scale), .written = bytes_of(args.x)};
-  call.add(args.codes), call.add(args.x);
-  return call;
-}
+Call describe(const KvQuantizeArgs& args) { return encoding(args.x, args.codes, args.scale); }
+Call describe(const KvDequantizeArgs& args) { return decoding(args.codes, args.scale, args.x); }
 
 }  // namespace lowbit

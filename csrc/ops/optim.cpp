@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/optim.hpp"
 
+#include "ops/moved.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -164,16 +165,7 @@ Call describe(const OptimStepArgs& args) {
   return call;
 }
 
-Call describe(const EncodeStateArgs& args) {
-  Call call{.read = bytes_of(args.values), .written = bytes_of(args.codes) + bytes_of(args.scale)};
-  call.add(args.values), call.add(args.codes);
-  return call;
-}
-
-Call describe(const DecodeStateArgs& args) {
-  Call call{.read = bytes_of(args.codes) + bytes_of(args.scale), .written = bytes_of(args.values)};
-  call.add(args.codes), call.add(args.values);
-  return call;
-}
+Call describe(const EncodeStateArgs& args) { return encoding(args.values, args.codes, args.scale); }
+Call describe(const DecodeStateArgs& args) { return decoding(args.codes, args.scale, args.values); }
 
 }  // namespace lowbit

@@ -7,6 +7,7 @@
 #include "cuda/attention/make_call.hpp"
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
+#include "ops/aligned_rows.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -136,12 +137,7 @@ void run_backward(const AttentionBackwardArgs& args) {
 bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }
 
 // Rows are copied 16 bytes at a time.
-bool is_aligned(const TensorView& tensor) {
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
-  for (int d = 0; d < 3; d++)
-    aligned &= tensor.size(d) <= 1 || tensor.stride[d] * static_cast<int64_t>(size_of(tensor.dtype)) % 16 == 0;
-  return aligned || tensor.numel() == 0;
-}
+bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16); }
 
 std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.q.dtype != DType::bfloat16 && args.q.dtype != DType::float16)

@@ -3,6 +3,7 @@
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
+#include "ops/aligned_rows.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cuda {
@@ -70,12 +71,7 @@ void run_decode(const DecodeArgs& args) {
 }
 
 // Rows are copied 16 bytes at a time.
-bool is_aligned(const TensorView& tensor) {
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
-  for (int d = 0; d < 3; d++)
-    aligned &= tensor.size(d) <= 1 || tensor.stride[d] * static_cast<int64_t>(size_of(tensor.dtype)) % 16 == 0;
-  return aligned || tensor.numel() == 0;
-}
+bool is_aligned(const TensorView& tensor) { return has_aligned_rows(tensor, 16); }
 
 template <DType kCache>
 std::string_view refuses_decode(const DecodeArgs& args) {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op linear: activations are put in order, then multiplied (call.hpp).
+#include <bit>
+
 #include "cuda/backend.hpp"
 #include "cuda/linear/call.hpp"
 #include "cuda/runtime/driver.hpp"
@@ -22,12 +24,6 @@ LinearKind kind_of(const LinearArgs& args) {
   LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, 1};
   while (kind.blocks < kind.most_blocks() && kind.blocks * kRowsAtOnce < args.m) kind.blocks *= 2;
   return kind;
-}
-
-int log2_of(int64_t power) {
-  int log = 0;
-  while (power >> (log + 1)) log++;
-  return log;
 }
 
 // The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
@@ -61,7 +57,8 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .row_offset = row_scale},
                       .splits = splits, .partial = row_scale + args.m};
   LinearCall& call = product.call;
-  if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.tile_groups / kTileK);
+  if (spec.group_size)
+    call.group_shift = std::countr_zero(static_cast<uint64_t>(spec.group_size * kind.tile_groups / kTileK));
   const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
                                  static_cast<int64_t>(kind.format), kind.tile_groups};
   program(args.place, of_activations, [&] { return activations_source(kind); })

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op dequantize: for all of a weight, and for some rows of it.
 #include "cuda/backend.hpp"
-#include "cuda/quantize/call.hpp"
+#include "cuda/quantize/make_dequantize_call.hpp"
 #include "cuda/sources.hpp"
-#include "ops/quantize.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -11,15 +10,7 @@ namespace {
 void run_dequantize(const DequantizeArgs& args) {
   const WeightSpec& spec = args.spec;
   const int64_t rows = args.indices ? args.indices.numel() : spec.n;
-  const DequantizeCall call{.spec = spec,
-                            .sections = args.indices ? args.sections : PanelLayout::sections(spec),
-                            .weight = args.packed.as<const uint8_t>(),
-                            .indices = args.indices.data,
-                            .out = args.out.data,
-                            .outside = nullptr,
-                            .index_dtype = args.indices.dtype,
-                            .dtype = args.out.dtype,
-                            .bits = bits(spec.format)};
+  const DequantizeCall call = dequantize_call(args, nullptr);
   program(args.place, {static_cast<int64_t>(SourceKind::dequantize), static_cast<int64_t>(spec.format),
                        static_cast<int64_t>(args.layout)},
           [&] { return dequantize_source(spec.format, args.layout); })

@@ -3,6 +3,7 @@
 #include "level_zero/attention/mods.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/decode/call.hpp"
+#include "ops/aligned_rows.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::level_zero {
@@ -77,11 +78,7 @@ void run_dequantize(const KvDequantizeArgs& args) {
 }
 
 // Codes are read a dword at a time.
-bool is_aligned(const TensorView& codes) {
-  bool aligned = reinterpret_cast<uintptr_t>(codes.data) % 4 == 0;
-  for (int d = 0; d < 3; d++) aligned &= codes.size(d) <= 1 || codes.stride[d] % 4 == 0;
-  return aligned;
-}
+bool is_aligned(const TensorView& codes) { return has_aligned_rows(codes, 4); }
 constexpr std::string_view kUnaligned = "rows of codes must begin at multiples of 4 bytes";
 
 std::string_view refuses_decode(const DecodeArgs& args) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op linear: activations are put in order, then multiplied (cuda/linear/call.hpp), by dpas where the device
 // has it.
+#include <bit>
+
 #include "cuda/linear/call.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/program.hpp"
@@ -62,12 +64,6 @@ struct Room {
   }
 };
 
-int log2_of(int64_t power) {
-  int log = 0;
-  while (power >> (log + 1)) log++;
-  return log;
-}
-
 void order_activations(const LinearArgs& args, const LinearKind& kind, const LinearCall& call) {
   const Program& kernels = program(args.place, "linear_activations");
   const auto launch = [&](const char* kernel, int64_t groups) {
@@ -92,7 +88,8 @@ void run_linear(const LinearArgs& args, int lanes) {
                   .ordered = workspace.at(0), .sums = static_cast<RowSum*>(workspace.at(room.ordered)),
                   .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
                   .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums + room.rows))};
-  if (spec.group_size) call.group_shift = log2_of(spec.group_size * kind.scales_per_tile / kTileK);
+  if (spec.group_size)
+    call.group_shift = std::countr_zero(static_cast<uint64_t>(spec.group_size * kind.scales_per_tile / kTileK));
   order_activations(args, kind, call);
   const auto constants = kind.constants(spec.format);
   program(args.place, kind.module(), {.constants = constants})

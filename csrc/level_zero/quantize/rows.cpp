@@ -1,26 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of CUDA.
-#include "cuda/quantize/call.hpp"
+#include "cuda/quantize/make_dequantize_call.hpp"
 #include "formats/list.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
-#include "ops/quantize.hpp"
 
 namespace lowbit::level_zero {
 namespace {
 
 void launch(const DequantizeArgs& args, int64_t rows, int64_t* outside) {
   const WeightSpec& spec = args.spec;
-  const cuda::DequantizeCall call{.spec = spec,
-                                  .sections = args.indices ? args.sections : PanelLayout::sections(spec),
-                                  .weight = args.packed.as<const uint8_t>(),
-                                  .indices = args.indices.data,
-                                  .out = args.out.data,
-                                  .outside = outside,
-                                  .index_dtype = args.indices.dtype,
-                                  .dtype = args.out.dtype,
-                                  .bits = bits(spec.format)};
+  const cuda::DequantizeCall call = cuda::dequantize_call(args, outside);
   const std::string kernel = concat("dequantize_", kFormatNames[static_cast<int>(integers_as_int8(spec.format))]);
   program(args.place, args.layout == Layout::row_major ? "embedding" : "dequantize")
       .launch(args.place, kernel.c_str(), rows * ceil_div(spec.k, cuda::kStretch), cuda::kDequantizeThreads, &call,
