@@ -20,25 +20,17 @@ from pathlib import Path
 
 import torch
 from ggml_linear import Library
-from harness import Foreign, describe, header, save
+from harness import Run
 
 PARTS = tuple(sorted(path.stem.removeprefix("attention_") for path in Path(__file__).parent.glob("attention_*.py")))
 
 
 def main() -> None:
     args = parse_arguments()
-    head = header()
-    print(describe(head))
-    foreign = Foreign()
+    run = Run()
     torch.manual_seed(0)
     results = {part: importlib.import_module(f"attention_{part}").bench(args) for part in args.parts}
-    head["foreign_cpu_share"] = foreign.share()
-    print(
-        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
-    )
-    if args.out:
-        save(args.out, head, results)
-        print(f"wrote {args.out}")
+    run.end(args.out, results)
 
 
 def parse_arguments() -> argparse.Namespace:

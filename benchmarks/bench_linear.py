@@ -22,7 +22,7 @@ from typing import Any
 import linear_candidates as members
 import torch
 from ggml_linear import Library
-from harness import MIB, Foreign, Timing, describe, duration, header, interleave, rotate, save, table
+from harness import MIB, Run, Timing, duration, interleave, rotate, table
 
 import lowbit
 from lowbit import _C
@@ -47,21 +47,13 @@ BANDWIDTH_TARGET = 0.8
 def main() -> None:
     args = parse_arguments()
     args.libraries = [Library(name, Path(path)) for name, _, path in (given.partition("=") for given in args.ggml)]
-    head = header()
-    print(describe(head))
-    foreign = Foreign()
+    run = Run()
     results: list[Result] = []
     with torch.inference_mode():
         for k, n in args.shapes:
             results += bench_shape(args, n, k)
         overhead = [] if args.no_overhead else bench_overhead(args)
-    head["foreign_cpu_share"] = foreign.share()
-    print(
-        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
-    )
-    if args.out:
-        save(args.out, head | {"call_overhead": overhead}, results)
-        print(f"wrote {args.out}")
+    run.end(args.out, results, call_overhead=overhead)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MIB, Foreign, Timing, describe, duration, header, interleave, save, table
+from harness import MIB, Run, Timing, duration, interleave, table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -121,19 +121,11 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    head = header()
-    print(describe(head))
-    foreign = Foreign()
+    run = Run()
     results: list[Result] = []
     for name in args.problems:
         results += bench(args, name)
-    head["foreign_cpu_share"] = foreign.share()
-    print(
-        f"\nCPU time of other processes during the run: {100 * (head['foreign_cpu_share'] or 0):.0f} % of the machine"
-    )
-    if args.out:
-        save(args.out, head, results)
-        print(f"wrote {args.out}")
+    run.end(args.out, results)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -217,6 +217,23 @@ def describe(head: dict[str, Any]) -> str:
     )
 
 
+class Run:
+    """One run of a benchmark: its header, printed, and what other processes take while it lasts."""
+
+    def __init__(self) -> None:
+        self.head = header()
+        print(describe(self.head))
+        self._foreign = Foreign()
+
+    def end(self, out: Path | None, results: Any, **more: Any) -> None:
+        """Print what other processes took, and write the result file, if one is wanted."""
+        self.head["foreign_cpu_share"] = share = self._foreign.share()
+        print(f"\nCPU time of other processes during the run: {100 * (share or 0):.0f} % of the machine")
+        if out:
+            save(out, self.head | more, results)
+            print(f"wrote {out}")
+
+
 def save(path: Path, head: dict[str, Any], results: Any) -> None:
     """Write a result file."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_folder import module_in
 
 import lowbit
 
@@ -148,11 +148,7 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_api_page_is_current() -> None:
     """`python tools/api_page.py` writes it."""
     pytest.importorskip("transformers")
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import api_page
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+    api_page = module_in("tools", "api_page")
     listed = [name for names in api_page.SECTIONS.values() if names.startswith("lowbit: ") for name in names.split()[1:]]
     assert sorted([*listed, "__version__", "attention", "backends", "devices", "optim", "recorder"]) == sorted(lowbit.__all__), "a public name is in no section"
     assert api_page.page() == api_page.PAGE.read_text()

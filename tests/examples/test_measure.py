@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from in_folder import module_in
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "measured"
@@ -19,12 +19,7 @@ RECORDED = Path(__file__).parent / "measured"
 
 @pytest.fixture(scope="module")
 def measure() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import measure
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-    return measure
+    return module_in("benchmarks", "measure")
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from in_folder import module_in
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("csrc", "python", "benchmarks", "examples", "tools")
@@ -15,12 +15,7 @@ ROOMS = ("csrc", "python", "benchmarks", "examples", "tools")
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        import wrap_prose
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return wrap_prose
+    return module_in("tools", "wrap_prose")
 
 
 def test_docstrings_and_comments_are_whole(tool: ModuleType) -> None:

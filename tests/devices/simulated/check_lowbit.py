@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from another_device import CONFIGS, model
 from torch import nn
 
 import lowbit
@@ -17,15 +18,7 @@ simulated.enable()
 DEVICE = "lowbit_sim:1"
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 40))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()],
-)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_model_quantized_there_gives_the_bits_of_one_quantized_here(config: object) -> None:
     here, there = model(), model().to(DEVICE)
     lowbit.quantize_(here, config)

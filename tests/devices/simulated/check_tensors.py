@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from another_device import check_against_the_cpu
 from torch import nn
 from torch.nn import functional
 
@@ -89,14 +90,7 @@ def test_convolution_and_attention_give_the_values_of_the_cpu() -> None:
         (functional.conv_transpose1d, [(2, 3, 8), (3, 4, 3)]),
         (functional.scaled_dot_product_attention, [(1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8)]),
     ):
-        here = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in here]
-        mine, theirs = function(*here), function(*there)
-        torch.testing.assert_close(theirs.cpu(), mine)
-        mine.sum().backward()
-        theirs.sum().backward()
-        for a, b in zip(here, there, strict=True):
-            torch.testing.assert_close(b.grad.cpu(), a.grad)
+        check_against_the_cpu(function, shapes, DEVICE)
 
 
 def test_autocast_takes_products_in_the_low_dtype_and_sums_in_float32() -> None:

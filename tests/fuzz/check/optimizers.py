@@ -148,6 +148,17 @@ def _give_gradients(*lists: list[nn.Parameter]) -> None:
             param.grad = grad.to(param.dtype)
 
 
+def _after_two_steps(
+    name: str, params: list[Tensor], options: dict[str, Any]
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    leaves = [nn.Parameter(param.detach()) for param in params]
+    ours = getattr(optim, name)(leaves, **options)
+    for _ in range(2):
+        _give_gradients(leaves)
+        ours.step()
+    return leaves, ours
+
+
 def same_as_fresh(
     name: str,
     params: list[Tensor],
@@ -156,11 +167,7 @@ def same_as_fresh(
     **options: Any,
 ) -> None:
     """After two steps and a change to state or parameters, a third step is that of a new optimizer that loads this state dict."""
-    leaves = [nn.Parameter(param.detach()) for param in params]
-    ours = getattr(optim, name)(leaves, **options)
-    for _ in range(2):
-        _give_gradients(leaves)
-        ours.step()
+    leaves, ours = _after_two_steps(name, params, options)
     ours = change(ours, leaves) or ours
     leaves = [param for group in ours.param_groups for param in group["params"]]
     fresh_leaves = _clone(leaves)
@@ -180,11 +187,7 @@ def refuses_state(
     name: str, params: list[Tensor], change: Callable[[dict[str, Any]], Any], what: str, **options: Any
 ) -> None:
     """load_state_dict refuses a state dict with this change, and is then as it was: state, options, and the next step."""
-    leaves = [nn.Parameter(param.detach()) for param in params]
-    ours = getattr(optim, name)(leaves, **options)
-    for _ in range(2):
-        _give_gradients(leaves)
-        ours.step()
+    leaves, ours = _after_two_steps(name, params, options)
     before = copy.deepcopy(ours.state_dict())
     broken = copy.deepcopy(ours.state_dict())
     if change(broken) is False:

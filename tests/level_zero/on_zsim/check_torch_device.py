@@ -9,6 +9,7 @@ import io
 
 import pytest
 import torch
+from another_device import CONFIGS, check_against_the_cpu, model
 from torch import nn
 from torch.nn import functional
 
@@ -82,8 +83,8 @@ def test_a_model_trains_as_on_the_cpu() -> None:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (here, there)]
     for _ in range(3):
         x = torch.randn(5, 8)
-        for model, optimizer, device in zip((here, there), optimizers, ("cpu", DEVICE), strict=True):
-            model(x.to(device)).square().mean().backward()
+        for network, optimizer, device in zip((here, there), optimizers, ("cpu", DEVICE), strict=True):
+            network(x.to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
@@ -96,14 +97,7 @@ def test_ops_without_kernels_here_run_on_the_cpus() -> None:
         (functional.conv2d, [(2, 3, 8, 8), (4, 3, 3, 3)]),
         (functional.scaled_dot_product_attention, [(1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8)]),
     ):
-        here = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        there = [tensor.detach().to(DEVICE).requires_grad_() for tensor in here]
-        mine, theirs = function(*here), function(*there)
-        torch.testing.assert_close(theirs.cpu(), mine)
-        mine.sum().backward()
-        theirs.sum().backward()
-        for a, b in zip(here, there, strict=True):
-            torch.testing.assert_close(b.grad.cpu(), a.grad)
+        check_against_the_cpu(function, shapes, DEVICE)
 
 
 def test_saving_loading_and_copying() -> None:
@@ -119,15 +113,7 @@ def test_saving_loading_and_copying() -> None:
     assert torch.equal(copied, x) and copied.data_ptr() != x.data_ptr()
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 40))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [lowbit.int8_weight_only(), lowbit.int4_weight_only(group_size=32), lowbit.int8_dynamic_activation_int8_weight()],
-)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_model_quantized_there_has_the_weights_and_numbers_of_one_quantized_here(config: object) -> None:
     here, there = model(), model().to(DEVICE)
     lowbit.quantize_(here, config)
