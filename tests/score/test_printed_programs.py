@@ -47,8 +47,10 @@ from lowbit.score.program import TYPES, ProgramBuilder
 
 TARGETS = (*LANGUAGES, "spirv")
 OWN = {"exp", "exp2", "tanh", "sigmoid", "scaled_tanh"}  # of the machine's own arithmetic, not of the C library
-LIBRARY = {"expm1", "log", "log2", "log1p", "sin", "cos", "tan", "atan", "erf", "pow"}
-"""Printed programs call the device's; 4 units in the last place, and what the program makes of them."""
+MATH = (Path(__file__).parents[2] / "csrc" / "score" / "math.hpp").read_text()
+LIBRARY = set(re.findall(r"F\((\w+)\)", "".join(re.findall(r"^#define LOWBIT_LIBRARY\d\(F\)(.*)", MATH, re.MULTILINE)))) - {"fmod"}
+"""Of the C library, but fmod, which is exact in any. Printed programs call the device's; 4 units in the last place, and
+what the program makes of them."""
 
 
 def made_for(target: str, programs: list[Program], folder: Path) -> Printed | Linked:
