@@ -16,6 +16,8 @@ namespace {
 template <class Args>
 [[maybe_unused]] std::string_view never_refuses(const Args&) { return ""; }
 
+// A row that is added by itself is `static constexpr`: made on the stack it would be written by instructions of this
+// unit, which the processor may not have.
 template <class Args, std::size_t count>
 LOWBIT_INLINE void add(Backend& backend, const Kernel<Args> (&rows)[count]) { add_rows(backend, rows, count); }
 

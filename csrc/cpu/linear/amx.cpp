@@ -20,21 +20,23 @@ std::string_view refuses(const LinearArgs& args) {
   return kFloatX && six_products && args.m < 64 ? "float32 by float32, fewer than 64 rows: FMAs are as fast" : "";
 }
 
-template <Format kFormat>
-void add_format_rows(Backend& backend, std::string_view of_codes, std::string_view of_floats) {
+template <Format kFormat, const std::string_view& kOfCodes, const std::string_view& kOfFloats>
+void add_format_rows(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    const Kernel<LinearArgs> row{of_codes, refuses<kFormat, false>, linear_tiled_codes<read_as(kFormat)>};
+    static constexpr Kernel<LinearArgs> row{kOfCodes, refuses<kFormat, false>, linear_tiled_codes<read_as(kFormat)>};
     add_rows(backend, &row, 1);
   }
-  const Kernel<LinearArgs> row{of_floats, refuses<kFormat, true>, linear_tiled_floats};
+  static constexpr Kernel<LinearArgs> row{kOfFloats, refuses<kFormat, true>, linear_tiled_floats};
   add_rows(backend, &row, 1);
 }
 
 }  // namespace
 
 void linear_amx_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec) \
-  add_format_rows<Format::name>(backend, LOWBIT_ROW("linear_" #name "_int8"), LOWBIT_ROW("linear_" #name));
+#define LOWBIT_FORMAT(name, Codec)                                                      \
+  static constexpr std::string_view codes_##name = LOWBIT_ROW("linear_" #name "_int8"); \
+  static constexpr std::string_view floats_##name = LOWBIT_ROW("linear_" #name);        \
+  add_format_rows<Format::name, codes_##name, floats_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }

@@ -17,10 +17,10 @@ std::string_view refuses(const LinearArgs& args) {
   return args.weight_spec.group_size && args.weight_spec.group_size < kHalfK ? "groups of less than 32" : "";
 }
 
-template <Format kFormat>
-void add_row(Backend& backend, std::string_view name) {
+template <Format kFormat, const std::string_view& kName>
+void add_row(Backend& backend) {
   if constexpr (parts_of(kFormat) == 1) {
-    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_tiled_floats};
+    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_tiled_floats};
     add_rows(backend, &row, 1);
   }
 }
@@ -28,7 +28,9 @@ void add_row(Backend& backend, std::string_view name) {
 }  // namespace
 
 void linear_bf16_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec) add_row<Format::name>(backend, LOWBIT_ROW("linear_" #name));
+#define LOWBIT_FORMAT(name, Codec)                                                  \
+  static constexpr std::string_view name_of_##name = LOWBIT_ROW("linear_" #name); \
+  add_row<Format::name, name_of_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }

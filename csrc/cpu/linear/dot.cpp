@@ -14,10 +14,10 @@ std::string_view refuses(const LinearArgs& args) {
   return stays_float(args.x_format) ? "activations stay float" : "";
 }
 
-template <Format kFormat>
-void add_row(Backend& backend, std::string_view name) {
+template <Format kFormat, const std::string_view& kName>
+void add_row(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    const Kernel<LinearArgs> row{name, refuses<kFormat>, linear_dot<read_as(kFormat)>};
+    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_dot<read_as(kFormat)>};
     add_rows(backend, &row, 1);
   }
 }
@@ -25,7 +25,9 @@ void add_row(Backend& backend, std::string_view name) {
 }  // namespace
 
 void linear_dot_rows(Backend& backend) {
-#define LOWBIT_FORMAT(name, Codec) add_row<Format::name>(backend, LOWBIT_ROW("linear_" #name "_int8"));
+#define LOWBIT_FORMAT(name, Codec)                                                  \
+  static constexpr std::string_view name_of_##name = LOWBIT_ROW("linear_" #name "_int8"); \
+  add_row<Format::name, name_of_##name>(backend);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 }
