@@ -175,3 +175,54 @@ def test_tables_are_resized_before_they_are_packed(tied):
     model.resize_token_embeddings(101)
     lowbit.quantize_(model, W4A8)
     assert model(torch.arange(14).view(2, 7)).logits.shape == (2, 7, 101)
+
+
+def small(name: str) -> transformers.PreTrainedModel:
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    grouped = sizes | dict(num_key_value_heads=2, head_dim=16)
+    torch.manual_seed(0)
+    if name == "gemma":
+        return transformers.GemmaForCausalLM(transformers.GemmaConfig(**grouped)).eval()
+    if name == "gemma2":
+        return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**grouped)).eval()
+    if name == "gemma3":
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**grouped)).eval()
+    if name == "phi":
+        return transformers.PhiForCausalLM(transformers.PhiConfig(**sizes)).eval()
+    if name == "opt":  # whose table is narrower than the model
+        config = transformers.OPTConfig(
+            vocab_size=97, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        )
+        return transformers.OPTForCausalLM(config).eval()
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+    return transformers.BloomForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "phi", "opt", "bloom"])
+def test_models_of_each_kind_are_loaded_packed_and_saved(name, dtype, tmp_path):
+    """Gemma multiplies the rows of its table, Phi's head has a bias, a norm follows the table of Bloom."""
+    small(name).to(dtype).save_pretrained(tmp_path / "float")
+    model = type(small(name)).from_pretrained(tmp_path / "float", dtype=dtype)  # whose rotary tables stay float32
+    ids = torch.arange(3, 17).view(2, 7)
+    config = lowbit.intx_weight_only(torch.int7, 32)
+    with torch.no_grad():
+        wanted = model(ids).logits.float()
+        loaded = type(model).from_pretrained(tmp_path / "float", dtype=dtype, quantization_config=lowbit.LowbitConfig(config))
+        assert isinstance(loaded.get_output_embeddings(), lowbit.QuantLinear)
+        tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        assert tied == model.config.tie_word_embeddings == isinstance(loaded.get_input_embeddings(), lowbit.QuantEmbedding)
+        got = loaded(ids).logits
+        assert (got.float() - wanted).norm() < 0.05 * wanted.norm()
+        lowbit.quantize_(model, config)
+        assert torch.equal(model(ids).logits, got)
+        loaded.save_pretrained(tmp_path / "packed")
+        again = type(model).from_pretrained(tmp_path / "packed", dtype=dtype)
+        assert torch.equal(again(ids).logits, got)
+        if dtype is torch.float32:  # a model that is cast has its rotary tables in bfloat16 too
+            with torch.device("meta"):
+                fresh = small(name)
+            lowbit.load(fresh, tmp_path / "packed")
+            assert torch.equal(fresh.eval()(ids).logits, got)
+        lowbit.dequantize_(again)
+        assert (again(ids).logits.float() - wanted).norm() < 0.05 * wanted.norm()

@@ -77,7 +77,10 @@ class QuantEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
-        return rows if self.float_class is nn.Embedding else rows * self.embed_scale.to(rows.dtype)
+        if self.float_class is nn.Embedding:
+            return rows
+        # Not the buffer: from_pretrained makes those that no file holds anew, and fills in those of classes it knows.
+        return rows * torch.tensor(self.scalar_embed_scale, dtype=rows.dtype, device=rows.device)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
@@ -120,7 +123,8 @@ def quantize_embedding_in_place(
 def to_embedding_in_place(module: QuantEmbedding, weight: nn.Parameter) -> None:
     """Turn it back into the embedding that it was, with this weight."""
     module.__class__ = module.float_class
-    module.__dict__.pop("float_class", None)
+    if module.__dict__.pop("float_class", None) is not None:
+        module.embed_scale = torch.tensor(module.scalar_embed_scale, device=weight.device)
     module._parameters["weight"] = weight
     del module._buffers["layout"], module._buffers["like"], module.spec, module.op_args
     module._non_persistent_buffers_set.discard("like")
