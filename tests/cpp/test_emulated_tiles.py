@@ -46,12 +46,12 @@ def test_an_emulated_unit_gives_what_the_scalar_row_gives(
     definitions = [f'-DLOWBIT_UNIT="cpu/linear/{unit}.cpp"', f"-DLOWBIT_UNIT_ROWS=linear_{unit}_rows"]
     definitions += [f"-DLOWBIT_UNIT_M={{{','.join(map(str, rows))}}}"]
     definitions += [f"-DLOWBIT_UNIT_X_FORMATS={{{','.join(f'XFormat::{name}' for name in x_formats)}}}"]
-    printed = printed_by(tmp_path / "emulated_tiles", emulation, ["cpu/scratch.cpp"], definitions)
+    printed = printed_by(tmp_path / "emulated_tiles", emulation, ["core/scratch.cpp"], definitions)
     floats = 3 * sum(m >= 64 for m in rows) if "floating" in x_formats else 0
     assert printed == f"{len(rows) * 36 * len(x_formats) + floats} cases\n"
 
 
 def test_attention_by_emulated_tiles_gives_what_the_scalar_row_gives(tmp_path: Path) -> None:
-    memory = ["cpu/scratch.cpp", "cpu/attention/in_memory.cpp", "cpu/attention/captured_gradients.cpp"]
+    memory = ["core/scratch.cpp", "cpu/attention/in_memory.cpp", "cpu/attention/captured_gradients.cpp"]
     sources = [*memory, "cpu/score_program/machine.cpp"]
     assert printed_by(tmp_path / "emulated_attention", "emulated_amx", sources, []) == "16 cases\n"

@@ -32,7 +32,7 @@ def test_a_saved_model_comes_back_bit_for_bit(saved, device: str, shard: str) ->
     with torch.device(device):
         fresh = build()
     assert set(lowbit.load(fresh, folder)) == {
-        name for name, module in model.named_modules() if isinstance(module, lowbit.QuantLinear)
+        name for name, module in model.named_modules() if isinstance(module, (lowbit.QuantLinear, lowbit.QuantEmbedding))
     }
     assert not [name for name, tensor in (*fresh.named_buffers(), *fresh.named_parameters()) if tensor.is_meta]
     with torch.no_grad():
