@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output head of a language model, and the table of tokens that shares its weight.
 
-A head reads each weight once for a word of the vocabulary, and its errors reach the probabilities unmixed: with 4 bits
-it costs SmolLM2-135M more perplexity (42.6 to 48.1) than a third of what all other layers do (36.4 to 42.6). With 8
-bits it costs nothing that can be measured. llama.cpp keeps heads in 6 or 8 bits for the same reason.
+The errors of a head reach the probabilities unmixed. With 4 bits it costs SmolLM2-135M as much perplexity as all other
+layers together: float32 54.1, these in int4 g32 with int8 activations 62.7, the head too 73.9; with 8 bits in the same
+groups 62.7, with a scale per row 63.9 (pages of docs/, 3072 tokens). llama.cpp keeps heads in 6 or 8 bits as well.
 """
 
 from __future__ import annotations
