@@ -74,9 +74,13 @@ class Selection:
         if self._settings.head is None or not names or asked or any(name in self._plan for name in shared):
             return
         if not self._reason(shared, keep):
-            for name in shared:
-                check_module(name, self._model.get_submodule(name), None, embeddings=True)
-                self.layers[name] = self._settings.head
+            self._take(shared, self._settings.head)
+
+    def _take(self, shared: tuple[str, ...], config: FormatConfig) -> None:
+        """Note layers that share a weight, to be packed as ``config`` says."""
+        for name in shared:
+            check_module(name, self._model.get_submodule(name), None, embeddings=True)
+            self.layers[name] = config
 
     def _take_embeddings(self, keep: list[str]) -> None:
         for name, module in self._model.named_modules():
@@ -106,9 +110,7 @@ class Selection:
             if reason or not config:
                 self.left.append(ReportRow.skipped(name, module, reason))
                 continue
-            for other in shared:
-                check_module(other, self._model.get_submodule(other), None, embeddings=True)
-                self.layers[other] = config
+            self._take(shared, config)
 
     def _reason(self, shared: tuple[str, ...], keep: list[str]) -> str:
         """Why an embedding and the layers that share its weight stay float, or an empty string."""

@@ -31,8 +31,7 @@ def head_layers(model: nn.Module) -> list[nn.Module]:
     if not isinstance(head, nn.Module) or not is_linear(head):
         return []
     weight = head._parameters.get("weight")
-    tables = [module for module in model.modules() if is_embedding(module) and module.weight is weight]
-    return [head, *(tables if weight is not None else [])]
+    return [head, *(module for module in model.modules() if is_embedding(module) and module.weight is weight)]
 
 
 def head_config(function: str, head: Any, config: FormatConfig | None) -> FormatConfig | None:

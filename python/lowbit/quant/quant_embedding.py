@@ -80,7 +80,8 @@ class QuantEmbedding(nn.Embedding):
         if self.float_class is nn.Embedding:
             return rows
         # Not the buffer: from_pretrained makes those that no file holds anew, and fills in those of classes it knows.
-        return rows * torch.tensor(self.scalar_embed_scale, dtype=rows.dtype, device=rows.device)
+        # Filled in on the device, where a copy from the host would end the capture of a CUDA graph.
+        return rows * rows.new_full((), self.scalar_embed_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight ``[num_embeddings, embedding_dim]`` as float."""
