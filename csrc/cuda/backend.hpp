@@ -3,7 +3,11 @@
 
 #include "ops/kernel.hpp"
 
+namespace lowbit::gpu {}
+
 namespace lowbit::cuda {
+
+using namespace gpu;
 
 // NVIDIA GPUs, from compute capability 8.0 on. Asking for it loads nothing: the driver is opened by the first call that
 // has a tensor there.

@@ -225,6 +225,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   return out;
 }
 
+#include "prelude_on_host.hpp"
 #include "mma_on_host.hpp"
 #include "tiles_on_host.hpp"
 

@@ -76,15 +76,6 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
-inline float float_of_half(uint32_t bits) {
-  const uint32_t magnitude = bits & 0x7fff;
-  const float value = magnitude >= 0x7c00 ? (magnitude == 0x7c00 ? HUGE_VALF : NAN)
-                      : magnitude < 0x400 ? std::ldexp(static_cast<float>(magnitude), -24)
-                                          : std::ldexp(static_cast<float>(magnitude % 0x400 + 0x400),
-                                                       static_cast<int>(magnitude / 0x400) - 25);
-  return bits & 0x8000 ? -value : value;
-}
-
 inline uint32_t load_once(const uint32_t* p) { return *p; }
 inline uint2 load_once(const uint2* p) {
   if (reinterpret_cast<uintptr_t>(p) % 8) std::fprintf(stderr, "load of 8 bytes is not aligned\n"), std::abort();

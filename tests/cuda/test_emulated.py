@@ -46,7 +46,7 @@ library._ZN6lowbit7look_inESt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsI
 
 def barriers() -> list[str]:
     """The folder of each, in the order in which the emulation counts them."""
-    files = sorted((ROOT / "csrc" / "cuda").rglob("*.cuh"))
+    files = sorted(path for room in ("cuda", "gpu") for path in (ROOT / "csrc" / room).rglob("*.cuh"))
     return [path.parent.name for path in files for _ in re.findall(r"__syncthreads\(\);", path.read_text())]
 
 
@@ -141,7 +141,7 @@ def test_nvrtc_is_given_the_headers_that_a_compiler_would_open(emulated: dict[st
     csrc, log = ROOT / "csrc", tmp_path / "log"
     python(CODE_OF_A_CALL, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_LOG": str(log)})
     given = {line.removeprefix("header ") for line in log.read_text().splitlines() if line.startswith("header ")}
-    sources = sorted(csrc.glob("cuda/*/*.cuh"))
+    sources = sorted(path for room in ("cuda", "gpu") for path in csrc.glob(f"{room}/*/*.cuh"))
     made = subprocess.run(["g++", "-std=c++20", "-MM", f"-I{csrc}", "-x", "c++", *sources], capture_output=True, text=True, check=True)
     opened = {str(Path(name).relative_to(csrc)) for name in re.findall(rf"{csrc}/[^\s\\]+", made.stdout)}
     of_the_library = {name for path in opened for name in re.findall("^#include <(.*)>", (csrc / path).read_text(), re.MULTILINE)}

@@ -212,7 +212,7 @@ def test_pairs_are_rounded_to_nearest_and_powers_of_2_are_close(emulated_tiles: 
 
 
 def compiled(name: str) -> Callable[..., None]:
-    names = ("cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/mma.cuh", "cuda/device/kernel.cuh", "cuda/device/tiles.cuh")
+    names = ("cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/prelude.cuh", "cuda/device/mma.cuh", "cuda/device/tiles.cuh")
     headers = [(CSRC / header).read_text() for header in names]
     text = "".join(line for header in headers for line in header.splitlines(keepends=True) if not line.startswith(("#include", "#pragma once")))
     return torch.cuda._compile_kernel(text + ON_GPU, name, nvcc_options=["-std=c++20", "-default-device"])

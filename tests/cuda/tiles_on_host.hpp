@@ -75,9 +75,4 @@ inline float power_of_2(float a) {
   return power < 0x1p-126f ? 0.0f : power;
 }
 
-inline void fail() {
-  on_host::failed = true;
-  on_host::wait(on_host::State::done);
-}
-
 }  // namespace lowbit::cuda

@@ -20,8 +20,9 @@ CPP_ARROWS = {
     "recorder": {"recorder", "core"},
     "external": {"external", "lowbit", "ops", "formats", "rules", "core"},
     "ops": {"ops", "recorder", "score", "formats", "rules", "core"},
-    "cuda": {"cuda", "ops", "score", "formats", "rules", "core"},
-    "level_zero": {"level_zero", "cuda", "ops", "score", "formats", "rules", "core"},  # of cuda: device sources
+    "gpu": {"gpu", "ops", "formats", "rules", "core"},
+    "cuda": {"cuda", "gpu", "ops", "score", "formats", "rules", "core"},
+    "level_zero": {"level_zero", "gpu", "ops", "score", "formats", "rules", "core"},
     "onednn": {"onednn", "ops", "formats", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
@@ -92,11 +93,11 @@ def check_includes(path: Path) -> None:
 def test_a_device_is_its_folder_and_its_line_in_each_list() -> None:
     """The table of docs/architecture.md. No room decides by the type of a device: ops, torch and kernels have no line about one."""
 
-    def lines(own: str, folder: str, binding: str, beside: str = "") -> dict[str, int]:
+    def lines(own: str, folder: str, binding: str) -> dict[str, int]:
         return {
             str(path.relative_to(CSRC)): count
             for path in [*cpp_files(), CSRC / "CMakeLists.txt"]
-            if path.relative_to(CSRC).parts[0] not in (folder, beside) and path.name != binding
+            if path.relative_to(CSRC).parts[0] != folder and path.name != binding
             if (count := sum(bool(re.search(own, line)) for line in path.read_text().splitlines()))
         }
 
@@ -104,7 +105,7 @@ def test_a_device_is_its_folder_and_its_line_in_each_list() -> None:
     bindings = {"bindings/register.hpp": 1, "bindings/module.cpp": 1}  # memory and faults, libraries, for Python
     assert lines(r"\bsim(::|/)|simulated", "sim", "simulated.cpp") == lists | bindings
     emulated = {"backends.cpp": 3, "CMakeLists.txt": 4}  # and the text of the device sources, the pack of their code
-    assert lines(r"\bcuda(::|/)|X\(cuda|register_cuda|LOWBIT_CUDA|\(cuda\)", "cuda", "cuda.cpp", beside="level_zero") == lists | bindings | emulated
+    assert lines(r"\bcuda(::|/)|X\(cuda|register_cuda|LOWBIT_CUDA|\(cuda\)", "cuda", "cuda.cpp") == lists | bindings | emulated
     assert lines(r"\blevel_zero(::|/)|X\(level_zero|register_level_zero|\(level_zero\)", "level_zero", "level_zero.cpp") == lists | bindings
     for path in python_files():
         if "simulated" not in path.parts:

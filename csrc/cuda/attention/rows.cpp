@@ -4,9 +4,9 @@
 #include <cmath>
 
 #include "cuda/attention/kind.hpp"
-#include "cuda/attention/make_call.hpp"
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
+#include "gpu/attention/make_call.hpp"
 #include "ops/aligned_rows.hpp"
 
 namespace lowbit::cuda {

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "cuda/attention/mods.cuh"
-#include "cuda/attention/place.cuh"
 #include "cuda/attention/tile.cuh"
+#include "gpu/attention/place.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,9 +3,8 @@
 #pragma once
 
 #include "cuda/attention/call.hpp"
-#include "cuda/device/kernel.cuh"
 #include "cuda/device/tiles.cuh"
-#include "cuda/device/vector.cuh"
+#include "gpu/device/vector.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
-#include "cuda/device/reduce.cuh"
+#include "gpu/device/reduce.cuh"
 
 namespace lowbit::cuda {
 

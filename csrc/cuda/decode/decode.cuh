@@ -6,7 +6,7 @@
 
 #include "cuda/attention/mods.cuh"
 #include "cuda/decode/cache.cuh"
-#include "cuda/device/reduce.cuh"
+#include "gpu/device/reduce.cuh"
 
 namespace lowbit::cuda {
 

@@ -6,7 +6,7 @@
 // and 2t + 1; c[2], c[3] of row g + 8. Which k lane t holds in a word is free, as long as a and b agree.
 #pragma once
 
-#include "core/bits.hpp"
+#include "cuda/device/prelude.cuh"
 
 #ifdef __CUDACC_RTC__
 namespace lowbit::cuda {
@@ -37,12 +37,6 @@ LOWBIT_INLINE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
-}
-
-LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
-  float a;
-  asm("{.reg .f16 h; .reg .b16 u; mov.b32 {h, u}, %1; cvt.f32.f16 %0, h;}" : "=f"(a) : "r"(bits));
-  return a;
 }
 
 // What is read once: it goes by L1.

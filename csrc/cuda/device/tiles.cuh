@@ -58,9 +58,6 @@ LOWBIT_INLINE float power_of_2(float a) {
   return power;
 }
 
-// Ends the launch with an error, which the next wait for the device reports: an argument in its memory is wrong.
-LOWBIT_INLINE void fail() { asm volatile("trap;"); }
-
 }  // namespace lowbit::cuda
 #endif
 

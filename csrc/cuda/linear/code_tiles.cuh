@@ -6,8 +6,9 @@
 #pragma once
 
 #include "cuda/device/tiles.cuh"
-#include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
+#include "gpu/linear/epilogue.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,7 +3,8 @@
 // what is left to do with its sums.
 #pragma once
 
-#include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/call.hpp"
+#include "gpu/linear/epilogue.cuh"
 
 namespace lowbit::cuda {
 

@@ -3,7 +3,8 @@
 // of bfloat16 in the order of call.hpp.
 #pragma once
 
-#include "cuda/linear/activations.cuh"
+#include "cuda/device/mma.cuh"
+#include "gpu/linear/activations.cuh"
 
 namespace lowbit::cuda {
 

@@ -4,8 +4,9 @@
 // of int4 and int8, 32 KB a multiprocessor of two CTAs: what memory needs to be kept busy.
 #pragma once
 
-#include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
+#include "gpu/linear/epilogue.cuh"
 
 namespace lowbit::cuda {
 

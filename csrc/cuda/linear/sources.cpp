@@ -13,7 +13,7 @@ int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 }  // namespace
 
 Source activations_source(const LinearKind& kind) {
-  const std::string text = "#include \"cuda/linear/activations.cuh\"\n";
+  const std::string text = "#include \"gpu/linear/activations.cuh\"\n";
   if (kind.x_parts == 0)
     return {concat("int8 activations for ", name_of(kind.format), " with ", kind.tile_groups, " scales a tile"),
             concat(text, kernel_text("activations", "kLinearThreads", "LinearCall",

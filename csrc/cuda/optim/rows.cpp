@@ -2,8 +2,8 @@
 // Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the
 // headers beside this.
 #include "cuda/backend.hpp"
-#include "cuda/optim/table.hpp"
 #include "cuda/sources.hpp"
+#include "gpu/optim/table.hpp"
 #include "ops/optim.hpp"
 
 namespace lowbit::cuda {

@@ -26,7 +26,7 @@ Source step_source(Rule rule, int moments, StateFormat format, int64_t block_siz
                            has_codes(format) ? block_size : kFloatBlock, ">");
   return {concat("optim_step of ", kRuleNames[static_cast<int>(rule)], " with ", moments, " moments in ", name,
                  has_codes(format) ? concat(", blocks of ", block_size) : ""),
-          concat("#include \"cuda/optim/step.cuh\"\n",
+          concat("#include \"gpu/optim/step.cuh\"\n",
                  kernel_text("count_steps", "kStepThreads", "StepTable", "count_steps"),
                  kernel_text("optim_step", "kStepThreads", "StepTable", step))};
 }
@@ -35,7 +35,7 @@ Source convert_source(StateFormat format, bool is_signed, int64_t block_size) {
   const auto convert = concat("Convert<", format_of(format), ", ", is_signed ? "true" : "false", ", ", block_size, ">");
   return {concat("conversion of ", is_signed ? "signed " : "unsigned ", kStateFormatNames[static_cast<int>(format)],
                  ", blocks of ", block_size),
-          concat("#include \"cuda/optim/convert.cuh\"\n",
+          concat("#include \"gpu/optim/convert.cuh\"\n",
                  kernel_text("encode_state", "kStepThreads", "ConvertArgs", convert + "::encode"),
                  kernel_text("decode_state", "kStepThreads", "ConvertArgs", convert + "::decode"))};
 }

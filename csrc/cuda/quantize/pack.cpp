@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops quantize and all_finite. Both wait for what their kernels have found.
 #include "cuda/backend.hpp"
-#include "cuda/quantize/make_pack_call.hpp"
 #include "cuda/sources.hpp"
+#include "gpu/quantize/make_pack_call.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -65,7 +65,7 @@ Source pack_source(Format format, bool searches) {
   const Format of = integers_as_int8(format);
   const std::string what(is_integer(of) ? "integers" : kFormatNames[static_cast<int>(of)]);
   return {concat("quantize to ", what, searches ? " by search" : ""),
-          concat("#include \"cuda/quantize/pack.cuh\"\n",
+          concat("#include \"gpu/quantize/pack.cuh\"\n",
                  is_float(of) ? kernel_of("pack_floats", of)
                               : kernel_of("pack_scales", of, searches ? ", true" : ", false") +
                                     kernel_of("pack_codes", of))};
@@ -73,7 +73,7 @@ Source pack_source(Format format, bool searches) {
 
 Source all_finite_source() {
   return {"a search for inf and nan",
-          concat("#include \"cuda/quantize/pack.cuh\"\n",
+          concat("#include \"gpu/quantize/pack.cuh\"\n",
                  kernel_text("find_not_finite", "kPackThreads", "FiniteCall", "all_finite"))};
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the op dequantize: for all of a weight, and for some rows of it.
 #include "cuda/backend.hpp"
-#include "cuda/quantize/make_dequantize_call.hpp"
 #include "cuda/sources.hpp"
+#include "gpu/quantize/make_dequantize_call.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -38,7 +38,7 @@ std::string_view type_of(Layout layout) {
 Source dequantize_source(Format format, Layout layout) {
   const std::string name(kFormatNames[static_cast<int>(format)]);
   return {concat("dequantize of ", name, " in ", kLayoutNames[static_cast<int>(layout)]),
-          concat("#include \"cuda/quantize/dequantize.cuh\"\n",
+          concat("#include \"gpu/quantize/dequantize.cuh\"\n",
                  kernel_text("dequantize", "kDequantizeThreads", "DequantizeCall",
                              concat("dequantize<lowbit::Format::", name, ", lowbit::", type_of(layout), ">")))};
 }

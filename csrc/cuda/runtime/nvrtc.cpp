@@ -91,8 +91,9 @@ const Compiler& compiler() {
 Compiled compile(const std::string& name, const std::string& source, const std::string& architecture) {
   std::vector<const char*> texts, names;
   for (const DeviceHeader& header : device_headers()) texts.push_back(header.text), names.push_back(header.name);
+  const std::string text = "#include \"cuda/device/prelude.cuh\"\n" + source;
   Handle program = nullptr;
-  const int created = nvrtc().create(&program, source.c_str(), name.c_str(), static_cast<int>(names.size()),
+  const int created = nvrtc().create(&program, text.c_str(), name.c_str(), static_cast<int>(names.size()),
                                      texts.data(), names.data());
   check(created == 0, ErrorKind::runtime, name, ": nvrtcCreateProgram failed: ", created);
   const auto [target, is_ptx] = target_of(architecture);

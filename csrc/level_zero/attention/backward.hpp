@@ -23,12 +23,12 @@ struct Backward {
   const AttentionCall& call;
   Shared& shared;
   int b, first_head, thread, lane, first;  // first: row of this sub-group in the tile
-  cuda::TileStep stays;
+  gpu::TileStep stays;
   RowSums<kRows, kColumns> grad, grad_values;
 
   // `rows` of them, zeros behind and beside.
   template <int kTileRows, int kTo>
-  LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const cuda::HeadRows& tensor, DType dtype, int h, int row,
+  LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const gpu::HeadRows& tensor, DType dtype, int h, int row,
                           int rows, int columns) const {
     const int64_t begin = b * tensor.batch + h * tensor.head + row * tensor.row;
     for (int at = thread; at < kTileRows * kColumns; at += kAttentionThreads) {
@@ -53,9 +53,9 @@ struct Backward {
   LOWBIT_INLINE void for_each_tile(Each each) const {
     const Tiling& passing = kKeysStay ? call.q_tiles : call.kv_tiles;
     for (int h = first_head; h < first_head + (kKeysStay ? call.group : 1); h++)
-      for (cuda::TileStep step; step.index < static_cast<int>(passing.count); step.next(passing)) {
-        cuda::TilePlace at;
-        if (!cuda::find_tile(call, b, h, kKeysStay ? step : stays, kKeysStay ? stays : step, at)) continue;
+      for (gpu::TileStep step; step.index < static_cast<int>(passing.count); step.next(passing)) {
+        gpu::TilePlace at;
+        if (!gpu::find_tile(call, b, h, kKeysStay ? step : stays, kKeysStay ? stays : step, at)) continue;
         at.cut |= at.cols < (kKeysStay ? kShape.tile() : kKvTile) || at.rows < (kKeysStay ? kKvTile : kShape.tile());
         each(at);
       }
@@ -63,7 +63,7 @@ struct Backward {
 
   // each(r, j, q, k) for the scores of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each_score(const cuda::TilePlace& at, Each each) const {
+  LOWBIT_INLINE void for_each_score(const gpu::TilePlace& at, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
@@ -74,17 +74,17 @@ struct Backward {
   }
 
   // Raw products s and gradients dp of probabilities to probabilities after dropout and gradients of raw scores.
-  LOWBIT_INLINE void differentiate(const cuda::TilePlace& at, Scores<kRows>& s, Scores<kRows>& dp) const {
+  LOWBIT_INLINE void differentiate(const gpu::TilePlace& at, Scores<kRows>& s, Scores<kRows>& dp) const {
     const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
     for_each_score(at, [&](int r, int j, int q, int k) LOWBIT_INLINED {
       const float raw = s[r][j], seen = modified<kMods>(call, at, raw, q, k);
-      const bool hidden = seen == cuda::minus_infinity();
+      const bool hidden = seen == gpu::minus_infinity();
       const int64_t row = head + (q < at.q0 + at.rows ? q : at.q0 + at.rows - 1);
-      const cuda::RowStatistics of_row = call.statistics[row];
+      const gpu::RowStatistics of_row = call.statistics[row];
       float p = hidden ? 0.0f : exponential(seen - of_row.lse), kept = 1;
       if (of_row.has_rest()) p *= call.unit[row];
       if (call.dropped)
-        kept = cuda::dropout_draw(*call.seed, b * call.heads + at.h, q, k) < call.dropped ? 0 : call.kept;
+        kept = gpu::dropout_draw(*call.seed, b * call.heads + at.h, q, k) < call.dropped ? 0 : call.kept;
       float ds = hidden ? 0.0f : p * (dp[r][j] * kept - of_row.delta);
       if constexpr (kCaptured) add_of_mask(at, q, k, ds);
       if constexpr (kMods)
@@ -94,7 +94,7 @@ struct Backward {
     });
   }
 
-  LOWBIT_INLINE void add_of_mask(const cuda::TilePlace& at, int q, int k, float ds) const {
+  LOWBIT_INLINE void add_of_mask(const gpu::TilePlace& at, int q, int k, float ds) const {
     GlobalSums* const sums = sums_of(global<int32_t>(call.fault));
     if (!sums->of[Sums::kOfMask].words || ds == 0) return;
     add_to(sums, Sums::kOfMask, b * sums->mask_stride[0] + at.h * sums->mask_stride[1] + q * sums->mask_stride[2] +
@@ -110,7 +110,7 @@ struct Backward {
     if (!wanted) return;
     float total[kRows][1];
     clear(total);
-    for_each_tile([&](const cuda::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
       __syncthreads();
       load_left<false>(shared.tile.rows, at.h, at.k0, at.cols);
       __syncthreads();
@@ -138,7 +138,7 @@ struct Backward {
     load_right<!kKeysStay>(shared.right, first_head, begin, rows);
     clear(grad), clear(grad_values);
     if constexpr (!kKeysStay && !kCaptured) find_units();
-    for_each_tile([&](const cuda::TilePlace& at) LOWBIT_INLINED {
+    for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
       const int from = kKeysStay ? at.q0 : at.k0, count = kKeysStay ? at.rows : at.cols;
       Scores<kRows> s, dp;
       __syncthreads();  // everybody is done with the tile before
@@ -166,7 +166,7 @@ struct Backward {
   }
 
   // A gradient takes the place of the rows that stayed.
-  LOWBIT_INLINE void store(const cuda::HeadRows& to, const RowSums<kRows, kColumns>& from,
+  LOWBIT_INLINE void store(const gpu::HeadRows& to, const RowSums<kRows, kColumns>& from,
                            float (&place)[kShape.tile()][kColumns], int h, int begin, int rows, int columns,
                            float scale) const {
 #pragma unroll
@@ -200,7 +200,7 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
                 at = static_cast<int64_t>(blockIdx.x) * kSubGroups + threadIdx.x / kSubGroup;
   if (at >= length * call.heads * call.batch) return;
   const int64_t row = at % length, h = at / length % call.heads, b = at / length / call.heads;
-  const auto begin = [&](const cuda::HeadRows& of) { return b * of.batch + h * of.head + row * of.row; };
+  const auto begin = [&](const gpu::HeadRows& of) { return b * of.batch + h * of.head + row * of.row; };
   const int lane = static_cast<int>(threadIdx.x) % kSubGroup;
   float sum = 0;
   for (int column = lane; column < call.ev; column += kSubGroup)
@@ -209,7 +209,7 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   sum = sum_of_lanes(sum);
   if (lane != 0) return;
   const float lse = call.lse[at];
-  call.statistics[at] = {lse == cuda::minus_infinity() ? 0.0f : lse, sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
+  call.statistics[at] = {lse == gpu::minus_infinity() ? 0.0f : lse, sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
 }
 
 // - sum over b and q of exp(sink - lse) D: a work-group for each head, in an order of its own.
@@ -219,8 +219,8 @@ LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
   float sum = 0;
   for (int64_t i = threadIdx.x; i < call.batch * length; i += kAttentionThreads) {
     const int64_t at = (i / length * call.heads + h) * length + i % length;
-    if (call.lse[at] == cuda::minus_infinity()) continue;
-    const cuda::RowStatistics of_row = call.statistics[at];
+    if (call.lse[at] == gpu::minus_infinity()) continue;
+    const gpu::RowStatistics of_row = call.statistics[at];
     const float p = exponential(call.sink[h] - of_row.lse) * (of_row.has_rest() ? call.unit[at] : 1.0f);
     sum -= p * of_row.delta;
   }

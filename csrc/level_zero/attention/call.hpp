@@ -2,7 +2,7 @@
 // What the kernels of attention get, the same text for host and device, and the sizes of their tiles.
 #pragma once
 
-#include "cuda/attention/call.hpp"
+#include "gpu/attention/call.hpp"
 
 namespace lowbit::level_zero {
 
@@ -43,7 +43,7 @@ struct ModTable {
   const uint64_t* words = nullptr;
 };
 
-struct AttentionCall : cuda::AttentionCallOf<ModTable> {
+struct AttentionCall : gpu::AttentionCallOf<ModTable> {
   int32_t e = 0, ev = 0;
   DType dtype = DType::other, bias_dtype = DType::other;  // of q, k and v; of the mask of the call
 };

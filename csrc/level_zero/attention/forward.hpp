@@ -26,7 +26,7 @@ struct Forward {
 
   // `rows` of them, zeros behind and beside.
   template <int kTileRows, int kTo>
-  LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const cuda::HeadRows& tensor, int b, int h, int row, int rows,
+  LOWBIT_INLINE void load(float (&to)[kTileRows][kTo], const gpu::HeadRows& tensor, int b, int h, int row, int rows,
                           int columns) const {
     const int64_t begin = b * tensor.batch + h * tensor.head + row * tensor.row;
     for (int at = thread; at < kTileRows * kColumns; at += kAttentionThreads) {
@@ -38,17 +38,17 @@ struct Forward {
 
   // each(row, key, score) for every score of a tile.
   template <class Each>
-  LOWBIT_INLINE void for_each(const cuda::TilePlace& at, Scores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, Scores<kRows>& s, Each each) const {
 #pragma unroll
     for (int r = 0; r < kRows; r++)
 #pragma unroll
       for (int j = 0; j < kKeys; j++) each(at.q0 + first + r, at.k0 + sums.lane + j * kSubGroup, s[r][j]);
   }
 
-  LOWBIT_INLINE void run(int b, int h, const cuda::TileStep& q_step) {
-    cuda::TilePlace at;
-    for (cuda::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
-      if (!cuda::find_tile(call, b, h, q_step, step, at)) continue;
+  LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
+    gpu::TilePlace at;
+    for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
+      if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
       __syncthreads();  // everybody is done with the values before
       load(shared.tile.rows, call.k, b, h / call.group, at.k0, at.cols, call.e);
@@ -61,7 +61,7 @@ struct Forward {
       sums.softmax(s);
       if (call.dropped)
         for_each(at, s, [&](int q, int k, float& p) {
-          const uint32_t draw = cuda::dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k);
+          const uint32_t draw = gpu::dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k);
           p *= draw < call.dropped ? 0.0f : call.kept;
         });
       __syncthreads();
@@ -94,7 +94,7 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   const int b = head / call.heads, h = head % call.heads;
   const int index = static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads;
   const auto per_block = static_cast<int>(call.q_tiles.per_block);
-  const cuda::TileStep q_step{index, index / per_block, index % per_block};
+  const gpu::TileStep q_step{index, index / per_block, index % per_block};
   const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles);
   const auto thread = static_cast<int>(threadIdx.x);
   const int first = thread / kSubGroup * F::kRows;

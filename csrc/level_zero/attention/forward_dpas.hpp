@@ -36,13 +36,13 @@ struct ForwardDpas {
 
   // score = each(query, key, score) for every score of this lane.
   template <class Each>
-  LOWBIT_INLINE void for_each(const cuda::TilePlace& at, LaneScores<kRows>& s, Each each) const {
+  LOWBIT_INLINE void for_each(const gpu::TilePlace& at, LaneScores<kRows>& s, Each each) const {
     for_each_score<kRows>(s, shared.scores, [&](int j, int r, float score) LOWBIT_LAMBDA {
       return each(at.q0 + first + r, at.k0 + key_of(lane, j), score);
     });
   }
 
-  LOWBIT_INLINE void modify(const cuda::TilePlace& at, LaneScores<kRows>& s) const {
+  LOWBIT_INLINE void modify(const gpu::TilePlace& at, LaneScores<kRows>& s) const {
     if (kMods || call.bias)
       return for_each(at, s, [&](int q, int k, float score) LOWBIT_LAMBDA {
         return modified<kMods>(call, at, score, q, k);
@@ -52,8 +52,8 @@ struct ForwardDpas {
 #pragma unroll
       for (int r = 0; r < kRows; r++) {
         s[j][r] *= call.scale;
-        if (at.cut && cuda::is_hidden(call, at, at.q0 + first + r, at.k0 + key_of(lane, j)))
-          s[j][r] = cuda::minus_infinity();
+        if (at.cut && gpu::is_hidden(call, at, at.q0 + first + r, at.k0 + key_of(lane, j)))
+          s[j][r] = gpu::minus_infinity();
       }
   }
 
@@ -67,7 +67,7 @@ struct ForwardDpas {
     over_lanes(largest, [](float a, float b) LOWBIT_LAMBDA { return larger_of(a, b); });
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
-      const float base = largest[r] == cuda::minus_infinity() ? 0.0f : largest[r];
+      const float base = largest[r] == gpu::minus_infinity() ? 0.0f : largest[r];
       shrink[r] = exponential(top[r] - base);
       total[r] *= shrink[r];
 #pragma unroll
@@ -81,11 +81,11 @@ struct ForwardDpas {
     for (int c = 0; c < kSums; c++) out[c] *= shrink;
   }
 
-  LOWBIT_INLINE void run(int b, int h, const cuda::TileStep& q_step) {
+  LOWBIT_INLINE void run(int b, int h, const gpu::TileStep& q_step) {
     HeadReader keys(call.k, b, h / call.group, call.e), values(call.v, b, h / call.group, call.ev);
-    cuda::TilePlace at;
-    for (cuda::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
-      if (!cuda::find_tile(call, b, h, q_step, step, at)) continue;
+    gpu::TilePlace at;
+    for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
+      if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
       __syncthreads();  // everybody is done with the tile before
       keys.first = values.first = at.k0, keys.rows = values.rows = at.cols;
@@ -97,7 +97,7 @@ struct ForwardDpas {
       softmax(s);
       if (call.dropped)
         for_each(at, s, [&](int q, int k, float p) LOWBIT_LAMBDA {
-          const uint32_t draw = cuda::dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k);
+          const uint32_t draw = gpu::dropout_draw(*global<int64_t>(call.seed), b * call.heads + h, q, k);
           return draw < call.dropped ? 0.0f : p;
         });
       multiply_onto<kRows, kColumns>(out, s, shared.v, lane);
@@ -105,7 +105,7 @@ struct ForwardDpas {
   }
 
   LOWBIT_INLINE void start() {
-    top = cuda::minus_infinity(), total = 0;
+    top = gpu::minus_infinity(), total = 0;
 #pragma unroll
     for (int c = 0; c < kSums; c++) out[c] = 0;
   }
@@ -146,7 +146,7 @@ LOWBIT_INLINE void attention_forward_dpas(const AttentionCall& call) {
   const int b = head / call.heads, h = head % call.heads;
   const int index = static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads;
   const auto per_block = static_cast<int>(call.q_tiles.per_block), thread = static_cast<int>(threadIdx.x);
-  const cuda::TileStep q_step{index, index / per_block, index % per_block};
+  const gpu::TileStep q_step{index, index / per_block, index % per_block};
   const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles), first = thread / kLanes * F::kRows;
   F forward{.call = call, .shared = shared, .lane = thread % kLanes, .first = first};
   HeadReader queries(call.q, b, h, call.e);

@@ -36,7 +36,7 @@ struct HeadReader {
   int columns, first = 0, rows = 0;
   bool wide;
 
-  LOWBIT_INLINE HeadReader(const cuda::HeadRows& of, int b, int h, int columns)
+  LOWBIT_INLINE HeadReader(const gpu::HeadRows& of, int b, int h, int columns)
       : begin(static_cast<const uint16_t*>(of.data) + b * of.batch + h * of.head), stride(of.row), columns(columns),
         wide((reinterpret_cast<uint64_t>(begin) | static_cast<uint64_t>(stride) * 2) % 16 == 0) {}
 

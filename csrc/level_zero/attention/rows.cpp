@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops attention_forward and attention_backward. Block lists and indices of mods are checked on the device;
 // where there are some, the host waits and asks.
-#include "cuda/attention/make_call.hpp"
+#include "gpu/attention/make_call.hpp"
 #include "level_zero/attention/captured.hpp"
 #include "level_zero/backend.hpp"
 
 namespace lowbit::level_zero {
 namespace {
 
-using cuda::RowStatistics;
+using gpu::RowStatistics;
 
 // The memory that a call needs besides its tensors.
 struct Room {
@@ -26,7 +26,7 @@ bool may_fail(const AttentionForwardArgs& args) {
 
 AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, const CallMods& mods, int q_tile,
                       int kv_tile) {
-  AttentionCall call{cuda::attention_call<ModTable>(args, q_tile, kv_tile,
+  AttentionCall call{gpu::attention_call<ModTable>(args, q_tile, kv_tile,
                                                     static_cast<uint8_t*>(workspace.at(Room::at_classes()))),
                      static_cast<int32_t>(args.q.size(3)), static_cast<int32_t>(args.ev()), args.q.dtype,
                      args.mask.dtype};
@@ -47,7 +47,7 @@ void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
 void run_forward(const AttentionForwardArgs& args, int lanes) {
   const int columns = kernel_columns(larger(args.q.size(3), args.ev())),
             q_tile = lanes ? DpasShape{columns, lanes}.q_tile() : ForwardShape{columns}.q_tile();
-  const Workspace workspace("attention_forward", args.place, Room{.classes = cuda::class_count(args)}.all());
+  const Workspace workspace("attention_forward", args.place, Room{.classes = gpu::class_count(args)}.all());
   const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
   const AttentionCall call = call_of(args, workspace, mods, q_tile, kKvTile);
   make_classes(args, call);
@@ -66,8 +66,8 @@ void run_forward_tiles(const AttentionForwardArgs& args) { run_forward(args, 0);
 AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
                             const CallMods& mods, int q_tile, int kv_tile) {
   AttentionCall call = call_of(args.forward, workspace, mods, q_tile, kv_tile);
-  call.grad_out = cuda::rows_of(args.grad_out), call.grad_q = cuda::rows_of(args.grad_q),
-  call.grad_k = cuda::rows_of(args.grad_k), call.grad_v = cuda::rows_of(args.grad_v),
+  call.grad_out = gpu::rows_of(args.grad_out), call.grad_q = gpu::rows_of(args.grad_q),
+  call.grad_k = gpu::rows_of(args.grad_k), call.grad_v = gpu::rows_of(args.grad_v),
   call.grad_lse = args.grad_lse.as<const float>(), call.grad_sink = args.grad_sink.as<float>();
   call.statistics = static_cast<RowStatistics*>(workspace.at(room.at_statistics()));
   call.unit = static_cast<float*>(workspace.at(room.at_unit()));
@@ -78,7 +78,7 @@ void run_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
   const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
-  const Room room{.classes = cuda::class_count(forward),
+  const Room room{.classes = gpu::class_count(forward),
                   .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
                   .captured = CapturedGradients::bytes(args)};
   const Workspace workspace("attention_backward", forward.place, room.all());
@@ -107,7 +107,7 @@ std::string_view refuses(const AttentionForwardArgs& args) {
   if (args.mask && args.mask.dtype == DType::float64) return "a mask of float64";
   for (const ScoreCall* mod : {args.score_mod, args.mask_mod})
     if (const std::string_view reason = refuses_mod(mod); !reason.empty()) return reason;
-  if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || cuda::class_count(args) >= INT32_MAX)
+  if (args.batch() * args.heads() * args.q_length() >= INT32_MAX || gpu::class_count(args) >= INT32_MAX)
     return "more than 2^31 rows or blocks";
   return "";
 }

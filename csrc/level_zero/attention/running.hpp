@@ -3,7 +3,7 @@
 // a lane has every sixteenth key, of sums every sixteenth column; probabilities go from lane to lane.
 #pragma once
 
-#include "cuda/attention/place.cuh"
+#include "gpu/attention/place.cuh"
 #include "level_zero/attention/call.hpp"
 #include "level_zero/device/floats.hpp"
 #include "level_zero/device/vectors.hpp"
@@ -13,7 +13,7 @@ namespace lowbit::level_zero {
 LOWBIT_INLINE float load_real(const void* from, DType dtype, int64_t at) {
   if (dtype == DType::float32) return global<float>(from)[at];
   const uint16_t bits = global<uint16_t>(from)[at];
-  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : cuda::float_of_half(bits);
+  return dtype == DType::bfloat16 ? float_from_bfloat16(bits) : gpu::float_of_half(bits);
 }
 LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
   if (dtype == DType::float32) global<float>(to)[at] = value;
@@ -30,7 +30,7 @@ LOWBIT_INLINE float sum_of_lanes(float value) {
   for (int step = kSubGroup / 2; step; step /= 2) value += shuffled_xor(value, step);
   return value;
 }
-LOWBIT_INLINE float exponential(float difference) { return power_of_2(difference * cuda::kLog2e); }
+LOWBIT_INLINE float exponential(float difference) { return power_of_2(difference * gpu::kLog2e); }
 
 template <int kColumns>
 struct SharedTile {
@@ -106,7 +106,7 @@ struct Running {
   LOWBIT_INLINE void start() {
     clear(out);
 #pragma unroll
-    for (int r = 0; r < kRows; r++) top[r] = cuda::minus_infinity(), total[r] = 0;
+    for (int r = 0; r < kRows; r++) top[r] = gpu::minus_infinity(), total[r] = 0;
   }
 
   // Scores to powers of e, sums and the result in relation to the largest score so far.
@@ -117,7 +117,7 @@ struct Running {
 #pragma unroll
       for (int j = 0; j < kKeys; j++) largest = larger_of(largest, s[r][j]);
       largest = largest_of_lanes(largest);
-      const float base = largest == cuda::minus_infinity() ? 0.0f : largest, shrink = exponential(top[r] - base);
+      const float base = largest == gpu::minus_infinity() ? 0.0f : largest, shrink = exponential(top[r] - base);
       top[r] = largest, total[r] *= shrink;
 #pragma unroll
       for (int c = 0; c < kSums; c++) out[r][c] *= shrink;
@@ -132,7 +132,7 @@ struct Running {
 
 // `rows` rows in local memory to a tensor, once all threads have written them.
 template <int kRows, int kColumns>
-LOWBIT_INLINE void store_rows(const cuda::HeadRows& to, DType dtype, int64_t begin,
+LOWBIT_INLINE void store_rows(const gpu::HeadRows& to, DType dtype, int64_t begin,
                               const float (&from)[kRows][kColumns], int rows, int columns) {
   __syncthreads();
   for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kAttentionThreads) {
@@ -148,7 +148,7 @@ struct RowEnd {
   LOWBIT_INLINE void add_sink(float sink) {
     const float before = top;
     top = sink > top ? sink : top;
-    if (top == cuda::minus_infinity()) return;
+    if (top == gpu::minus_infinity()) return;
     scale = exponential(before - top);
     total = total * scale + exponential(sink - top);
   }

@@ -29,13 +29,13 @@ template <class Call>
 LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + q * call.bias_stride[2] +
                      k * call.bias_stride[3];
-  if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : cuda::minus_infinity();
+  if (call.bias_dtype == DType::boolean) return global<uint8_t>(call.bias)[at] ? 0.0f : gpu::minus_infinity();
   return load_real(call.bias, call.bias_dtype, at);
 }
 
 // A mod is not asked about what is not there.
 template <bool kMods>
-LOWBIT_INLINE float modified(const AttentionCall& call, const cuda::TilePlace& at, float product, int q, int k) {
+LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at, float product, int q, int k) {
   float s = product * call.scale;
   const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
   const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
@@ -45,7 +45,7 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const cuda::TilePlace& a
       s = mask_mod(s, at.b, at.h, some_q, some_k, global<uint64_t>(call.mask.words));
   }
   if (call.bias) s += bias_of(call, at.b, at.h, some_q, some_k);
-  return at.cut && cuda::is_hidden(call, at, q, k) ? cuda::minus_infinity() : s;
+  return at.cut && gpu::is_hidden(call, at, q, k) ? gpu::minus_infinity() : s;
 }
 
 // The end of a row of the forward. Returns what the sums of its result are multiplied by; one lane writes the others.

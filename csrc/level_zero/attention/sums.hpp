@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of the tensors that score_mod captured and of a mask, by atomics and yet the same bits every time: as
-// cuda/attention/captured.cuh does it, in integers alone, as many of these GPUs have no double. In units of 2^-bits of
+// captured.cuh of CUDA does it, in integers alone, as many of these GPUs have no double. In units of 2^-bits of
 // the power of 2 above the largest value, `high` has the whole part and `low` as many bits behind the point; the host
 // puts them together.
 #pragma once

@@ -14,14 +14,14 @@ enum class KvKind : int32_t { floating, int8, int4 };  // KvFormat of ops/decode
 
 // [B, H, length, columns] of floats, or of codes with their scales.
 struct KvRows {
-  cuda::HeadRows rows{}, scales{};
+  gpu::HeadRows rows{}, scales{};
   KvKind kind = KvKind::floating;
   DType dtype = DType::other, scale_dtype = DType::other;
   int32_t columns = 0, padded = 0;  // kv_padded of codes
 };
 
 struct DecodeCall {
-  cuda::HeadRows q{}, out{};
+  gpu::HeadRows q{}, out{};
   KvRows k{}, v{};
   DType dtype = DType::other, bias_dtype = DType::other;  // of q and out; of the mask
   int32_t batch = 0, heads = 0, group = 0, length = 0, kv_length = 0;
@@ -39,7 +39,7 @@ struct DecodeCall {
 };
 
 struct KvCodesCall {
-  cuda::HeadRows x{};
+  gpu::HeadRows x{};
   KvRows codes{};
   DType dtype = DType::other;  // of x
   int32_t batch = 0, heads = 0, length = 0, rotation = 0;

@@ -12,7 +12,7 @@ constexpr int kCodeGroup = 32;  // kKvGroup: elements of a scale of int4
 
 LOWBIT_INLINE int words_of(const KvRows& of) { return of.kind == KvKind::int4 ? of.padded / 8 : of.padded / 4; }
 
-LOWBIT_INLINE int64_t row_at(const cuda::HeadRows& rows, int b, int h, int64_t row) {
+LOWBIT_INLINE int64_t row_at(const gpu::HeadRows& rows, int b, int h, int64_t row) {
   return b * rows.batch + h * rows.head + row * rows.row;
 }
 

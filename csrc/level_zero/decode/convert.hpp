@@ -25,7 +25,7 @@ LOWBIT_INLINE RowPlace row_place(const KvCodesCall& call) {
 LOWBIT_INLINE float stored_scale(const KvCodesCall& call, int64_t at, float scale, bool writes) {
   const KvRows& to = call.codes;
   if (writes) store_real(to.scales.data, to.scale_dtype, at, scale);
-  return to.scale_dtype == DType::float32 ? scale : cuda::float_of_half(half_of_float(scale));
+  return to.scale_dtype == DType::float32 ? scale : gpu::float_of_half(half_of_float(scale));
 }
 
 LOWBIT_INLINE int code_of(float x, float inverse, float low, float high) {

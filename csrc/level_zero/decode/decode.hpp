@@ -56,7 +56,7 @@ struct Decode {
   LOWBIT_INLINE float modified(float product, int k) const {
     const int64_t q = call.position + l;
     if (k >= call.kv_length || (call.causal && k > q) || (call.window && k <= q - call.window))
-      return cuda::minus_infinity();
+      return gpu::minus_infinity();
     float s = product * call.scale;
     if constexpr (kMods) {
       if (call.score.words) s = score_mod(s, b, h, static_cast<int>(q), k, global<uint64_t>(call.score.words));
@@ -86,7 +86,7 @@ struct Decode {
 #pragma unroll
       for (int j = 0; j < kKeys; j++) {
         const int k = first + sums.lane + j * kSubGroup;
-        s[0][j] = row < call.group * call.length ? modified(s[0][j], k) : cuda::minus_infinity();
+        s[0][j] = row < call.group * call.length ? modified(s[0][j], k) : gpu::minus_infinity();
       }
       sums.softmax(s);
       __syncthreads();
@@ -132,9 +132,9 @@ LOWBIT_INLINE void decode_combine(const DecodeCall& call) {
   const int lane = static_cast<int>(threadIdx.x) % kSubGroup, ev = call.v.columns;
   const auto h = static_cast<int>(at / call.length % call.heads), b = static_cast<int>(at / call.length / call.heads);
   const float* from = call.partial + at * call.splits * (ev + 2);
-  float top = cuda::minus_infinity(), total = 0;
+  float top = gpu::minus_infinity(), total = 0;
   for (int i = 0; i < call.splits; i++) top = larger_of(top, from[i * (ev + 2) + ev]);
-  const float base = top == cuda::minus_infinity() ? 0.0f : top;
+  const float base = top == gpu::minus_infinity() ? 0.0f : top;
   for (int i = 0; i < call.splits; i++)
     total += from[i * (ev + 2) + ev + 1] * exponential(from[i * (ev + 2) + ev] - base);
   RowEnd end{top, total};

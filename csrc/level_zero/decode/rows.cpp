@@ -9,7 +9,7 @@
 namespace lowbit::level_zero {
 namespace {
 
-cuda::HeadRows head_rows(const TensorView& tensor) {
+gpu::HeadRows head_rows(const TensorView& tensor) {
   if (!tensor) return {};
   return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
 }

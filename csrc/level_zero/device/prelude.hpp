@@ -137,10 +137,10 @@ LOWBIT_INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return bytes;
 }
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
   return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(bits)));
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

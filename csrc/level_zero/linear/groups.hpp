@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // What becomes of the sums of a work-group: scales of groups along k, the sums of its sub-groups added in order, and
-// what the epilogue of CUDA does (cuda/linear/epilogue.cuh). The formula of one sum is that of cuda/linear/call.hpp:
+// what gpu/linear/epilogue.cuh does. The formula of one sum is that of gpu/linear/call.hpp:
 // w_scale * (scale * (dot + start) + zero - w_zero * sum).
 #pragma once
 
-#include "cuda/linear/epilogue.cuh"
+#include "gpu/linear/epilogue.cuh"
 #include "level_zero/device/vectors.hpp"
 #include "level_zero/linear/levels.hpp"
 
 namespace lowbit::level_zero {
 
-using cuda::LinearCall;
-using cuda::RowSum;
+using gpu::LinearCall;
+using gpu::RowSum;
 
 constexpr int kTeams = 8;  // sub-groups of a work-group
 
 #define LOWBIT_LINEAR(name, ...)                                                    \
-  LOWBIT_KERNEL(name, lowbit::level_zero::kTeamThreads, lowbit::cuda::LinearCall) { \
+  LOWBIT_KERNEL(name, lowbit::level_zero::kTeamThreads, lowbit::gpu::LinearCall) { \
     lowbit::level_zero::__VA_ARGS__(args);                                          \
   }
 
@@ -28,7 +28,7 @@ struct Scale {
       : scale(1.0f), zero(static_cast<float>(zero_of_symmetric())) {
     const int of_part = part >> call.group_shift, group = of_part < call.groups ? of_part : call.groups - 1;
     const auto half_at = [&](int64_t section) {
-      return cuda::float_of_half(global<uint16_t>(panel + section)[group * kPanelColumns + column]);
+      return gpu::float_of_half(global<uint16_t>(panel + section)[group * kPanelColumns + column]);
     };
     if (call.spec.group_size) scale = half_at(call.sections.group_scale);
     if (has_zero_points()) zero = half_at(call.sections.zero);
@@ -39,7 +39,7 @@ LOWBIT_INLINE RowSum row_sum(const RowSum* from) {  // one load of 16 bytes
   return __builtin_bit_cast(RowSum, *global<u32x4>(from));
 }
 
-// What a weight's zero point is less of: of a symmetric one, but of int4 codes later (cuda/linear/activations.cuh).
+// What a weight's zero point is less of: of a symmetric one, but of int4 codes later (gpu/linear/activations.cuh).
 template <bool kCodes>
 LOWBIT_INLINE float taken_off() {
   return kCodes && code_bits() == 4 ? 0.0f : static_cast<float>(zero_of_symmetric());
@@ -75,9 +75,9 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int6
     } else if (code_bits() == 32) {
       weight = global<float>(tile)[at * kPanelColumns + column];
     } else {
-      weight = cuda::float_of_half(global<uint16_t>(tile)[at * kPanelColumns + column]);
+      weight = gpu::float_of_half(global<uint16_t>(tile)[at * kPanelColumns + column]);
     }
-    sum = __fmaf_rn(cuda::load_as_float(call.x, call.dtype, row * call.spec.k + k), weight, sum);
+    sum = __fmaf_rn(gpu::load_as_float(call.x, call.dtype, row * call.spec.k + k), weight, sum);
   }
   return sum;
 }
@@ -108,7 +108,7 @@ LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int
       if (call.x_format == XFormat::int8_row_asymmetric)
         sum = __fmaf_rn(call.row_offset[row], global<float>(panel + call.sections.column_sum)[column], sum);
     }
-    cuda::finish<Format::float32>(call, row, n, sum, {.column_scale = false, .row_scale = row_scale});
+    gpu::finish<Format::float32>(call, row, n, sum, {.column_scale = false, .row_scale = row_scale});
   }
 }
 

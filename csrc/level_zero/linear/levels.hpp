@@ -2,7 +2,7 @@
 // The 16 levels of a lookup format of half bytes, in shared memory.
 #pragma once
 
-#include "cuda/linear/activations.cuh"
+#include "gpu/linear/activations.cuh"
 #include "level_zero/linear/constants.hpp"
 
 namespace lowbit::level_zero {
@@ -24,9 +24,9 @@ LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
   if (is_table(Format::name) && format == Format::name) level = level_of<Format::name>(code);
   LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
-  float part[cuda::kMostParts];
-  cuda::cut(level, part);
-  return {cuda::upper_halves(part[0], part[1]), cuda::upper_halves(part[2], 0.0f)};
+  float part[gpu::kMostParts];
+  gpu::cut(level, part);
+  return {gpu::upper_halves(part[0], part[1]), gpu::upper_halves(part[2], 0.0f)};
 }
 
 // A level is what its parts add up to.

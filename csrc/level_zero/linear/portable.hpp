@@ -45,7 +45,7 @@ LOWBIT_INLINE void weights_at(const uint8_t* tile, uint32_t codes, int k, int co
     if (has_bfloat16())
       weight[i] = float_from_bfloat16(global<uint16_t>(tile)[(k + i) / 2 * 32 + column * 2 + i % 2]);
     else if (has_floats())
-      weight[i] = code_bits() == 32 ? global<float>(tile)[at] : cuda::float_of_half(global<uint16_t>(tile)[at]);
+      weight[i] = code_bits() == 32 ? global<float>(tile)[at] : gpu::float_of_half(global<uint16_t>(tile)[at]);
     else if (has_levels())
       weight[i] = whole_level(levels[code]);
     else

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op linear: activations are put in order, then multiplied (cuda/linear/call.hpp), by dpas where the device
+// Rows of the op linear: activations are put in order, then multiplied (gpu/linear/call.hpp), by dpas where the device
 // has it.
 #include <bit>
 
-#include "cuda/linear/call.hpp"
+#include "gpu/linear/call.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/program.hpp"
 #include "ops/linear.hpp"
@@ -11,8 +11,8 @@
 namespace lowbit::level_zero {
 namespace {
 
-using cuda::LinearCall;
-using cuda::RowSum;
+using gpu::LinearCall;
+using gpu::RowSum;
 
 constexpr int kActivationThreads = 256, kTeams = 8;  // as activations.spirv.cpp and product.hpp have them
 constexpr int64_t kFewestOfMany = 64;                // rows from which on a weight is decoded once for many
@@ -24,7 +24,7 @@ struct LinearKind {
 
   LinearKind(const LinearArgs& args, int lanes)
       : lanes(lanes), x_parts(0),
-        scales_per_tile(is_float(args.weight_spec.format) ? 0 : cuda::tile_groups(args.weight_spec)),
+        scales_per_tile(is_float(args.weight_spec.format) ? 0 : gpu::tile_groups(args.weight_spec)),
         codes(!stays_float(args.x_format)), asymmetric(args.weight_spec.asymmetric) {
     if (args.x_format == XFormat::float8_row) x_parts = 1;  // the scale of the row comes in at the end
     else if (!codes) x_parts = args.dtype == DType::float32 ? 3 : args.dtype == DType::float16 ? 2 : 1;
@@ -111,9 +111,9 @@ std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
   if (!modules_lack(kFormat).empty()) return modules_lack(kFormat);
-  if (cuda::lacks_groups(args.weight_spec)) return cuda::kNoSmallGroups;
+  if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
-  if (kCodes && args.weight_spec.k > cuda::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
+  if (kCodes && args.weight_spec.k > gpu::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 template <Format kFormat, bool kCodes>

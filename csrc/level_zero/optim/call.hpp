@@ -3,7 +3,7 @@
 // computed in double, which many of these GPUs lack.
 #pragma once
 
-#include "cuda/optim/constants.hpp"
+#include "gpu/optim/constants.hpp"
 
 namespace lowbit::level_zero {
 
@@ -27,7 +27,7 @@ template <class Rule>
 struct StepEntry {
   OptimTensor tensor;
   int64_t first_task;
-  cuda::Constants<Rule> constants;
+  gpu::Constants<Rule> constants;
 };
 
 struct StepCall {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // encode_state and decode_state: <op>_<format>_<signed>.
 #define LOWBIT_LANES 16
-#include "cuda/optim/convert.cuh"
+#include "gpu/optim/convert.cuh"
 #include "level_zero/optim/call.hpp"
 
 #define LOWBIT_CONVERT(op, what, format, is_signed)                                                             \
-  LOWBIT_KERNEL(op##_##format##_##is_signed, lowbit::cuda::kStepThreads, lowbit::cuda::ConvertArgs) {           \
+  LOWBIT_KERNEL(op##_##format##_##is_signed, lowbit::gpu::kStepThreads, lowbit::gpu::ConvertArgs) {           \
     constexpr auto kFormat = lowbit::StateFormat::format;                                                       \
     using lowbit::level_zero::block_of, lowbit::level_zero::kEach;                                              \
-    lowbit::cuda::Convert<kFormat, is_signed, block_of(kFormat), kEach>::what(args);                            \
+    lowbit::gpu::Convert<kFormat, is_signed, block_of(kFormat), kEach>::what(args);                            \
   }
 #define LOWBIT_CONVERTS(format)                                                                   \
   LOWBIT_CONVERT(encode_state, encode, format, 0) LOWBIT_CONVERT(encode_state, encode, format, 1) \

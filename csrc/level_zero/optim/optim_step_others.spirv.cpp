@@ -13,7 +13,7 @@ LOWBIT_INLINE void other_step(const StepCall& call) {
 }
 
 #define LOWBIT_STEP(name, Rule, count, format)                                     \
-  LOWBIT_KERNEL(name##_##count##_##format, cuda::kStepThreads, StepCall) {         \
+  LOWBIT_KERNEL(name##_##count##_##format, gpu::kStepThreads, StepCall) {         \
     other_step<Rule, count, StateFormat::format>(args);                            \
   }
 #define LOWBIT_STEPS(name, Rule, count)                                                       \

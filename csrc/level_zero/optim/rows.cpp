@@ -12,9 +12,9 @@
 namespace lowbit::level_zero {
 namespace {
 
-using cuda::ConvertArgs;
-using cuda::kStepThreads;
-using cuda::kTaskElements;
+using gpu::ConvertArgs;
+using gpu::kStepThreads;
+using gpu::kTaskElements;
 
 // What the host computes constants of, read from the device and written back.
 struct Numbers {
@@ -36,7 +36,7 @@ Numbers read_numbers(const OptimStepArgs& args) {
 template <class Rule, int kCount>
 void step_with(const OptimStepArgs& args, Numbers& numbers) {
   using Step = typename Rule::template Step<kCount>;
-  const cuda::StepOptions options{args.hyper, args.grad_scale ? &numbers.grad_scale : nullptr, nullptr, args.seed,
+  const gpu::StepOptions options{args.hyper, args.grad_scale ? &numbers.grad_scale : nullptr, nullptr, args.seed,
                                   args.block_size, args.stochastic_rounding};
   const std::size_t count = args.tensors.size();
   static_assert(std::is_trivially_copyable_v<StepEntry<Step>>);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// optim_step by the update of CUDA: a work-group is a CTA, a sub-group of 16 a warp.
+// optim_step by the update of csrc/gpu: a work-group is a CTA, a sub-group of 16 a warp.
 #pragma once
 
 #define LOWBIT_LANES 16
-#include "cuda/optim/step.cuh"
+#include "gpu/optim/step.cuh"
 #include "level_zero/optim/call.hpp"
 
 namespace lowbit::level_zero {
@@ -19,8 +19,8 @@ LOWBIT_INLINE void step(const StepCall& call) {
     else end = middle;
   }
   const StepEntry<Rule>& of = entries[found];
-  cuda::update_task<Rule, kFormat, block_of(kFormat), kEach>(of.tensor, of.constants,
-                                                             (task - of.first_task) * cuda::kTaskElements);
+  gpu::update_task<Rule, kFormat, block_of(kFormat), kEach>(of.tensor, of.constants,
+                                                             (task - of.first_task) * gpu::kTaskElements);
 }
 
 }  // namespace lowbit::level_zero
@@ -28,7 +28,7 @@ LOWBIT_INLINE void step(const StepCall& call) {
 // A driver makes code of a whole module: that of a state format has one kernel of each rule, <rule>, with the moments
 // that are used most, and optim_step_others has the rest.
 #define LOWBIT_USUAL_STEP(name, Rule, format)                                                               \
-  LOWBIT_KERNEL(name, lowbit::cuda::kStepThreads, lowbit::level_zero::StepCall) {                           \
+  LOWBIT_KERNEL(name, lowbit::gpu::kStepThreads, lowbit::level_zero::StepCall) {                           \
     using Step = lowbit::Rule::Step<lowbit::level_zero::kUsualMoments<lowbit::Rule>>;                       \
     lowbit::level_zero::step<Step, lowbit::StateFormat::format>(args);                                      \
   }

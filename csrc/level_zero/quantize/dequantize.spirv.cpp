@@ -2,10 +2,10 @@
 // All of a packed weight, or rows that are named. Integer formats have one kernel, that of int8: tools/spirv leaves out
 // the empty ones of the others.
 #define LOWBIT_LANES 16
-#include "cuda/quantize/dequantize.cuh"
 #include "formats/list.hpp"
+#include "gpu/quantize/dequantize.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 #define LOWBIT_FORMAT(name, Codec)                                           \
   LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) {     \
@@ -15,4 +15,4 @@ namespace lowbit::cuda {
 LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

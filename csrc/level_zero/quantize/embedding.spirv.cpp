@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of a weight that lies row by row, as those of embeddings do; kernels as those of dequantize.spirv.cpp.
 #define LOWBIT_LANES 16
-#include "cuda/quantize/dequantize.cuh"
 #include "formats/list.hpp"
+#include "gpu/quantize/dequantize.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 #define LOWBIT_FORMAT(name, Codec)                                              \
   LOWBIT_KERNEL(dequantize_##name, kDequantizeThreads, DequantizeCall) {        \
@@ -14,4 +14,4 @@ namespace lowbit::cuda {
 LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize and all_finite, by the kernels of CUDA. Both wait for what their kernels have found.
-#include "cuda/quantize/make_pack_call.hpp"
+// Rows of the ops quantize and all_finite, by the kernels of csrc/gpu. Both wait for what their kernels have found.
+#include "gpu/quantize/make_pack_call.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
@@ -17,25 +17,25 @@ std::vector<T> read_back(const Place& place, const void* from, int64_t count) {
 
 void run_quantize(const QuantizeArgs& args) {
   const WeightSpec& spec = args.spec;
-  const Workspace workspace("quantize", args.place, cuda::room_of(spec).all);
-  const cuda::PackCall call = cuda::pack_call(args, workspace.at(0));
+  const Workspace workspace("quantize", args.place, gpu::room_of(spec).all);
+  const gpu::PackCall call = gpu::pack_call(args, workspace.at(0));
   const std::string_view format = kFormatNames[static_cast<int>(integers_as_int8(spec.format))];
   const Program& pack = program(args.place, "pack");
   const auto launch = [&](std::string_view kernel) {
-    pack.launch(args.place, concat(kernel, format).c_str(), spec.panels(), cuda::kPackThreads, &call, sizeof call);
+    pack.launch(args.place, concat(kernel, format).c_str(), spec.panels(), gpu::kPackThreads, &call, sizeof call);
   };
   if (is_float(spec.format)) launch("pack_floats_");
   else launch("pack_scales_"), launch("pack_codes_");
-  *args.distortion = cuda::total(read_back<float>(args.place, call.sums, spec.panels() * 3));
+  *args.distortion = gpu::total(read_back<float>(args.place, call.sums, spec.panels() * 3));
 }
 
 void run_all_finite(const AllFiniteArgs& args) {
-  const int64_t groups = cuda::finite_ctas(args);
+  const int64_t groups = gpu::finite_ctas(args);
   const Workspace workspace("all_finite", args.place, groups * 4);
-  const cuda::FiniteCall call = cuda::finite_call(args, workspace.at(0));
+  const gpu::FiniteCall call = gpu::finite_call(args, workspace.at(0));
   program(args.place, "pack")
-      .launch(args.place, "find_not_finite", groups, cuda::kPackThreads, &call, sizeof call);
-  *args.result = cuda::is_finite(read_back<int32_t>(args.place, call.found, groups));
+      .launch(args.place, "find_not_finite", groups, gpu::kPackThreads, &call, sizeof call);
+  *args.result = gpu::is_finite(read_back<int32_t>(args.place, call.found, groups));
 }
 
 std::string_view takes_any(const QuantizeArgs& args) { return modules_lack(args.spec.format); }

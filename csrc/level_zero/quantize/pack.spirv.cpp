@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float weight to packed panels, by the kernels of CUDA. Integer formats have those of int8: tools/spirv leaves out
-// the empty ones of the others.
+// A float weight to packed panels, by the kernels of csrc/gpu. Integer formats have those of int8: tools/spirv leaves
+// out the empty ones of the others.
 #define LOWBIT_LANES 16
-#include "cuda/quantize/pack.cuh"
+#include "gpu/quantize/pack.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 template <Format kFormat, bool kFloats>
 constexpr bool kHasKernels = is_float(kFormat) == kFloats && integers_as_int8(kFormat) == kFormat;
@@ -24,4 +24,4 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 
 LOWBIT_KERNEL(find_not_finite, kPackThreads, FiniteCall) { all_finite(args); }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

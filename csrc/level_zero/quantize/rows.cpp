@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of CUDA.
-#include "cuda/quantize/make_dequantize_call.hpp"
+// Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of csrc/gpu.
 #include "formats/list.hpp"
+#include "gpu/quantize/make_dequantize_call.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
@@ -11,10 +11,10 @@ namespace {
 
 void launch(const DequantizeArgs& args, int64_t rows, int64_t* outside) {
   const WeightSpec& spec = args.spec;
-  const cuda::DequantizeCall call = cuda::dequantize_call(args, outside);
+  const gpu::DequantizeCall call = gpu::dequantize_call(args, outside);
   const std::string kernel = concat("dequantize_", kFormatNames[static_cast<int>(integers_as_int8(spec.format))]);
   program(args.place, args.layout == Layout::row_major ? "embedding" : "dequantize")
-      .launch(args.place, kernel.c_str(), rows * ceil_div(spec.k, cuda::kStretch), cuda::kDequantizeThreads, &call,
+      .launch(args.place, kernel.c_str(), rows * ceil_div(spec.k, gpu::kStretch), gpu::kDequantizeThreads, &call,
               sizeof call);
 }
 

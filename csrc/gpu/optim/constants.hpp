@@ -3,9 +3,9 @@
 #pragma once
 
 #include "core/random.hpp"
-#include "cuda/optim/table.hpp"
+#include "gpu/optim/table.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 template <class Rule>
 struct Constants {
@@ -24,4 +24,4 @@ struct Constants {
         stochastic(of.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/quantize/pack_call.hpp"
+#include "gpu/quantize/pack_call.hpp"
 #include "ops/quantize.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 // Memory of the device for a call, in bytes from its start. The sums are first.
 struct PackRoom {
@@ -69,4 +69,4 @@ inline int64_t finite_ctas(const AllFiniteArgs& args) {
   return smaller(kMostFiniteCtas, ceil_div(args.tensor.numel(), kFiniteStretch));
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

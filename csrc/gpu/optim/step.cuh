@@ -4,11 +4,10 @@
 // their block is known.
 #pragma once
 
-#include "cuda/device/kernel.cuh"
-#include "cuda/optim/constants.hpp"
-#include "cuda/optim/moments.cuh"
+#include "gpu/optim/constants.hpp"
+#include "gpu/optim/moments.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 // Before the step, in a launch of its own: every CTA of the step reads the same count.
 LOWBIT_INLINE void count_steps(const StepTable& table) {
@@ -156,4 +155,4 @@ LOWBIT_INLINE void step(const StepTable& table) {
   update_task<Rule, kFormat, kBlock>(tensor, constants, (task - table.first_task[index]) * kTaskElements);
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "core/random.hpp"
-#include "cuda/attention/call.hpp"
+#include "gpu/attention/call.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
@@ -93,4 +93,4 @@ LOWBIT_INLINE void make_classes(const Call& call) {
   read_list(call, call.lists[1], row, 2);
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -3,11 +3,11 @@
 // threads. The same codes and scales as cpu/optim/moment.hpp.
 #pragma once
 
-#include "cuda/device/vector.cuh"
-#include "cuda/optim/table.hpp"
 #include "formats/state_codes.hpp"
+#include "gpu/device/vector.cuh"
+#include "gpu/optim/table.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 template <StateFormat kFormat, bool kSigned>
 using Codes = StateCodes<kFormat, kSigned, Table8>;
@@ -184,4 +184,4 @@ LOWBIT_INLINE float encode_values(int32_t absmax_bits, float unit, f32 (&value)[
   return scale;
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

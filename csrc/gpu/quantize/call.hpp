@@ -5,7 +5,7 @@
 #include "core/dtype.hpp"
 #include "formats/layout.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 constexpr int kDequantizeThreads = 256;
 constexpr int64_t kStretch = 4 * kDequantizeThreads;  // k of a CTA
@@ -21,4 +21,4 @@ struct DequantizeCall {
   int bits;  // of a code
 };
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -2,10 +2,9 @@
 // Sums and maxima over the threads of a warp or a CTA, in each of them, in an order of their own.
 #pragma once
 
-#include "cuda/device/kernel.cuh"
-#include "cuda/device/vector.cuh"
+#include "gpu/device/vector.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 struct Largest {  // bits of floats that are not negative; a nan is above inf
   LOWBIT_INLINE int32_t operator()(int32_t a, int32_t b) const { return a > b ? a : b; }
@@ -34,4 +33,4 @@ LOWBIT_INLINE T of_cta(Combine combine, T value, T (&warps)[kWarps]) {
   return value;
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -3,12 +3,12 @@
 // add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or for each group.
 #pragma once
 
-#include "cuda/device/floats.cuh"
-#include "cuda/device/reduce.cuh"
-#include "cuda/linear/call.hpp"
 #include "formats/e4m3.hpp"
+#include "gpu/device/floats.cuh"
+#include "gpu/device/reduce.cuh"
+#include "gpu/linear/call.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 // The upper 16 bits of two floats, side by side.
 LOWBIT_INLINE uint32_t upper_halves(float low, float high) {
@@ -205,4 +205,4 @@ LOWBIT_INLINE void quantize_rows(const LinearCall& call) {
   quantize_rows<(kTileGroups > 0)>(call, kTileGroups, kCodeOffset<kFormat>);
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

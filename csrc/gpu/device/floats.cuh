@@ -3,9 +3,8 @@
 #pragma once
 
 #include "core/dtype.hpp"
-#include "cuda/device/mma.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 LOWBIT_INLINE float load_as_float(const void* from, DType dtype, int64_t at) {
   if (dtype == DType::float32) return static_cast<const float*>(from)[at];
@@ -19,4 +18,4 @@ LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float val
       dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -2,10 +2,10 @@
 // On the host: the call of a kernel of attention, of an op's arguments.
 #pragma once
 
-#include "cuda/attention/call.hpp"
+#include "gpu/attention/call.hpp"
 #include "ops/attention.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 inline HeadRows rows_of(const TensorView& tensor) {
   return {tensor.data, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
@@ -52,4 +52,4 @@ AttentionCallOf<Captured> attention_call(const AttentionForwardArgs& args, int q
   return call;
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

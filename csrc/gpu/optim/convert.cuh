@@ -2,10 +2,9 @@
 // encode_state and decode_state: float32 values to codes and scales as a step would store them, and back.
 #pragma once
 
-#include "cuda/device/kernel.cuh"
-#include "cuda/optim/moments.cuh"
+#include "gpu/optim/moments.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 template <StateFormat kFormat, bool kSigned, int kBlock, int kEach = elements_each(kBlock)>
 struct Convert {
@@ -48,4 +47,4 @@ struct Convert {
   }
 };
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -6,7 +6,7 @@
 #include "formats/layout.hpp"
 #include "formats/scales.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 constexpr int kPackThreads = 256;  // of a CTA, which has a panel: thread t has column t % 16, and groups t / 16 + 16 i
 
@@ -36,4 +36,4 @@ struct FiniteCall {
   int32_t* found;  // of each CTA: 1 where there is an inf or a nan, else 0
 };
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

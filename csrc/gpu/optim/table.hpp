@@ -6,7 +6,7 @@
 #include "formats/state_format.hpp"
 #include "ops/optim_tensor.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 constexpr int kStepThreads = 256;
 constexpr int64_t kTaskElements = 1 << 13;  // of one CTA: the constants of a step, made once in it, are under 2 % of it
@@ -44,4 +44,4 @@ struct ConvertArgs {  // of encode_state and decode_state
   int64_t numel;
 };
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

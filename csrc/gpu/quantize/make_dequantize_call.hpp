@@ -2,10 +2,10 @@
 // On the host: the call of the kernel that dequantizes all of a weight or some rows of it.
 #pragma once
 
-#include "cuda/quantize/call.hpp"
+#include "gpu/quantize/call.hpp"
 #include "ops/quantize.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 inline DequantizeCall dequantize_call(const DequantizeArgs& args, int64_t* outside) {
   return {.spec = args.spec,
@@ -19,4 +19,4 @@ inline DequantizeCall dequantize_call(const DequantizeArgs& args, int64_t* outsi
           .bits = bits(args.spec.format)};
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -2,15 +2,11 @@
 // All of a packed weight, or some rows of it, a stretch of a row to a CTA.
 #pragma once
 
-#include "cuda/device/floats.cuh"
-#include "cuda/device/kernel.cuh"
-#include "cuda/quantize/call.hpp"
 #include "formats/layout_codes.hpp"
-#ifndef LOWBIT_LANES
-#include "cuda/device/tiles.cuh"  // fail
-#endif
+#include "gpu/device/floats.cuh"
+#include "gpu/quantize/call.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 LOWBIT_INLINE int64_t wanted_row(const DequantizeCall& call, int64_t at) {
   if (!call.indices) return at;
@@ -42,4 +38,4 @@ LOWBIT_INLINE void dequantize(const DequantizeCall& call) {
   }
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -4,13 +4,12 @@
 // added in another order.
 #pragma once
 
-#include "cuda/device/floats.cuh"
-#include "cuda/device/kernel.cuh"
-#include "cuda/device/vector.cuh"
-#include "cuda/quantize/pack_call.hpp"
 #include "formats/scale_search.hpp"
+#include "gpu/device/floats.cuh"
+#include "gpu/device/vector.cuh"
+#include "gpu/quantize/pack_call.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 constexpr int kSlots = kPackThreads / static_cast<int>(kPanelColumns);
 
@@ -277,4 +276,4 @@ LOWBIT_INLINE void all_finite(const FiniteCall& call) {
   call.found[blockIdx.x] = mine;
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -3,10 +3,10 @@
 // activation, mul, add.
 #pragma once
 
-#include "cuda/linear/activations.cuh"
 #include "formats/layout_codes.hpp"
+#include "gpu/linear/activations.cuh"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 LOWBIT_INLINE float activate(Activation activation, float a) {
   switch (activation) {
@@ -58,4 +58,4 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, int64_t row, int64_t n) {
   return sum;
 }
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

@@ -7,7 +7,7 @@
 
 #include "core/dtype.hpp"
 
-namespace lowbit::cuda {
+namespace lowbit::gpu {
 
 struct f32 { float lane; };
 struct i32 { int32_t lane; };
@@ -83,4 +83,4 @@ LOWBIT_INLINE f32 lookup8(const Table8& table, i32 index) {
 LOWBIT_INLINE f32 lookup8(const float* table, i32 index) { return lookup8(Table8(table, 1.0f), index); }
 LOWBIT_INLINE f32 lookup16(const float* table, i32 index) { return {table[index.lane & 15]}; }  // of any lanes
 
-}  // namespace lowbit::cuda
+}  // namespace lowbit::gpu

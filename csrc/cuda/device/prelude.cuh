@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the device sources of csrc/gpu take from a device, for CUDA: NVRTC is given it first (runtime/nvrtc.cpp). Tests
+// give each word a meaning on the host.
+//
+// A kernel takes one struct, which lies in constant memory; the driver finds it by its name. Two CTAs of 256 threads or
+// more fit on a multiprocessor: 128 registers a thread. The threads of a CTA share LOWBIT_SHARED(int32_t, sums, [8]);
+// LOWBIT_DYNAMIC_SHARED(Type, shared) is what a launch asks for, where that is more than 48 KB.
+#pragma once
+
+#include "core/bits.hpp"
+
+#ifdef __CUDACC_RTC__
+#define LOWBIT_KERNEL(name, threads, Args) \
+  extern "C" __global__ void __launch_bounds__(threads, 2) name(const __grid_constant__ Args args)
+#define LOWBIT_SHARED(Type, name, extents) __shared__ alignas(16) Type name extents
+#define LOWBIT_DYNAMIC_SHARED(Type, name)  \
+  extern __shared__ uint4 dynamic_shared[]; \
+  auto& name = *reinterpret_cast<Type*>(dynamic_shared)
+
+namespace lowbit::gpu {
+
+LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
+  float a;
+  asm("{.reg .f16 h; .reg .b16 u; mov.b32 {h, u}, %1; cvt.f32.f16 %0, h;}" : "=f"(a) : "r"(bits));
+  return a;
+}
+
+// Ends the launch with an error, which the next wait for the device reports: an argument in its memory is wrong.
+LOWBIT_INLINE void fail() { asm volatile("trap;"); }
+
+}  // namespace lowbit::gpu
+#endif
+
+namespace lowbit::gpu {}
+
+namespace lowbit::cuda {
+
+using namespace gpu;
+
+}  // namespace lowbit::cuda

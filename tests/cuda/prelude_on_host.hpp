@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// What cuda/device/prelude.cuh gives to the sources of csrc/gpu, on the host. Included by cuda_on_host.hpp.
+#pragma once
+
+namespace lowbit::gpu {
+
+inline float float_of_half(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7fff;
+  const float value = magnitude >= 0x7c00 ? (magnitude == 0x7c00 ? HUGE_VALF : NAN)
+                      : magnitude < 0x400 ? std::ldexp(static_cast<float>(magnitude), -24)
+                                          : std::ldexp(static_cast<float>(magnitude % 0x400 + 0x400),
+                                                       static_cast<int>(magnitude / 0x400) - 25);
+  return bits & 0x8000 ? -value : value;
+}
+
+inline void fail() {
+  on_host::failed = true;
+  on_host::wait(on_host::State::done);
+}
+
+}  // namespace lowbit::gpu
+
+namespace lowbit::cuda {
+
+using namespace gpu;
+
+}  // namespace lowbit::cuda
