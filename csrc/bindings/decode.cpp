@@ -25,22 +25,24 @@ void decode_into(py::handle q, py::handle k, py::handle v, py::handle out, doubl
   const TensorArguments score_tensors(score_captured, "score_captured"), mask_tensors(mask_captured, "mask_captured");
   const AttentionMods mods("decode", {score_mod, score_tensors.views}, {mask_mod, mask_tensors.views});
   const py::gil_scoped_release nogil;
-  decode({.q = *q_argument,
-          .k = *k_argument,
-          .v = *v_argument,
-          .k_scale = *k_scale_argument,
-          .v_scale = *v_scale_argument,
-          .out = *out_argument,
-          .lse = *lse_argument,
-          .mask = *mask_argument,
-          .sink = *sink_argument,
-          .scale = scale,
-          .causal = causal,
-          .position = position,
-          .window = window,
-          .rotated = rotated,
-          .score_mod = mods.score_mod(),
-          .mask_mod = mods.mask_mod()});
+  DecodeArgs args{.q = *q_argument,
+                  .k = *k_argument,
+                  .v = *v_argument,
+                  .k_scale = *k_scale_argument,
+                  .v_scale = *v_scale_argument,
+                  .out = *out_argument,
+                  .lse = *lse_argument,
+                  .mask = *mask_argument,
+                  .sink = *sink_argument,
+                  .scale = scale,
+                  .causal = causal,
+                  .position = position,
+                  .window = window,
+                  .rotated = rotated,
+                  .score_mod = mods.score_mod(),
+                  .mask_mod = mods.mask_mod()};
+  check_args(args);
+  decode(args);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 #include "score/program.hpp"
 
@@ -12,22 +13,6 @@ namespace lowbit {
 using enum ErrorKind;
 
 namespace {
-
-void check_shape(std::string_view op, std::string_view name, const TensorView& tensor,
-                 std::initializer_list<int64_t> shape) {
-  const bool fits =
-      tensor.rank == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), tensor.shape.begin());
-  check(fits, value, op, ": ", name, " must have shape ", shape_text(shape), ", got ", shape_text(tensor));
-}
-
-void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor) {
-  check(tensor.size(-1) <= 1 || tensor.stride[tensor.rank - 1] == 1 || tensor.numel() == 0, value, op, ": ", name,
-        " must be dense in its last dimension, got stride ", tensor.stride[tensor.rank - 1]);
-}
-
-void check_dtype(std::string_view op, std::string_view name, const TensorView& tensor, DType wanted) {
-  check(tensor.dtype == wanted, type, op, ": ", name, " must be ", name_of(wanted), ", got ", name_of(tensor.dtype));
-}
 
 // A tensor of q's shape class: 4-d, dtype of q, dense rows.
 void check_heads(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
@@ -40,9 +25,7 @@ void check_heads(std::string_view op, std::string_view name, const TensorView& t
 void check_statistic(std::string_view op, std::string_view name, const TensorView& tensor, DType real,
                      std::initializer_list<int64_t> shape) {
   if (!tensor) return;
-  check_dtype(op, name, tensor, real);
-  check_shape(op, name, tensor, shape);
-  check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous");
+  check_tensor(op, name, tensor, real, shape);
 }
 
 void check_list(std::string_view op, std::string_view name, const TensorView& tensor, const TensorView& like,
@@ -87,40 +70,33 @@ void check_forward(std::string_view op, AttentionForwardArgs& args) {
                              {"full_kv_indices", args.lists.full_kv_indices}});
   check_on(args.place, op, "score_captured", args.score_mod);
   check_on(args.place, op, "mask_captured", args.mask_mod);
-  const auto& [place, q, k, v, out, lse, max_scores, mask, sink, scale, causal, dropout_p, seed, score_mod, mask_mod,
-               lists, blocks, key, k_scale, v_scale, rotated, position, window] = args;
+  const TensorView &q = args.q, &k = args.k, &v = args.v, &out = args.out;
   for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ",
           shape_text(*tensor));
-  check(is_activation(q.dtype) || q.dtype == DType::float64, type, op,
-        ": q must be float32, bfloat16, float16 or float64, got ", name_of(q.dtype));
-  const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), e = q.size(3), kv_heads = k.size(1),
-                kv_length = k.size(2);
-  check(e >= 1 && v.size(3) >= 1, value, op, ": head dimensions must be at least 1, got E=", e, " Ev=", v.size(3));
+  check_floating(op, "q", q);
+  const DType real = real_of(q.dtype);
+  const int64_t batch = args.batch(), heads = args.heads(), length = args.q_length(), e = q.size(3), ev = v.size(3),
+                kv_heads = args.kv_heads(), kv_length = args.kv_length();
+  check(e >= 1 && ev >= 1, value, op, ": head dimensions must be at least 1, got E=", e, " Ev=", ev);
   check_heads(op, "q", q, q.dtype, {batch, heads, length, e});
   check_heads(op, "k", k, q.dtype, {batch, kv_heads, kv_length, e});
-  check_heads(op, "v", v, q.dtype, {batch, kv_heads, kv_length, v.size(3)});
-  check(heads == 0 ? true : kv_heads > 0 && heads % kv_heads == 0, value, op,
-        ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
+  check_heads(op, "v", v, q.dtype, {batch, kv_heads, kv_length, ev});
+  check_groups(op, heads, kv_heads);
   check(std::max(length, kv_length) < INT32_MAX, value, op, ": lengths must be below 2^31 - 1, got ", length, " and ",
         kv_length);
-  check_heads(op, "out", out, out.dtype == real_of(q.dtype) ? out.dtype : q.dtype, {batch, heads, length, v.size(3)});
-  check_statistic(op, "lse", lse, real_of(q.dtype), {batch, heads, length});
-  check_statistic(op, "max_scores", max_scores, real_of(q.dtype), {batch, heads, length});
-  check_statistic(op, "sink", sink, real_of(q.dtype), {heads});
-  if (mask) {
-    const bool floating = is_activation(mask.dtype) || mask.dtype == DType::float64;
-    check(floating || mask.dtype == DType::boolean, type, op, ": mask must be bool or floating, got ",
-          name_of(mask.dtype));
-    check_shape(op, "mask", mask, {batch, heads, length, kv_length});
-  }
+  check_heads(op, "out", out, out.dtype == real ? real : q.dtype, {batch, heads, length, ev});
+  check_statistic(op, "lse", args.lse, real, {batch, heads, length});
+  check_statistic(op, "max_scores", args.max_scores, real, {batch, heads, length});
+  check_statistic(op, "sink", args.sink, real, {heads});
+  check_mask(op, args.mask, {batch, heads, length, kv_length});
   check_lists(op, args);
-  if (seed) {
-    check(seed.dtype == DType::int64 && seed.numel() == 1, type, op, ": seed must be one int64, got ",
-          name_of(seed.dtype), " ", shape_text(seed));
-  }
-  check(std::isfinite(scale), value, op, ": scale must be finite, got ", scale);
-  check(dropout_p >= 0 && dropout_p <= 1, value, op, ": dropout_p must be between 0 and 1, got ", dropout_p);
+  const TensorView& seed = args.seed;
+  check(!seed || (seed.dtype == DType::int64 && seed.numel() == 1), type, op, ": seed must be one int64, got ",
+        name_of(seed.dtype), " ", shape_text(seed));
+  check(std::isfinite(args.scale), value, op, ": scale must be finite, got ", args.scale);
+  check(args.dropout_p >= 0 && args.dropout_p <= 1, value, op, ": dropout_p must be between 0 and 1, got ",
+        args.dropout_p);
 }
 
 void check_captured_gradients(std::string_view op, const ScoreCall* call, std::span<const TensorView> gradients) {
@@ -130,14 +106,10 @@ void check_captured_gradients(std::string_view op, const ScoreCall* call, std::s
   for (int64_t i = 0; i < count; i++) {
     if (!gradients[i]) continue;
     const TensorView& tensor = call->captured()[i];
-    check(is_activation(tensor.dtype) || tensor.dtype == DType::float64, type, op,
-          ": a captured tensor with a gradient must be floating, got ", name_of(tensor.dtype));
+    check_floating(op, "a captured tensor with a gradient", tensor);
     check_dtype(op, "score_captured_grads", gradients[i], tensor.dtype);
-    check(gradients[i].rank == tensor.rank &&
-              std::equal(tensor.shape.begin(), tensor.shape.begin() + tensor.rank, gradients[i].shape.begin()),
-          value, op, ": score_captured_grads must have shape ", shape_text(tensor), ", got ",
-          shape_text(gradients[i]));
-    check(gradients[i].is_contiguous(), value, op, ": score_captured_grads must be contiguous");
+    check_shape(op, "score_captured_grads", gradients[i], shape_text(tensor).sizes);
+    check_contiguous(op, "score_captured_grads", gradients[i]);
   }
 }
 
@@ -149,12 +121,9 @@ void check_gradient(std::string_view op, std::string_view name, const TensorView
 
 }  // namespace
 
-void attention_forward(AttentionForwardArgs args) {
-  check_forward("attention_forward", args);
-  if (args.out.numel() > 0) run(args);
-}
+void check_args(AttentionForwardArgs& args) { check_forward("attention_forward", args); }
 
-void attention_backward(AttentionBackwardArgs args) {
+void check_args(AttentionBackwardArgs& args) {
   constexpr std::string_view op = "attention_backward";
   AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
@@ -170,8 +139,8 @@ void attention_backward(AttentionBackwardArgs args) {
   check_gradient(op, "grad_k", args.grad_k, forward.k);
   check_gradient(op, "grad_v", args.grad_v, forward.v);
   check_statistic(op, "grad_lse", args.grad_lse, real, {batch, heads, length});
-  check_statistic(op, "grad_sink", args.grad_sink, real, {heads});
   check(!args.grad_sink || forward.sink, value, op, ": grad_sink must be None without a sink");
+  check_statistic(op, "grad_sink", args.grad_sink, real, {heads});
   if (args.grad_mask) {
     check(forward.mask && forward.mask.dtype != DType::boolean, value, op,
           ": grad_mask must be None without a floating mask");
@@ -179,8 +148,12 @@ void attention_backward(AttentionBackwardArgs args) {
     check_shape(op, "grad_mask", args.grad_mask, {batch, heads, length, forward.kv_length()});
   }
   if (args.wants_captured()) check_captured_gradients(op, forward.score_mod, args.grad_captured);
-  run(args);
 }
+
+void attention_forward(const AttentionForwardArgs& args) {
+  if (args.out.numel() > 0) run(args);
+}
+void attention_backward(const AttentionBackwardArgs& args) { run(args); }
 
 namespace {
 

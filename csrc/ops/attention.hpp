@@ -96,8 +96,12 @@ struct AttentionBackwardArgs {
   const ScoreGradientPlan* captured = nullptr;  // made by a CPU row of grad_captured, or null
 };
 
-LOWBIT_API void attention_forward(AttentionForwardArgs args);
-LOWBIT_API void attention_backward(AttentionBackwardArgs args);
+// Every check of a call, and its place: what is written needs no data yet.
+LOWBIT_API void check_args(AttentionForwardArgs& args);
+LOWBIT_API void check_args(AttentionBackwardArgs& args);
+// Of arguments that were checked.
+LOWBIT_API void attention_forward(const AttentionForwardArgs& args);
+LOWBIT_API void attention_backward(const AttentionBackwardArgs& args);
 
 LOWBIT_API Call describe(const AttentionForwardArgs& args);
 LOWBIT_API Call describe(const AttentionBackwardArgs& args);

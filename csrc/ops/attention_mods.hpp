@@ -24,6 +24,10 @@ class AttentionMods {
                 std::span<const TensorView> blocks = {}, std::pair<int64_t, int64_t> block_size = {0, 0}) {
     if (!score_mod.code.empty()) score_mod_.emplace(op, "score_mod", score_mod.code, score_mod.captured);
     if (!mask_mod.code.empty()) mask_mod_.emplace(op, "mask_mod", mask_mod.code, mask_mod.captured);
+    check(!score_mod_ || !score_mod_->program().is_mask, ErrorKind::value, op,
+          ": score_mod must be a program with a float result");
+    check(!mask_mod_ || mask_mod_->program().is_mask, ErrorKind::value, op,
+          ": mask_mod must be a program with a bool result");
     check(blocks.size() == 0 || blocks.size() == 2 || blocks.size() == 4, ErrorKind::value, op,
           ": blocks must be kv_num_blocks, kv_indices and perhaps full_kv_num_blocks, full_kv_indices, got ",
           blocks.size(), " tensors");

@@ -65,9 +65,14 @@ struct KvDequantizeArgs {
   KvFormat format() const { return codes.dtype == DType::int8 ? KvFormat::int8 : KvFormat::int4; }
 };
 
-LOWBIT_API void decode(DecodeArgs args);
-LOWBIT_API void kv_quantize(KvQuantizeArgs args);
-LOWBIT_API void kv_dequantize(KvDequantizeArgs args);
+// Every check of a call, and its place: out needs no data yet.
+LOWBIT_API void check_args(DecodeArgs& args);
+LOWBIT_API void check_args(KvQuantizeArgs& args);
+LOWBIT_API void check_args(KvDequantizeArgs& args);
+// Of arguments that were checked.
+LOWBIT_API void decode(const DecodeArgs& args);
+LOWBIT_API void kv_quantize(const KvQuantizeArgs& args);
+LOWBIT_API void kv_dequantize(const KvDequantizeArgs& args);
 
 LOWBIT_API Call describe(const DecodeArgs& args);
 LOWBIT_API Call describe(const KvQuantizeArgs& args);

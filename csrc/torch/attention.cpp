@@ -18,37 +18,46 @@ constexpr char kScores[] =
 constexpr char kMasks[] =
     "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink";
 
-template <Text name, class Op>
-std::vector<int64_t> integers(Arguments<Op>& given) {
-  std::vector<int64_t> numbers;
-  for (const StableIValue value : get<name>(given).values(given.op)) numbers.push_back(to_int(value));
-  return numbers;
+template <Text name, class Given>
+std::vector<int64_t> integers(Given& given) {
+  const std::vector<StableIValue> values = get<name>(given).values(given.op);
+  return {values.begin(), values.end()};
 }
 
-template <Text name, class Op>
-std::vector<Tensor> tensors(Arguments<Op>& given) { return get<name>(given).tensors(given.op); }
+// A list of tensors with their views.
+template <class Held>
+struct Tensors {
+  Tensors(std::vector<Held> list, std::string_view op, std::string_view name) : held(std::move(list)) {
+    for (const Held& tensor : held) views.push_back(tensor.view(op, name));
+  }
+  std::vector<Held> held;
+  std::vector<TensorView> views;
+};
+template <Text name, class Given>
+auto tensors(Given& given) { return Tensors(get<name>(given).tensors(given.op), given.op, name); }
 
 // The mods of a call, with the tensors and numbers that they point into.
+template <class Given>
 class Mods {
  public:
-  template <class Op>
-  explicit Mods(Arguments<Op>& given)
+  explicit Mods(Given& given)
       : score_code_(integers<"score_mod">(given)), mask_code_(integers<"mask_mod">(given)),
         block_size_(integers<"block_size">(given)), score_captured_(tensors<"score_captured">(given)),
         mask_captured_(tensors<"mask_captured">(given)), blocks_(tensors<"blocks">(given)),
-        mods_(given.op, {score_code_, views(score_captured_, given.op, "score_captured")},
-              {mask_code_, views(mask_captured_, given.op, "mask_captured")}, views(blocks_, given.op, "blocks"),
-              block_size(given.op)) {}
+        mods_(given.op, {score_code_, score_captured_.views}, {mask_code_, mask_captured_.views}, blocks_.views,
+              block_size()) {}
   const AttentionMods* operator->() const { return &mods_; }
-  const std::vector<Tensor>& score_captured() const { return score_captured_; }
+  const std::vector<TensorView>& score_captured() const { return score_captured_.views; }
 
  private:
-  std::pair<int64_t, int64_t> block_size(std::string_view op) const {
-    check(block_size_.size() == 2, ErrorKind::value, op, ": block_size must be two numbers, got ", block_size_.size());
+  std::pair<int64_t, int64_t> block_size() const {
+    check(block_size_.size() == 2, ErrorKind::value, Given::op, ": block_size must be two numbers, got ",
+          block_size_.size());
     return {block_size_[0], block_size_[1]};
   }
+  using List = decltype(tensors<"blocks">(std::declval<Given&>()));
   std::vector<int64_t> score_code_, mask_code_, block_size_;
-  std::vector<Tensor> score_captured_, mask_captured_, blocks_;
+  List score_captured_, mask_captured_, blocks_;
   AttentionMods mods_;
 };
 
@@ -73,66 +82,79 @@ TensorView stretched(TensorView view, const TensorView& q, const TensorView& k) 
   return view;
 }
 
-template <class Op>
-AttentionForwardArgs forward_args(Arguments<Op>& given, const Mods& mods) {
+template <class Given>
+AttentionForwardArgs forward_args(Given& given, const Mods<Given>& mods) {
   AttentionForwardArgs args{.q = dense_view<"q">(given), .k = dense_view<"k">(given), .v = dense_view<"v">(given)};
   args.mask = stretched(view<"mask">(given), args.q, args.k);
   args.sink = contiguous_view<"sink">(given);
   args.scale = get<"scale">(given), args.causal = get<"causal">(given);
   args.dropout_p = get<"dropout_p">(given), args.seed = view<"seed">(given);
   args.score_mod = mods->score_mod(), args.mask_mod = mods->mask_mod(), args.lists = mods->lists;
-  for (const auto& [name, view] :
-       {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}})  // before the result is allocated
-    check(view->rank == 4, ErrorKind::value, given.op, ": ", name, " must have shape [B, H, length, E], got ",
-          shape_text(*view));
-  const DType dtype = args.q.dtype;
-  check(is_activation(dtype) || dtype == DType::float64, ErrorKind::type, given.op,
-        ": q must be float32, bfloat16, float16 or float64, got ", name_of(dtype));
   return args;
 }
+
+template <class Given>
+struct ForwardCall {  // checked; its results have no data yet
+  explicit ForwardCall(Given& given) : mods(given), args(forward_args(given, mods)) {
+    const TensorView& q = args.q;
+    const int64_t shape[] = {q.shape[0], q.shape[1], q.shape[2], args.v.shape[3]};
+    const DType real = real_of(q.dtype);
+    args.out = ordered_view(get<"real_out">(given) ? real : q.dtype, shape, q);
+    args.lse = contiguous_view(q.device, real, 3, shape);
+    if (get<"want_max_scores">(given)) args.max_scores = args.lse;
+    check_args(args);
+  }
+  Mods<Given> mods;
+  AttentionForwardArgs args;
+};
 
 struct Forward {
   static constexpr Text schema =
       joined("attention_forward(Tensor q, Tensor k, Tensor v, ", kScores, ", ", kMasks,
              ", bool want_max_scores=False, bool real_out=False) -> (Tensor, Tensor, Tensor)");
 
+  template <class Given>
+  static ForwardCall<Given> args_of(Given& given) { return ForwardCall<Given>(given); }
+
   static std::array<Tensor, 3> run(Arguments<Forward>& given) {
-    const Mods mods(given);
-    AttentionForwardArgs args = forward_args(given, mods);
-    const bool want_max_scores = get<"want_max_scores">(given);
-    const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], args.v.shape[3]}, none[] = {0};
-    args.out = ordered_view(get<"real_out">(given) ? real_of(args.q.dtype) : args.q.dtype, shape, args.q);
-    args.lse = contiguous_view(args.q.device, real_of(args.q.dtype), 3, shape);
-    args.max_scores = want_max_scores ? args.lse : contiguous_view(args.q.device, args.lse.dtype, 1, none);
+    ForwardCall call = args_of(given);
+    AttentionForwardArgs& args = call.args;
+    const int64_t none[] = {0};
+    TensorView unwanted = contiguous_view(args.q.device, args.lse.dtype, 1, none);
     std::array results{Tensor::empty(given.op, args.out), Tensor::empty(given.op, args.lse),
-                       Tensor::empty(given.op, args.max_scores)};
-    if (!want_max_scores) args.max_scores = {};
+                       Tensor::empty(given.op, args.max_scores ? args.max_scores : unwanted)};
     attention_forward(args);
     return results;
   }
 };
 
-// The results of the backward, in the order of its list: grad_q, grad_k, grad_v, then those that are asked for.
-class Gradients {
- public:
-  explicit Gradients(std::string_view op) : op_(op) {}
-  TensorView contiguous(DType dtype, const TensorView& like) {
-    return made(contiguous_view(like.device, dtype, like.rank, like.shape.data()));
+template <class Given>
+struct BackwardCall {
+  explicit BackwardCall(Given& given) : mods(given) {
+    AttentionForwardArgs& forward = args.forward = forward_args(given, mods);
+    const TensorView &q = forward.q, &k = forward.k, &v = forward.v;
+    forward.out = dense_view<"out">(given), forward.lse = contiguous_view<"lse">(given);
+    args.grad_out = dense_view<"grad_out">(given), args.grad_lse = contiguous_view<"grad_lse">(given);
+    args.grad_q = ordered_view(q.dtype, q.shape.data(), q), args.grad_k = ordered_view(k.dtype, k.shape.data(), k),
+    args.grad_v = ordered_view(v.dtype, v.shape.data(), v);
+    const DType real = real_of(q.dtype);
+    if (get<"mask_needs">(given)) args.grad_mask = stretched(like(view<"mask">(given), real), q, k);
+    if (get<"sink_needs">(given)) args.grad_sink = like(forward.sink, real);
+    const std::vector<int64_t> needs = integers<"score_captured_needs">(given);
+    const std::vector<TensorView>& captured = mods.score_captured();
+    check(needs.size() <= captured.size(), ErrorKind::value, given.op, ": score_captured_needs must have at most ",
+          captured.size(), " entries, got ", needs.size());
+    for (std::size_t i = 0; i < needs.size(); i++)
+      grad_captured.push_back(to_bool(needs[i]) ? like(captured[i], captured[i].dtype) : TensorView{});
+    args.grad_captured = grad_captured;
+    check_args(args);
   }
-  TensorView ordered(const TensorView& like) { return made(ordered_view(like.dtype, like.shape.data(), like)); }
-  List list() {
-    List list = List::empty(op_, tensors_.size());
-    for (Tensor& tensor : tensors_) list.push(op_, std::move(tensor));
-    return list;
+  static TensorView like(const TensorView& view, DType dtype) {
+    return contiguous_view(view.device, dtype, view.rank, view.shape.data());
   }
-
- private:
-  TensorView made(TensorView view) {
-    tensors_.push_back(Tensor::empty(op_, view));
-    return view;
-  }
-  std::string_view op_;
-  std::vector<Tensor> tensors_;
+  Mods<Given> mods;
+  AttentionBackwardArgs args;
+  std::vector<TensorView> grad_captured;
 };
 
 struct Backward {
@@ -141,40 +163,30 @@ struct Backward {
              "Tensor? grad_lse, ", kScores, ", bool[] score_captured_needs, ", kMasks,
              ", bool mask_needs, bool sink_needs) -> Tensor[]");
 
-  static List run(Arguments<Backward>& given) {
-    const Mods mods(given);
-    AttentionBackwardArgs args;
-    AttentionForwardArgs& forward = args.forward = forward_args(given, mods);
-    forward.out = dense_view<"out">(given), forward.lse = contiguous_view<"lse">(given);
-    args.grad_out = dense_view<"grad_out">(given), args.grad_lse = contiguous_view<"grad_lse">(given);
+  template <class Given>
+  static BackwardCall<Given> args_of(Given& given) { return BackwardCall<Given>(given); }
 
-    Gradients gradients(given.op);
-    args.grad_q = gradients.ordered(forward.q), args.grad_k = gradients.ordered(forward.k),
-    args.grad_v = gradients.ordered(forward.v);
-    if (get<"mask_needs">(given)) {
-      args.grad_mask =
-          stretched(gradients.contiguous(real_of(forward.q.dtype), view<"mask">(given)), forward.q, forward.k);
-    }
-    const bool sink_needs = get<"sink_needs">(given);
-    check(!sink_needs || forward.sink, ErrorKind::value, given.op, ": sink_needs must be False without a sink");
-    if (sink_needs) args.grad_sink = gradients.contiguous(forward.sink.dtype, forward.sink);
-    const std::vector<TensorView> captured = captured_gradients(given, mods, gradients);
-    args.grad_captured = captured;
+  // grad_q, grad_k, grad_v, then those that are asked for.
+  static List run(Arguments<Backward>& given) {
+    BackwardCall call = args_of(given);
+    AttentionBackwardArgs& args = call.args;
+    List gradients = List::empty(given.op, 5 + call.grad_captured.size());
+    for (TensorView* gradient : {&args.grad_q, &args.grad_k, &args.grad_v, &args.grad_mask, &args.grad_sink})
+      if (*gradient) gradients.push(given.op, stored(given.op, *gradient));
+    for (TensorView& gradient : call.grad_captured)
+      if (gradient) gradients.push(given.op, stored(given.op, gradient));
     attention_backward(args);
-    return gradients.list();
+    return gradients;
   }
 
-  static std::vector<TensorView> captured_gradients(Arguments<Backward>& given, const Mods& mods,
-                                                    Gradients& gradients) {
-    const std::vector<StableIValue> needs = get<"score_captured_needs">(given).values(given.op);
-    check(needs.size() <= mods.score_captured().size(), ErrorKind::value, given.op,
-          ": score_captured_needs must have at most ", mods.score_captured().size(), " entries, got ", needs.size());
-    std::vector<TensorView> made;
-    for (size_t i = 0; i < needs.size(); i++) {
-      const TensorView captured = mods.score_captured()[i].view(given.op, "score_captured");
-      made.push_back(to_bool(needs[i]) ? gradients.contiguous(captured.dtype, captured) : TensorView{});
-    }
-    return made;
+  // A tensor for what the view reaches: where it was stretched it has a size of 1.
+  static Tensor stored(std::string_view op, TensorView& view) {
+    TensorView whole = view;
+    for (int i = 0; i < view.rank; i++)
+      if (view.stride[i] == 0) whole.shape[i] = whole.stride[i] = 1;
+    Tensor tensor = Tensor::empty(op, whole);
+    view.data = whole.data;
+    return tensor;
   }
 };
 

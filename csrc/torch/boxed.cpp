@@ -224,10 +224,4 @@ void List::push(std::string_view op, Tensor&& tensor) {
   ensure(loaded_symbols().list_push(handle_, to_value(std::move(tensor))), op, "item of a list");
 }
 
-std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name) {
-  std::vector<TensorView> views;
-  for (const Tensor& tensor : tensors) views.push_back(tensor.view(op, name));
-  return views;
-}
-
 }  // namespace lowbit::torch

@@ -78,8 +78,6 @@ inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
 inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
 inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
 
-std::vector<TensorView> views(const std::vector<Tensor>& tensors, std::string_view op, std::string_view name);
-
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape);  // without data
 void check_rank(std::string_view op, std::string_view name, int64_t rank);
 

@@ -13,7 +13,8 @@ struct Decode {
       "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
       "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor";
 
-  static Tensor run(Arguments<Decode>& given) {
+  template <class Given>
+  static DecodeArgs args_of(Given& given) {
     DecodeArgs args{.q = dense_view<"q">(given),
                     .k = dense_view<"k">(given),
                     .v = dense_view<"v">(given),
@@ -28,14 +29,14 @@ struct Decode {
                     .position = get<"position">(given),
                     .window = get<"window">(given),
                     .rotated = get<"rotated">(given)};
-    const int64_t v_columns = get<"v_columns">(given);
-    check(args.q.rank == 4 && args.v.rank == 4 && v_columns >= 0, ErrorKind::value, given.op,
-          ": q and v must have 4 dimensions and v_columns be at least 0, got ", shape_text(args.q), ", ",
-          shape_text(args.v), " and ", v_columns);
-    check(is_activation(args.q.dtype), ErrorKind::type, given.op, ": q must be float32, bfloat16 or float16, got ",
-          name_of(args.q.dtype));
-    const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], v_columns};
+    const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], get<"v_columns">(given)};
     args.out = contiguous_view(args.q.device, args.q.dtype, 4, shape);
+    check_args(args);
+    return args;
+  }
+
+  static Tensor run(Arguments<Decode>& given) {
+    DecodeArgs args = args_of(given);
     Tensor out = Tensor::empty(given.op, args.out);
     decode(args);
     return out;
@@ -45,23 +46,33 @@ struct Decode {
 struct KvQuantize {
   static constexpr Text schema = "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()";
 
-  static void run(Arguments<KvQuantize>& given) {
-    kv_quantize({.x = dense_view<"x">(given),
-                 .codes = written_view<"codes">(given),
-                 .scale = written_view<"scale">(given),
-                 .rotate = get<"rotate">(given)});
+  template <class Given>
+  static KvQuantizeArgs args_of(Given& given) {
+    KvQuantizeArgs args{.x = dense_view<"x">(given),
+                        .codes = written_view<"codes">(given),
+                        .scale = written_view<"scale">(given),
+                        .rotate = get<"rotate">(given)};
+    check_args(args);
+    return args;
   }
+
+  static void run(Arguments<KvQuantize>& given) { kv_quantize(args_of(given)); }
 };
 
 struct KvDequantize {
   static constexpr Text schema = "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()";
 
-  static void run(Arguments<KvDequantize>& given) {
-    kv_dequantize({.codes = view<"codes">(given),
-                   .scale = view<"scale">(given),
-                   .x = written_view<"x">(given),
-                   .rotated = get<"rotated">(given)});
+  template <class Given>
+  static KvDequantizeArgs args_of(Given& given) {
+    KvDequantizeArgs args{.codes = view<"codes">(given),
+                          .scale = view<"scale">(given),
+                          .x = written_view<"x">(given),
+                          .rotated = get<"rotated">(given)};
+    check_args(args);
+    return args;
   }
+
+  static void run(Arguments<KvDequantize>& given) { kv_dequantize(args_of(given)); }
 };
 
 }  // namespace

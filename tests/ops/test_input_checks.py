@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from lowbit import _C, testing
 
@@ -52,15 +53,57 @@ def test_bad_input_names_op_argument_got_and_wanted(changes: dict[str, Any], kin
         torch.ops.lowbit.linear(**arguments(**changes))
 
 
+def refused_alike(op: Any, call: dict[str, Any]) -> None:
+    """The op and its fake kernel raise the same error."""
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as real:
+        op(**call)
+    with FakeTensorMode() as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, call)
+        with pytest.raises(type(real.value)) as fake:
+            op(**fakes)
+    assert str(fake.value) == str(real.value)
+
+
 @pytest.mark.parametrize("changes", [entry[0] for entry in BAD.values()], ids=BAD)
 def test_fake_kernel_refuses_with_the_same_text(changes: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as real:
-        torch.ops.lowbit.linear(**arguments(**changes))
-    values, mode = arguments(**changes), FakeTensorMode()
-    fakes = {name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    with pytest.raises(type(real.value)) as fake:
-        torch.ops.lowbit.linear(**fakes)
-    assert str(fake.value) == str(real.value)
+    refused_alike(torch.ops.lowbit.linear, arguments(**changes))
+
+
+Q, KV, CODES, SCALES = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 32, dtype=torch.int8), torch.zeros(1, 2, 5, 1)
+ATTENTION = {"q": Q, "k": KV, "v": KV, "scale": 1.0, "causal": False, "mask": None, "dropout_p": 0.0, "seed": None,
+             "score_mod": [], "score_captured": [], "mask_mod": [], "mask_captured": [], "blocks": [], "block_size": [128, 128], "sink": None}  # fmt: skip
+BACKWARD = ATTENTION | {"out": Q, "lse": Q[..., 0].contiguous(), "grad_out": Q, "grad_lse": None, "score_captured_needs": [],
+                        "mask_needs": False, "sink_needs": False}  # fmt: skip
+DECODE = {"q": Q, "k": KV, "v": KV, "scale": 1.0, "k_scale": None, "v_scale": None, "rotated": False, "causal": False, "position": 0,
+          "window": 0, "v_columns": 8}  # fmt: skip
+BAD_CALLS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("attention_forward", ATTENTION, [
+        {"q": Q[0]}, {"q": Q.int()}, {"k": KV.half()}, {"k": KV[..., :4]}, {"v": KV[:, :, :4]}, {"k": KV[:, :1], "v": KV}, {"q": Q[:, :3]},
+        {"q": Q[..., :0], "k": KV[..., :0]}, {"v": KV[..., :0]}, {"mask": Q[:, :, :2]}, {"mask": Q.int()}, {"seed": torch.zeros(2)}, {"sink": torch.zeros(3)},
+        {"sink": torch.zeros(4).double()}, {"scale": float("inf")}, {"dropout_p": 2.0}, {"blocks": [Q]}, {"blocks": [Q[..., 0], Q]},
+        {"blocks": [Q[..., 0].int(), Q.int()], "block_size": [0, 1]}, {"block_size": [1]}, {"score_mod": [7]},
+    ]),
+    ("attention_backward", BACKWARD, [
+        {"out": Q.half()}, {"grad_out": Q[:, :, :2]}, {"grad_lse": Q}, {"lse": Q}, {"mask_needs": True}, {"sink_needs": True},
+        {"score_captured_needs": [True]}, {"mask": torch.zeros(1, 1, 1, 5, dtype=torch.bool), "mask_needs": True},
+    ]),
+    ("decode", DECODE, [
+        {"q": Q[0]}, {"q": Q.double()}, {"k": KV.double()}, {"k": CODES, "v": CODES}, {"k": CODES, "v": CODES, "k_scale": SCALES, "v_scale": SCALES[:, :1]},
+        {"rotated": True}, {"v_columns": 9}, {"v_columns": -1}, {"mask": Q}, {"sink": torch.zeros(3)}, {"window": -1}, {"scale": float("nan")},
+    ]),
+    ("kv_quantize_", {"x": KV, "codes": CODES, "scale": SCALES, "rotate": False}, [
+        {"x": KV[0]}, {"x": KV.double()}, {"codes": CODES.int()}, {"codes": CODES[..., :8]}, {"scale": SCALES.double()}, {"scale": CODES},
+        {"x": torch.zeros(1, 2, 5, 600)},
+    ]),
+    ("kv_dequantize_", {"codes": CODES, "scale": SCALES, "x": KV, "rotated": False}, [{"x": KV[:, :, :3]}, {"x": KV.int()}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, base, change", [(name, base, change) for name, base, changes in BAD_CALLS for change in changes])
+def test_fakes_of_attention_and_caches_refuse_with_the_same_text(name: str, base: dict[str, Any], change: dict[str, Any]) -> None:
+    op = getattr(torch.ops.lowbit, name)
+    op(**base)
+    refused_alike(op, base | change)
 
 
 def test_the_kernel_itself_wants_contiguous_tensors_and_the_public_function_makes_them() -> None:

@@ -20,13 +20,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def described(value: Any) -> Any:
-    """Return an argument of an op as `_C.check_call` takes it: a tensor as dtype and shape. A size that only a run
+    """Return an argument of an op as `_C.check_call` takes it: a tensor as dtype and shape. A number that only a run
     will say is the one that was seen when the trace began, or else 1."""
     if isinstance(value, Tensor):
         return name_of(value.dtype), [described(size) for size in value.shape]
     if isinstance(value, (list, tuple)):
         return [described(item) for item in value]
-    while isinstance(value, torch.SymInt):
+    while isinstance(value, (torch.SymInt, torch.SymFloat)):
         value = 1 if value.node.hint is None else value.node.hint  # asks for no guard
     return value
 

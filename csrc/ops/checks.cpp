@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/checks.hpp"
+
+#include <algorithm>
+
+#include "core/error.hpp"
+
+namespace lowbit {
+
+using enum ErrorKind;
+
+void check_dtype(std::string_view op, std::string_view name, const TensorView& tensor, DType wanted) {
+  check(tensor.dtype == wanted, type, op, ": ", name, " must be ", name_of(wanted), ", got ", name_of(tensor.dtype));
+}
+
+void check_activation(std::string_view op, std::string_view name, const TensorView& tensor) {
+  check(is_activation(tensor.dtype), type, op, ": ", name, " must be float32, bfloat16 or float16, got ",
+        name_of(tensor.dtype));
+}
+
+void check_floating(std::string_view op, std::string_view name, const TensorView& tensor) {
+  check(is_activation(tensor.dtype) || tensor.dtype == DType::float64, type, op, ": ", name,
+        " must be float32, bfloat16, float16 or float64, got ", name_of(tensor.dtype));
+}
+
+void check_mask(std::string_view op, const TensorView& mask, std::initializer_list<int64_t> shape) {
+  if (!mask) return;
+  check(mask.dtype == DType::boolean || mask.dtype == DType::float64 || is_activation(mask.dtype), type, op,
+        ": mask must be bool or floating, got ", name_of(mask.dtype));
+  check_shape(op, "mask", mask, shape);
+}
+
+void check_shape(std::string_view op, std::string_view name, const TensorView& tensor, std::span<const int64_t> shape) {
+  check(std::ranges::equal(shape, shape_text(tensor).sizes), value, op, ": ", name, " must have shape ",
+        ShapeText{shape}, ", got ", shape_text(tensor));
+}
+
+void check_contiguous(std::string_view op, std::string_view name, const TensorView& tensor) {
+  check(tensor.is_contiguous(), value, op, ": ", name, " must be contiguous, got strides ",
+        ShapeText{{tensor.stride.data(), static_cast<std::size_t>(tensor.rank)}}, " of shape ", shape_text(tensor));
+}
+
+void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor) {
+  check(tensor.size(-1) <= 1 || tensor.stride[tensor.rank - 1] == 1 || tensor.numel() == 0, value, op, ": ", name,
+        " must be dense in its last dimension, got stride ", tensor.stride[tensor.rank - 1]);
+}
+
+void check_tensor(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
+                  std::initializer_list<int64_t> shape) {
+  check_dtype(op, name, tensor, dtype);
+  check_shape(op, name, tensor, shape);
+  check_contiguous(op, name, tensor);
+}
+
+int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count) {
+  check(number >= 0 && number < static_cast<int64_t>(count), value, op, ": ", name, " must be 0..", count - 1, ", got ",
+        name, "=", number);
+  return number;
+}
+
+void check_groups(std::string_view op, int64_t heads, int64_t kv_heads) {
+  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), value, op,
+        ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
+}
+
+}  // namespace lowbit

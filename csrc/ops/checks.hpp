@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the checks of the ops ask of one argument. The error says op, argument, what is wanted and what was given.
+#pragma once
+
+#include <initializer_list>
+#include <span>
+#include <string_view>
+
+#include "core/tensor_view.hpp"
+
+namespace lowbit {
+
+void check_dtype(std::string_view op, std::string_view name, const TensorView& tensor, DType wanted);
+void check_activation(std::string_view op, std::string_view name, const TensorView& tensor);  // one of three floats
+void check_floating(std::string_view op, std::string_view name, const TensorView& tensor);    // or float64
+void check_mask(std::string_view op, const TensorView& mask, std::initializer_list<int64_t> shape);  // bool or floating
+void check_shape(std::string_view op, std::string_view name, const TensorView& tensor, std::span<const int64_t> shape);
+void check_contiguous(std::string_view op, std::string_view name, const TensorView& tensor);
+void check_dense_rows(std::string_view op, std::string_view name, const TensorView& tensor);  // in the last dimension
+// Dtype, shape, contiguous.
+void check_tensor(std::string_view op, std::string_view name, const TensorView& tensor, DType dtype,
+                  std::initializer_list<int64_t> shape);
+// An enumerator of `count`; returned.
+int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count);
+// One head of the keys serves a group of those of the queries.
+void check_groups(std::string_view op, int64_t heads, int64_t kv_heads);
+
+inline void check_shape(std::string_view op, std::string_view name, const TensorView& tensor,
+                        std::initializer_list<int64_t> shape) {
+  check_shape(op, name, tensor, std::span(shape.begin(), shape.size()));
+}
+
+}  // namespace lowbit
