@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/block_classes.hpp"
 
-#include <array>
-
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -20,12 +19,8 @@ int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const Tensor
           length);
   check(grid.q_block >= 1 && grid.kv_block >= 1, value, op, ": block sizes must be at least 1, got ",
         grid.q_block, " and ", grid.kv_block);
-  const std::array wanted{grid.batch, grid.heads, ceil_div(grid.q_length, grid.q_block),
-                          ceil_div(grid.kv_length, grid.kv_block)};
-  bool fits = classes.rank == 4 && classes.dtype == DType::uint8 && classes.is_contiguous();
-  for (int d = 0; d < 4 && fits; d++) fits = classes.shape[d] == wanted[d];
-  check(fits, value, op, ": classes must be contiguous uint8 [", wanted[0], ", ", wanted[1], ", ", wanted[2],
-        ", ", wanted[3], "], got ", name_of(classes.dtype), " ", shape_text(classes));
+  const int64_t rows = ceil_div(grid.q_length, grid.q_block), columns = ceil_div(grid.kv_length, grid.kv_block);
+  check_tensor(op, "classes", classes, DType::uint8, {grid.batch, grid.heads, rows, columns});
   const Place place = place_of(op, {{"classes", classes}});
   check_on(place, op, "captured", &call);
   if (classes.numel() == 0) return 0;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/blocks.hpp"
 
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -9,26 +10,10 @@ using enum ErrorKind;
 
 namespace {
 
-void check_tensor(std::string_view op, std::string_view name, const TensorView& view, DType dtype,
-                  std::initializer_list<int64_t> shape) {
-  check(view.dtype == dtype, type, op, ": ", name, " must be ", name_of(dtype), ", got ", name_of(view.dtype));
-  bool same = view.rank == static_cast<int>(shape.size()) && view.is_contiguous();
-  for (int i = 0; same && i < view.rank; i++) same = view.shape[i] == shape.begin()[i];
-  check(same, value, op, ": ", name, " must be a contiguous ", shape_text(shape), ", got ", shape_text(view));
-}
-
-// [m, k] and [m, n] of floats that kernels read and write.
-void check_floats(std::string_view op, std::string_view name, const TensorView& view, int rank) {
-  check(is_activation(view.dtype), type, op, ": ", name, " must be float32, bfloat16 or float16, got ",
-        name_of(view.dtype));
-  check(view.rank == rank && view.is_contiguous(), value, op, ": ", name, " must be contiguous, of rank ", rank,
-        ", got ", shape_text(view));
-}
-
 void check_bias(std::string_view op, const TensorView& bias, int64_t n) {
   if (!bias) return;
-  check_floats(op, "bias", bias, 1);
-  check(bias.size(0) == n, value, op, ": bias must be [n=", n, "], got ", shape_text(bias));
+  check_activation(op, "bias", bias);
+  check_tensor(op, "bias", bias, bias.dtype, {n});
 }
 
 void check_weight(std::string_view op, BlockedWeight& weight, int64_t format) {
@@ -63,8 +48,10 @@ Place place_of_weight(std::string_view op, const BlockedWeight& weight, NamedTen
 void blocks_linear(BlocksLinearArgs args, int64_t format) {
   constexpr std::string_view op = "blocks_linear";
   args.place = place_of_weight(op, args.weight, {"x", args.x}, {"y", args.y}, args.bias);
-  check_floats(op, "x", args.x, 2);
-  check_floats(op, "y", args.y, 2);
+  check_activation(op, "x", args.x);
+  check(args.x.rank == 2 && args.y.rank == 2, value, op, ": x and y must be [m, k] and [m, n], got ",
+        shape_text(args.x), " and ", shape_text(args.y));
+  check_contiguous(op, "x", args.x);
   const int64_t m = args.x.size(0), k = args.x.size(1), n = args.y.size(1);
   check(k % 8 == 0, value, op, ": k must be a multiple of 8, got ", k);
   check_tensor(op, "y", args.y, args.x.dtype, {m, n});
@@ -77,7 +64,8 @@ void blocks_linear(BlocksLinearArgs args, int64_t format) {
 void blocks_dequantize(BlocksDequantizeArgs args, int64_t format) {
   constexpr std::string_view op = "blocks_dequantize";
   args.place = place_of_weight(op, args.weight, {"out", args.out}, {"codes", args.weight.codes}, {});
-  check_floats(op, "out", args.out, args.out.rank);
+  check_activation(op, "out", args.out);
+  check_contiguous(op, "out", args.out);
   check_weight(op, args.weight, format);
   const int64_t numel = args.out.numel();
   check(args.begin >= 0 && args.begin % kSmallestBlock == 0 && args.begin + numel <= args.weight.numel, value, op,
@@ -98,7 +86,7 @@ void int8_linear(Int8LinearArgs args) {
   check_tensor(op, "row_scale", args.row_scale, DType::float32, {m});
   check_tensor(op, "column_scale", args.column_scale, DType::float32, {n});
   check_bias(op, args.bias, n);
-  check_floats(op, "y", args.y, 2);
+  check_activation(op, "y", args.y);
   check_tensor(op, "y", args.y, args.y.dtype, {m, n});
   if (m > 0 && n > 0) run(args);
 }

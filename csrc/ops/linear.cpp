@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -10,8 +11,7 @@ namespace lowbit {
 using enum ErrorKind;
 
 WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format, int64_t group_size, bool asymmetric) {
-  check(format >= 0 && format < static_cast<int64_t>(std::size(kFormatNames)), value, op, ": format must be 0..",
-        std::size(kFormatNames) - 1, ", got format=", format);
+  check_number(op, "format", format, std::size(kFormatNames));
   check(n >= 1 && k >= 1, value, op, ": n and k must be at least 1, got n=", n, " k=", k);
   const bool sixteen = smallest_group(static_cast<Format>(format)) == 16;
   check(group_size == 0 || group_size == 32 || group_size == 64 || group_size == 128 || group_size == 256 ||
@@ -27,9 +27,7 @@ WeightSpec weight_spec(std::string_view op, int64_t n, int64_t k, int64_t format
 }
 
 XFormat x_format(int64_t value_, const WeightSpec& spec) {
-  check(value_ >= 0 && value_ < static_cast<int64_t>(std::size(kXFormatNames)), value, "linear: x_format must be 0..",
-        std::size(kXFormatNames) - 1, ", got x_format=", value_);
-  const XFormat chosen = static_cast<XFormat>(value_);
+  const auto chosen = static_cast<XFormat>(check_number("linear", "x_format", value_, std::size(kXFormatNames)));
   if (!goes_with(chosen, spec.format)) {
     std::string wanted;
     for (std::size_t i = 0; i < std::size(kXFormatNames); i++)
@@ -46,7 +44,7 @@ void check_weight(std::string_view op, const TensorView& weight, const WeightSpe
         ": weight must have the packed shape [", spec.panels(), ", ", spec.panel_bytes(), "] of ",
         kFormatNames[static_cast<int>(spec.format)], " with n=", spec.n, " k=", spec.k, " group_size=", spec.group_size,
         " asymmetric=", spec.asymmetric, ", got ", shape_text(weight));
-  check(weight.is_contiguous(), value, op, ": weight must be contiguous");
+  check_contiguous(op, "weight", weight);
 }
 
 namespace {
@@ -57,7 +55,7 @@ void check_like_y(const TensorView& tensor, const TensorView& y, std::string_vie
         " and ", name_of(y.dtype));
   check(tensor.rank == y.rank && std::equal(y.shape.begin(), y.shape.begin() + y.rank, tensor.shape.begin()), value,
         "linear: ", name, " must have the shape of the result ", shape_text(y), ", got ", shape_text(tensor));
-  check(tensor.is_contiguous(), value, "linear: ", name, " must be contiguous");
+  check_contiguous("linear", name, tensor);
 }
 
 }  // namespace
@@ -66,23 +64,21 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
   const auto& [x, weight, bias, mul, add, y] = tensors;
   const Place place = place_of(
       "linear", {{"x", x}, {"weight", weight}, {"bias", bias}, {"mul", mul}, {"add", add}, {"the result", y}});
-  check(is_activation(x.dtype), type, "linear: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
+  check_activation("linear", "x", x);
   // Padding hides a wrong k from the shape of the weight. A RuntimeError, as torch.nn.functional.linear raises it.
   check(x.rank >= 1 && x.size(-1) == spec.k, runtime, "linear: the last dimension of x must be k=", spec.k,
         " (in_features), got x of shape ", shape_text(x));
-  check(x.is_contiguous(), value, "linear: x must be contiguous, got strides of a non-contiguous view");
+  check_contiguous("linear", "x", x);
   check(y.rank == x.rank && y.size(-1) == spec.n && y.dtype == x.dtype && y.is_contiguous(), value,
         "linear: the result must be contiguous with last dimension n=", spec.n, " and the dtype of x, got ",
         shape_text(y));
   check_weight("linear", weight, spec);
-  check(!bias || is_activation(bias.dtype), type, "linear: bias must be float32, bfloat16 or float16, got ",
-        name_of(bias.dtype));
+  if (bias) check_activation("linear", "bias", bias);
   check(!bias || (bias.rank == 1 && bias.size(0) == spec.n && bias.is_contiguous()), value,
         "linear: bias must be a contiguous [n=", spec.n, "], got ", shape_text(bias));
   check_like_y(mul, y, "mul");
   check_like_y(add, y, "add");
-  check(activation >= 0 && activation < static_cast<int64_t>(std::size(kActivationNames)), value,
-        "linear: activation must be 0..", std::size(kActivationNames) - 1, ", got activation=", activation);
+  check_number("linear", "activation", activation, std::size(kActivationNames));
   return {.place = place,
           .m = x.numel() / spec.k,
           .weight_spec = spec,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/optim.hpp"
 
+#include "ops/checks.hpp"
 #include "ops/moved.hpp"
 #include "ops/place.hpp"
 
@@ -64,8 +65,7 @@ float* one_number(const TensorView& view, const What&... what) {
 }  // namespace
 
 StateFormat state_format(std::string_view op, int64_t format, int64_t block_size) {
-  check(format >= 0 && format < static_cast<int64_t>(std::size(kStateFormatNames)), value, op,
-        ": state_format must be 0..", std::size(kStateFormatNames) - 1, ", got ", format);
+  check_number(op, "state_format", format, std::size(kStateFormatNames));
   check(block_size >= kMinStateBlock && block_size <= kMaxStateBlock && (block_size & (block_size - 1)) == 0, value, op,
         ": block_size must be a power of two from ", kMinStateBlock, " to ", kMaxStateBlock, ", got ", block_size);
   return static_cast<StateFormat>(format);
@@ -74,9 +74,7 @@ StateFormat state_format(std::string_view op, int64_t format, int64_t block_size
 OptimStep::OptimStep(int64_t rule, int64_t format, int64_t block_size, const Hyper& hyper, const TensorView& grad_scale,
                      const TensorView& found_inf, std::optional<int64_t> seed)
     : grad_scale_(grad_scale), found_inf_(found_inf) {
-  check(rule >= 0 && rule < static_cast<int64_t>(std::size(kRuleNames)), value, "optim_step: rule must be 0..",
-        std::size(kRuleNames) - 1, ", got ", rule);
-  args_.rule = static_cast<Rule>(rule);
+  args_.rule = static_cast<Rule>(check_number("optim_step", "rule", rule, std::size(kRuleNames)));
   args_.format = state_format("optim_step", format, block_size);
   args_.block_size = block_size;
   args_.hyper = hyper;

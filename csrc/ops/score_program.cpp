@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/score_program.hpp"
 
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -13,7 +14,7 @@ ScoreProgramArgs tile_args(const ScoreCall& call, std::string_view op, int64_t b
   check(scores.rank == 2, value, op, ": scores must have shape [rows, cols], got ", shape_text(scores));
   check(scores.dtype == DType::float32 || scores.dtype == DType::float64, type, op,
         ": scores must be float32 or float64, got ", name_of(scores.dtype));
-  check(scores.is_contiguous(), value, op, ": scores must be contiguous");
+  check_contiguous(op, "scores", scores);
   check(scores.numel() < (int64_t{1} << 31), value, op, ": scores must have less than 2^31 elements, got ",
         scores.numel());
   const Place place = place_of(op, {{"scores", scores}, {"gradient", gradient}});

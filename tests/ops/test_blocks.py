@@ -136,16 +136,16 @@ def linear_arguments() -> dict[str, Any]:
     [
         ({"x": torch.randn(2, 64).double()}, TypeError, "x must be float32, bfloat16 or float16, got float64"),
         ({"x": torch.randn(2, 60), "y": torch.empty(2, 3)}, ValueError, "k must be a multiple of 8, got 60"),
-        ({"x": torch.randn(64, 2).T}, ValueError, "x must be contiguous, of rank 2"),
-        ({"y": torch.empty(3, 3)}, ValueError, r"y must be a contiguous \[2, 3\], got \[3, 3\]"),
+        ({"x": torch.randn(64, 2).T}, ValueError, r"x must be contiguous, got strides \[1, 2\]"),
+        ({"y": torch.empty(3, 3)}, ValueError, r"y must have shape \[2, 3\], got \[3, 3\]"),
         ({"y": torch.empty(2, 3).half()}, TypeError, "y must be float32, got float16"),
-        ({"bias": torch.zeros(2)}, ValueError, r"bias must be \[n=3\], got \[2\]"),
+        ({"bias": torch.zeros(2)}, ValueError, r"bias must have shape \[3\], got \[2\]"),
         ({"format": 3}, ValueError, "format must be nf4 or fp4, got number 3"),
         ({"block_size": 48}, ValueError, "block_size must be a power of two from 32 to 4096, got 48"),
-        ({"codes": torch.zeros(95, dtype=torch.uint8)}, ValueError, r"codes must be a contiguous \[96\], got \[95\]"),
-        ({"absmax": torch.zeros(2)}, ValueError, r"absmax must be a contiguous \[1\], got \[2\]"),
+        ({"codes": torch.zeros(95, dtype=torch.uint8)}, ValueError, r"codes must have shape \[96\], got \[95\]"),
+        ({"absmax": torch.zeros(2)}, ValueError, r"absmax must have shape \[1\], got \[2\]"),
         ({"scale_codes": torch.zeros(3)}, TypeError, "scale_codes must be uint8, got float32"),
-        ({"code_map": torch.zeros(255)}, ValueError, r"code_map must be a contiguous \[256\]"),
+        ({"code_map": torch.zeros(255)}, ValueError, r"code_map must have shape \[256\]"),
         ({"offset": torch.zeros(2)}, ValueError, "offset must be one float32"),
         ({"offset": None}, ValueError, "scale_codes, code_map and offset must be given together"),
     ],
@@ -164,7 +164,7 @@ def test_the_others_refuse() -> None:
     x, weight = torch.zeros(2, 8, dtype=torch.int8), torch.zeros(3, 8, dtype=torch.int8)
     with pytest.raises(TypeError, match="int8_linear: weight must be int8, got uint8"):
         _C.int8_linear(x, weight.view(torch.uint8), torch.ones(2), torch.ones(3), torch.empty(2, 3))
-    with pytest.raises(ValueError, match=r"int8_linear: row_scale must be a contiguous \[2\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"int8_linear: row_scale must have shape \[2\], got \[3\]"):
         _C.int8_linear(x, weight, torch.ones(3), torch.ones(3), torch.empty(2, 3))
 
 

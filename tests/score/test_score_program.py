@@ -238,7 +238,7 @@ def test_wrong_tensors_are_refused_with_their_names() -> None:
         _C.score_program_backward(code_of(causal), [], 0, 0, 0, 0, scores, scores.clone(), [])
     with pytest.raises(ValueError, match="code must be of a mask_mod, got a score_mod"):
         _C.block_classes(code_of(alibi), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"classes must be contiguous uint8 \[1, 1, 2, 2\], got uint8 \[1, 1, 2, 1\]"):
+    with pytest.raises(ValueError, match=r"classes must have shape \[1, 1, 2, 2\], got \[1, 1, 2, 1\]"):
         _C.block_classes(code_of(causal), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 1, dtype=torch.uint8))
     ids = torch.tensor([0, 2**31])
     with pytest.raises(ValueError, match="captured tensor 0 of mask_mod must hold integers of 32 bits, got 2147483648"):
