@@ -62,26 +62,26 @@ void check_lists(std::string_view op, const AttentionForwardArgs& args) {
 }
 
 void check_forward(std::string_view op, AttentionForwardArgs& args) {
-  args.place = place_of(op, {{"q", args.q}, {"k", args.k}, {"v", args.v}, {"out", args.out}, {"lse", args.lse},
-                             {"max_scores", args.max_scores}, {"mask", args.mask}, {"sink", args.sink},
-                             {"seed", args.seed}, {"kv_num_blocks", args.lists.kv_num_blocks},
+  args.place = place_of(op, {{"query", args.q}, {"key", args.k}, {"value", args.v}, {"out", args.out},
+                             {"lse", args.lse}, {"max_scores", args.max_scores}, {"mask", args.mask},
+                             {"sink", args.sink}, {"seed", args.seed}, {"kv_num_blocks", args.lists.kv_num_blocks},
                              {"kv_indices", args.lists.kv_indices},
                              {"full_kv_num_blocks", args.lists.full_kv_num_blocks},
                              {"full_kv_indices", args.lists.full_kv_indices}});
   check_on(args.place, op, "score_captured", args.score_mod);
   check_on(args.place, op, "mask_captured", args.mask_mod);
   const TensorView &q = args.q, &k = args.k, &v = args.v, &out = args.out;
-  for (const auto& [name, tensor] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}})
+  for (const auto& [name, tensor] : {std::pair{"query", &q}, {"key", &k}, {"value", &v}})
     check(tensor->rank == 4, value, op, ": ", name, " must have shape [B, H, length, E], got ",
           shape_text(*tensor));
-  check_floating(op, "q", q);
+  check_floating(op, "query", q);
   const DType real = real_of(q.dtype);
   const int64_t batch = args.batch(), heads = args.heads(), length = args.q_length(), e = q.size(3), ev = v.size(3),
                 kv_heads = args.kv_heads(), kv_length = args.kv_length();
   check(e >= 1 && ev >= 1, value, op, ": head dimensions must be at least 1, got E=", e, " Ev=", ev);
-  check_heads(op, "q", q, q.dtype, {batch, heads, length, e});
-  check_heads(op, "k", k, q.dtype, {batch, kv_heads, kv_length, e});
-  check_heads(op, "v", v, q.dtype, {batch, kv_heads, kv_length, ev});
+  check_heads(op, "query", q, q.dtype, {batch, heads, length, e});
+  check_heads(op, "key", k, q.dtype, {batch, kv_heads, kv_length, e});
+  check_heads(op, "value", v, q.dtype, {batch, kv_heads, kv_length, ev});
   check_groups(op, heads, kv_heads);
   check(std::max(length, kv_length) < INT32_MAX, value, op, ": lengths must be below 2^31 - 1, got ", length, " and ",
         kv_length);
@@ -127,7 +127,7 @@ void check_args(AttentionBackwardArgs& args) {
   constexpr std::string_view op = "attention_backward";
   AttentionForwardArgs& forward = args.forward;
   check_forward(op, forward);
-  args.place = place_of(op, {{"q", forward.q}, {"grad_out", args.grad_out}, {"grad_lse", args.grad_lse},
+  args.place = place_of(op, {{"query", forward.q}, {"grad_out", args.grad_out}, {"grad_lse", args.grad_lse},
                              {"grad_q", args.grad_q}, {"grad_k", args.grad_k}, {"grad_v", args.grad_v},
                              {"grad_mask", args.grad_mask}, {"grad_sink", args.grad_sink}});
   check_on(args.place, op, "score_captured_grads", args.grad_captured);

@@ -17,23 +17,10 @@ namespace lowbit {
 // The dtype of sums and statistics: float64 for float64 tensors, else float32.
 LOWBIT_INLINE DType real_of(DType dtype) { return dtype == DType::float64 ? DType::float64 : DType::float32; }
 
-class ScoreCall;            // ops/score_program.hpp: a program with its captured tensors
-struct ScoreGradientPlan;   // cpu/attention/captured_gradients.hpp
+struct ScoreCall;  // score/program.hpp: a program with its captured tensors
 
-// What to visit, per block of q_block queries and kv_block keys. Without classes every block is full.
+// What to visit, per block of q_block queries and kv_block keys. Without a block mask every block is full.
 enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
-struct BlockClasses {
-  const BlockClass* classes = nullptr;  // [B or 1, Hq or 1, q blocks, kv blocks]
-  int64_t batch_stride = 0, head_stride = 0, columns = 0;
-  int64_t q_block = 0, kv_block = 0;
-
-  const BlockClass* row(int64_t b, int64_t h, int64_t q_block_index) const {
-    return classes + b * batch_stride + h * head_stride + q_block_index * columns;
-  }
-};
-
-// Queries of a tile in the backward: what gradients of captured tensors are cut by.
-constexpr int64_t kBackwardQTile = 64;
 
 // torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
 struct BlockLists {
@@ -61,13 +48,6 @@ struct AttentionForwardArgs {
   const ScoreCall* score_mod = nullptr;
   const ScoreCall* mask_mod = nullptr;
   BlockLists lists{};
-  // Made by a CPU row of what lies in memory (cpu/attention/in_memory.hpp); empty until then.
-  BlockClasses blocks{};
-  uint64_t key = 0;  // of seed
-  // Of a prompt over codes, a call of the op decode (cpu/attention/prompt.hpp), which says what they are.
-  TensorView k_scale{}, v_scale{};
-  bool rotated = false;
-  int64_t position = 0, window = 0;
 
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -78,14 +58,12 @@ struct AttentionForwardArgs {
   int64_t ev() const { return out.size(3); }
 };
 
-struct AttentionBackwardArgs {
-  Place place{};
-  AttentionForwardArgs forward;               // with out and lse as the forward left them
-  TensorView grad_out;                        // [B, Hq, L, Ev], of the dtype of out, last dimension dense
-  TensorView grad_lse;                        // real [B, Hq, L] or empty
-  TensorView grad_q, grad_k, grad_v;          // shapes and dtypes of q, k, v; last dimension dense; written
-  TensorView grad_mask;  // real, sizes of mask where mask has a stride, else stride 0; written; or empty
-  TensorView grad_sink;                       // real [Hq], written, or empty
+struct AttentionGradients {
+  TensorView grad_out{};                      // [B, Hq, L, Ev], of the dtype of out, last dimension dense
+  TensorView grad_lse{};                      // real [B, Hq, L] or empty
+  TensorView grad_q{}, grad_k{}, grad_v{};    // shapes and dtypes of q, k, v; last dimension dense; written
+  TensorView grad_mask{};  // real, sizes of mask where mask has a stride, else stride 0; written; or empty
+  TensorView grad_sink{};                     // real [Hq], written, or empty
   // Per tensor that score_mod captured: contiguous, of its shape and dtype, written, or not given; none at all: empty.
   std::span<const TensorView> grad_captured{};
   bool wants_captured() const {
@@ -93,7 +71,11 @@ struct AttentionBackwardArgs {
       if (gradient) return true;
     return false;
   }
-  const ScoreGradientPlan* captured = nullptr;  // made by a CPU row of grad_captured, or null
+};
+
+struct AttentionBackwardArgs : AttentionGradients {
+  Place place{};
+  AttentionForwardArgs forward{};  // with out and lse as the forward left them
 };
 
 // Every check of a call, and its place: what is written needs no data yet.

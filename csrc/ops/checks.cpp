@@ -60,7 +60,7 @@ int64_t check_number(std::string_view op, std::string_view name, int64_t number,
 
 void check_groups(std::string_view op, int64_t heads, int64_t kv_heads) {
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), value, op,
-        ": the heads of q must be a multiple of those of k, got ", heads, " and ", kv_heads);
+        ": the heads of query must be a multiple of those of key, got ", heads, " and ", kv_heads);
 }
 
 }  // namespace lowbit

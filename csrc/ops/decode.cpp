@@ -43,17 +43,17 @@ void check_keys_and_values(std::string_view op, const DecodeArgs& args) {
   const TensorView &k = args.k, &v = args.v;
   const int64_t batch = args.batch(), kv_heads = args.kv_heads(), length = args.kv_length(), e = args.q.size(3),
                 ev = args.out.size(3);
-  check(k.dtype == v.dtype, type, op, ": v must have the dtype of k, got ", name_of(v.dtype), " and ",
+  check(k.dtype == v.dtype, type, op, ": value must have the dtype of key, got ", name_of(v.dtype), " and ",
         name_of(k.dtype));
   if (args.format() != KvFormat::floating) {
-    check_codes(op, {"k", "k_scale", k, args.k_scale}, args.format(), {batch, kv_heads, length, e});
-    check_codes(op, {"v", "v_scale", v, args.v_scale}, args.format(), {batch, kv_heads, length, ev});
+    check_codes(op, {"key", "k_scale", k, args.k_scale}, args.format(), {batch, kv_heads, length, e});
+    check_codes(op, {"value", "v_scale", v, args.v_scale}, args.format(), {batch, kv_heads, length, ev});
     return;
   }
-  check(is_activation(k.dtype), type, op, ": k must be float32, bfloat16, float16, int8 or uint8 (int4 codes), got ",
+  check(is_activation(k.dtype), type, op, ": key must be float32, bfloat16, float16, int8 or uint8 (int4 codes), got ",
         name_of(k.dtype));
-  check_rows(op, "k", k, {batch, kv_heads, length, e});
-  check_rows(op, "v", v, {batch, kv_heads, length, ev});
+  check_rows(op, "key", k, {batch, kv_heads, length, e});
+  check_rows(op, "value", v, {batch, kv_heads, length, ev});
   check(!args.k_scale && !args.v_scale && !args.rotated, value, op,
         ": float keys and values have no scales and no rotation");
 }
@@ -75,22 +75,22 @@ void check_conversion(std::string_view op, Args& args) {
 
 void check_args(DecodeArgs& args) {
   constexpr std::string_view op = "decode";
-  args.place = place_of(op, {{"q", args.q}, {"k", args.k}, {"v", args.v}, {"k_scale", args.k_scale},
+  args.place = place_of(op, {{"query", args.q}, {"key", args.k}, {"value", args.v}, {"k_scale", args.k_scale},
                              {"v_scale", args.v_scale}, {"out", args.out}, {"lse", args.lse}, {"mask", args.mask},
                              {"sink", args.sink}});
   check_on(args.place, op, "score_captured", args.score_mod);
   check_on(args.place, op, "mask_captured", args.mask_mod);
   const TensorView &q = args.q, &out = args.out;
-  check_rank_4(op, "q", q, "[B, Hq, L, E]"), check_rank_4(op, "k", args.k, "[B, Hkv, S, E]"),
-      check_rank_4(op, "v", args.v, "[B, Hkv, S, Ev]"), check_rank_4(op, "out", out, "[B, Hq, L, Ev]");
-  check_activation(op, "q", q);
+  check_rank_4(op, "query", q, "[B, Hq, L, E]"), check_rank_4(op, "key", args.k, "[B, Hkv, S, E]"),
+      check_rank_4(op, "value", args.v, "[B, Hkv, S, Ev]"), check_rank_4(op, "out", out, "[B, Hq, L, Ev]");
+  check_activation(op, "query", q);
   const int64_t batch = args.batch(), heads = args.heads(), length = args.q_length();
-  check_dense_rows(op, "q", q);
+  check_dense_rows(op, "query", q);
   check(q.size(3) >= 1 && out.size(3) >= 1, value, op, ": head dimensions must be at least 1, got E=", q.size(3),
         " Ev=", out.size(3));
   check_groups(op, heads, args.kv_heads());
   check_keys_and_values(op, args);
-  check(out.dtype == q.dtype, type, op, ": out must have the dtype of q, got ", name_of(out.dtype), " and ",
+  check(out.dtype == q.dtype, type, op, ": out must have the dtype of query, got ", name_of(out.dtype), " and ",
         name_of(q.dtype));
   check_rows(op, "out", out, {batch, heads, length, out.size(3)});
   check(std::isfinite(args.scale), value, op, ": scale must be finite, got ", args.scale);

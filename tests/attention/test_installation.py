@@ -62,7 +62,11 @@ def test_compiled_calls_of_torchs_flex_attention(installation: None, backend: st
 
 def test_errors_are_of_torchs_kind(installation: None) -> None:
     q = torch.randn(1, 2, 8, 16)
-    for arguments, text in (((q, q, q[..., :8, :].double()), "dtype"), ((q[0, 0, 0],) * 3, "dimensions"), ((q, q[:, :, :, :4], q), "head dimension")):
+    for arguments, text in (
+        ((q, q, q[..., :8, :].double()), "value must be float32, got float64"),
+        ((q[0, 0, 0],) * 3, "dimensions"),
+        ((q, q[:, :, :, :4], q), r"key must have shape \[1, 2, 8, 16\]"),
+    ):
         with pytest.raises(RuntimeError, match=text):
             functional.scaled_dot_product_attention(*arguments)
 

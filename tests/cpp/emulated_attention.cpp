@@ -75,7 +75,7 @@ bool as_scalar(DType dtype, int64_t group, int64_t length, int64_t keys, int64_t
 
   Heads dq = made(heads, length, e), dk = made(2, keys, e), dv = made(2, keys, ev);
   Heads found_dq = made(heads, length, e), found_dk = made(2, keys, e), found_dv = made(2, keys, ev);
-  AttentionBackwardArgs backward{.forward = args, .grad_out = grad.view};
+  AttentionBackwardArgs backward{{.grad_out = grad.view}, {}, args};
   backward.grad_q = found_dq.view, backward.grad_k = found_dk.view, backward.grad_v = found_dv.view;
   run_emulated(cpu::emulated::kBackward, backward);
   force_kernel("attention_backward_float32_scalar");

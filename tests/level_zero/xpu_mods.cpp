@@ -43,6 +43,7 @@ std::vector<float> attend(Device device, const std::vector<int64_t>& code, int64
   const ScoreCall mod("attend", "score_mod", code, {dense(memory + 4 * elements, device, {captured})});
   AttentionForwardArgs args{.place = {device}, .q = rows(0), .k = rows(1), .v = rows(2), .out = rows(3)};
   args.scale = 0.25, args.score_mod = &mod;
+  check_args(args);
   attention_forward(args);
   const std::vector<float> out(memory + 3 * elements, memory + 4 * elements);
   level_zero::deallocate(memory);

@@ -168,10 +168,10 @@ def call_with(**changes: object) -> Callable[[], object]:
 @pytest.mark.parametrize(
     "changes, error, words",
     [
-        ({"k": torch.randn(2, 2, 8, 4), "v": torch.randn(2, 2, 8, 4)}, ValueError, "k must have shape"),
-        ({"k": torch.randn(1, 3, 8, 4), "v": torch.randn(1, 3, 8, 4)}, ValueError, "heads of q must be a multiple"),
-        ({"v": torch.randn(1, 2, 7, 4)}, ValueError, "v must have shape"),
-        ({"v": torch.randn(1, 2, 8, 4).half()}, TypeError, "v must be float32"),
+        ({"k": torch.randn(2, 2, 8, 4), "v": torch.randn(2, 2, 8, 4)}, ValueError, "key must have shape"),
+        ({"k": torch.randn(1, 3, 8, 4), "v": torch.randn(1, 3, 8, 4)}, ValueError, "heads of query must be a multiple"),
+        ({"v": torch.randn(1, 2, 7, 4)}, ValueError, "value must have shape"),
+        ({"v": torch.randn(1, 2, 8, 4).half()}, TypeError, "value must be float32"),
         ({"sink": torch.randn(3)}, ValueError, "sink must have shape"),
         ({"mask": torch.zeros(1, 1, 1, 1, dtype=torch.int32)}, TypeError, "mask must be bool or floating"),
         ({"dropout_p": -0.1}, ValueError, "dropout_p must be between 0 and 1"),

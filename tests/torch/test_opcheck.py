@@ -126,8 +126,8 @@ def test_opcheck_decode(format: str) -> None:
 @pytest.mark.parametrize(
     "change, kind, text",
     [
-        ({0: torch.zeros(2, 40, 16)}, ValueError, "attention_forward: q must have shape"),
-        ({0: torch.zeros(2, 4, 40, 16, dtype=torch.int16)}, TypeError, "attention_forward: q must be float32"),
+        ({0: torch.zeros(2, 40, 16)}, ValueError, "attention_forward: query must have shape"),
+        ({0: torch.zeros(2, 4, 40, 16, dtype=torch.int16)}, TypeError, "attention_forward: query must be float32"),
         ({5: torch.zeros(2, 4, 39, 40)}, ValueError, "attention_forward: mask must have shape"),
         ({7: torch.zeros(3, dtype=torch.int64)}, TypeError, "attention_forward: seed must be one int64"),
         ({12: [torch.zeros(1, dtype=torch.int32)]}, ValueError, "attention_forward: blocks must be"),

@@ -36,7 +36,7 @@ std::string_view refuses_backward(const AttentionBackwardArgs& args) {
 }
 template <int kParts>
 std::string_view refuses_prompt(const DecodeArgs& args) {
-  return is_prompt(args) ? refuses_below<kParts>(prompt_args(args), kFewest) : "no prompt over codes";
+  return is_prompt(args) ? refuses_below<kParts>(prompt_call(args), kFewest) : "no prompt over codes";
 }
 
 template <int kParts>
@@ -49,7 +49,7 @@ void run_backward(const AttentionBackwardArgs& args) {
 }
 template <int kParts>
 void run_prompt(const DecodeArgs& args) {
-  run_forward<kParts>(prompt_args(args));
+  with_memory(prompt_call(args), attention_forward_amx<kParts>);
 }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {

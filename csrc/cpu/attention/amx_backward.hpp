@@ -41,7 +41,7 @@ struct AmxBackwardTile : BackwardScores<float> {
   int64_t b = -1, kv_head = -1;  // whose
   PackedQueries<kParts> queries;
 
-  LOWBIT_INLINE AmxBackwardTile(const AttentionForwardArgs& args, const Tiling& q_tiles, int64_t grad_q_rows,
+  LOWBIT_INLINE AmxBackwardTile(const ForwardCall& args, const Tiling& q_tiles, int64_t grad_q_rows,
                                 const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
       : BackwardScores<float>(args, q_tiles.tile, round_up(q_tiles.tile, kStep), grad_q_rows, reverse_plan, arena),
         e(args.q.size(3)),
@@ -109,9 +109,9 @@ void pack_queries(const HeadView& head, int64_t first, int64_t rows, int64_t col
 }
 
 template <int kParts>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t i,
+void load_queries(const BackwardCall& args, const TilePlace& at, int64_t i,
                          const RowStatistics<float>& statistics, AmxBackwardTile<kParts>& tile) {
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const int64_t group = forward.group(), all = group * tile.tiles;
   const int64_t place = tile.places == all ? at.h % group * tile.tiles + i : 0;
   if (tile.places != all || tile.b != at.b || tile.kv_head != at.h / group) std::memset(tile.is_packed, 0, tile.places);
@@ -127,7 +127,7 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_
 }
 
 template <int kParts>
-void load_keys(const AttentionForwardArgs& args, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void load_keys(const ForwardCall& args, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   pack_transposed<kParts>(keys, at.k0, at.cols, tile.e, tile.part, tile.keys_t);
   pack_transposed<kParts>(values, at.k0, at.cols, tile.ev, tile.part, tile.values_t);
@@ -155,7 +155,7 @@ void multiply_rows(PartRows a, const uint8_t* b, int64_t depth, const TilePlace&
 }
 
 template <int kParts>
-void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, const Span* spans,
+void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans,
                           AmxBackwardTile<kParts>& tile) {
   const Span all{0, static_cast<int>(round_up(at.cols, kStep))};
   const Span columns = spans ? steps_seen(tile.visible, at.rows) : all;
@@ -164,7 +164,7 @@ void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, con
 }
 
 template <int kParts>
-void multiply_values(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void multiply_values(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
   multiply_rows<kParts, Pairs::not_last>(tile.queries.grad_out, tile.values_t, tile.ev, at,
                                          steps_seen(tile.visible, at.rows), tile.ds);
 }
@@ -199,7 +199,7 @@ void add_transposed(PartRows activations, int64_t channels, Matrix<float> scores
 }
 
 template <int kParts>
-void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
+void add_grad_keys(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.p), clear_around(at, columns, tile.ds);
   add_transposed<kParts>(tile.queries.grad_out_columns, tile.ev, tile.p, at, columns, tile.pairs, tile.grad_v_t);
@@ -207,7 +207,7 @@ void add_grad_keys(const AttentionForwardArgs&, const TilePlace& at, AmxBackward
 }
 
 template <int kParts>
-void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, AmxBackwardTile<kParts>& tile,
+void add_grad_queries(const ForwardCall&, const TilePlace& at, AmxBackwardTile<kParts>& tile,
                              Matrix<float> grad_q) {
   const Span columns = steps_seen(tile.visible, at.rows);
   clear_around(at, columns, tile.ds);
@@ -232,7 +232,7 @@ void add_grad_queries(const AttentionForwardArgs&, const TilePlace& at, AmxBackw
 }
 
 template <int kParts>
-void store_grad_keys(const AttentionBackwardArgs& args, const TilePlace& at,
+void store_grad_keys(const BackwardCall& args, const TilePlace& at,
                      const AmxBackwardTile<kParts>& tile) {
   const int64_t kv_head = at.h / args.forward.group();
   const auto store_rows = [&](Matrix<float> from, const TensorView& to, int64_t columns, double scale) {

@@ -19,7 +19,7 @@ struct PackedKeys {
   uint8_t* data = nullptr;
   int64_t tiles, most_keys, e, ev;
 
-  LOWBIT_INLINE PackedKeys(const AttentionForwardArgs& args, const Tiling& kv)
+  LOWBIT_INLINE PackedKeys(const ForwardCall& args, const Tiling& kv)
       : tiles(kv.count), most_keys(round_up(kv.tile, kStep)), e(args.q.size(3)), ev(args.ev()) {}
   LOWBIT_INLINE int64_t key_bytes() const { return most_keys / 16 * steps_of(e) * kParts * kTileBytes; }
   LOWBIT_INLINE int64_t value_bytes() const { return ceil_div(ev, 16) * steps_of(most_keys) * kParts * kTileBytes; }
@@ -56,7 +56,7 @@ struct AmxForwardTile {
   float* factor;
   Programs<float> programs;
 
-  LOWBIT_INLINE AmxForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena)
+  LOWBIT_INLINE AmxForwardTile(const ForwardCall& args, int64_t q_tile, TileArena& arena)
       : programs(args, q_tile, kTileKeys, arena) {
     const int64_t e = args.q.size(3), ev = args.ev(), rows = q_tile + kBlockQueries;  // tiles go past the end
     q = part_rows<kParts>(rows, e, arena);
@@ -77,7 +77,7 @@ struct AmxForwardTile {
 
 // The probabilities of a row, of all columns that a product takes, in parts.
 template <int kParts>
-LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& block, int64_t r,
+LOWBIT_INLINE void take_row(const ForwardCall& args, const ScoreBlock& block, int64_t r,
                             const RunningSoftmax<float>& softmax, const AmxForwardTile<kParts>& tile) {
   const Span span = block.spans[r], all = block.columns;
   float* row = block.scores.row(r);
@@ -104,7 +104,7 @@ LOWBIT_INLINE void take_row(const AttentionForwardArgs& args, const ScoreBlock& 
 
 // The next `count` rows of a block; rows that the product takes besides become zeros.
 template <int kParts>
-[[gnu::noinline]] void take_rows(const AttentionForwardArgs& args, ScoreBlock& block, int64_t count,
+[[gnu::noinline]] void take_rows(const ForwardCall& args, ScoreBlock& block, int64_t count,
                                  const AmxForwardTile<kParts>& tile) {
   if (block.taken == block.at.rows) return;
   const RunningSoftmax<float> softmax = tile.softmax.from(block.at.skipped);
@@ -115,7 +115,7 @@ template <int kParts>
 
 // What is left to do of a block: its probabilities, times values, are added to its rows of the result.
 template <int kParts>
-void finish_block(const AttentionForwardArgs& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
+void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
                   const AmxForwardTile<kParts>& tile) {
   if (block.at.rows == 0) return;
   take_rows<kParts>(args, block, block.at.rows, tile);
@@ -139,7 +139,7 @@ LOWBIT_INLINE void start_block(ScoreBlock& block, const TilePlace& at, const Vis
 
 // One tile of queries. head: among those that are packed.
 template <int kParts>
-void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, const PackedKeys<kParts>& packed,
+void amx_forward_task(const ForwardCall& args, const Tilings& tilings, const PackedKeys<kParts>& packed,
                       AmxForwardTile<kParts>& tile, int64_t b, int64_t h, int64_t head, int64_t i) {
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   cut_rows<kParts>(HeadView(args.q, b, h), all.q0, all.rows, packed.e, tile.q);
@@ -182,7 +182,7 @@ void amx_forward_task(const AttentionForwardArgs& args, const Tilings& tilings, 
 }
 
 template <int kParts>
-void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedKeys<kParts>& packed, int64_t first,
+void pack_keys(const ForwardCall& args, const Tiling& kv, const PackedKeys<kParts>& packed, int64_t first,
                int64_t heads, int threads) {
   parallel_for(heads * kv.count, threads, [&](int64_t task) {
     const int64_t head = task / kv.count, j = task % kv.count;
@@ -200,14 +200,14 @@ void pack_keys(const AttentionForwardArgs& args, const Tiling& kv, const PackedK
 }
 
 // Rows of a tile of queries: a multiple of a block, with tasks to share out.
-LOWBIT_INLINE int64_t choose_amx_q_tile(const AttentionForwardArgs& args, int threads) {
+LOWBIT_INLINE int64_t choose_amx_q_tile(const ForwardCall& args, int threads) {
   int64_t tile = 4 * kBlockQueries;
   while (tile > kBlockQueries && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
   return tile;
 }
 
 template <int kParts>
-void attention_forward_amx(const AttentionForwardArgs& args) {
+void attention_forward_amx(const ForwardCall& args) {
   const int threads = threads_for_attention(args);
   const Tilings tilings(args, choose_amx_q_tile(args, threads), kTileKeys);
   PackedKeys<kParts> packed(args, tilings.kv);

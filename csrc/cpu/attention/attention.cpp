@@ -19,7 +19,7 @@ void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention
 void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<BackwardTile<float>>); }
 
 std::string_view refuses_prompt(const DecodeArgs& args) { return is_prompt(args) ? "" : "no prompt over codes"; }
-void run_prompt(const DecodeArgs& args) { run_forward(prompt_args(args)); }
+void run_prompt(const DecodeArgs& args) { with_memory(prompt_call(args), attention_forward<float>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {{LOWBIT_ROW("attention_forward_float32"), refuses, run_forward}};
 constexpr Kernel<AttentionBackwardArgs> kBackward[] = {

@@ -19,9 +19,9 @@ namespace {
 // grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the
 // group][L], or without memory.
 template <class Tile, class T>
-void backward_keys(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+void backward_keys(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                    Tile& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const int64_t first = kv_head * forward.group();
   const TilePlace all{b, first, 0, tilings.kv.begin(j), 0, tilings.kv.size(j), 0, false};
   load_keys(forward, all, tile);
@@ -52,7 +52,7 @@ void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardScores<T>& 
 }
 
 template <class Tile, class T>
-void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+void backward_chunk(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                     Tile& tile, int64_t b, int64_t kv_head, int64_t chunk, Matrix<T> grad_q) {
   const KeyChunks chunks(args.forward, tilings.kv.count);
   for (int64_t j = chunks.begin(chunk); j < chunks.end(chunk); j++)
@@ -61,7 +61,7 @@ void backward_chunk(const AttentionBackwardArgs& args, const Tilings& tilings, c
 
 // All of one kv head.
 template <class Tile, class T>
-void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+void backward_head(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                    Tile& tile, int64_t b, int64_t kv_head) {
   const int64_t group = args.forward.group(), length = tilings.q.length;
   sum_chunks(KeyChunks(args.forward, tilings.kv.count), group * length, tile, [&](int64_t chunk, Matrix<T> grad_q) {
@@ -76,9 +76,9 @@ void backward_head(const AttentionBackwardArgs& args, const Tilings& tilings, co
 
 // grad_q of one tile of queries, and what it adds to grad_mask.
 template <class Tile, class T>
-void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+void backward_queries(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                       Tile& tile, int64_t b, int64_t h, int64_t i) {
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
   load_queries(args, all, i, statistics, tile);
   const KeyChunks chunks(forward, tilings.kv.count);
@@ -99,8 +99,8 @@ void backward_queries(const AttentionBackwardArgs& args, const Tilings& tilings,
 // Tiles of queries that add to the same elements of grad_mask belong to one task, which takes them in order.
 struct QueryTasks {
   int64_t b_tasks, h_tasks, i_tasks, b_each, h_each, i_each;
-  LOWBIT_INLINE QueryTasks(const AttentionBackwardArgs& args, int64_t tiles) {
-    const AttentionForwardArgs& forward = args.forward;
+  LOWBIT_INLINE QueryTasks(const BackwardCall& args, int64_t tiles) {
+    const ForwardCall& forward = args.forward;
     const auto shared = [&](int dim) { return args.grad_mask && args.grad_mask.stride[dim] == 0; };
     b_each = shared(0) ? forward.batch() : 1, h_each = shared(1) ? forward.heads() : 1,
     i_each = shared(2) ? larger(1, tiles) : 1;
@@ -118,8 +118,8 @@ struct QueryTasks {
 
 // The sink has dp = 0: ds = -p D.
 template <class T>
-void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& statistics) {
-  const AttentionForwardArgs& forward = args.forward;
+void add_grad_sink(const BackwardCall& args, const RowStatistics<T>& statistics) {
+  const ForwardCall& forward = args.forward;
   const int64_t length = forward.q_length();
   for (int64_t h = 0; h < forward.heads(); h++) {
     double total = 0;
@@ -136,7 +136,7 @@ void add_grad_sink(const AttentionBackwardArgs& args, const RowStatistics<T>& st
 }
 
 template <class Tile, class F>
-void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, const Tiling& queries, int64_t grad_q_rows,
+void run_backward_tasks(const ForwardCall& args, int64_t tasks, const Tiling& queries, int64_t grad_q_rows,
                         const ScorePlan ScoreProgram::* reverse, F&& f) {
   parallel_for(tasks, threads_for_attention(args), [&](int64_t task) {
     TileArena arena;
@@ -149,8 +149,8 @@ void run_backward_tasks(const AttentionForwardArgs& args, int64_t tasks, const T
 
 // The rest of the log-sum-exp of the rows that have one: what their probabilities add up to without it.
 template <class Tile, class T>
-void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
-  const AttentionForwardArgs& forward = args.forward;
+void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
+  const ForwardCall& forward = args.forward;
   const int64_t tasks = forward.batch() * forward.heads() * tilings.q.count;
   const auto reverse = &ScoreProgram::backward_only;
   run_backward_tasks<Tile>(forward, tasks, tilings.q, 0, reverse, [&](int64_t task, Tile& tile) {
@@ -186,7 +186,7 @@ void find_rests(const AttentionBackwardArgs& args, const Tilings& tilings, const
 
 // A pass over tiles of queries for the gradients of captured tensors, in the slices of their plan.
 template <class Tile, class T>
-void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
+void backward_captured(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ScoreGradientPlan& plan = *args.captured;
   run_backward_tasks<Tile>(args.forward, plan.slices(), tilings.q, tilings.q.tile, &ScoreProgram::backward,
                         [&](int64_t slice, Tile& tile) {
@@ -200,9 +200,9 @@ void backward_captured(const AttentionBackwardArgs& args, const Tilings& tilings
 
 // Kv heads cut into chunks of keys.
 template <class Tile, class T>
-void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics,
+void backward_chunks(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                      Matrix<T> parts) {
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const int64_t chunks = KeyChunks(forward, tilings.kv.count).count,
                 part = forward.group() * tilings.q.length;  // rows of a part
   const int64_t kv_heads = forward.batch() * forward.kv_heads();
@@ -230,8 +230,8 @@ void backward_chunks(const AttentionBackwardArgs& args, const Tilings& tilings, 
 
 // One pass for grad_k and grad_v, one for grad_q and the gradients of masks and captured tensors.
 template <class Tile, class T>
-void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
-  const AttentionForwardArgs& forward = args.forward;
+void backward_passes(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
+  const ForwardCall& forward = args.forward;
   const int64_t key_tasks = forward.batch() * forward.kv_heads() * tilings.kv.count;
   run_backward_tasks<Tile>(forward, key_tasks, tilings.q, 0, &ScoreProgram::backward_only,
                         [&](int64_t task, Tile& tile) {
@@ -253,9 +253,9 @@ void backward_passes(const AttentionBackwardArgs& args, const Tilings& tilings, 
 }
 
 template <class Tile>
-void attention_backward(const AttentionBackwardArgs& args) {
+void attention_backward(const BackwardCall& args) {
   using T = typename Tile::Real;
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const int threads = threads_for_attention(forward);
   const Tilings tilings(forward, kBackwardQTile, kBackwardKvTile);
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),

@@ -19,7 +19,7 @@ constexpr int64_t kBackwardKvTile = 128;
 // there a chunk is all keys.
 struct KeyChunks {
   int64_t tiles, each, count;
-  LOWBIT_INLINE KeyChunks(const AttentionForwardArgs& args, int64_t tiles)
+  LOWBIT_INLINE KeyChunks(const ForwardCall& args, int64_t tiles)
       : tiles(tiles), each(args.mask_mod || args.blocks.classes ? larger(1, tiles) : larger(8, ceil_div(tiles, 8))),
         count(ceil_div(tiles, each)) {}
   LOWBIT_INLINE int64_t begin(int64_t chunk) const { return chunk * each; }
@@ -40,7 +40,7 @@ struct BackwardScores {
   const CapturedGradient* captured = nullptr;     // where it adds the gradients of captured tensors
   bool adds_grad_mask = false;
 
-  LOWBIT_INLINE BackwardScores(const AttentionForwardArgs& args, int64_t q_tile, int64_t score_rows,
+  LOWBIT_INLINE BackwardScores(const ForwardCall& args, int64_t q_tile, int64_t score_rows,
                                int64_t grad_q_rows, const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
       : programs(args, q_tile, kBackwardKvTile, arena),
         reverse(machine_for<T>(args.score_mod, reverse_plan, q_tile, kBackwardKvTile, arena)) {
@@ -63,7 +63,7 @@ struct BackwardTile : BackwardScores<T> {
   Matrix<T> grad_k, grad_v;                       // of one tile of keys
   Span* seeing;                                   // per tile of rows of grad_k
 
-  LOWBIT_INLINE BackwardTile(const AttentionForwardArgs& args, const Tiling& queries, int64_t grad_q_rows,
+  LOWBIT_INLINE BackwardTile(const ForwardCall& args, const Tiling& queries, int64_t grad_q_rows,
                              const ScorePlan ScoreProgram::* reverse_plan, TileArena& arena)
       : BackwardScores<T>(args, queries.tile, queries.tile, grad_q_rows, reverse_plan, arena) {
     const int64_t e = args.q.size(3), ev = args.v.size(3);
@@ -107,8 +107,8 @@ LOWBIT_INLINE bool has_rest(T lse) {
 
 // D of the rows of a head, and a rest of 0; true if some row has one.
 template <class T>
-bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatistics<T>& rows) {
-  const AttentionForwardArgs& forward = args.forward;
+bool row_deltas(const BackwardCall& args, int64_t head, const RowStatistics<T>& rows) {
+  const ForwardCall& forward = args.forward;
   const int64_t length = forward.q_length(), ev = forward.v.size(3), b = head / forward.heads(),
                 h = head % forward.heads();
   const HeadView out(forward.out, b, h), grad_out(args.grad_out, b, h);
@@ -137,7 +137,7 @@ bool row_deltas(const AttentionBackwardArgs& args, int64_t head, const RowStatis
 
 // lse, D and rest of a tile of queries.
 template <class T>
-void load_statistics(const AttentionForwardArgs& forward, const TilePlace& at, const RowStatistics<T>& statistics,
+void load_statistics(const ForwardCall& forward, const TilePlace& at, const RowStatistics<T>& statistics,
                      BackwardScores<T>& tile) {
   const int64_t first = (at.b * forward.heads() + at.h) * forward.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
@@ -149,9 +149,9 @@ void load_statistics(const AttentionForwardArgs& forward, const TilePlace& at, c
 
 // Tile i of the queries of a head: q and grad_out widened, lse, D, rest.
 template <class T>
-void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_t, const RowStatistics<T>& statistics,
+void load_queries(const BackwardCall& args, const TilePlace& at, int64_t, const RowStatistics<T>& statistics,
                   BackwardTile<T>& tile) {
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   widen_rows(HeadView(forward.q, at.b, at.h), at.q0, at.rows, forward.q.size(3), static_cast<T>(forward.scale), tile.q);
   widen_rows(HeadView(args.grad_out, at.b, at.h), at.q0, at.rows, forward.v.size(3), T{1}, tile.grad_out);
   load_statistics(forward, at, statistics, tile);
@@ -159,7 +159,7 @@ void load_queries(const AttentionBackwardArgs& args, const TilePlace& at, int64_
 
 // A tile of keys, of which there is no gradient yet.
 template <class T>
-void load_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+void load_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& tile) {
   const HeadView keys(args.k, at.b, at.h / args.group()), values(args.v, at.b, at.h / args.group());
   transpose_rows(keys, at.k0, at.cols, args.q.size(3), tile.keys_t, tile.buffer);
   transpose_rows(values, at.k0, at.cols, args.v.size(3), tile.values_t, tile.buffer);
@@ -173,14 +173,14 @@ void clear_grad_keys(const TilePlace& at, BackwardTile<T>& tile) {
 
 // tile.p = scale * q k^T
 template <class T>
-void multiply_keys(const AttentionForwardArgs& forward, const TilePlace& at, const Span* spans, BackwardTile<T>& tile) {
+void multiply_keys(const ForwardCall& forward, const TilePlace& at, const Span* spans, BackwardTile<T>& tile) {
   multiply(rows_of(tile.q.from(at.skipped)), tile.keys_t, tile.p, at.rows, at.cols, forward.q.size(3),
            {.columns = spans});
 }
 
 // tile.ds = grad_out v^T
 template <class T>
-void multiply_values(const AttentionForwardArgs& forward, const TilePlace& at, BackwardTile<T>& tile) {
+void multiply_values(const ForwardCall& forward, const TilePlace& at, BackwardTile<T>& tile) {
   multiply(rows_of(tile.grad_out.from(at.skipped)), tile.values_t, tile.ds, at.rows, at.cols, forward.v.size(3),
            {.columns = tile.visible.spans});
 }
@@ -196,7 +196,7 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 
 // The scores where they are visible, as the softmax took them, in tile.p.
 template <class Tile>
-void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, Tile& tile) {
+void load_scores(const ForwardCall& forward, const TilePlace& at, Tile& tile) {
   // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where
   // nothing was multiplied.
   multiply_keys(forward, at, tile.reverse.call ? nullptr : tile.visible.spans, tile);
@@ -206,9 +206,9 @@ void load_scores(const AttentionForwardArgs& forward, const TilePlace& at, Tile&
 
 // tile.p and tile.ds, 0 outside of tile.visible, from the queries and keys that are loaded.
 template <class Tile>
-void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Tile& tile) {
+void score_gradients(const BackwardCall& args, const TilePlace& at, Tile& tile) {
   using T = typename Tile::Real;
-  const AttentionForwardArgs& forward = args.forward;
+  const ForwardCall& forward = args.forward;
   const Visible<T>& visible = tile.visible;
   load_scores(forward, at, tile);
   multiply_values(forward, at, tile);
@@ -238,7 +238,7 @@ void score_gradients(const AttentionBackwardArgs& args, const TilePlace& at, Til
 }
 
 template <class T>
-void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, BackwardTile<T>& tile) {
+void add_grad_keys(const ForwardCall& args, const TilePlace& at, BackwardTile<T>& tile) {
   const Span* seeing = find_seeing(tile.visible, at.rows, at.cols, tile.seeing);
   multiply(columns_of(tile.p), tile.grad_out.from(at.skipped), tile.grad_v, at.cols, args.v.size(3), at.rows,
            {.sum = Sum::onto, .depth = seeing});
@@ -247,21 +247,21 @@ void add_grad_keys(const AttentionForwardArgs& args, const TilePlace& at, Backwa
 }
 
 template <class T>
-void add_grad_queries(const AttentionForwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile,
+void add_grad_queries(const ForwardCall& args, const TilePlace& at, const BackwardTile<T>& tile,
                       Matrix<T> grad_q) {
   multiply(rows_of(tile.ds), tile.keys, grad_q, at.rows, args.q.size(3), at.cols,
            {.sum = Sum::onto, .depth = tile.visible.spans});
 }
 
 template <class T>
-void store_grad_queries(const AttentionBackwardArgs& args, const TilePlace& at, Matrix<T> grad_q) {
+void store_grad_queries(const BackwardCall& args, const TilePlace& at, Matrix<T> grad_q) {
   T scales[kBackwardQTile];
   fill(scales, at.rows, static_cast<T>(args.forward.scale));
   narrow_rows(grad_q, scales, at.rows, args.forward.q.size(3), HeadView(args.grad_q, at.b, at.h), at.q0);
 }
 
 template <class T>
-void store_grad_keys(const AttentionBackwardArgs& args, const TilePlace& at, const BackwardTile<T>& tile) {
+void store_grad_keys(const BackwardCall& args, const TilePlace& at, const BackwardTile<T>& tile) {
   const int64_t kv_head = at.h / args.forward.group();
   fill(tile.scales, at.cols, T{1});
   narrow_rows(tile.grad_k, tile.scales, at.cols, args.forward.q.size(3), HeadView(args.grad_k, at.b, kv_head), at.k0);

@@ -20,12 +20,12 @@ std::string_view refuses_below(const AttentionForwardArgs& args, int64_t queries
 std::string_view refuses(const AttentionForwardArgs& args) { return refuses_below(args, 2 * kTileRows + 1); }
 std::string_view refuses_backward(const AttentionBackwardArgs& args) { return refuses(args.forward); }
 std::string_view refuses_prompt(const DecodeArgs& args) {
-  return is_prompt(args) ? refuses_below(prompt_args(args), kTileRows + 1) : "no prompt over codes";
+  return is_prompt(args) ? refuses_below(prompt_call(args), kTileRows + 1) : "no prompt over codes";
 }
 
 void run_forward(const AttentionForwardArgs& args) { with_memory(args, attention_forward_amx<1>); }
 void run_backward(const AttentionBackwardArgs& args) { with_memory(args, attention_backward<AmxBackwardTile<1>>); }
-void run_prompt(const DecodeArgs& args) { run_forward(prompt_args(args)); }
+void run_prompt(const DecodeArgs& args) { with_memory(prompt_call(args), attention_forward_amx<1>); }
 
 constexpr Kernel<AttentionForwardArgs> kForward[] = {
     {LOWBIT_ROW("attention_forward_bfloat16"), refuses, run_forward}};

@@ -6,7 +6,7 @@
 
 #include "core/parallel.hpp"
 
-namespace lowbit {
+namespace lowbit::cpu {
 namespace {
 
 using namespace score;
@@ -113,4 +113,4 @@ void ScoreGradientPlan::finish() {
   }
 }
 
-}  // namespace lowbit
+}  // namespace lowbit::cpu

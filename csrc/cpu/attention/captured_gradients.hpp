@@ -11,7 +11,7 @@
 #include "core/tensor_view.hpp"
 #include "ops/score_program.hpp"
 
-namespace lowbit {
+namespace lowbit::cpu {
 
 // The items of the pass over queries: (b, heads h * heads_per_item .., queries q * q_tile ..).
 struct ScoreGradientShape {
@@ -48,4 +48,4 @@ struct LOWBIT_API ScoreGradientPlan {
   std::vector<CapturedGradient> targets_;
 };
 
-}  // namespace lowbit
+}  // namespace lowbit::cpu

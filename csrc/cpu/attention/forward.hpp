@@ -18,7 +18,7 @@ constexpr int kBlockRows = 48;  // 48 x 128 scores are 27 KiB
 // Rows of the tile of queries. Many, because each task packs every key that it sees (128 rows at E = 64 spent 7 % on
 // that, 252 half of it), but their q and out should stay in half of L2, and there must be tasks to share out. A row's
 // result does not depend on its tile.
-LOWBIT_INLINE int64_t choose_q_tile(const AttentionForwardArgs& args, int threads) {
+LOWBIT_INLINE int64_t choose_q_tile(const ForwardCall& args, int threads) {
   const int64_t row_bytes = 4 * (row_stride(args.q.size(3)) + row_stride(args.ev()));
   int64_t tile = smaller(252, larger(48, kL2Block / row_bytes / 12 * 12));
   while (tile > 16 && args.batch() * args.heads() * ceil_div(args.q_length(), tile) < 4 * threads) tile /= 2;
@@ -33,7 +33,7 @@ struct ForwardTile {
   T* factor;  // of a row: dropout; of all rows: 1 / sum
   Programs<T> programs;
 
-  LOWBIT_INLINE ForwardTile(const AttentionForwardArgs& args, int64_t q_tile, TileArena& arena)
+  LOWBIT_INLINE ForwardTile(const ForwardCall& args, int64_t q_tile, TileArena& arena)
       : programs(args, q_tile, kKvTile, arena) {
     const int64_t e = args.q.size(3), ev = args.ev();
     q = arena.matrix<T>(q_tile, e), keys = arena.matrix<T>(round_up(e, 16), kKvTile),
@@ -52,7 +52,7 @@ struct ForwardTile {
 
 // Divides by the sums, and writes out, lse, max_scores; factor: memory for one number per row.
 template <class T>
-void finish_rows(const AttentionForwardArgs& args, const TilePlace& at, const RunningSoftmax<T>& softmax, T* factor) {
+void finish_rows(const ForwardCall& args, const TilePlace& at, const RunningSoftmax<T>& softmax, T* factor) {
   const int64_t first = (at.b * args.heads() + at.h) * args.q_length() + at.q0;
   for (int64_t r = 0; r < at.rows; r++) {
     T top = softmax.base[r], total = sum(load(softmax.sums + 16 * r)), scale = 1;
@@ -79,7 +79,7 @@ template <class T>
 
 // One tile of keys, for a tile of queries.
 template <class T>
-void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values,
+void forward_tile(const ForwardCall& args, const TilePlace& at, MemoryRows next_keys, MemoryRows next_values,
                   ForwardTile<T>& tile) {
   const int64_t e = args.q.size(3), ev = args.ev();
   const HeadView keys = keys_of(args, at.b, at.h / args.group()), values = values_of(args, at.b, at.h / args.group());
@@ -108,7 +108,7 @@ void forward_tile(const AttentionForwardArgs& args, const TilePlace& at, MemoryR
 }
 
 template <class T>
-void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h,
+void forward_task(const ForwardCall& args, const Tilings& tilings, ForwardTile<T>& tile, int64_t b, int64_t h,
                   int64_t i) {
   const HeadView keys = keys_of(args, b, h / args.group()), values = values_of(args, b, h / args.group());
   const TilePlace all{b, h, tilings.q.begin(i), 0, tilings.q.size(i), 0, 0, false};
@@ -125,7 +125,7 @@ void forward_task(const AttentionForwardArgs& args, const Tilings& tilings, Forw
 }
 
 template <class T>
-void attention_forward(const AttentionForwardArgs& args) {
+void attention_forward(const ForwardCall& args) {
   const int threads = threads_for_attention(args);
   const Tilings tilings(args, choose_q_tile(args, threads), kKvTile);
   const int64_t heads = args.batch() * args.heads();

@@ -21,7 +21,7 @@ int64_t element(const TensorView& tensor, int64_t b, int64_t h, int64_t row, int
 
 // The lists as one class per block: every entry is read and checked here, and tiles need not care for
 // order or direction.
-std::vector<BlockClass> read_lists(AttentionForwardArgs& args) {
+std::vector<BlockClass> read_lists(ForwardCall& args) {
   const BlockLists& lists = args.lists;
   if (!lists.kv_num_blocks) return {};
   constexpr std::string_view op = "attention";
@@ -78,7 +78,7 @@ void end_programs(const Args& args) {
     if (call) call->check_fault();
 }
 
-std::vector<BlockClass> read(AttentionForwardArgs& args) {
+std::vector<BlockClass> read(ForwardCall& args) {
   begin_programs(args);
   if (args.seed) args.key = static_cast<uint64_t>(*args.seed.as<const int64_t>());
   return read_lists(args);
@@ -86,16 +86,19 @@ std::vector<BlockClass> read(AttentionForwardArgs& args) {
 
 }  // namespace
 
-void with_memory(const AttentionForwardArgs& given, void (*tiles)(const AttentionForwardArgs&)) {
-  AttentionForwardArgs args = given;
-  const std::vector<BlockClass> classes = read(args);
-  tiles(args);
-  end_programs(args);
+void with_memory(ForwardCall call, void (*tiles)(const ForwardCall&)) {
+  const std::vector<BlockClass> classes = read(call);
+  tiles(call);
+  end_programs(call);
 }
 
-void with_memory(const AttentionBackwardArgs& given, void (*tiles)(const AttentionBackwardArgs&)) {
-  AttentionBackwardArgs args = given;
-  AttentionForwardArgs& forward = args.forward;
+void with_memory(const AttentionForwardArgs& args, void (*tiles)(const ForwardCall&)) {
+  with_memory(ForwardCall{args}, tiles);
+}
+
+void with_memory(const AttentionBackwardArgs& given, void (*tiles)(const BackwardCall&)) {
+  BackwardCall args{given, {given.forward}};
+  ForwardCall& forward = args.forward;
   const std::vector<BlockClass> classes = read(forward);
   clear(args.grad_mask);
   std::optional<ScoreGradientPlan> plan;

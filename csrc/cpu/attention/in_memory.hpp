@@ -4,16 +4,17 @@
 // for every instruction set.
 #pragma once
 
-#include "ops/attention.hpp"
+#include "cpu/attention/call.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cpu {
 
-// Calls the tiles with `blocks` and `key` of the arguments filled in. Raises ValueError for an entry of a list,
-// IndexError for a gather out of range.
-void with_memory(const AttentionForwardArgs& args, void (*tiles)(const AttentionForwardArgs&));
+// Calls the tiles with `blocks` and `key` of the call filled in. Raises ValueError for an entry of a list, IndexError
+// for a gather out of range.
+void with_memory(ForwardCall call, void (*tiles)(const ForwardCall&));
+void with_memory(const AttentionForwardArgs& args, void (*tiles)(const ForwardCall&));
 // Likewise, with `captured`; gradients that are added to start at 0.
-void with_memory(const AttentionBackwardArgs& args, void (*tiles)(const AttentionBackwardArgs&));
+void with_memory(const AttentionBackwardArgs& args, void (*tiles)(const BackwardCall&));
 void with_memory(const DecodeArgs& args, void (*splits)(const DecodeArgs&));
 
 }  // namespace lowbit::cpu

@@ -3,7 +3,7 @@
 // take codes back to floats as they pack them.
 #pragma once
 
-#include "ops/attention.hpp"
+#include "cpu/attention/call.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -27,23 +27,23 @@ LOWBIT_INLINE TensorView tokens_of(TensorView tensor, int dim, int64_t begin, in
 }
 
 // The call as the forward has it, over the tokens that some query sees.
-LOWBIT_INLINE AttentionForwardArgs prompt_args(const DecodeArgs& args) {
+LOWBIT_INLINE ForwardCall prompt_call(const DecodeArgs& args) {
   const auto clamped = [&](int64_t token) {
     return token < 0 ? 0 : token < args.kv_length() ? token : args.kv_length();
   };
   const int64_t begin = args.window > 0 ? clamped(args.position - args.window + 1) : 0,
                 end = args.causal ? clamped(args.position + args.q_length()) : args.kv_length(),
                 count = end > begin ? end - begin : 0;
-  AttentionForwardArgs forward{.place = args.place,
-                               .q = args.q,
-                               .k = tokens_of(args.k, 2, begin, count),
-                               .v = tokens_of(args.v, 2, begin, count),
-                               .out = args.out,
-                               .lse = args.lse,
-                               .mask = tokens_of(args.mask, 3, begin, count),
-                               .sink = args.sink,
-                               .scale = args.scale,
-                               .causal = args.causal};
+  ForwardCall forward{{.place = args.place,
+                       .q = args.q,
+                       .k = tokens_of(args.k, 2, begin, count),
+                       .v = tokens_of(args.v, 2, begin, count),
+                       .out = args.out,
+                       .lse = args.lse,
+                       .mask = tokens_of(args.mask, 3, begin, count),
+                       .sink = args.sink,
+                       .scale = args.scale,
+                       .causal = args.causal}};
   forward.k_scale = tokens_of(args.k_scale, 2, begin, count);
   forward.v_scale = tokens_of(args.v_scale, 2, begin, count);
   forward.rotated = args.rotated, forward.position = args.position - begin, forward.window = args.window;

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "core/random.hpp"
+#include "cpu/attention/call.hpp"
 #include "cpu/attention/tile.hpp"
 #include "cpu/score_program/vm.hpp"
-#include "ops/attention.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
@@ -94,16 +94,16 @@ void add_mask(const TensorView& mask, const TilePlace& at, Matrix<T> scores) {
 }
 
 // Columns of a row that exist and that causality and a window allow.
-LOWBIT_INLINE Span visible_columns(const AttentionForwardArgs& args, const TilePlace& at, int64_t r) {
+LOWBIT_INLINE Span visible_columns(const ForwardCall& args, const TilePlace& at, int64_t r) {
   const int64_t own = args.position + at.q0 + r - at.k0;
   return {args.window > 0 ? static_cast<int>(smaller(at.cols, larger(0, own - args.window + 1))) : 0,
           args.causal ? static_cast<int>(smaller(at.cols, larger(0, own + 1))) : at.cols};
 }
 
-LOWBIT_INLINE HeadView keys_of(const AttentionForwardArgs& args, int64_t b, int64_t kv_head) {
+LOWBIT_INLINE HeadView keys_of(const ForwardCall& args, int64_t b, int64_t kv_head) {
   return {args.k, args.k_scale, args.rotated, b, kv_head};
 }
-LOWBIT_INLINE HeadView values_of(const AttentionForwardArgs& args, int64_t b, int64_t kv_head) {
+LOWBIT_INLINE HeadView values_of(const ForwardCall& args, int64_t b, int64_t kv_head) {
   return {args.v, args.v_scale, false, b, kv_head};
 }
 
@@ -139,14 +139,14 @@ LOWBIT_INLINE ScoreTile<T> score_tile(const TilePlace& at, Matrix<T> scores) {
 template <class T>
 struct Programs {
   ScoreMachine<T> score, mask;
-  LOWBIT_INLINE Programs(const AttentionForwardArgs& args, int64_t rows, int64_t cols, TileArena& arena)
+  LOWBIT_INLINE Programs(const ForwardCall& args, int64_t rows, int64_t cols, TileArena& arena)
       : score(machine_for<T>(args.score_mod, &ScoreProgram::forward, rows, cols, arena)),
         mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
 };
 
 // What dropout multiplies the probabilities of one row by: 0 or 1 / (1 - p).
 template <class T>
-void dropout_factors(const AttentionForwardArgs& args, const TilePlace& at, int64_t r, T* factor) {
+void dropout_factors(const ForwardCall& args, const TilePlace& at, int64_t r, T* factor) {
   const uint64_t threshold = static_cast<uint64_t>(args.dropout_p * 0x1p32);
   const T kept = args.dropout_p < 1 ? static_cast<T>(1 / (1 - args.dropout_p)) : T{0};
   const uint32_t q = static_cast<uint32_t>(at.q0 + r), head = static_cast<uint32_t>(at.b * args.heads() + at.h);
@@ -159,7 +159,7 @@ void dropout_factors(const AttentionForwardArgs& args, const TilePlace& at, int6
 }
 
 template <class T>
-void drop_probabilities(const AttentionForwardArgs& args, const TilePlace& at, Matrix<T> scores, T* factor) {
+void drop_probabilities(const ForwardCall& args, const TilePlace& at, Matrix<T> scores, T* factor) {
   for (int64_t r = 0; r < at.rows; r++) {
     dropout_factors(args, at, r, factor);
     for (int64_t c = 0; c < at.cols; c += 16) store(scores.row(r) + c, mul(load(scores.row(r) + c), load(factor + c)));

@@ -30,7 +30,7 @@ struct Visible {
 };
 
 template <class T>
-LOWBIT_INLINE Visible<T> visible_memory(const AttentionForwardArgs& args, int64_t rows, int64_t cols,
+LOWBIT_INLINE Visible<T> visible_memory(const ForwardCall& args, int64_t rows, int64_t cols,
                                         TileArena& arena) {
   Visible<T> visible;
   visible.memory = arena.array<Span>(RowTiles(rows, kFloatRows).count);
@@ -68,7 +68,7 @@ LOWBIT_INLINE void run_program(ScoreMachine<T>& machine, const RowBlock& block, 
 
 // Finds the spans of a block; false if nothing is visible.
 template <class T>
-bool find_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
+bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs, Visible<T>& visible) {
   const TilePlace& at = block.at;
   visible.all = {0, static_cast<int>(round_up(at.cols, 16))}, visible.spans = nullptr;
   visible.masked = at.partial && programs.mask.call;
@@ -126,7 +126,7 @@ const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, S
 
 // The rows of a captured bias, or of a mask, that modify_visible will read for this tile.
 template <class T>
-MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at, Programs<T>& programs,
+MemoryRows modifying_rows(const ForwardCall& args, const TilePlace& at, Programs<T>& programs,
                           Matrix<T> scores) {
   if (programs.score.call) return prepare_machine(programs.score, score_tile(at, scores));
   if (!args.mask || args.mask.stride[3] != 1) return {};
@@ -138,7 +138,7 @@ MemoryRows modifying_rows(const AttentionForwardArgs& args, const TilePlace& at,
 
 // Raw scores -> what the softmax is taken of, where it is visible.
 template <class T>
-void modify_visible(const AttentionForwardArgs& args, const RowBlock& block, Programs<T>& programs,
+void modify_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs,
                     const Visible<T>& visible, Matrix<T> scores) {
   const TilePlace& at = block.at;
   if (programs.score.call) {

@@ -148,8 +148,6 @@ class QuantizedKVLayer:
             raise ValueError(
                 f"QuantizedKVCache: query must be [{batch}, a multiple of {heads}, L, {e}], got {list(query.shape)}"
             )
-        if query.dtype not in _DTYPES:
-            raise TypeError(f"QuantizedKVCache: query must be float32, bfloat16 or float16, got {query.dtype}")
         if forward_ad._current_level >= 0:  # -1 outside of forward mode
             refuse_tangents("QuantizedKVCache", (query, mask, sink))
         query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lowbit import devices
-from lowbit.attention.plain import DTYPES, autocast_device, is_plain, softmax_scale
+from lowbit.attention.plain import autocast_device, is_plain, softmax_scale
 from lowbit.ops.attention import attention
 
 _NAME = "scaled_dot_product_attention"
@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask = (_autocast(tensor, device) for tensor in (query, key, value, attn_mask))
     if attn_mask is None and dropout_p == 0.0 and is_plain(query, key, value, enable_gqa):
         return attention(query, key, value, scale=softmax_scale(_NAME, scale, query.shape[3]), causal=is_causal)[0]
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    _check(query, key, value, attn_mask, is_causal, enable_gqa)
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = _of_causal_bias(attn_mask, query, key.shape[-2])
     q, k, v, leading = _to_heads(query, key, value, enable_gqa)
@@ -89,14 +89,9 @@ def _autocast(tensor: Any, device: str) -> Any:
 
 
 def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> None:
+    """Refuse what cannot be brought into the shape of the op; the op refuses the rest."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -107,22 +102,8 @@ def _check(
             raise ValueError(f"{_NAME}: {name} must be a dense tensor, got a nested one")
         if tensor.dim() < 2:
             raise ValueError(f"{_NAME}: {name} must have at least 2 dimensions, got shape {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{_NAME}: {name} must be float32, bfloat16, float16 or float64, got {_name(tensor.dtype)}")
-        if tensor.dtype != query.dtype:
-            raise TypeError(
-                f"{_NAME}: {name} must have the dtype of query, got {_name(tensor.dtype)} and {_name(query.dtype)}"
-            )
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"{_NAME}: key must have the head dimension of query, got {key.shape[-1]} and {query.shape[-1]}"
-        )
-    if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"{_NAME}: value must have the length of key, got {value.shape[-2]} and {key.shape[-2]}")
     if enable_gqa and not (query.dim() > 2 and key.dim() > 2 and value.dim() > 2):
         raise ValueError(f"{_NAME}: enable_gqa needs a dimension of heads, got query of shape {list(query.shape)}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"{_NAME}: dropout_p must be between 0 and 1, got {dropout_p}")
     if attn_mask is None:
         return
     if not isinstance(attn_mask, Tensor):

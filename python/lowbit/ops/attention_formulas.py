@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.ops.registration import check
+
 
 def forward(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, largest score) of a call, as `lowbit.ops.attention.attention` does."""
+    check("attention_forward", call)
     scores = _scores(call)
     p, empty = _probabilities(scores)
     lse = scores.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty.squeeze(-1), -torch.inf)

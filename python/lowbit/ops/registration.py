@@ -76,6 +76,11 @@ def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
     return call
 
 
+def check(name: str, arguments: dict[str, Any]) -> None:
+    """Raise what ``lowbit::name`` would raise of these arguments before it computes."""
+    _C.check_call(name, [fakes.described(arguments[argument]) for argument in argument_names(name)])
+
+
 def _op(name: str) -> Any:
     return getattr(torch.ops.lowbit, name).default
 
@@ -89,7 +94,7 @@ def _fake(name: str) -> Callable[..., Any]:
 
     def fake(*given: Any, **named: Any) -> Any:
         values = defaults | dict(zip(names, given, strict=False)) | named
-        _C.check_call(name, [fakes.described(values[argument]) for argument in names])
+        check(name, values)
         return fakes.fake_of(name)(**values)
 
     return fake

@@ -160,7 +160,7 @@ def test_an_optimizer_steps_there_as_here(optimizer: str) -> None:
 
 def test_tensors_of_two_places_are_refused_by_name() -> None:
     q = torch.randn(1, 2, 8, 16, device=DEVICE)
-    with pytest.raises(ValueError, match="attention_forward: k must be on lowbit_sim:1 as q is, got lowbit_sim:0"):
+    with pytest.raises(ValueError, match="attention_forward: key must be on lowbit_sim:1 as query is, got lowbit_sim:0"):
         lowbit.scaled_dot_product_attention(q, q.to("lowbit_sim:0"), q)
     packed = torch.empty(_C.packed_shape(0, 64, 64, 3, 0, False), dtype=torch.uint8)
     with pytest.raises(ValueError, match="linear: weight must be on lowbit_sim:1 as x is, got cpu"):

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call as the tiles of the CPU take it: what the caller says, and what its row has found in memory (in_memory.hpp).
+#pragma once
+
+#include "ops/attention.hpp"
+
+namespace lowbit::cpu {
+
+struct ScoreGradientPlan;  // captured_gradients.hpp
+
+struct BlockClasses {
+  const BlockClass* classes = nullptr;  // [B or 1, Hq or 1, q blocks, kv blocks]; null: every block is full
+  int64_t batch_stride = 0, head_stride = 0, columns = 0;
+  int64_t q_block = 0, kv_block = 0;
+
+  const BlockClass* row(int64_t b, int64_t h, int64_t q_block_index) const {
+    return classes + b * batch_stride + h * head_stride + q_block_index * columns;
+  }
+};
+
+// Queries of a tile in the backward: what gradients of captured tensors are cut by.
+constexpr int64_t kBackwardQTile = 64;
+
+struct ForwardCall : AttentionForwardArgs {
+  BlockClasses blocks{};
+  uint64_t key = 0;  // of seed
+  // Of a prompt over codes (prompt.hpp).
+  TensorView k_scale{}, v_scale{};
+  bool rotated = false;
+  int64_t position = 0, window = 0;
+};
+
+struct BackwardCall : AttentionGradients {
+  ForwardCall forward{};
+  const ScoreGradientPlan* captured = nullptr;  // of grad_captured, or null
+};
+
+}  // namespace lowbit::cpu
