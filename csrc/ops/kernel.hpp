@@ -36,7 +36,9 @@ namespace lowbit {
   X(attention_backward, AttentionBackwardArgs) \
   X(decode, DecodeArgs) \
   X(kv_quantize, KvQuantizeArgs) \
-  X(kv_dequantize, KvDequantizeArgs)
+  X(kv_dequantize, KvDequantizeArgs) \
+  X(rms_norm, RmsNormArgs) \
+  X(rope_append, RopeAppendArgs)
 
 #define LOWBIT_OP(op, Args) struct Args;
 LOWBIT_OPS(LOWBIT_OP)

@@ -26,7 +26,9 @@ struct RegisteredOp {
   X(attention_backward) \
   X(decode) \
   X(kv_quantize) \
-  X(kv_dequantize)
+  X(kv_dequantize) \
+  X(rms_norm) \
+  X(rope_append)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         intx_weight_only,
         nf4_weight_only,
     )
+    from lowbit.integrations.fuse import fuse
     from lowbit.integrations.gguf import load_gguf
     from lowbit.integrations.lowbit_config import LowbitConfig
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
@@ -98,6 +99,7 @@ _HOME = {
     "calibrate": "lowbit.quant",
     "Calibration": "lowbit.quant",
     "dequantize_": "lowbit.quant",
+    "fuse": "lowbit.integrations.fuse",
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
@@ -207,6 +209,7 @@ __all__ = [
     "float_weight",
     "force_kernel",
     "fp4_weight_only",
+    "fuse",
     "fuse_gated_mlps",
     "info",
     "int4_weight_only",

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
@@ -31,6 +31,7 @@ STEPS = ("token", "chunk", "crop", "reorder", "repeat", "select", "reset", "bflo
 
 
 @given(st.lists(st.sampled_from(STEPS), min_size=1, max_size=14), st.integers(0, 2**31))
+@example(["token", "token", "leave", "crop", "token"], 0)  # the copy's last token was overwritten
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_of_calls_gives_what_the_class_of_transformers_gives(steps: list[str], seed: int) -> None:
     torch.manual_seed(seed)

@@ -65,7 +65,7 @@ def test_a_fused_gated_mlp_becomes_what_it_was(gated_mlp):
     lowbit.quantize_(gated_mlp, lowbit.int8_weight_only())
     lowbit.fuse_gated_mlps(gated_mlp)
     fused = gated_mlp["mlp"](x)
-    assert type(gated_mlp["mlp"]) is FusedGatedMLP
+    assert isinstance(gated_mlp["mlp"], FusedGatedMLP)
     lowbit.dequantize_(gated_mlp)
     assert type(gated_mlp["mlp"]) is kind
     torch.testing.assert_close(gated_mlp["mlp"](x), fused, rtol=1e-4, atol=1e-5)

@@ -29,6 +29,15 @@ class GrowingLayer(DynamicLayer):
         super().__init__(*args, **kwargs)
         self._rooms = _Room(), _Room()
 
+    def __copy__(self) -> GrowingLayer:
+        """A copy that goes on by itself. Both move what they hold before they write again: where one was cropped, its
+        next token would stand in the place of the other's last."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        for layer in (self, twin):
+            layer._rooms = _Room(), _Room()
+        return twin
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; return those of all."""
         if not self.is_initialized:
@@ -38,6 +47,25 @@ class GrowingLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         self.keys = self._rooms[0].append(self.keys, key_states)
         self.values = self._rooms[1].append(self.values, value_states)
+        return self.keys, self.values
+
+    def room_for(self, length: int, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """Return tensors of keys and values, and the place in them that the next ``length`` tokens of ``shape``
+        (B, H, E) are to be written to; `extend` makes them count. None: they can only be appended by `update`."""
+        if not self.is_initialized:
+            self.lazy_initialization(like, like)
+        held = self.keys.shape[-2] if self.keys.numel() else 0
+        if held and not self.keys.dtype is self.values.dtype is like.dtype:
+            return None
+        batch, heads, size = shape
+        for room, states in zip(self._rooms, (self.keys, self.values), strict=True):
+            room.make(states, held, (batch, heads, held + length, size), like)
+        return self._rooms[0].states, self._rooms[1].states, held
+
+    def extend(self, length: int) -> tuple[Tensor, Tensor]:
+        """Count ``length`` tokens more, which were written to the room; return keys and values of all."""
+        total = length + (self.keys.shape[-2] if self.keys.numel() else 0)
+        self.keys, self.values = (room.hold(total) for room in self._rooms)
         return self.keys, self.values
 
     def reset(self) -> None:
@@ -71,12 +99,21 @@ class _Room:
         total = length + new.shape[-2]
         if length and held.dtype != new.dtype:
             return torch.cat([held, new], dim=-2)
-        if held is not self.written or not self._takes(new, total):
-            shape = (*new.shape[:-2], total + max(LEAST_ROOM, total // 4), new.shape[-1])
-            self.states = new.new_empty(shape)
-            if length:
-                self.states.narrow(-2, 0, length).copy_(held)
+        self.make(held, length, (*new.shape[:-2], total, new.shape[-1]), new)
         self.states.narrow(-2, length, total - length).copy_(new)
+        return self.hold(total)
+
+    def make(self, held: Tensor, length: int, shape: tuple[int, ...], like: Tensor) -> None:
+        """See to it that ``states`` begins with the ``length`` tokens of ``held`` and has room for ``shape``."""
+        if held is self.written and self._takes(shape, like):
+            return
+        *batch, total, size = shape
+        self.states = like.new_empty((*batch, total + max(LEAST_ROOM, total // 4), size))
+        if length:
+            self.states.narrow(-2, 0, length).copy_(held)
+
+    def hold(self, total: int) -> Tensor:
+        """Count the first ``total`` tokens as written, and return them."""
         self.written = self.states.narrow(-2, 0, total)
         return self.written
 
@@ -85,13 +122,21 @@ class _Room:
         if before is self.written:
             self.written = held
 
-    def _takes(self, new: Tensor, total: int) -> bool:
+    def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
         states = self.states
         if states.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to write to it
             return False
-        (*batch, room, size), (*new_batch, _, new_size) = states.shape, new.shape
-        same = new.dtype is states.dtype and new.device == states.device and batch == new_batch and size == new_size
-        return same and total <= room
+        *batch, room, size = states.shape
+        same = like.dtype is states.dtype and like.device == states.device
+        return same and (*batch, size) == (*shape[:-2], shape[-1]) and shape[-2] <= room
+
+
+def growing_layer(cache: Any, index: int | None) -> GrowingLayer | None:
+    """The layer of a cache that new tokens can be written to in place, if it is one."""
+    if type(cache) is not DynamicCache or cache.offloading or index is None or index >= len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    return layer if type(layer) is GrowingLayer else None
 
 
 def grow_caches_in_place(implementation: str) -> None:

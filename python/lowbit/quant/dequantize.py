@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit.ops.fakes import FLOATS
-from lowbit.quant.gated_mlp import unfuse_gated_mlps
+from lowbit.quant.fused import unfuse
 from lowbit.quant.quant_embedding import QuantEmbedding, to_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.tables.folding import LayerNames
@@ -19,8 +19,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     weight, in place.
 
     The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their
-    identity, hooks and bias; layers that share a packed weight share the float one. Fused gated MLPs become what they
-    were; a layer that was a Conv1D of transformers becomes an nn.Linear, which computes the same.
+    identity, hooks and bias; layers that share a packed weight share the float one. What was fused becomes what it
+    was; a layer that was a Conv1D of transformers becomes an nn.Linear, which computes the same.
 
     Args:
         model: any module, also a QuantLinear by itself.
@@ -39,7 +39,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dequantize_: dtype must be a float dtype or None, got dtype={dtype}")
-    unfuse_gated_mlps(model)
+    unfuse(model)
     others = next((parameter.dtype for parameter in model.parameters() if parameter.dtype in FLOATS), torch.float32)
     decoded: dict[
         int, tuple[nn.Parameter, nn.Parameter]

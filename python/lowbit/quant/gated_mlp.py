@@ -11,13 +11,12 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from lowbit.ops.linear import activation_functions, linear
+from lowbit.quant.fused import Fused, hooked
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.tables.folding import LayerNames, told
 
@@ -26,21 +25,18 @@ _NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
 """Modules whose work a fused MLP does without calling them; hooks of theirs would see nothing."""
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(Fused):
     """The MLP with its activation and product inside the two linear calls; made in place by `fuse_gated_mlps`."""
 
-    gate_proj: QuantLinear
-    up_proj: QuantLinear
-    down_proj: QuantLinear
-    activation: int
-    unfused: type[nn.Module]
-
     def forward(self, x: Tensor) -> Tensor:
-        if _hooked(self):  # since it was fused
-            return self.unfused.forward(self, x)
-        gate, up = self.gate_proj, self.up_proj
-        gated = linear(x, gate.weight, gate.op_args, gate.bias, self.activation, row=gate.row_number)
-        return self.down_proj(linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
+        if hooked(self, _NOT_CALLED):  # since it was fused
+            return super().forward(x)
+        layers = self._modules
+        gate, up = layers["gate_proj"], layers["up_proj"]
+        if type(gate) is not QuantLinear or type(up) is not QuantLinear:  # an adapter, since it was fused
+            return super().forward(x)
+        gated = linear(x, gate.weight, gate.op_args, gate.bias, self.facts["activation"], row=gate.row_number)
+        return layers["down_proj"](linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
 
 
 class FusedMLPs(LayerNames):
@@ -86,27 +82,15 @@ def fuse_gated_mlps(model: nn.Module) -> FusedMLPs:
         activation = _activation(getattr(module, "act_fn", None))
         if isinstance(module, FusedGatedMLP) or activation is None or not _has_gated_layers(module):
             continue
-        hooked = _hooked(module)
-        if hooked:
-            fused.left[name] = f"hooks on {hooked}"
+        waited_for = hooked(module, _NOT_CALLED)
+        if waited_for:
+            fused.left[name] = f"hooks on {waited_for}"
             continue
         if module.gate_proj.weight.is_meta:
             raise ValueError(f"fuse_gated_mlps: {name} must have its weights in memory, got the meta device")
-        if _agrees(module, activation):
-            # The class is changed in place, as quantize_ does it: other owners of the module, its hooks and its
-            # name stay valid.
-            module.unfused, module.__class__ = type(module), FusedGatedMLP
-            module.activation = activation
+        if _fuse(module, activation):
             fused.append(name)
     return fused
-
-
-def unfuse_gated_mlps(model: nn.Module) -> None:
-    """Turn every fused MLP of ``model`` back into the class that it was."""
-    for module in model.modules():
-        if isinstance(module, FusedGatedMLP):
-            module.__class__ = module.unfused
-            del module.activation, module.unfused
 
 
 def _has_gated_layers(module: nn.Module) -> bool:
@@ -117,23 +101,6 @@ def _has_gated_layers(module: nn.Module) -> bool:
         and set(children) <= {*_LAYERS, "act_fn"}
         and all(type(children.get(layer)) is QuantLinear for layer in _LAYERS)
     )
-
-
-def _hooked(module: nn.Module) -> str:
-    """The first of the modules that a fused MLP does not call on which something waits for its call; or nothing."""
-    if _has_any_global_hook():
-        return "all modules"
-    for name in _NOT_CALLED:
-        layer: Any = getattr(module, name)
-        if isinstance(layer, nn.Module) and (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-            or "forward" in layer.__dict__  # as accelerate hooks a module
-        ):
-            return name
-    return ""
 
 
 def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
@@ -152,12 +119,13 @@ def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
     return None
 
 
-def _agrees(module: nn.Module, activation: int) -> bool:
+def _fuse(module: nn.Module, activation: int) -> bool:
+    """Fuse the MLP if that changes none of its results."""
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
-    fused = FusedGatedMLP()
-    for name in (*_LAYERS, "act_fn"):
-        setattr(fused, name, getattr(module, name))
-    fused.activation = activation
     wanted = module(x)
-    return bool((fused(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max())
+    FusedGatedMLP.take(module, {"activation": activation})
+    if (module(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max():
+        return True
+    module.give_back()
+    return False

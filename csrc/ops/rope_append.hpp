@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// rope_append: rotary position embedding (Su et al., 2021) of the queries and keys of new tokens, and the writing of
+// their keys and values into a cache: what lies between the projections of a decoder's attention and the attention.
+//   q, k, v = heads 0..Hq, Hq..Hq + Hkv, and the last Hkv of qkv
+//   k' = k * rsqrt(mean(k^2) + eps) * (offset + k_weight) where there is a weight (Qwen 3, Gemma 3), else k; q' likewise
+//   rotated(k)[i]       = k'[i] * cos[i] - k'[i + R/2] * sin[i]              for i in 0..R/2
+//   rotated(k)[i + R/2] = k'[i + R/2] * cos[i + R/2] + k'[i] * sin[i + R/2]
+//   rotated(k)[i]       = k'[i]                                              for i in R..E
+//   keys[:, :, start + t] = rotated(k)[:, t];  values[:, :, start + t] = v[:, t];  result = rotated(q)
+// Computed in float32 and rounded once.
+#pragma once
+
+#include "core/tensor_view.hpp"
+#include "ops/kernel.hpp"
+
+namespace lowbit {
+
+struct RopeAppendArgs {
+  Place place{};
+  // [B, L, Hq + 2 Hkv, E], as the projections leave it; float32, bfloat16 or float16; last dimension dense
+  TensorView qkv;
+  TensorView cos, sin;            // [B or 1, L, R], R even and at most E; any of the three dtypes, last dimension dense
+  TensorView q_weight, k_weight;  // [E], any of the three dtypes, contiguous, or empty
+  double eps = 0, offset = 0;     // of the norms
+  int64_t start = 0;
+  // [B, Hkv, S, E], S >= start + L, dtype of qkv; last dimension dense, any other strides: written
+  TensorView keys, values;
+  TensorView rotated;             // [B, Hq, L, E], dtype of qkv, contiguous: written
+
+  int64_t batch() const { return qkv.size(0); }
+  int64_t tokens() const { return qkv.size(1); }
+  int64_t kv_heads() const { return keys.size(1); }
+  int64_t heads() const { return qkv.size(2) - 2 * kv_heads(); }
+  int64_t e() const { return qkv.size(3); }
+};
+
+// All of the arguments but `rotated`, checked.
+LOWBIT_API RopeAppendArgs checked(RopeAppendArgs args);
+LOWBIT_API Call describe(const RopeAppendArgs& args);
+
+}  // namespace lowbit

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/rms_norm.hpp"
+
+#include "torch/arguments.hpp"
+
+namespace lowbit::torch {
+namespace {
+
+struct RmsNorm {
+  static constexpr Text schema = "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor";
+
+  template <class Given>
+  static RmsNormArgs args_of(Given& given) {
+    const TensorView x = contiguous_view<"x">(given), weight = contiguous_view<"weight">(given);
+    RmsNormArgs args =
+        rms_norm_args(x, weight, get<"eps">(given), get<"offset">(given), contiguous_view<"add">(given));
+    args.y = contiguous_view(x.device, x.dtype, x.rank, x.shape.data());
+    return args;
+  }
+
+  static Tensor run(Arguments<RmsNorm>& given) {
+    RmsNormArgs args = args_of(given);
+    Tensor y = Tensor::empty(given.op, args.y);
+    if (args.x.numel() > 0) lowbit::run(args);
+    return y;
+  }
+};
+
+}  // namespace
+
+const RegisteredOp rms_norm_op = registered<RmsNorm>();
+
+}  // namespace lowbit::torch

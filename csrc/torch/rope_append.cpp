@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/rope_append.hpp"
+
+#include "torch/arguments.hpp"
+
+namespace lowbit::torch {
+namespace {
+
+struct RopeAppend {
+  static constexpr Text schema =
+      "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
+      "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor";
+
+  template <class Given>
+  static RopeAppendArgs args_of(Given& given) {
+    RopeAppendArgs args = checked({.qkv = dense_view<"qkv">(given),
+                                   .cos = dense_view<"cos">(given),
+                                   .sin = dense_view<"sin">(given),
+                                   .q_weight = contiguous_view<"q_weight">(given),
+                                   .k_weight = contiguous_view<"k_weight">(given),
+                                   .eps = get<"eps">(given),
+                                   .offset = get<"offset">(given),
+                                   .start = get<"start">(given),
+                                   .keys = written_view<"keys">(given),
+                                   .values = written_view<"values">(given),
+                                   .rotated = {}});
+    const int64_t shape[] = {args.batch(), args.heads(), args.tokens(), args.e()};
+    args.rotated = contiguous_view(args.qkv.device, args.qkv.dtype, 4, shape);
+    return args;
+  }
+
+  static Tensor run(Arguments<RopeAppend>& given) {
+    RopeAppendArgs args = args_of(given);
+    Tensor rotated = Tensor::empty(given.op, args.rotated);
+    if (args.qkv.numel() > 0) lowbit::run(args);
+    return rotated;
+  }
+};
+
+}  // namespace
+
+const RegisteredOp rope_append_op = registered<RopeAppend>();
+
+}  // namespace lowbit::torch

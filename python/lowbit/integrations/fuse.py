@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lowbit.fuse: the small pieces of a decoder as few calls, in eager mode, without a compiler."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from lowbit.quant.fused import Fused
+from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
+from lowbit.quant.gated_mlp import FusedMLPs, fuse_gated_mlps
+
+
+class FusedPieces(FusedMLPs):
+    """Names of the modules that were fused; prints one line for those of a kind.
+
+    Attributes:
+        left: names of attention modules, norms and MLPs that stay as they are, each with the reason.
+    """
+
+
+def fuse(model: nn.Module) -> FusedPieces:
+    """Make the pieces around the linear layers of a quantized language model faster, in place.
+
+    - RMSNorm is one call.
+    - Attention of transformers: q, k and v are multiplied as one weight; norms of heads, the rotary embedding and the
+      writing of the cache are one call.
+    - Gated MLPs: activation and product are part of the linear calls (`fuse_gated_mlps`).
+
+    Each piece is called with random input before and after: one that then computes something else stays as it is.
+    Names, parameters and state dict stay too. Where gradients, autocast, torch.compile, hooks or an adapter come in,
+    a piece computes as it did before, and so it does on other devices than the CPU.
+
+    Args:
+        model: any module; quantized layers are fused, and norms.
+
+    Returns:
+        Names of the modules that were fused, a list; ``left`` has the others, with reasons.
+
+    Raises:
+        ValueError: a piece is on the meta device, where it cannot be called.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight())
+        >>> lowbit.fuse(model)
+        model.layers.*.input_layernorm x 30
+        ...
+    """
+    pieces = FusedPieces()
+    pieces += (mlps := fuse_gated_mlps(model))
+    pieces.left |= mlps.left
+    columns = _rotary_columns(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Fused):
+            continue
+        if "o_proj" in module._modules and "transformers" in sys.modules:
+            from lowbit.integrations.fused_attention import fuse_attention
+
+            reason = fuse_attention(module, columns)
+            if reason:
+                pieces.left[name] = reason
+            else:
+                pieces.append(name)
+        elif type(module).__name__.endswith("RMSNorm"):
+            facts = norm_facts(module)
+            if facts is None:
+                pieces.left[name] = "it does not compute what rms_norm computes"
+            else:
+                FusedRMSNorm.take(module, facts)
+                pieces.append(name)
+    return pieces
+
+
+def _rotary_columns(model: nn.Module) -> list[int]:
+    """How many columns of a head the rotary embeddings of the model rotate, two for each of their frequencies."""
+    frequencies = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
+    return list(dict.fromkeys(2 * buffer.numel() for buffer in frequencies))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of transformers' decoders: q, k and v as one product; norms of heads, rotary embedding and the writing of
+the cache as one call; then the attention that the model is set to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowbit.integrations.growing_cache import growing_layer
+from lowbit.ops.rope_append import rope_append
+from lowbit.quant.fused import Fused, hooked, is_plain
+from lowbit.quant.fused_norm import norm_facts
+from lowbit.quant.merged import MergedLinear
+from lowbit.quant.quant_linear import QuantLinear
+
+_APART = ("q_proj", "k_proj", "v_proj")
+_PACKED = ("qkv_proj",)  # Phi-3
+_NORMS = ("q_norm", "k_norm")
+_TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
+_PROBED = 3  # tokens
+
+
+class FusedAttention(Fused):
+    """An attention module of transformers; made in place by `lowbit.fuse`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
+        layers = self._layers() if is_plain(hidden_states) and not self.training else None
+        if layers is None or attend is None or position_embeddings is None:
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        batch, length, _ = hidden_states.shape
+        qkv = _project(facts["merged"], layers, hidden_states).view(batch, length, -1, self.head_dim)
+        query, key, value = self._append(qkv, position_embeddings, past_key_values)
+        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **(facts["options"] | kwargs))
+        return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
+
+    def _layers(self) -> list[QuantLinear] | None:
+        """The projections, unless something has come to stand between them and their call (an adapter, a hook)."""
+        names = self.facts["projections"]
+        if hooked(self, names) or hooked(self, _NORMS):
+            return None
+        layers = [self._modules[name] for name in names]
+        return layers if all(type(layer) is QuantLinear for layer in layers) else None
+
+    def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
+        """Queries of the new tokens, keys and values of all."""
+        batch, length, _, size = qkv.shape
+        heads, norm = self.facts["kv_heads"], self.facts["norm"]
+        q_weight, k_weight = (self._modules[name]._parameters["weight"] if norm else None for name in _NORMS)
+        norms = (q_weight, k_weight, norm["eps"], norm["offset"]) if norm else ()
+        layer = growing_layer(cache, self.layer_idx)
+        room = None if layer is None else layer.room_for(length, (batch, heads, size), qkv)
+        if room is not None:
+            query = rope_append(qkv, *position_embeddings, *room, *norms)
+            return query, *layer.extend(length)
+        key, value = qkv.new_empty(2, batch, heads, length, size)
+        query = rope_append(qkv, *position_embeddings, key, value, 0, *norms)
+        return query, *((key, value) if cache is None else cache.update(key, value, self.layer_idx))
+
+
+def _project(merged: MergedLinear | None, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
+    return torch.cat([layer(x) for layer in layers], dim=-1) if merged is None else merged(layers, x)
+
+
+def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
+    """Fuse ``module``, an attention module of transformers, or return why it stays as it is.
+
+    What it does between its input and the attention function, and after it, is found out by a call with random tokens:
+    queries, keys, values, options and result must be those of the fused module.
+
+    Args:
+        rotary_columns: how many columns of a head the model's rotary embeddings may rotate.
+    """
+    problem = _problem(module)
+    if problem:
+        return problem
+    names = _PACKED if "qkv_proj" in module._modules else _APART
+    layers = [module._modules[name] for name in names]
+    norm = norm_facts(module.q_norm) if "q_norm" in module._modules else None
+    for columns in rotary_columns:
+        call = _probe(module, layers[0].in_features, columns)
+        seen = _recorded(module, call)
+        if seen is None:
+            continue
+        facts = {
+            "projections": names,
+            "merged": None if len(layers) > 1 and MergedLinear.refuses(layers) else MergedLinear(),
+            "kv_heads": seen["key"].shape[1],
+            "norm": norm,
+            "options": {name: value for name, value in seen["options"].items() if name != "dropout"},
+        }
+        if any(isinstance(value, Tensor) for value in facts["options"].values()):
+            return "its attention has an option that is a tensor"
+        FusedAttention.take(module, facts)
+        if _agree(seen, _recorded(module, call)):
+            return ""
+        module.give_back()
+    return "it does not compute rotary attention as the fused one does"
+
+
+def _problem(module: nn.Module) -> str:
+    children = module._modules
+    names = _PACKED if "qkv_proj" in children else _APART
+    missing = [name for name in (*names, "o_proj") if type(children.get(name)) is not QuantLinear]
+    if missing:
+        return f"{missing[0]} is {type(children.get(missing[0])).__name__}, no QuantLinear"
+    known = {*names, "o_proj", *_NORMS, *(name for name, child in children.items() if child is None)}
+    if not set(children) <= known or ("q_norm" in children) != ("k_norm" in children):
+        return f"it has {', '.join(sorted(set(children) - known)) or 'one norm of two'}"
+    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+        return "it has parameters of its own"
+    if "q_norm" in children and (norm_facts(module.q_norm) is None or norm_facts(module.q_norm) != norm_facts(module.k_norm)):
+        return "its q_norm and k_norm are no RMSNorm of heads"
+    for name in ("config", "head_dim", "layer_idx"):
+        if not hasattr(module, name):
+            return f"it has no {name}"
+    if not module.o_proj.weight.is_cpu:
+        return f"its kernel rows are on the CPU, it is on {module.o_proj.weight.device.type}"
+    hook = hooked(module, (*names, *_NORMS))
+    return f"hooks on {hook}" if hook else ""
+
+
+def _probe(module: nn.Module, hidden: int, columns: int) -> dict[str, Any]:
+    generator = torch.Generator("cpu").manual_seed(0)
+    angle = torch.rand(1, _PROBED, columns, dtype=torch.float32, device="cpu", generator=generator) * 6
+    return {
+        "hidden_states": torch.randn(2, _PROBED, hidden, dtype=torch.float32, device="cpu", generator=generator),
+        "position_embeddings": (angle.cos(), angle.sin()),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+
+
+@torch.no_grad()
+def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
+    """What the attention function is given in this call, and the result; None where it is not called, or not so."""
+    seen: dict[str, Any] = {}
+
+    def record(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        seen.update(query=query, key=key, value=value, options=options)
+        return query.transpose(1, 2).contiguous(), None
+
+    implementation, training = module.config._attn_implementation, module.training
+    previous = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
+    ALL_ATTENTION_FUNCTIONS[implementation] = record
+    module.training = False
+    try:
+        seen["out"] = module(**call)[0]
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes something else
+        return None
+    finally:
+        module.training = training
+        if previous is None:
+            del ALL_ATTENTION_FUNCTIONS[implementation]
+        else:
+            ALL_ATTENTION_FUNCTIONS[implementation] = previous
+    return seen if "query" in seen else None
+
+
+def _agree(wanted: dict[str, Any], got: dict[str, Any] | None) -> bool:
+    return got is not None and got["options"] == wanted["options"] and all(
+        got[name].shape == wanted[name].shape
+        and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
+        for name in ("query", "key", "value", "out")
+    )

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules have in common that `lowbit.fuse` made faster: their class changes in place and can change back, and
+where a call is more than plain inference they compute as before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_is_transformed = torch._C._are_functorch_transforms_active
+_is_autocast_enabled = torch.is_autocast_enabled
+
+
+class Fused(nn.Module):
+    """A piece of a model with a forward of ours; ``super().forward`` is the one that it had."""
+
+    piece: ClassVar[type[Fused]]
+    unfused: ClassVar[type[nn.Module]]
+    facts: dict[str, Any]
+    """What was found out about the module when it was fused."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time, where neither pickle nor copy would find it.
+        return _unset, (self.piece, self.unfused), self.__dict__
+
+    @classmethod
+    def take(cls, module: nn.Module, facts: dict[str, Any]) -> None:
+        """Fuse ``module`` in place: other owners of it, its hooks and its name stay valid."""
+        module.__class__ = _class_of(cls, type(module))
+        module.facts = facts
+
+
+    def give_back(self) -> None:
+        """Turn the module back into what it was."""
+        self.__class__ = self.unfused
+        del self.facts
+
+
+def unfuse(model: nn.Module) -> None:
+    """Turn every fused piece of ``model`` back into the class that it was."""
+    for module in model.modules():
+        if isinstance(module, Fused):
+            module.give_back()
+
+
+@functools.cache
+def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
+    """A subclass of both: who asks for the original class still finds it, as transformers does to record outputs."""
+    return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused})
+
+
+def _unset(piece: type[Fused], unfused: type[nn.Module]) -> Fused:
+    cls = _class_of(piece, unfused)
+    return cls.__new__(cls)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a call with ``x`` is inference on a CPU and nothing else: eager, without gradients, autocast or
+    functorch. The ops of the fused pieces have kernel rows there."""
+    return (
+        type(x) is Tensor
+        and x.is_cpu
+        and not _is_grad_enabled()
+        and not _is_compiling()
+        and not _is_transformed()
+        and not _is_autocast_enabled("cpu")
+        and forward_ad._current_level < 0  # -1 outside of forward mode
+    )
+
+
+def hooked(module: nn.Module, names: Iterable[str]) -> str:
+    """The first of these children, which a fused module does not call, on which something waits for its call; or
+    nothing. Children that are no modules cannot be waited for."""
+    if _has_any_global_hook():
+        return "all modules"
+    children = module._modules
+    for name in names:
+        layer = children.get(name)
+        if layer is None:
+            continue
+        inside = layer.__dict__
+        if (
+            inside["_forward_hooks"]
+            or inside["_forward_pre_hooks"]
+            or inside["_backward_hooks"]
+            or inside["_backward_pre_hooks"]
+            or "forward" in inside  # as accelerate hooks a module
+        ):
+            return name
+    return ""

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lowbit.fuse: what it takes of each architecture, and that the model still says the same in every way it is used."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit
+from lowbit.quant.fused import Fused, unfuse
+from lowbit.quant.fused_norm import norm_facts
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, eos_token_id=96, bos_token_id=1,
+)  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": ("Phi3", {}),
+    "granite": ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.1}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
+    "cohere": ("Cohere", {}),
+}  # fmt: skip
+FUSED = {name for name in MODELS if name != "cohere"}  # whose rotary embedding turns neighbours, not halves
+CONFIGS = {
+    "w4a8": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
+    "int8": lowbit.int8_weight_only(),
+}
+
+
+def made(name: str, config: str = "int8", attention: str = "lowbit", **more: Any) -> nn.Module:
+    kind, options = MODELS[name]
+    prefix = "Gemma3Text" if kind == "Gemma3" else kind
+    settings = getattr(transformers, f"{prefix}Config")(**SIZES | options | more)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(settings, attn_implementation=attention).eval()
+    for parameter in model.parameters():  # norms are made of ones, or of zeros, and biases of zeros
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.3)
+    lowbit.quantize_(model, CONFIGS[config])
+    return model
+
+
+def prompt(batch: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
+    return model(ids, **options).logits
+
+
+def answer(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
+    options = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids)} | options
+    return model.generate(ids, **options)
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("self_attn")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_prompts_and_of_steps_stay(name: str) -> None:
+    model = made(name)
+    wanted, said = logits(model, prompt()), answer(model, prompt())
+    report = lowbit.fuse(model)
+    assert {attn.__class__.__name__.startswith("Fused") for attn in attentions(model)} == {name in FUSED}
+    if name not in FUSED:
+        assert all("self_attn" not in fused for fused in report)
+        assert "it does not compute rotary attention as the fused one does" in report.left.values(), report
+    assert any("norm" in fused for fused in report) == (name not in ("cohere", "stablelm"))
+    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(answer(model, prompt()), said)
+    assert lowbit.fuse(model) == []  # all that can be is
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_int8_activations_and_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    model = made(name, "w4a8").to(dtype)
+    wanted = logits(model, prompt()).float()
+    assert lowbit.fuse(model)
+    error = (logits(model, prompt()).float() - wanted).abs().max() / wanted.abs().max()
+    assert error < (0.02 if dtype is torch.float32 else 0.1)  # where a value is rounded to its neighbour
+
+
+USES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "left padding": lambda model: answer(model, prompt(), attention_mask=torch.tensor([[0] * 4 + [1] * 5, [1] * 9])),
+    "beams": lambda model: answer(model, prompt(), num_beams=3),
+    "sampling": lambda model: (torch.manual_seed(1), answer(model, prompt(), do_sample=True))[1],
+    "static cache": lambda model: answer(model, prompt(), cache_implementation="static", disable_compile=True),
+    "no cache": lambda model: answer(model, prompt(), use_cache=False),
+    "prompt lookup": lambda model: answer(model, prompt(1), prompt_lookup_num_tokens=3),
+    "chunked prompt": lambda model: answer(model, prompt(1, 20), prefill_chunk_size=7),
+    "a long answer": lambda model: answer(model, prompt(1, 4), max_new_tokens=60),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_every_use_says_the_same(name: str, use: str) -> None:
+    model = made(name)
+    wanted = USES[use](model)
+    lowbit.fuse(model)
+    assert torch.equal(USES[use](model), wanted)
+
+
+def test_quantized_cache_and_other_attention() -> None:
+    from lowbit.integrations.transformers import QuantizedCache
+
+    model = made("llama")
+    wanted = answer(model, prompt(), past_key_values=QuantizedCache("int8"))
+    lowbit.fuse(model)
+    assert torch.equal(answer(model, prompt(), past_key_values=QuantizedCache("int8")), wanted)
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        torch.testing.assert_close(logits(model, prompt()), logits(made("llama", attention=attention), prompt()))
+
+
+def test_gradients_and_training_are_those_of_the_unfused_model() -> None:
+    grads = []
+    for fused in (False, True):
+        model = made("llama").train()
+        if fused:
+            lowbit.fuse(model)
+        model(prompt(), labels=prompt()).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() and grads[0]
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+def test_a_hook_sees_the_projection_that_it_waits_for() -> None:
+    model = made("llama")
+    lowbit.fuse(model)
+    wanted, seen = logits(model, prompt()), []
+    handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+    assert seen == [1]
+    handle.remove()
+    logits(model, prompt())
+    assert seen == [1]
+
+
+def test_outputs_that_transformers_records() -> None:
+    model = made("llama", attention="sdpa")
+    with torch.no_grad():
+        wanted = model(prompt(), output_hidden_states=True).hidden_states
+        lowbit.fuse(model)
+        got = model(prompt(), output_hidden_states=True).hidden_states
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_added_later_counts() -> None:
+    peft = pytest.importorskip("peft")
+    model = made("llama")
+    lowbit.fuse(model)
+    before = logits(model, prompt())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    with_adapter = logits(adapted, prompt())
+    assert not torch.allclose(with_adapter, before, rtol=1e-3)
+    unfuse(model)
+    torch.testing.assert_close(logits(adapted, prompt()), with_adapter, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_fused_and_their_own(how: str) -> None:
+    model = made("qwen2")
+    lowbit.fuse(model)
+    wanted = logits(model, prompt())
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        import pickle
+
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(logits(twin, prompt()), wanted)
+    for module in twin.modules():
+        if isinstance(module, lowbit.QuantLinear):
+            module.weight.data.zero_()
+    assert all(isinstance(attn, Fused) for attn in attentions(twin))
+    assert torch.equal(logits(model, prompt()), wanted) and not torch.equal(logits(twin, prompt()), wanted)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_loaded_state_dict_is_what_is_multiplied(assign: bool) -> None:
+    """Also after the weights were moved, which takes them out of the memory that they shared."""
+    model, other = made("qwen2"), made("qwen2")
+    for module in other.modules():
+        if isinstance(module, lowbit.QuantLinear) and module.bias is not None:
+            module.bias.data.add_(0.5)
+    wanted = logits(other, prompt())
+    lowbit.fuse(model)
+    logits(model, prompt())
+    assert model.state_dict().keys() == other.state_dict().keys()
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+    model.bfloat16().float()
+    for module in model.modules():
+        if isinstance(module, lowbit.QuantLinear):
+            module.weight.data = module.weight.data.clone()
+    torch.testing.assert_close(logits(model, prompt()), logits(other.bfloat16().float(), prompt()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
+    model = made("llama")
+    wanted = logits(model, prompt())
+    lowbit.fuse(model)
+    logits(model, prompt())
+    model.save_pretrained(tmp_path)
+    fresh = transformers.LlamaForCausalLM._from_config(model.config, attn_implementation="lowbit").eval()
+    lowbit.load(fresh, tmp_path)
+    assert torch.equal(logits(fresh, prompt()), wanted)
+
+
+def test_dequantized_and_unfused_models_are_of_their_classes_again() -> None:
+    model = made("llama")
+    classes = [type(module) for module in model.modules()]
+    lowbit.fuse(model)
+    assert any(isinstance(module, Fused) for module in model.modules())
+    assert all(isinstance(module, cls) for module, cls in zip(model.modules(), classes, strict=True) if "MLP" not in cls.__name__)
+    lowbit.dequantize_(model)
+    assert not any(isinstance(module, Fused) for module in model.modules())
+    assert not any(type(module).__name__.startswith("Fused") for module in model.modules())
+
+
+def test_reasons_are_told() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    report = lowbit.fuse(model)
+    assert "model.layers.0.self_attn" in report.left and report.left["model.layers.0.self_attn"] == "q_proj is Linear, no QuantLinear"
+    assert "model.norm" in report
+    model = made("llama")
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    report = lowbit.fuse(model)
+    assert report.left == {"model.layers.0.self_attn": "hooks on q_proj"}
+    assert "left: model.layers.0.self_attn: hooks on q_proj" in repr(report)
+
+
+class HalfNorm(nn.Module):
+    """An RMSNorm by its names alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x[..., :8].square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+def test_norms_are_tried_not_guessed() -> None:
+    assert norm_facts(nn.RMSNorm(16, eps=1e-3)) == {"eps": 1e-3, "offset": 0.0}
+    llama = transformers.models.llama.modeling_llama.LlamaRMSNorm(16, eps=1e-6)
+    assert norm_facts(llama) == {"eps": 1e-6, "offset": 0.0}
+    llama.eps = llama.variance_epsilon
+    llama.variance_epsilon = 1e-5  # what it says is what it computes with
+    assert norm_facts(llama) == {"eps": 1e-5, "offset": 0.0}
+    gemma = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(16, eps=1e-6)
+    assert norm_facts(gemma) == {"eps": 1e-6, "offset": 1.0}
+    assert norm_facts(HalfNorm()) is None and norm_facts(nn.LayerNorm(16)) is None

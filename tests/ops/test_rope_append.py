@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope_append: every row against float64, what it writes and what it leaves, what it refuses, torch's checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import _C, testing
+from lowbit.ops.rope_append import rope_append
+
+ROWS = [str(row["name"]) for row in testing.rows("rope_append") if row["available"]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-5
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, offset: float) -> tuple[Tensor, Tensor]:
+    """[B, H, L, E] in float64, and the sum of the magnitudes that each element is made of."""
+    x, cos, sin = x.double().transpose(1, 2), cos.double()[:, None], sin.double()[:, None]
+    if weight is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (offset + weight.double())
+    columns = cos.shape[-1]
+    head, rest = x[..., :columns], x[..., columns:]
+    low, high = head.chunk(2, dim=-1)
+    turned = torch.cat([-high, low], dim=-1)
+    wanted = torch.cat([head * cos + turned * sin, rest], dim=-1)
+    return wanted, torch.cat([(head * cos).abs() + (turned * sin).abs(), rest.abs()], dim=-1)
+
+
+def allowed(wanted: Tensor, sizes: Tensor, dtype: torch.dtype, e: int) -> Tensor:
+    """Three float32 roundings, those of a norm over e, and that of the result."""
+    error = ((e + 8) / 2 + 8) * testing.ROUNDOFF["float32"] * sizes
+    smallest = torch.finfo(dtype).smallest_normal
+    return error + testing.ROUNDOFF[str(dtype).removeprefix("torch.")] * (wanted.abs() + error + smallest)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "batch, length, heads, kv_heads, e, columns",
+    [(1, 1, 9, 3, 64, 64), (2, 5, 4, 4, 24, 20), (3, 2, 2, 1, 7, 6), (2, 3, 3, 1, 80, 32), (1, 700, 8, 2, 64, 64)],
+)
+def test_every_row(
+    row: str, dtype: torch.dtype, batch: int, length: int, heads: int, kv_heads: int, e: int, columns: int
+) -> None:
+    """The last is large enough for several threads; with norms and without, one cos for all and one for each."""
+    qkv = torch.randn(batch, length, heads + 2 * kv_heads, e).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    for weights, each in ((None, 1), ((torch.randn(e), torch.randn(e).bfloat16()), batch)):
+        cos, sin = (torch.randn(each, length, columns).to(dtype) for _ in range(2))
+        keys, values = torch.full((2, batch, kv_heads, length + 7, e), 3.0).to(dtype)
+        norms = () if weights is None else (*weights, EPS, 1.0)
+        previous = _C.force_kernel(row)
+        try:
+            query = rope_append(qkv, cos, sin, keys, values, 4, *norms)
+        finally:
+            _C.force_kernel(previous)
+        assert _C.last_kernel("rope_append") == row
+        for got, of, weight in ((query, q, 0), (keys[:, :, 4 : 4 + length], k, 1)):
+            wanted, sizes = rotated(of, cos, sin, weights and weights[weight], 1.0)
+            testing.assert_within(got, wanted, allowed(wanted, sizes, dtype, e), what=row)
+        assert torch.equal(values[:, :, 4 : 4 + length], v.transpose(1, 2))
+        for states in (keys, values):
+            assert (states[:, :, :4] == 3).all() and (states[:, :, 4 + length :] == 3).all()
+
+
+def test_strides_of_everything_and_no_tokens() -> None:
+    qkv, cos, sin = torch.randn(2, 3, 8, 32), torch.randn(1, 3, 32), torch.randn(1, 3, 32)
+    keys, values = torch.zeros(2, 2, 2, 5, 32)
+    wanted = rope_append(qkv, cos, sin, keys, values, 1)
+    spread = torch.empty(2, 8, 3, 32).transpose(1, 2).copy_(qkv)
+    room = torch.zeros(2, 5, 2, 64)
+    others = room.transpose(1, 2).chunk(2, dim=-1)
+    columns = (part.mT.contiguous().mT for part in (cos, sin))
+    assert torch.equal(rope_append(spread, *columns, *others, 1), wanted)
+    assert torch.equal(others[0], keys) and torch.equal(others[1], values)
+    assert rope_append(qkv[:, :0], cos[:, :0], sin[:, :0], keys, values, 5).shape == (2, 4, 0, 32)
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    keys, values = torch.zeros(2, 2, 2, 5, 8)
+    given = {"qkv": torch.ones(2, 3, 8, 8), "cos": torch.ones(1, 3, 8), "sin": torch.ones(1, 3, 8), "keys": keys}
+    return given | {"values": values, "start": 0} | changed
+
+
+@pytest.mark.parametrize(
+    "changed, error, text",
+    [
+        ({"qkv": torch.ones(2, 3, 64)}, ValueError, r"qkv must have shape \[B, L, Hq \+ 2 Hkv, E\], got \[2, 3, 64\]"),
+        ({"qkv": torch.ones(2, 3, 8, 8).int()}, TypeError, "qkv must be float32, bfloat16 or float16, got int32"),
+        ({"qkv": torch.ones(2, 3, 3, 8)}, ValueError, "qkv must have at least two heads for each of the 2 of keys, got 3"),
+        ({"start": 3}, ValueError, "keys must have room for tokens 3 to 6, got 5"),
+        ({"start": -1}, ValueError, "keys must have room for tokens -1 to 2, got 5"),
+        ({"keys": torch.zeros(2, 2, 5, 8).half()}, TypeError, "keys must have the dtype of qkv, got float16 and float32"),
+        ({"values": torch.zeros(2, 2, 5, 4)}, ValueError, r"values must have shape \[2, 2, 5, 8\], got \[2, 2, 5, 4\]"),
+        ({"values": torch.zeros(2, 2, 8, 5).mT}, ValueError, "values must be dense in its last dimension, got stride 5"),
+        ({"cos": torch.ones(3, 3, 8)}, ValueError, r"cos must have shape \[B or 1, L, R\], got \[3, 3, 8\]"),
+        ({"sin": torch.ones(1, 3, 6)}, ValueError, r"sin must have shape \[1, 3, 8\], got \[1, 3, 6\]"),
+        ({"cos": torch.ones(1, 3, 5), "sin": torch.ones(1, 3, 5)}, ValueError, "cos must have an even number of columns"),
+        ({"q_weight": torch.ones(4)}, ValueError, r"q_weight must have shape \[8\], got \[4\]"),
+        ({"k_weight": torch.ones(8), "eps": -1.0}, ValueError, "eps must be finite and not negative, got -1"),
+        ({"qkv": torch.ones(2, 3, 8, 8).requires_grad_()}, NotImplementedError, "no argument may require a gradient"),
+    ],
+)
+def test_a_bad_argument_is_named_and_nothing_is_written(changed: dict[str, Any], error: type[Exception], text: str) -> None:
+    given = arguments(**changed)
+    with pytest.raises(error, match=f"rope_append: {text}"):
+        rope_append(**given)
+    assert not given["keys"].any() and not given["values"].any()
+    if "dense" in text:  # strides are not part of what a fake tensor is described by
+        return
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(error, match=f"rope_append: {text}"):
+        rope_append(**{name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in given.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    given = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in arguments().items()}
+    norms = torch.ones(8), torch.ones(8), EPS, 0.0
+    torch.library.opcheck(torch.ops.lowbit.rope_append_.default, (*given.values(), *norms))
