@@ -89,7 +89,7 @@ def build(args: argparse.Namespace, name: str) -> LlamaForCausalLM:
         body.embed_tokens.weight = head.weight
     else:
         body.embed_tokens = TiedEmbedding(head)
-        lowbit.fuse_gated_mlps(model)  # silu and the product of the MLP inside the linear calls
+        lowbit.fuse(model)  # norms, rotary embedding and MLPs as few calls
         model.set_attn_implementation("lowbit")
     return model
 

@@ -22,7 +22,7 @@ or mask function (a mod) is explained in [flex_attention](ops/flex_attention.md)
 format](choose_a_format.md).
 """
 SECTIONS = {
-    "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse_gated_mlps QuantLinear "
+    "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse fuse_gated_mlps QuantLinear "
     "QuantEmbedding QuantizationReport linear",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "ops/checks.hpp"
 #include "ops/place.hpp"
 
 namespace lowbit {
@@ -16,19 +17,19 @@ void check_norm(std::string_view op, double eps, double offset) {
 
 RmsNormArgs rms_norm_args(const TensorView& x, const TensorView& weight, double eps, double offset,
                           const TensorView& add) {
-  const Place place = place_of("rms_norm", {{"x", x}, {"weight", weight}, {"add", add}});
-  check(is_activation(x.dtype), type, "rms_norm: x must be float32, bfloat16 or float16, got ", name_of(x.dtype));
-  check(x.rank >= 1 && x.is_contiguous(), value, "rms_norm: x must be contiguous [..., n], got ", shape_text(x));
-  check(is_activation(weight.dtype), type, "rms_norm: weight must be float32, bfloat16 or float16, got ",
-        name_of(weight.dtype));
-  check(weight.rank == 1 && weight.size(0) == x.size(-1) && weight.is_contiguous(), value,
-        "rms_norm: weight must be a contiguous [n=", x.size(-1), "], got ", shape_text(weight));
-  check_norm("rms_norm", eps, offset);
+  constexpr std::string_view op = "rms_norm";
+  const Place place = place_of(op, {{"x", x}, {"weight", weight}, {"add", add}});
+  check_activation(op, "x", x);
+  check(x.rank >= 1, value, op, ": x must have shape [..., n], got ", shape_text(x));
+  check_contiguous(op, "x", x);
+  check_activation(op, "weight", weight);
+  check_shape(op, "weight", weight, {x.size(-1)});
+  check_contiguous(op, "weight", weight);
+  check_norm(op, eps, offset);
   if (add) {
-    check(add.dtype == x.dtype, type, "rms_norm: add must have the dtype of x, got ", name_of(add.dtype), " and ",
-          name_of(x.dtype));
-    check(add.rank == x.rank && add.shape == x.shape && add.is_contiguous(), value,
-          "rms_norm: add must be contiguous, of the shape of x, got ", shape_text(add), " and ", shape_text(x));
+    check_dtype(op, "add", add, x.dtype);
+    check_shape(op, "add", add, shape_text(x).sizes);
+    check_contiguous(op, "add", add);
   }
   return {.place = place, .x = x, .weight = weight, .eps = eps, .offset = offset, .add = add, .y = {}};
 }

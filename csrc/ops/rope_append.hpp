@@ -2,7 +2,7 @@
 // rope_append: rotary position embedding (Su et al., 2021) of the queries and keys of new tokens, and the writing of
 // their keys and values into a cache: what lies between the projections of a decoder's attention and the attention.
 //   q, k, v = heads 0..Hq, Hq..Hq + Hkv, and the last Hkv of qkv
-//   k' = k * rsqrt(mean(k^2) + eps) * (offset + k_weight) where there is a weight (Qwen 3, Gemma 3), else k; q' likewise
+//   k' = k * rsqrt(mean(k^2) + eps) * (offset + k_weight), or k where no weight is given; q' likewise
 //   rotated(k)[i]       = k'[i] * cos[i] - k'[i + R/2] * sin[i]              for i in 0..R/2
 //   rotated(k)[i + R/2] = k'[i + R/2] * cos[i + R/2] + k'[i] * sin[i + R/2]
 //   rotated(k)[i]       = k'[i]                                              for i in R..E
@@ -34,8 +34,8 @@ struct RopeAppendArgs {
   int64_t e() const { return qkv.size(3); }
 };
 
-// All of the arguments but `rotated`, checked.
-LOWBIT_API RopeAppendArgs checked(RopeAppendArgs args);
+// All of the arguments but `rotated`; finds the place.
+LOWBIT_API void check_args(RopeAppendArgs& args);
 LOWBIT_API Call describe(const RopeAppendArgs& args);
 
 }  // namespace lowbit

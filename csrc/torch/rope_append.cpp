@@ -13,17 +13,18 @@ struct RopeAppend {
 
   template <class Given>
   static RopeAppendArgs args_of(Given& given) {
-    RopeAppendArgs args = checked({.qkv = dense_view<"qkv">(given),
-                                   .cos = dense_view<"cos">(given),
-                                   .sin = dense_view<"sin">(given),
-                                   .q_weight = contiguous_view<"q_weight">(given),
-                                   .k_weight = contiguous_view<"k_weight">(given),
-                                   .eps = get<"eps">(given),
-                                   .offset = get<"offset">(given),
-                                   .start = get<"start">(given),
-                                   .keys = written_view<"keys">(given),
-                                   .values = written_view<"values">(given),
-                                   .rotated = {}});
+    RopeAppendArgs args{.qkv = dense_view<"qkv">(given),
+                        .cos = dense_view<"cos">(given),
+                        .sin = dense_view<"sin">(given),
+                        .q_weight = contiguous_view<"q_weight">(given),
+                        .k_weight = contiguous_view<"k_weight">(given),
+                        .eps = get<"eps">(given),
+                        .offset = get<"offset">(given),
+                        .start = get<"start">(given),
+                        .keys = written_view<"keys">(given),
+                        .values = written_view<"values">(given),
+                        .rotated = {}};
+    check_args(args);
     const int64_t shape[] = {args.batch(), args.heads(), args.tokens(), args.e()};
     args.rotated = contiguous_view(args.qkv.device, args.qkv.dtype, 4, shape);
     return args;

@@ -95,7 +95,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"qkv": torch.ones(2, 3, 3, 8)}, ValueError, "qkv must have at least two heads for each of the 2 of keys, got 3"),
         ({"start": 3}, ValueError, "keys must have room for tokens 3 to 6, got 5"),
         ({"start": -1}, ValueError, "keys must have room for tokens -1 to 2, got 5"),
-        ({"keys": torch.zeros(2, 2, 5, 8).half()}, TypeError, "keys must have the dtype of qkv, got float16 and float32"),
+        ({"keys": torch.zeros(2, 2, 5, 8).half()}, TypeError, "keys must be float32, got float16"),
         ({"values": torch.zeros(2, 2, 5, 4)}, ValueError, r"values must have shape \[2, 2, 5, 8\], got \[2, 2, 5, 4\]"),
         ({"values": torch.zeros(2, 2, 8, 5).mT}, ValueError, "values must be dense in its last dimension, got stride 5"),
         ({"cos": torch.ones(3, 3, 8)}, ValueError, r"cos must have shape \[B or 1, L, R\], got \[3, 3, 8\]"),

@@ -53,6 +53,7 @@ class LowbitConfig(QuantizationConfigMixin):
             nor ``modules_to_not_convert`` names them: "int8" gives it 8 bits where ``config`` has fewer. None: it has
             no configuration of its own. Or a configuration.
         activations: of "gguf": "int8" rounds the inputs of layers on the fly, as llama.cpp does, "float" leaves them.
+        fuse: fuse the loaded model, as `lowbit.fuse` does.
         version: of this entry in a config.json; 1.
 
     Raises:
@@ -69,6 +70,7 @@ class LowbitConfig(QuantizationConfigMixin):
         embeddings: Any = None,
         head: Any = INT8,
         activations: str = "int8",
+        fuse: bool = False,
         version: int = VERSION,
         quant_method: str = METHOD,
         **unknown: Any,
@@ -81,7 +83,7 @@ class LowbitConfig(QuantizationConfigMixin):
             names = ", ".join(unknown) or f"quant_method={quant_method!r}"
             raise ValueError(
                 "LowbitConfig: fields must be config, modules_to_not_convert, plan, embeddings, head, activations, "
-                f"version; got {names}"
+                f"fuse, version; got {names}"
             )
         if config is None and embeddings is None and not plan:
             raise ValueError("LowbitConfig: config must name a format where there is no plan or embeddings, got None")
@@ -93,7 +95,7 @@ class LowbitConfig(QuantizationConfigMixin):
             )
         if activations not in ("int8", "float"):
             raise ValueError(f"LowbitConfig: activations must be 'int8' or 'float', got {activations!r}")
-        self.activations = activations
+        self.activations, self.fuse = activations, bool(fuse)
         self.quant_method = METHOD
         self.config: FormatConfig | None = None if config is None or self.gguf else config_of(config)
         self.embeddings: FormatConfig | None = None if embeddings is None else config_of(embeddings)
@@ -124,6 +126,7 @@ class LowbitConfig(QuantizationConfigMixin):
         told |= {} if self.embeddings is None else {"embeddings": str(self.embeddings)}
         is_default = self.head == head_config("LowbitConfig", INT8, self.config)
         told |= {} if is_default else {"head": self.head and str(self.head)}
+        told |= {"fuse": True} if self.fuse else {}
         return told | ({"activations": self.activations} if self.gguf else {})
 
     def __eq__(self, other: object) -> bool:

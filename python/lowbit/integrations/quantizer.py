@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.fuse import fuse
 from lowbit.integrations.checkpoint_names import stored_tensors
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
@@ -170,6 +171,8 @@ class LowbitQuantizer(HfQuantizer):
         model._weight_conversions = [item for item in conversions if tuple(item.target_patterns) not in self.converted]
         if self.selection is not None:
             self._finish_report(model)
+        if self.quantization_config.fuse:
+            fuse(model)
         return model
 
     def _join_tied(self, model: nn.Module, selection: Selection) -> None:

@@ -30,9 +30,9 @@ def rope_append(
 ) -> Tensor:
     """Rotate the queries and the keys of new tokens; write keys and values into a cache; return the queries.
 
-    The two halves of the first R elements of a head are rotated against each other, as in transformers'
-    ``apply_rotary_pos_emb``; the others stay. With ``q_weight`` or ``k_weight``, heads are normalized before
-    (`rms_norm`).
+    The two halves of the first R elements of a head are rotated against each other, as in
+    transformers' ``apply_rotary_pos_emb``; the others stay. With ``q_weight`` or ``k_weight``, heads
+    are normalized before (`rms_norm`).
 
     Args:
         qkv: heads of queries, keys and values behind one another, ``[B, L, Hq + 2 Hkv, E]`` float32, bfloat16 or

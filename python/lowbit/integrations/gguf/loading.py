@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from lowbit.integrations.fuse import fuse as fuse_pieces
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.weights import ACTIVATIONS, StateReader
 from lowbit.quant.load import load
 
 
-def load_gguf(path: str | Path, *, activations: str = "int8", attention: str = "lowbit") -> tuple[nn.Module, Any]:
+def load_gguf(
+    path: str | Path, *, activations: str = "int8", attention: str = "lowbit", fuse: bool = True
+) -> tuple[nn.Module, Any]:
     """Return the model and the tokenizer of a GGUF file; its weights are packed with the codes that they have.
 
     No float model is made: weights are read one by one. Architectures and names are those that transformers' tables
@@ -28,6 +31,7 @@ def load_gguf(path: str | Path, *, activations: str = "int8", attention: str = "
         path: the file, or the first of one that was split.
         activations: "int8" rounds the inputs of linear layers on the fly, as llama.cpp does; "float" leaves them.
         attention: ``attn_implementation`` of transformers.
+        fuse: make the pieces around the linear layers faster, as `lowbit.fuse` does.
 
     Raises:
         FileNotFoundError, ValueError: the file or a part of it is missing, is cut, or holds what has no place in the
@@ -38,11 +42,13 @@ def load_gguf(path: str | Path, *, activations: str = "int8", attention: str = "
         >>> tokens = tokenizer("The sea is", return_tensors="pt")
         >>> print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))
     """
-    model = load_model(path, activations=activations, attention=attention)
+    model = load_model(path, activations=activations, attention=attention, fuse=fuse)
     return model, AutoTokenizer.from_pretrained(Path(path).parent, gguf_file=Path(path).name)
 
 
-def load_model(path: str | Path, *, activations: str = "int8", attention: str = "lowbit") -> nn.Module:
+def load_model(
+    path: str | Path, *, activations: str = "int8", attention: str = "lowbit", fuse: bool = True
+) -> nn.Module:
     """Return the model alone; arguments and errors are those of `load_gguf`. The tokenizer takes most of its time."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"load_gguf: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
@@ -52,6 +58,8 @@ def load_model(path: str | Path, *, activations: str = "int8", attention: str = 
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
     load(model, StateReader(file, model, activations).read())
+    if fuse:
+        fuse_pieces(model.eval())
     return model.eval()
 
 
