@@ -7,7 +7,8 @@ namespace lowbit::torch {
 namespace {
 
 struct RmsNorm {
-  static constexpr Text schema = "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor";
+  static constexpr Text schema =
+      "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor";
 
   template <class Given>
   static RmsNormArgs args_of(Given& given) {

@@ -127,7 +127,8 @@ def _problem(module: nn.Module) -> str:
         return f"it has {', '.join(sorted(set(children) - known)) or 'one norm of two'}"
     if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
         return "it has parameters of its own"
-    if "q_norm" in children and (norm_facts(module.q_norm) is None or norm_facts(module.q_norm) != norm_facts(module.k_norm)):
+    norms = [norm_facts(children[name]) for name in _NORMS if name in children]
+    if None in norms or norms[:1] != norms[1:]:
         return "its q_norm and k_norm are no RMSNorm of heads"
     for name in ("config", "head_dim", "layer_idx"):
         if not hasattr(module, name):
@@ -154,7 +155,7 @@ def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
     """What the attention function is given in this call, and the result; None where it is not called, or not so."""
     seen: dict[str, Any] = {}
 
-    def record(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    def record(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
         seen.update(query=query, key=key, value=value, options=options)
         return query.transpose(1, 2).contiguous(), None
 
