@@ -39,7 +39,7 @@ def rms_norm(
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (add is not None and add.requires_grad)
     ):
-        raise NotImplementedError("rms_norm: x, weight and add must not require a gradient, which this op does not have")
+        raise NotImplementedError("rms_norm: x, weight and add must not require a gradient, which the op does not have")
     return (_op if _is_dynamo_compiling() else _function)(x, weight, eps, offset, add)
 
 
