@@ -41,7 +41,7 @@ def _note(config: pytest.Config, nodeid: str, reasons: Counter[str]) -> None:
     config.stash.setdefault(_SEEN, {})[nodeid] = reasons  # a file that skips is told once by each worker
 
 
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
@@ -53,14 +53,14 @@ class Skips:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
-            _note(self.config, report.nodeid, Counter({_reason(report): 1}))
+            _note(self.config, report.nodeid, Counter({reason_of(report): 1}))
         for name, reasons in report.user_properties:
             if name == NESTED and report.when == "teardown":
                 _note(self.config, f"nested in {report.nodeid}", Counter(reasons))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            _note(self.config, report.nodeid, Counter({_reason(report): 1}))
+            _note(self.config, report.nodeid, Counter({reason_of(report): 1}))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

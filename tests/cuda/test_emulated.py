@@ -12,17 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nested import Run, at_least
+from nested import Check, Run, checks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "emulated").glob("check_*.py")))
-def test_checks(file: str, emulated: dict[str, str], nested: Callable[..., Run]) -> None:
-    done = nested(HERE / "emulated" / file, **emulated)
-    assert done.code == 0 and done.passed >= at_least(6), str(done)
+@pytest.mark.parametrize("check", checks(*(HERE / "emulated").glob("check_*.py")), ids=str)
+def test_checks(check: Check, emulated: dict[str, str], passes: Callable[..., Run]) -> None:
+    passes(check, **emulated)
 
 
 def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nested: Callable[..., Run]) -> None:

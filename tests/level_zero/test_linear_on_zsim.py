@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nested import Run
+from nested import Check, Run, checks
 
 HERE = Path(__file__).parent
 PCI_IDS = {"without dpas": "", "pvc": "0x0bd5", "dg2": "0x5690"}
@@ -33,11 +33,15 @@ def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "file, device",
-    [*(("check_linear.py", device) for device in PCI_IDS), ("check_encoder.py", "without dpas"), ("check_encoder.py", "pvc"), ("check_attention.py", "pvc")],
+    "check, device",
+    [
+        pytest.param(check, device, id=f"{check}-{device}")
+        for name, devices in {"linear": PCI_IDS, "encoder": ("without dpas", "pvc"), "attention": ("pvc",)}.items()
+        for check in checks(HERE / f"on_zsim/check_{name}.py")
+        for device in devices
+    ],
 )
-def test_checks(file: str, device: str, zsim: dict[str, str], nested: Callable[..., Run], request: pytest.FixtureRequest) -> None:
+def test_checks(check: Check, device: str, zsim: dict[str, str], passes: Callable[..., Run], request: pytest.FixtureRequest) -> None:
     has_dpas = {"ZSIM_DEVICE": PCI_IDS[device], "ZSIM_LINK": request.getfixturevalue("dpas")} if PCI_IDS[device] else {}
-    done = nested(HERE / "on_zsim" / file, **zsim, **has_dpas)
-    assert done.code == 0 and done.passed > 0, str(done)
+    done = passes(check, **zsim, **has_dpas)
     assert "ze_validation" not in str(done).lower() and "zsim:" not in done.errors, str(done)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nested import Run, at_least
+from nested import Check, Run, checks
 
 from lowbit.score.program_cache import bind
 
@@ -20,11 +20,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["torch_device", "attention", "optim", "quantize"])
-def test_checks(name: str, zsim: dict[str, str], nested: Callable[..., Run]) -> None:
-    file = HERE / f"on_zsim/check_{name}.py"
-    done = nested("-s", file, **zsim)
-    assert done.code == 0 and done.passed >= at_least(file.read_text().count("\ndef test_")), str(done)
+@pytest.mark.parametrize("check", checks(*(HERE / f"on_zsim/check_{name}.py" for name in ("torch_device", "attention", "optim", "quantize"))), ids=str)
+def test_checks(check: Check, zsim: dict[str, str], passes: Callable[..., Run]) -> None:
+    done = passes(check, **zsim)
     assert "ze_validation" not in (done.said + done.errors).lower() and "zsim:" not in done.errors, str(done)
 
 
