@@ -203,6 +203,34 @@ def test_copies_are_fused_and_their_own(how: str) -> None:
     assert torch.equal(logits(model, prompt()), wanted) and not torch.equal(logits(twin, prompt()), wanted)
 
 
+def test_a_norm_or_bias_that_came_later_counts() -> None:
+    model, other = made("qwen3"), made("qwen3")
+    lowbit.fuse(model)
+    logits(model, prompt())
+    for changed in (model, other):
+        for attn in attentions(changed):
+            attn.k_norm = nn.Identity()
+            attn.v_proj.bias = nn.Parameter(torch.linspace(-1, 1, attn.v_proj.out_features))
+    torch.testing.assert_close(logits(model, prompt()), logits(other, prompt()), rtol=1e-4, atol=1e-4)
+    model, other = made("llama"), made("llama")
+    lowbit.fuse(model)
+    logits(model, prompt())
+    for changed in (model, other):
+        for attn in attentions(changed):
+            attn.q_proj.bias = nn.Parameter(torch.linspace(-1, 1, attn.q_proj.out_features))
+    torch.testing.assert_close(logits(model, prompt()), logits(other, prompt()), rtol=1e-4, atol=1e-4)
+
+
+def test_projections_of_different_formats_are_multiplied_one_by_one() -> None:
+    model = made("llama")
+    for attn in attentions(model):
+        attn.v_proj = lowbit.QuantLinear.from_linear(attn.v_proj.to_linear(), CONFIGS["w4a8"].spec(torch.float32))
+    wanted = logits(model, prompt())
+    lowbit.fuse(model)
+    assert all(isinstance(attn, Fused) for attn in attentions(model))
+    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_loaded_state_dict_is_what_is_multiplied(assign: bool) -> None:
     """Also after the weights were moved, which takes them out of the memory that they shared."""

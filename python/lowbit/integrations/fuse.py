@@ -23,7 +23,7 @@ class FusedPieces(FusedMLPs):
 def fuse(model: nn.Module) -> FusedPieces:
     """Make the pieces around the linear layers of a quantized language model faster, in place.
 
-    - RMSNorm is one call.
+    - An RMSNorm is one call.
     - Attention of transformers: q, k and v are multiplied as one weight; norms of heads, the rotary embedding and the
       writing of the cache are one call.
     - Gated MLPs: activation and product are part of the linear calls (`fuse_gated_mlps`).
@@ -39,7 +39,7 @@ def fuse(model: nn.Module) -> FusedPieces:
         Names of the modules that were fused, a list; ``left`` has the others, with reasons.
 
     Raises:
-        ValueError: a piece is on the meta device, where it cannot be called.
+        ValueError: a gated MLP is on the meta device, where it cannot be called.
 
     Example:
         >>> lowbit.quantize_(model, lowbit.int8_dynamic_activation_int4_weight())
@@ -64,11 +64,13 @@ def fuse(model: nn.Module) -> FusedPieces:
                 pieces.append(name)
         elif type(module).__name__.endswith("RMSNorm"):
             facts = norm_facts(module)
-            if facts is None:
-                pieces.left[name] = "it does not compute what rms_norm computes"
-            else:
+            if facts is not None:
                 FusedRMSNorm.take(module, facts)
                 pieces.append(name)
+            elif any(not parameter.is_cpu for parameter in module.parameters()):
+                pieces.left[name] = "it is not on the CPU, where the kernel rows are"
+            else:
+                pieces.left[name] = "it does not compute what rms_norm computes"
     return pieces
 
 

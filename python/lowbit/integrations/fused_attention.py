@@ -38,7 +38,7 @@ class FusedAttention(Fused):
     ) -> tuple[Tensor, Tensor | None]:
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
         layers = self._layers() if is_plain(hidden_states) and not self.training else None
-        if layers is None or attend is None or position_embeddings is None:
+        if layers is None or attend is None or position_embeddings is None or position_embeddings[0].dim() != 3:
             return super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -47,7 +47,7 @@ class FusedAttention(Fused):
                 **kwargs,
             )
         batch, length, _ = hidden_states.shape
-        qkv = _project(facts["merged"], layers, hidden_states).view(batch, length, -1, self.head_dim)
+        qkv = facts["merged"](layers, hidden_states).view(batch, length, -1, self.head_dim)
         query, key, value = self._append(qkv, position_embeddings, past_key_values)
         out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **(facts["options"] | kwargs))
         return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
@@ -57,6 +57,9 @@ class FusedAttention(Fused):
         names = self.facts["projections"]
         if hooked(self, names) or hooked(self, _NORMS):
             return None
+        for name, norm in zip(_NORMS, self.facts["norms"], strict=False):  # none where heads have none
+            if self._modules[name] is not norm:
+                return None
         layers = [self._modules[name] for name in names]
         return layers if all(type(layer) is QuantLinear for layer in layers) else None
 
@@ -74,10 +77,6 @@ class FusedAttention(Fused):
         key, value = qkv.new_empty(2, batch, heads, length, size)
         query = rope_append(qkv, *position_embeddings, key, value, 0, *norms)
         return query, *((key, value) if cache is None else cache.update(key, value, self.layer_idx))
-
-
-def _project(merged: MergedLinear | None, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
-    return torch.cat([layer(x) for layer in layers], dim=-1) if merged is None else merged(layers, x)
 
 
 def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
@@ -102,9 +101,10 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
             continue
         facts = {
             "projections": names,
-            "merged": None if len(layers) > 1 and MergedLinear.refuses(layers) else MergedLinear(),
+            "merged": MergedLinear(),
             "kv_heads": seen["key"].shape[1],
             "norm": norm,
+            "norms": [module._modules[name] for name in _NORMS if norm],
             "options": {name: value for name, value in seen["options"].items() if name != "dropout"},
         }
         if any(isinstance(value, Tensor) for value in facts["options"].values()):
@@ -134,7 +134,7 @@ def _problem(module: nn.Module) -> str:
         if not hasattr(module, name):
             return f"it has no {name}"
     if not module.o_proj.weight.is_cpu:
-        return f"its kernel rows are on the CPU, it is on {module.o_proj.weight.device.type}"
+        return "it is not on the CPU, where the kernel rows are"
     hook = hooked(module, (*names, *_NORMS))
     return f"hooks on {hook}" if hook else ""
 

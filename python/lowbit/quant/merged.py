@@ -20,62 +20,56 @@ _PANEL = 16
 
 
 class MergedLinear:
-    """The layers as one product. It knows when their weights went elsewhere (``.to()``, a state dict that was
-    assigned), and merges them again."""
+    """The layers as one product, where their formats allow it. It knows when their weights went elsewhere (``.to()``, a
+    state dict that was assigned), and merges them again."""
 
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-
-    @staticmethod
-    def refuses(layers: Sequence[QuantLinear]) -> str:
-        """Why the layers cannot be one product; or nothing."""
-        first = layers[0]
-        for layer in layers:
-            if layer.spec != first.spec or layer.in_features != first.in_features:
-                return "weights of different formats"
-            if layer.out_features % _PANEL:
-                return f"{layer.out_features} outputs, which is no multiple of {_PANEL}"
-            if (layer.bias is None) != (first.bias is None) or layer.row != first.row:
-                return "a bias or a preferred row that the others do not have"
-            if layer.bias is not None and layer.bias.dtype != first.bias.dtype:
-                return "biases of different dtypes"
-        return ""
+        self.n = 0
 
     def __call__(self, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
         """Return the results of the layers behind one another, ``[..., n of all]``."""
-        first = layers[0]
         if not self._is_of(layers):
+            if not _can_be_one(layers):
+                return torch.cat([layer(x) for layer in layers], dim=-1)
             self._merge(layers)
-        _, k, *rest = first.op_args
-        return linear(x, self.weight, (self.n, k, *rest), self.bias, row=first.row_number)
+        _, k, *rest = layers[0].op_args
+        return linear(x, self.weight, (self.n, k, *rest), self.bias, row=layers[0].row_number)
 
     def _is_of(self, layers: Sequence[QuantLinear]) -> bool:
+        """Whether each weight and bias still is the part of the whole that it was made to be. As long as the whole is
+        held here, nothing else can be given its memory."""
         if self.weight is None:
             return False
-        at = self.weight.data_ptr()
-        for layer, size in zip(layers, self.sizes, strict=True):
-            parameters = layer._parameters
-            if parameters["weight"].data_ptr() != at:
-                return False
-            at += size
-        return self.bias is None or self._has_biases(layers)
-
-    def _has_biases(self, layers: Sequence[QuantLinear]) -> bool:
-        at = self.bias.data_ptr()
+        at, whole_bias = self.weight.data_ptr(), self.bias
+        bias_at = 0 if whole_bias is None else whole_bias.data_ptr()
         for layer in layers:
-            bias = layer._parameters["bias"]
-            if bias is None or bias.data_ptr() != at:
+            parameters = layer._parameters
+            weight, bias = parameters["weight"], parameters["bias"]
+            if weight.data_ptr() != at or (0 if bias is None else bias.data_ptr()) != bias_at:
                 return False
-            at += bias.nbytes
+            at += weight.nbytes
+            bias_at += 0 if bias is None else bias.nbytes
         return True
 
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
         self.n = sum(layer.out_features for layer in layers)
-        self.sizes = [layer.weight.nbytes for layer in layers]
         self.weight = _joined([layer.weight for layer in layers])
         self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+
+
+def _can_be_one(layers: Sequence[QuantLinear]) -> bool:
+    first = layers[0]
+    return all(
+        layer.op_args[1:] == first.op_args[1:]  # in_features and format
+        and layer.out_features % _PANEL == 0
+        and (layer.bias is None) == (first.bias is None)
+        and (layer.bias is None or layer.bias.dtype == first.bias.dtype)
+        and layer.row == first.row
+        for layer in layers
+    )
 
 
 def _joined(parts: Sequence[torch.nn.Parameter]) -> Tensor:
