@@ -60,7 +60,7 @@ void check_keys_and_values(std::string_view op, const DecodeArgs& args) {
 
 // Of rows of keys or values to codes, and back.
 template <class Args>
-void check_conversion(std::string_view op, Args& args) {
+void check_cache_conversion(std::string_view op, Args& args) {
   args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});
   const TensorView &x = args.x, &codes = args.codes;
   check_rank_4(op, "x", x, "[B, H, L, E]");
@@ -100,8 +100,8 @@ void check_args(DecodeArgs& args) {
   check(args.window >= 0, value, op, ": window must be positive, or 0 for none, got ", args.window);
 }
 
-void check_args(KvQuantizeArgs& args) { check_conversion("kv_quantize", args); }
-void check_args(KvDequantizeArgs& args) { check_conversion("kv_dequantize", args); }
+void check_args(KvQuantizeArgs& args) { check_cache_conversion("kv_quantize", args); }
+void check_args(KvDequantizeArgs& args) { check_cache_conversion("kv_dequantize", args); }
 
 void decode(const DecodeArgs& args) {
   if (args.out.numel()) run(args);
