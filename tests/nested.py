@@ -110,13 +110,13 @@ def nested(request: pytest.FixtureRequest, tmp_path: Path, record_property: Call
 def passes(request: pytest.FixtureRequest, nested: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Fail or skip as a check did. The first check of a file runs it for all, whichever worker of xdist has them."""
     base = tmp_path_factory.getbasetemp()
-    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = base.parent if hasattr(request.config, "workerinput") else base  # the environment says it in nested runs too
 
     def run(check: Check, **environment: str) -> Run:
         chosen = [item.callspec.params.get("check") for item in request.session.items if hasattr(item, "callspec")]
         functions = [other.function for other in chosen if isinstance(other, Check) and other.file == check.file]
         told = {name: value for name, value in environment.items() if name != "LOWBIT_CACHE_DIR"}  # which each worker makes
-        key = hashlib.sha256(json.dumps([str(check.file), told], sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps([str(check.file), told, NARROWED], sort_keys=True).encode()).hexdigest()[:16]
         kept = folder / f"nested_{key}.json"
         with kept.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
