@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys, whatever
-// the number of threads.
+// the number of threads. An op beside attention, which has what no cache asks for (dropout, block masks, gradients) and
+// neither codes nor a position.
 //   s = score_mod(scale * q k^T), -inf where mask_mod, causality, the window or a bool mask say no, + a float mask; out
 //   = softmax(s) v
 // k and v are float, or codes with scales (kv_quantize):

@@ -94,11 +94,6 @@ LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int
           .y = y.data};
 }
 
-void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format_, int64_t activation) {
-  const LinearArgs args = linear_args(tensors, spec, x_format_, activation);
-  if (args.m > 0) run(args);
-}
-
 Call describe(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   const int64_t m = args.m, element = static_cast<int64_t>(size_of(args.dtype)), result = m * spec.n * element;

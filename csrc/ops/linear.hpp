@@ -38,7 +38,6 @@ LOWBIT_API XFormat x_format(int64_t value, const WeightSpec& spec);
 LOWBIT_API void check_weight(std::string_view op, const TensorView& weight, const WeightSpec& spec);
 LOWBIT_API LinearArgs linear_args(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format,
                                   int64_t activation);
-LOWBIT_API void linear(const LinearTensors& tensors, const WeightSpec& spec, int64_t x_format, int64_t activation);
 
 LOWBIT_API Call describe(const LinearArgs& args);
 

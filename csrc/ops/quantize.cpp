@@ -57,11 +57,9 @@ void repack(RepackArgs args) {
   run(args);
 }
 
-void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
-  const Place place = place_of("dequantize", {{"packed", packed}, {"out", out}});
-  check_weight("dequantize", packed, spec);
-  check_tensor("dequantize", "out", out, DType::float32, {spec.n, spec.k});
-  run(DequantizeArgs{.place = place, .spec = spec, .packed = packed, .out = out});
+DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec) {
+  check_weight("dequantize", weight, spec);
+  return {.place = place_of("dequantize", {{"weight", weight}}), .spec = spec, .packed = weight, .out = {}};
 }
 
 DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,

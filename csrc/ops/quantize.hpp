@@ -74,8 +74,9 @@ LOWBIT_API Distortion quantize(const TensorView& weight, const TensorView& packe
 LOWBIT_API Layout layout(std::string_view op, int64_t number);
 LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
-LOWBIT_API void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out);
-// The arguments of a look-up but `out`, checked; and the look-up: an index that is not one of 0..n-1 is an error.
+// The arguments but `out`, checked.
+LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec);
+// Those of a look-up; and the look-up: an index that is not one of 0..n-1 is an error.
 LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
                                          int64_t layout, DType dtype);
 LOWBIT_API void embedding(DequantizeArgs args);

@@ -15,16 +15,16 @@ struct Dequantize {
   static DequantizeArgs args_of(Given& given) {
     const WeightSpec spec = weight_spec(given.op, get<"n">(given), get<"k">(given), get<"format">(given),
                                         get<"group_size">(given), get<"asymmetric">(given));
-    const TensorView packed = view<"weight">(given);
-    check_weight(given.op, packed, spec);
+    DequantizeArgs args = dequantize_args(view<"weight">(given), spec);
     const int64_t shape[] = {spec.n, spec.k};
-    return {.spec = spec, .packed = packed, .out = contiguous_view(packed.device, DType::float32, 2, shape)};
+    args.out = contiguous_view(args.packed.device, DType::float32, 2, shape);
+    return args;
   }
 
   static Tensor run(Arguments<Dequantize>& given) {
     DequantizeArgs args = args_of(given);
     Tensor result = Tensor::empty(given.op, args.out);
-    dequantize(args.packed, args.spec, args.out);
+    lowbit::run(args);
     return result;
   }
 };

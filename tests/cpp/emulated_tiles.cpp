@@ -49,7 +49,7 @@ bool as_scalar(int64_t m, int64_t n, int64_t k, Format format, int64_t group_siz
            static_cast<int64_t>(asymmetric ? Mapping::asymmetric : Mapping::symmetric));
   const bool float_x = x_format == XFormat::floating;
   force_kernel(concat("linear_", kFormatNames[static_cast<int>(format)], float_x ? "_scalar" : "_int8_scalar"));
-  linear(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));
+  run(linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu)));
   tensors.y.data = got.data();
   const LinearArgs args =
       linear_args(tensors, spec, static_cast<int64_t>(x_format), static_cast<int64_t>(Activation::silu));

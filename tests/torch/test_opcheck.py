@@ -60,6 +60,26 @@ def test_a_size_that_a_run_will_say_is_asked_for_nothing() -> None:
             compiled(*(torch.randn(m, columns) for m, columns in ((3, 70), (4, 20))))
 
 
+def test_a_size_that_a_run_will_say_is_compared_by_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that a trace finds by their values: as many as another tensor has, or as a weight is wide."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    packed, op_args = testing.pack_weight(torch.randn(20, 6), "int8"), (20, 6, _C.FORMATS["int8"], 0, False, 0)
+
+    def attend(found: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        arguments = (k, k, 1.0, False, None, 0.0, None, [], [], [], [], [], [128, 128], None)
+        return torch.ops.lowbit.attention_forward(q[found.nonzero()[:, 0]], *arguments)[0]
+
+    def multiply(found: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return torch.ops.lowbit.linear(found.nonzero()[:, 0].to(torch.float32), packed, *op_args)
+
+    arguments = torch.ones(6), torch.randn(6, 4, 5, 8), torch.randn(6, 2, 7, 8)
+    for function in (attend, multiply):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*arguments), function(*arguments))
+        with pytest.raises((ValueError, RuntimeError), match=r"key must have shape \[5,|must be k=6 .* got x of shape \[5\]"):
+            compiled(torch.tensor([1.0, 1, 0, 1, 1, 1]), *arguments[1:])
+
+
 def test_ops_registered_once_and_registering_again_does_nothing() -> None:
     from lowbit.ops.registration import register, registered
 

@@ -31,6 +31,13 @@ def described(value: Any) -> Any:
     return value
 
 
+def is_open(value: Any) -> bool:
+    """Whether a run alone will say a number of this argument."""
+    if isinstance(value, (Tensor, list, tuple)):
+        return any(map(is_open, value.shape if isinstance(value, Tensor) else value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.hint is None
+
+
 def linear(x: Tensor, n: int, **_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
