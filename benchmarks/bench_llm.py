@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TEXT = ("docs/quantize.md", "docs/architecture.md", "docs/troubleshooting.md", "docs/recorder.md")
 WINDOW, TOKENS, ANSWER = 512, 4096, 64
-CANDIDATES = ("torch float32", "torch bfloat16", "lowbit float", "lowbit int8", "llama.cpp")
+CANDIDATES = ("torch float32", "torch bfloat16", "lowbit float", "lowbit int8", "lowbit int8 unfused", "llama.cpp")
 
 
 def default_file() -> Path | None:
@@ -54,7 +54,7 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
     else:
         from lowbit.integrations.gguf.loading import load_model
 
-        model = load_model(path, activations=name.split()[1])
+        model = load_model(path, activations=name.split()[1], fuse="unfused" not in name)
     result = {"loading s": time.perf_counter() - begin}
     result["bytes"] = sum(tensor.nbytes for tensor in {id(t): t for t in model.parameters()}.values())
     with torch.inference_mode():
