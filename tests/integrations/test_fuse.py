@@ -251,6 +251,18 @@ def test_a_loaded_state_dict_is_what_is_multiplied(assign: bool) -> None:
     torch.testing.assert_close(logits(model, prompt()), logits(other.bfloat16().float(), prompt()), rtol=1e-4, atol=1e-4)
 
 
+def test_weights_that_are_joined_again_in_inference_mode_can_still_be_trained_around() -> None:
+    model = made("qwen2")
+    lowbit.fuse(model)
+    for module in model.modules():
+        if isinstance(module, lowbit.QuantLinear):
+            module.weight.data = module.weight.data.clone()
+    with torch.inference_mode():
+        model(prompt())
+    model.train()(prompt(), labels=prompt()).loss.backward()
+    assert all(attn.q_proj.bias.grad is not None for attn in attentions(model))
+
+
 def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
     model = made("llama")
     wanted = logits(model, prompt())

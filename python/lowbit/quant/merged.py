@@ -53,6 +53,7 @@ class MergedLinear:
             bias_at += 0 if bias is None else bias.nbytes
         return True
 
+    @torch.inference_mode(False)  # the parameters become views, and a later call may want a gradient
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
         self.n = sum(layer.out_features for layer in layers)
