@@ -7,20 +7,12 @@ import sys
 
 from torch import nn
 
-from lowbit.quant.fused import Fused
+from lowbit.quant.fused import Fused, FusedModules
 from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
-from lowbit.quant.gated_mlp import FusedMLPs, fuse_gated_mlps
+from lowbit.quant.gated_mlp import fuse_gated_mlps
 
 
-class FusedPieces(FusedMLPs):
-    """Names of the modules that were fused; prints one line for those of a kind.
-
-    Attributes:
-        left: names of attention modules, norms and MLPs that stay as they are, each with the reason.
-    """
-
-
-def fuse(model: nn.Module) -> FusedPieces:
+def fuse(model: nn.Module) -> FusedModules:
     """Make the pieces around the linear layers of a quantized language model faster, in place.
 
     - An RMSNorm is one call.
@@ -47,9 +39,7 @@ def fuse(model: nn.Module) -> FusedPieces:
         model.layers.*.input_layernorm x 30
         ...
     """
-    pieces = FusedPieces()
-    pieces += (mlps := fuse_gated_mlps(model))
-    pieces.left |= mlps.left
+    pieces = fuse_gated_mlps(model)
     columns = _rotary_columns(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Fused):

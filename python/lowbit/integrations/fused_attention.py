@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.growing_cache import growing_layer
 from lowbit.ops.rope_append import rope_append
-from lowbit.quant.fused import Fused, hooked, is_plain
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
 from lowbit.quant.fused_norm import norm_facts
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
@@ -37,7 +37,7 @@ class FusedAttention(Fused):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        layers = self._layers() if is_plain(hidden_states) and not self.training else None
+        layers = self._layers() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or position_embeddings is None or position_embeddings[0].dim() != 3:
             return super().forward(
                 hidden_states,
@@ -55,7 +55,7 @@ class FusedAttention(Fused):
     def _layers(self) -> list[QuantLinear] | None:
         """The projections, unless something has come to stand between them and their call (an adapter, a hook)."""
         names = self.facts["projections"]
-        if hooked(self, names) or hooked(self, _NORMS):
+        if hooked(self, (*names, *_NORMS)):
             return None
         for name, norm in zip(_NORMS, self.facts["norms"], strict=False):  # none where heads have none
             if self._modules[name] is not norm:
@@ -67,8 +67,8 @@ class FusedAttention(Fused):
         """Queries of the new tokens, keys and values of all."""
         batch, length, _, size = qkv.shape
         heads, norm = self.facts["kv_heads"], self.facts["norm"]
-        q_weight, k_weight = (self._modules[name]._parameters["weight"] if norm else None for name in _NORMS)
-        norms = (q_weight, k_weight, norm["eps"], norm["offset"]) if norm else ()
+        weights = [module._parameters["weight"] for module in self.facts["norms"]]
+        norms = (*weights, norm["eps"], norm["offset"]) if norm else ()
         layer = growing_layer(cache, self.layer_idx)
         room = None if layer is None else layer.room_for(length, (batch, heads, size), qkv)
         if room is not None:
@@ -93,7 +93,10 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
         return problem
     names = _PACKED if "qkv_proj" in module._modules else _APART
     layers = [module._modules[name] for name in names]
-    norm = norm_facts(module.q_norm) if "q_norm" in module._modules else None
+    norms = [module._modules[name] for name in _NORMS if name in module._modules]
+    of_norms = [norm_facts(norm) for norm in norms]
+    if None in of_norms or of_norms[:1] != of_norms[1:]:
+        return "its q_norm and k_norm are no RMSNorm of heads"
     for columns in rotary_columns:
         call = _probe(module, layers[0].in_features, columns)
         seen = _recorded(module, call)
@@ -103,8 +106,8 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
             "projections": names,
             "merged": MergedLinear(),
             "kv_heads": seen["key"].shape[1],
-            "norm": norm,
-            "norms": [module._modules[name] for name in _NORMS if norm],
+            "norm": of_norms[0] if norms else None,
+            "norms": norms,
             "options": {name: value for name, value in seen["options"].items() if name != "dropout"},
         }
         if any(isinstance(value, Tensor) for value in facts["options"].values()):
@@ -125,11 +128,8 @@ def _problem(module: nn.Module) -> str:
     known = {*names, "o_proj", *_NORMS, *(name for name, child in children.items() if child is None)}
     if not set(children) <= known or ("q_norm" in children) != ("k_norm" in children):
         return f"it has {', '.join(sorted(set(children) - known)) or 'one norm of two'}"
-    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+    if has_own_tensors(module):
         return "it has parameters of its own"
-    norms = [norm_facts(children[name]) for name in _NORMS if name in children]
-    if None in norms or norms[:1] != norms[1:]:
-        return "its q_norm and k_norm are no RMSNorm of heads"
     for name in ("config", "head_dim", "layer_idx"):
         if not hasattr(module, name):
             return f"it has no {name}"

@@ -54,7 +54,7 @@ class GrowingLayer(DynamicLayer):
         (B, H, E) are to be written to; `extend` makes them count. None: they can only be appended by `update`."""
         if not self.is_initialized:
             self.lazy_initialization(like, like)
-        held = self.keys.shape[-2] if self.keys.numel() else 0
+        held = self.get_seq_length()
         if held and not self.keys.dtype is self.values.dtype is like.dtype:
             return None
         batch, heads, size = shape
@@ -64,7 +64,7 @@ class GrowingLayer(DynamicLayer):
 
     def extend(self, length: int) -> tuple[Tensor, Tensor]:
         """Count ``length`` tokens more, which were written to the room; return keys and values of all."""
-        total = length + (self.keys.shape[-2] if self.keys.numel() else 0)
+        total = self.get_seq_length() + length
         self.keys, self.values = (room.hold(total) for room in self._rooms)
         return self.keys, self.values
 

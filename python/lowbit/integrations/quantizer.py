@@ -26,8 +26,8 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.fuse import fuse
 from lowbit.integrations.checkpoint_names import stored_tensors
+from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
 from lowbit.integrations.resizing import refuse_to_resize_packed_tables

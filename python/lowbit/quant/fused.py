@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from lowbit.tables.folding import LayerNames, told
+
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -37,11 +39,27 @@ class Fused(nn.Module):
         module.__class__ = _class_of(cls, type(module))
         module.facts = facts
 
-
     def give_back(self) -> None:
         """Turn the module back into what it was."""
         self.__class__ = self.unfused
         del self.facts
+
+
+class FusedModules(LayerNames):
+    """Names of the modules that were fused; prints one line for those of a kind.
+
+    Attributes:
+        left: names of pieces that stay as they are, each with the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        reasons = dict.fromkeys(self.left.values())
+        left = {reason: told([name for name in self.left if self.left[name] == reason]) for reason in reasons}
+        return "\n".join([super().__repr__(), *(f"left: {names}: {reason}" for reason, names in left.items())])
 
 
 def unfuse(model: nn.Module) -> None:
@@ -62,7 +80,7 @@ def _unset(piece: type[Fused], unfused: type[nn.Module]) -> Fused:
     return cls.__new__(cls)
 
 
-def is_plain(x: Tensor) -> bool:
+def is_inference(x: Tensor) -> bool:
     """Whether a call with ``x`` is inference on a CPU and nothing else: eager, without gradients, autocast or
     functorch. The ops of the fused pieces have kernel rows there."""
     return (
@@ -74,6 +92,11 @@ def is_plain(x: Tensor) -> bool:
         and not _is_autocast_enabled("cpu")
         and forward_ad._current_level < 0  # -1 outside of forward mode
     )
+
+
+def has_own_tensors(module: nn.Module) -> bool:
+    """Whether the module itself, and not one inside of it, has a parameter or a buffer."""
+    return any(True for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
 
 
 def hooked(module: nn.Module, names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.rms_norm import rms_norm
-from lowbit.quant.fused import Fused, is_plain
+from lowbit.quant.fused import Fused, is_inference
 
 _EPS = ("variance_epsilon", "eps")
 _TOLERANCE = 2e-5
@@ -19,7 +19,7 @@ class FusedRMSNorm(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._parameters["weight"]
-        if x.dtype is not weight.dtype or not is_plain(x):
+        if x.dtype is not weight.dtype or not is_inference(x):
             return super().forward(x)
         return rms_norm(x, weight, self.facts["eps"], offset=self.facts["offset"])
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.ops.linear import activation_functions, linear
-from lowbit.quant.fused import Fused, hooked
+from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked
 from lowbit.quant.quant_linear import QuantLinear
-from lowbit.tables.folding import LayerNames, told
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
@@ -39,25 +38,8 @@ class FusedGatedMLP(Fused):
         return layers["down_proj"](linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
 
 
-class FusedMLPs(LayerNames):
-    """Names of the MLPs that were fused; prints one line for those of a kind.
-
-    Attributes:
-        left: names of gated MLPs that stay as they are, each with the reason.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: dict[str, str] = {}
-
-    def __repr__(self) -> str:
-        reasons = dict.fromkeys(self.left.values())
-        left = {reason: told([name for name in self.left if self.left[name] == reason]) for reason in reasons}
-        return "\n".join([super().__repr__(), *(f"left: {names}: {reason}" for reason, names in left.items())])
-
-
 @torch.no_grad()
-def fuse_gated_mlps(model: nn.Module) -> FusedMLPs:
+def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     """Fuse each module of ``model`` that is a gated MLP of three `QuantLinear`, in place.
 
     A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized) and ``act_fn`` (silu, gelu or
@@ -77,7 +59,7 @@ def fuse_gated_mlps(model: nn.Module) -> FusedMLPs:
     Raises:
         ValueError: such a module is on the meta device, where its forward cannot be tried.
     """
-    fused = FusedMLPs()
+    fused = FusedModules()
     for name, module in model.named_modules():
         activation = _activation(getattr(module, "act_fn", None))
         if isinstance(module, FusedGatedMLP) or activation is None or not _has_gated_layers(module):
@@ -95,9 +77,8 @@ def fuse_gated_mlps(model: nn.Module) -> FusedMLPs:
 
 def _has_gated_layers(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    own = next(module.parameters(recurse=False), None) is None and next(module.buffers(recurse=False), None) is None
     return (
-        own
+        not has_own_tensors(module)
         and set(children) <= {*_LAYERS, "act_fn"}
         and all(type(children.get(layer)) is QuantLinear for layer in _LAYERS)
     )

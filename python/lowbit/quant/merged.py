@@ -26,16 +26,16 @@ class MergedLinear:
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.n = 0
 
     def __call__(self, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
         """Return the results of the layers behind one another, ``[..., n of all]``."""
+        if len(layers) == 1:
+            return layers[0](x)
         if not self._is_of(layers):
             if not _can_be_one(layers):
                 return torch.cat([layer(x) for layer in layers], dim=-1)
             self._merge(layers)
-        _, k, *rest = layers[0].op_args
-        return linear(x, self.weight, (self.n, k, *rest), self.bias, row=layers[0].row_number)
+        return linear(x, self.weight, self.op_args, self.bias, row=layers[0].row_number)
 
     def _is_of(self, layers: Sequence[QuantLinear]) -> bool:
         """Whether each weight and bias still is the part of the whole that it was made to be. As long as the whole is
@@ -56,7 +56,7 @@ class MergedLinear:
     @torch.inference_mode(False)  # the parameters become views, and a later call may want a gradient
     @torch.no_grad()
     def _merge(self, layers: Sequence[QuantLinear]) -> None:
-        self.n = sum(layer.out_features for layer in layers)
+        self.op_args = (sum(layer.out_features for layer in layers), *layers[0].op_args[1:])
         self.weight = _joined([layer.weight for layer in layers])
         self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
 

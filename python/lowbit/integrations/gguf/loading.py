@@ -58,9 +58,10 @@ def load_model(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     model.tie_weights()
     load(model, StateReader(file, model, activations).read())
+    model.eval()
     if fuse:
-        fuse_pieces(model.eval())
-    return model.eval()
+        fuse_pieces(model)
+    return model
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
