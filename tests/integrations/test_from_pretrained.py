@@ -157,7 +157,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan, match, tmp_path):
     ("fields", "error", "match"),
     [
         ({"config": "int4_weight_only", "version": 2}, ValueError, "version must be 1, got version=2: a later lowbit wrote it"),
-        ({"config": "int4_weight_only", "bits": 4}, ValueError, "fields must be config, modules_to_not_convert, plan, embeddings, head, activations, version; got bits"),
+        ({"config": "int4_weight_only", "bits": 4}, ValueError, "fields must be config, modules_to_not_convert, plan, embeddings, head, activations, fuse, version; got bits"),
         ({"config": "int5_weight_only"}, ValueError, "must begin with one of float_weight"),
         ({"config": 4}, TypeError, "must be a configuration"),
         ({}, ValueError, "config must name a format where there is no plan"),

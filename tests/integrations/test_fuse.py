@@ -274,6 +274,34 @@ def test_a_fused_model_is_saved_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(logits(fresh, prompt()), wanted)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_from_pretrained_fuses_where_the_configuration_says_so(fuse: bool, tmp_path: Path) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "float")
+    config = lowbit.LowbitConfig(CONFIGS["int8"], fuse=fuse)
+    assert config.to_dict().get("fuse", False) is fuse
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
+    model.save_pretrained(tmp_path / "packed")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "packed")
+    for loaded in (model, again):
+        assert {isinstance(attn, Fused) for attn in attentions(loaded)} == {fuse}
+    assert torch.equal(logits(again, prompt()), logits(model, prompt()))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_a_gguf_file_is_fused_unless_it_is_asked_not_to(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    import gguf_files
+
+    from lowbit.integrations.gguf.loading import load_model
+
+    file = gguf_files.write(tmp_path / "model.gguf", name)
+    fused, plain = load_model(file, activations="float"), load_model(file, activations="float", fuse=False)
+    ids = prompt() % 64
+    assert all(isinstance(attn, Fused) for attn in attentions(fused))
+    assert not any(isinstance(module, Fused) for module in plain.modules())
+    torch.testing.assert_close(logits(fused, ids), logits(plain, ids), rtol=1e-4, atol=1e-4)
+
+
 def test_dequantized_and_unfused_models_are_of_their_classes_again() -> None:
     model = made("llama")
     classes = [type(module) for module in model.modules()]
