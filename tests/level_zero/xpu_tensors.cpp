@@ -30,6 +30,12 @@ void* take(std::string_view, Device, int64_t bytes, void** data) {
 }
 constexpr MemoryKeeper kKeeper{take, level_zero::deallocate};
 
+void dequantize(const TensorView& packed, const WeightSpec& spec, const TensorView& out) {
+  DequantizeArgs args = dequantize_args(packed, spec);
+  args.out = out;
+  run(args);
+}
+
 void print_row(const float* here, const float* there, int64_t count) {
   int different = 0;
   for (int64_t i = 0; i < count; i++) different += std::memcmp(&here[i], &there[i], sizeof(float)) != 0;
