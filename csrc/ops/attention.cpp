@@ -121,6 +121,13 @@ void check_gradient(std::string_view op, std::string_view name, const TensorView
 
 }  // namespace
 
+TensorView stretched(TensorView mask, const TensorView& q, const TensorView& k) {
+  const int64_t full[] = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
+  for (int i = 0; mask.rank == 4 && i < 4; i++)
+    if (mask.shape[i] == 1 && full[i] != 1) mask.shape[i] = full[i], mask.stride[i] = 0;
+  return mask;
+}
+
 void check_args(AttentionForwardArgs& args) { check_forward("attention_forward", args); }
 
 void check_args(AttentionBackwardArgs& args) {

@@ -78,6 +78,9 @@ struct AttentionBackwardArgs : AttentionGradients {
   AttentionForwardArgs forward{};  // with out and lse as the forward left them
 };
 
+// A mask whose sizes of 1 are stretched to [B, Hq, L, S] by strides of 0; other sizes are left to the checks.
+LOWBIT_API TensorView stretched(TensorView mask, const TensorView& q, const TensorView& k);
+
 // Every check of a call, and its place: what is written needs no data yet.
 LOWBIT_API void check_args(AttentionForwardArgs& args);
 LOWBIT_API void check_args(AttentionBackwardArgs& args);

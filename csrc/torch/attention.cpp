@@ -74,14 +74,6 @@ TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& lik
   return view;
 }
 
-// Sizes of 1 stretched to [B, Hq, L, S] by strides of 0; other sizes are left to the checks of attention.
-TensorView stretched(TensorView view, const TensorView& q, const TensorView& k) {
-  const int64_t full[] = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
-  for (int i = 0; view.rank == 4 && i < 4; i++)
-    if (view.shape[i] == 1 && full[i] != 1) view.shape[i] = full[i], view.stride[i] = 0;
-  return view;
-}
-
 template <class Given>
 AttentionForwardArgs forward_args(Given& given, const Mods<Given>& mods) {
   AttentionForwardArgs args{.q = dense_view<"q">(given), .k = dense_view<"k">(given), .v = dense_view<"v">(given)};

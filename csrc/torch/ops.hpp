@@ -28,7 +28,8 @@ struct RegisteredOp {
   X(kv_quantize) \
   X(kv_dequantize) \
   X(rms_norm) \
-  X(rope_append)
+  X(rope_append) \
+  X(decoder_layers)
 
 #define LOWBIT_OP(op) extern const RegisteredOp op##_op;
 LOWBIT_TORCH_OPS(LOWBIT_OP)

@@ -19,6 +19,8 @@ def fuse(model: nn.Module) -> FusedModules:
     - Attention of transformers: q, k and v are multiplied as one weight; norms of heads, the rotary embedding and the
       writing of the cache are one call.
     - Gated MLPs: activation and product are part of the linear calls (`fuse_gated_mlps`).
+    - A decoder layer of these pieces, with ``attn_implementation="lowbit"`` and a cache that grows in place,
+      is one call.
 
     Each piece is called with random input before and after: one that then computes something else stays as it is.
     Names, parameters and state dict stay too. Where gradients, autocast, torch.compile, hooks or an adapter come in,
@@ -61,7 +63,31 @@ def fuse(model: nn.Module) -> FusedModules:
                 pieces.left[name] = "it is not on the CPU, where the kernel rows are"
             else:
                 pieces.left[name] = "it does not compute what rms_norm computes"
+    if "transformers" in sys.modules:
+        _fuse_layers(model, pieces)
     return pieces
+
+
+def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
+    """Fuse the decoder layers whose pieces are fused, then the decoders whose layers are. Of what has a piece in
+    ``left``, that is what is told."""
+    from lowbit.integrations.fused_decoder import fuse_decoder
+    from lowbit.integrations.fused_layer import FusedDecoderLayer, fuse_decoder_layer
+
+    def take(name: str, reason: str) -> None:
+        if not reason:
+            pieces.append(name)
+        elif not any(left.startswith(f"{name}.") for left in pieces.left):
+            pieces.left[name] = reason
+
+    named = [(name, module) for name, module in model.named_modules() if not isinstance(module, Fused)]
+    for name, module in named:
+        if {"self_attn", "mlp"} <= module._modules.keys():
+            take(name, fuse_decoder_layer(module))
+    for name, module in named:
+        layers = list(module._modules.get("layers", nn.ModuleList()).children())
+        if name and len(layers) > 1 and all(isinstance(layer, FusedDecoderLayer) for layer in layers):
+            take(name, fuse_decoder(module))
 
 
 def _rotary_columns(model: nn.Module) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.integrations.growing_cache import growing_layer
+from lowbit.integrations.growing_cache import GrowingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
 from lowbit.quant.fused_norm import norm_facts
@@ -37,7 +37,7 @@ class FusedAttention(Fused):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         facts, attend = self.facts, ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        layers = self._layers() if is_inference(hidden_states) and not self.training else None
+        layers = self.projections() if is_inference(hidden_states) and not self.training else None
         if layers is None or attend is None or position_embeddings is None or position_embeddings[0].dim() != 3:
             return super().forward(
                 hidden_states,
@@ -52,8 +52,9 @@ class FusedAttention(Fused):
         out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, **(facts["options"] | kwargs))
         return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
 
-    def _layers(self) -> list[QuantLinear] | None:
-        """The projections, unless something has come to stand between them and their call (an adapter, a hook)."""
+    def projections(self) -> list[QuantLinear] | None:
+        """The layers of queries, keys and values, unless something has come to stand between them and their call (an
+        adapter, a hook)."""
         names = self.facts["projections"]
         if hooked(self, (*names, *_NORMS)):
             return None
@@ -65,18 +66,35 @@ class FusedAttention(Fused):
 
     def _append(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any) -> tuple[Tensor, ...]:
         """Queries of the new tokens, keys and values of all."""
-        batch, length, _, size = qkv.shape
-        heads, norm = self.facts["kv_heads"], self.facts["norm"]
-        weights = [module._parameters["weight"] for module in self.facts["norms"]]
-        norms = (*weights, norm["eps"], norm["offset"]) if norm else ()
+        place = self.place_in(cache, qkv)
+        layer, keys, values, start = place or self.place_in(None, qkv)
+        query = rope_append(qkv, *position_embeddings, keys, values, start, *self.norm_args())
+        if place is None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        elif layer is not None:
+            keys, values = layer.extend(qkv.shape[1])
+        return query, keys, values
+
+    def place_in(self, cache: Any, x: Tensor) -> tuple[GrowingLayer | None, Tensor, Tensor, int] | None:
+        """Where the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the cache, which
+        counts them by `extend`; its keys and values; their first place in these. Without a cache, new memory. None:
+        they can only join this cache by its ``update``."""
+        (batch, length), heads, size = x.shape[:2], self.facts["kv_heads"], self.head_dim
+        if cache is None:
+            return None, *x.new_empty(2, batch, heads, length, size), 0
         layer = growing_layer(cache, self.layer_idx)
-        room = None if layer is None else layer.room_for(length, (batch, heads, size), qkv)
-        if room is not None:
-            query = rope_append(qkv, *position_embeddings, *room, *norms)
-            return query, *layer.extend(length)
-        key, value = qkv.new_empty(2, batch, heads, length, size)
-        query = rope_append(qkv, *position_embeddings, key, value, 0, *norms)
-        return query, *((key, value) if cache is None else cache.update(key, value, self.layer_idx))
+        room = None if layer is None else layer.room_for(length, (batch, heads, size), x)
+        return None if room is None else (layer, *room)
+
+    def can_write_to(self, cache: Any) -> bool:
+        """Whether `place_in` finds a place in the layer that this cache has for it."""
+        return cache is None or growing_layer(cache, self.layer_idx) is not None
+
+    def norm_args(self) -> tuple[Any, ...]:
+        """The norms of heads, as `rope_append` takes them."""
+        norm = self.facts["norm"]
+        weights = [module._parameters["weight"] for module in self.facts["norms"]]
+        return (*weights, norm["eps"], norm["offset"]) if norm else ()
 
 
 def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ def lowbit_attention(
     Raises:
         NotImplementedError: the model asks for attention weights, or for dropout with a quantized cache.
     """
-    if kwargs.get("output_attentions") or _weights_are_recorded(module):
+    if kwargs.get("output_attentions") or weights_are_recorded(module):
         raise NotImplementedError(
             'attn_implementation="lowbit" never holds the attention weights (output_attentions=True); use "eager"'
         )
@@ -237,7 +237,7 @@ def lowbit_attention(
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             sink = None if sink is None else sink.float()
-            score_mod = () if softcap is None else _softcap_program(float(softcap))
+            score_mod = () if softcap is None else softcap_program(float(softcap))
             out = attention(
                 query,
                 key,
@@ -252,7 +252,7 @@ def lowbit_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _weights_are_recorded(module: torch.nn.Module) -> bool:
+def weights_are_recorded(module: torch.nn.Module) -> bool:
     """Whether a model around this call collects attention weights; not every model hands ``output_attentions`` on."""
     if _active_collector is None:
         return False
@@ -281,7 +281,7 @@ def _at_the_end(mask: Tensor | None, causal: bool, q_length: int, length: int) -
 
 
 @functools.cache
-def _softcap_program(softcap: float) -> tuple[int, ...]:
+def softcap_program(softcap: float) -> tuple[int, ...]:
     """softcap * tanh(score / softcap)"""
     program = ProgramBuilder()
     capped = program.op("tanh", program.op("mul", program.op("score"), program.constant(1.0 / softcap)))

@@ -29,13 +29,21 @@ class MergedLinear:
 
     def __call__(self, layers: Sequence[QuantLinear], x: Tensor) -> Tensor:
         """Return the results of the layers behind one another, ``[..., n of all]``."""
-        if len(layers) == 1:
-            return layers[0](x)
-        if not self._is_of(layers):
-            if not _can_be_one(layers):
-                return torch.cat([layer(x) for layer in layers], dim=-1)
-            self._merge(layers)
+        if not self.holds(layers):
+            return torch.cat([layer(x) for layer in layers], dim=-1)
         return linear(x, self.weight, self.op_args, self.bias, row=layers[0].row_number)
+
+    def holds(self, layers: Sequence[QuantLinear]) -> bool:
+        """Whether ``weight``, ``bias`` and ``op_args`` are those of these layers: they are merged if they can be."""
+        if self._is_of(layers):
+            return True
+        if len(layers) == 1:
+            self.op_args, self.weight, self.bias = layers[0].op_args, layers[0].weight, layers[0].bias
+        elif _can_be_one(layers):
+            self._merge(layers)
+        else:
+            return False
+        return True
 
     def _is_of(self, layers: Sequence[QuantLinear]) -> bool:
         """Whether each weight and bias still is the part of the whole that it was made to be. As long as the whole is

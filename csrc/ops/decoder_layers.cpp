@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/decoder_layers.hpp"
+
+#include <utility>
+
+#include "core/arena.hpp"
+#include "ops/checks.hpp"
+#include "ops/preferred_row.hpp"
+
+namespace lowbit {
+
+using enum ErrorKind;
+
+namespace {
+
+constexpr std::string_view kDecoderLayers = "decoder_layers";
+
+class DecoderInCalls {
+ public:
+  DecoderInCalls(const DecoderLayersArgs& args, char* memory) : args_(args), arena_{memory} {}
+
+  DecoderCalls all() {
+    const int64_t columns = args_.x.size(-1);
+    const TensorView h = fresh(columns), streams[] = {fresh(columns), fresh(columns)};
+    const Arena begin = arena_;  // each half of a layer lies where the one before it lay
+    made_.calls.reserve(args_.layers.size() * 11);
+    TensorView x = args_.x;
+    for (std::size_t i = 0; i < args_.layers.size(); i++) {
+      const bool last = i + 1 == args_.layers.size();
+      const TensorView y = last ? args_.y : streams[i % 2];
+      half(args_.layers[i], begin, x, h, y);
+      x = y;
+    }
+    return std::move(made_);
+  }
+
+ private:
+  void half(const DecoderLayer& layer, const Arena& begin, const TensorView& x, const TensorView& h,
+            const TensorView& y) {
+    const std::size_t second = layer.norms.size() / 2;
+    arena_ = begin;
+    add_branch(layer, layer.o, 1, attended(layer, normed(layer, 0, x)), x, h);
+    made_.bytes = std::max(made_.bytes, std::exchange(arena_, begin).bytes);
+    add_branch(layer, layer.down, 3, gated(layer, normed(layer, second, h)), h, y);
+    made_.bytes = std::max(made_.bytes, arena_.bytes);
+  }
+
+  TensorView normed(const DecoderLayer& layer, std::size_t norm, const TensorView& x) {
+    return norm_into(fresh(x.size(-1)), layer.norms[norm], x, {});
+  }
+
+  // y = add + linear(x), with a norm between them in a layer of four.
+  void add_branch(const DecoderLayer& layer, const DecoderLayer::Linear& linear, std::size_t norm, const TensorView& x,
+                  const TensorView& add, const TensorView& y) {
+    if (layer.norms.size() == 2) product_into(y, linear, x, {.add = add});
+    else norm_into(y, layer.norms[norm], product_into(fresh(linear.spec.n), linear, x, {}), add);
+  }
+
+  // [B, L, Hq E]
+  TensorView attended(const DecoderLayer& layer, const TensorView& x) {
+    const TensorView qkv = product_into(fresh(layer.qkv.spec.n), layer.qkv, x, {});
+    const int64_t batch = x.size(0), length = x.size(1), e = layer.keys.rank == 4 ? layer.keys.size(3) : 0;
+    check(e > 0 && qkv.size(-1) % e == 0, value, kDecoderLayers,
+          ": the outputs of qkv must be heads of E, the last dimension of keys [B, Hkv, S, E], got ", qkv.size(-1),
+          " outputs and keys of shape ", shape_text(layer.keys));
+    RopeAppendArgs heads{.qkv = shaped(qkv, {batch, length, qkv.size(-1) / e, e}),
+                         .cos = args_.cos, .sin = args_.sin,
+                         .q_weight = layer.q_weight, .k_weight = layer.k_weight,
+                         .eps = args_.heads_eps, .offset = args_.heads_offset,
+                         .start = args_.start, .keys = layer.keys, .values = layer.values,
+                         .rotated = {}};
+    check_args(heads);
+    const int64_t columns = heads.heads() * e;
+    heads.rotated = shaped(fresh(columns), {batch, heads.heads(), length, e});
+    made_.calls.push_back(heads);
+    const TensorView result = fresh(columns);
+    attend(heads, result);
+    return result;
+  }
+
+  void attend(const RopeAppendArgs& heads, const TensorView& result) {
+    AttentionForwardArgs attention{.q = heads.rotated, .k = heads.keys, .v = heads.values};
+    attention.k.shape[2] = attention.v.shape[2] = heads.start + heads.tokens();
+    attention.out = shaped(result, {heads.batch(), heads.tokens(), heads.heads(), heads.e()});
+    std::swap(attention.out.shape[1], attention.out.shape[2]);  // [B, Hq, L, E], in memory as the next product reads it
+    std::swap(attention.out.stride[1], attention.out.stride[2]);
+    attention.mask = stretched(args_.mask, attention.q, attention.k);
+    attention.causal = args_.causal, attention.scale = args_.scale, attention.score_mod = args_.score_mod;
+    check_args(attention);
+    made_.calls.push_back(attention);
+  }
+
+  // [B, L, n]
+  TensorView gated(const DecoderLayer& layer, const TensorView& x) {
+    const TensorView gate = product_into(fresh(layer.gate.spec.n), layer.gate, x, {.activation = args_.activation});
+    return product_into(fresh(layer.up.spec.n), layer.up, x, {.mul = gate});
+  }
+
+  struct PostOps {
+    int64_t activation = 0;
+    TensorView mul{}, add{};
+  };
+  TensorView product_into(const TensorView& y, const DecoderLayer::Linear& linear, const TensorView& x,
+                          const PostOps& post) {
+    const LinearTensors tensors{x, linear.weight, linear.bias, post.mul, post.add, y};
+    made_.calls.push_back(DecoderCalls::Product{
+        linear_args(tensors, linear.spec, linear.x_format, post.activation), linear.row});
+    return y;
+  }
+
+  TensorView norm_into(const TensorView& y, const TensorView& weight, const TensorView& x, const TensorView& add) {
+    RmsNormArgs call = rms_norm_args(x, weight, args_.eps, args_.offset, add);
+    call.y = y;
+    made_.calls.push_back(call);
+    return y;
+  }
+
+  TensorView fresh(int64_t columns) {  // [B, L, columns]
+    const int64_t batch = args_.x.size(0), length = args_.x.size(1);
+    TensorView view = args_.x;
+    view.data = arena_.array<char>(batch * length * columns * static_cast<int64_t>(size_of(view.dtype)));
+    return shaped(view, {batch, length, columns});
+  }
+
+  static TensorView shaped(TensorView view, std::initializer_list<int64_t> shape) {  // dense
+    view.rank = static_cast<int>(shape.size());
+    std::copy(shape.begin(), shape.end(), view.shape.begin());
+    int64_t stride = 1;
+    for (int i = view.rank - 1; i >= 0; i--) view.stride[i] = std::exchange(stride, stride * view.shape[i]);
+    return view;
+  }
+
+  const DecoderLayersArgs& args_;
+  Arena arena_;
+  DecoderCalls made_;
+};
+
+}  // namespace
+
+DecoderCalls decoder_calls(const DecoderLayersArgs& args, char* memory) {
+  const TensorView& x = args.x;
+  check_activation(kDecoderLayers, "x", x);
+  check(x.rank == 3, value, kDecoderLayers, ": x must have shape [B, L, k], got ", shape_text(x));
+  check_contiguous(kDecoderLayers, "x", x);
+  check(!args.layers.empty(), value, kDecoderLayers, ": keys must be those of at least one layer, got none");
+  for (const DecoderLayer& layer : args.layers)
+    check(layer.norms.size() == 2 || layer.norms.size() == 4, value, kDecoderLayers,
+          ": norms must be two weights or four for each layer, got ", layer.norms.size());
+  check(!args.causal || args.start == 0, value, kDecoderLayers,
+        ": causal must be False behind tokens that are in the cache, got start=", args.start);
+  return DecoderInCalls(args, memory).all();
+}
+
+void DecoderCalls::run() const {
+  for (const auto& call : calls)
+    std::visit(
+        [](const auto& args) {
+          if constexpr (requires { args.row; }) lowbit::run(args.args, args.row);
+          else lowbit::run(args);
+        },
+        call);
+}
+
+}  // namespace lowbit

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of transformers' decoders in one call, where all of their pieces are fused: norms, attention, gated MLP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowbit.integrations.fused_attention import FusedAttention
+from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
+from lowbit.ops.decoder_layers import decoder_layers
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
+from lowbit.quant.fused_norm import FusedRMSNorm
+from lowbit.quant.gated_mlp import FusedGatedMLP
+from lowbit.quant.quant_linear import QuantLinear
+
+_HALVES = ("self_attn", "mlp")
+_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_OF_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; what the window hides is in the mask
+_UNREAD = {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
+_is_compiling = torch.compiler.is_compiling
+_TOLERANCE = 1e-6  # of the largest value: sums of float32
+_HIDDEN = (2, 3)  # batch and tokens of the probe
+
+
+class FusedDecoderLayer(Fused):
+    """A decoder layer as one call of the op; made in place by `lowbit.fuse`. In a `FusedDecoder`, the first layer is
+    the call for all, and the others hand its result on."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        if hidden_states is running.result:
+            return hidden_states
+        y = None
+        if not args and running.layers and running.layers[0] is self:
+            y = running.result = _in_one_call(running.layers, hidden_states, **kwargs)
+        if y is None and not args:
+            y = _in_one_call((self,), hidden_states, **kwargs)
+        return super().forward(hidden_states, *args, **kwargs) if y is None else y
+
+    def gather(self, dtype: torch.dtype, norms: list[Tensor], weights: list[Tensor], linears: list[int]) -> bool:
+        """Add what the op takes of this layer to the lists; False where something has come to stand between a module
+        and its call."""
+        facts, modules = self.facts, self._modules
+        for name, module in facts["children"]:
+            if modules[name] is not module:
+                return False
+        attention, mlp = modules["self_attn"], modules["mlp"]
+        waited_for = hooked(self, modules) or hooked(attention, ("o_proj",)) or hooked(mlp, _OF_MLP)
+        if waited_for or attention.training or not attention.is_causal:
+            return False
+        projections, merged = attention.projections(), attention.facts["merged"]
+        if projections is None or not merged.holds(projections):
+            return False
+        for name in facts["norms"]:
+            weight = modules[name]._parameters["weight"]
+            if weight.dtype is not dtype:
+                return False
+            norms.append(weight)
+        inner = mlp._modules
+        others = (attention._modules["o_proj"], inner["gate_proj"], inner["up_proj"], inner["down_proj"])
+        if any(type(linear) is not QuantLinear for linear in others):
+            return False
+        products = [(merged.weight, merged.bias, merged.op_args, projections[0].row_number)]
+        for linear in others:
+            parameters = linear._parameters
+            products.append((parameters["weight"], parameters["bias"], linear.op_args, linear.row_number))
+        for weight, bias, op_args, row in products:
+            weights.append(weight)
+            if bias is not None:
+                weights.append(bias)
+            linears += (*op_args, row, bias is not None)
+        return True
+
+
+class _Running(threading.local):
+    """The pass through a `FusedDecoder` that this thread is in."""
+
+    layers: Sequence[FusedDecoderLayer] = ()
+    result: Tensor | None = None
+    """Of all layers, since the first has made the call."""
+
+
+running = _Running()
+
+
+def _in_one_call(
+    layers: Sequence[FusedDecoderLayer],
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> Tensor | None:
+    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward."""
+    length, attention = x.shape[1], layers[0].facts["attention"]
+    if (
+        not is_inference(x)
+        or position_embeddings is None
+        or position_embeddings[0].dim() != 3
+        or (attention_mask is not None and attention_mask.dim() != 4)
+        or any(name not in _UNREAD and value is not None for name, value in others.items())
+        or not _calls_lowbit_attention(attention)
+        or not attention.can_write_to(past_key_values)
+    ):
+        return None
+    norms, weights, linears = [], [], []
+    if not all([layer.gather(x.dtype, norms, weights, linears) for layer in layers]):
+        return None
+    grown, keys, values, head_norms, starts = [], [], [], [], set()
+    for layer in layers:
+        attention = layer._modules["self_attn"]
+        place = attention.place_in(past_key_values, x)
+        if place is None:
+            return None
+        grown.append(place[0])
+        keys.append(place[1])
+        values.append(place[2])
+        starts.add(place[3])
+        head_norms += [norm._parameters["weight"] for norm in attention.facts["norms"]]
+    start, causal = starts.pop(), attention_mask is None and length > 1
+    if starts or (causal and start):
+        return None
+    same = layers[0].facts["same"]
+    y = decoder_layers(
+        x, *position_embeddings, keys, values, start, attention_mask, causal, same["scale"], same["score_mod"],
+        norms, same["eps"], same["offset"], weights, linears, same["activation"],
+        head_norms, same["heads_eps"], same["heads_offset"],
+    )  # fmt: skip
+    if past_key_values is not None:
+        for layer in grown:
+            layer.extend(length)
+    return y
+
+
+def _calls_lowbit_attention(attention: nn.Module) -> bool:
+    function = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
+    return function is lowbit_attention and not weights_are_recorded(attention)
+
+
+def fuse_decoder_layer(module: nn.Module) -> str:
+    """Fuse ``module``, a layer whose pieces were fused, or return why it stays as it is.
+
+    How it joins its pieces is found out by a call in which each piece returns something of its own.
+    """
+    problem = _problem(module)
+    if problem:
+        return problem
+    names = _FOUR_NORMS if _FOUR_NORMS[-1] in module._modules else _TWO_NORMS
+    if not _joins_as_the_op(module, names):
+        return "it does not join its pieces as decoder_layers does"
+    FusedDecoderLayer.take(
+        module,
+        {
+            "children": [(name, module._modules[name]) for name in (*_HALVES, *names)],
+            "attention": module.self_attn,
+            "norms": names,
+            "same": _same(module.self_attn, module.mlp, module._modules[names[0]]),
+        },
+    )
+    return ""
+
+
+def _same(attention: FusedAttention, mlp: FusedGatedMLP, norm: FusedRMSNorm) -> dict[str, Any]:
+    """What layers of one call must have in common."""
+    scale, softcap = (attention.facts["options"].get(name) for name in ("scaling", "softcap"))
+    heads = attention.facts["norm"] or {"eps": 0.0, "offset": 0.0}
+    return {
+        "scale": attention.head_dim**-0.5 if scale is None else float(scale),
+        "score_mod": () if softcap is None else softcap_program(float(softcap)),
+        "eps": norm.facts["eps"],
+        "offset": norm.facts["offset"],
+        "activation": mlp.facts["activation"],
+        "heads_eps": heads["eps"],
+        "heads_offset": heads["offset"],
+    }
+
+
+def _problem(module: nn.Module) -> str:
+    children = module._modules
+    names = _FOUR_NORMS if _FOUR_NORMS[-1] in children else _TWO_NORMS
+    wanted = {"self_attn": FusedAttention, "mlp": FusedGatedMLP} | dict.fromkeys(names, FusedRMSNorm)
+    for name, piece in wanted.items():
+        if not isinstance(children.get(name), piece):
+            return f"its {name} is not fused"
+    if set(children) != set(wanted) or has_own_tensors(module):
+        return f"it has {', '.join(sorted(set(children) - set(wanted))) or 'parameters of its own'}"
+    if any(children[name].facts != children[names[0]].facts for name in names):
+        return "its norms have different eps"
+    if unknown := set(children["self_attn"].facts["options"]) - _OPTIONS:
+        return f"its attention has the option {', '.join(sorted(unknown))}"
+    hook = hooked(module, children)
+    return f"hooks on {hook}" if hook else ""
+
+
+@torch.no_grad()
+def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether each piece is given what the op gives it, and the result is the op's."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    hidden = module._modules[names[0]].weight.numel()
+    x, *given = torch.randn(1 + len(_HALVES) + len(names), *_HIDDEN, hidden, generator=generator, device="cpu")
+    results = dict(zip((*_HALVES, *names), given, strict=True))
+    got = _inputs_of_pieces(module, x, results)
+    before, behind, *others = names
+    attention, mlp = results["self_attn"], results["mlp"]
+    if others:
+        after_attention, after_mlp = results[behind], results[others[1]]
+        wanted = {behind: attention, others[0]: x + after_attention, others[1]: mlp}
+        second = others[0]
+    else:
+        after_attention, after_mlp, second = attention, mlp, behind
+        wanted = {behind: x + attention}
+    wanted |= {before: x, "self_attn": results[before], "mlp": results[second]}
+    wanted["result"] = x + after_attention + after_mlp
+    return got.keys() == wanted.keys() and all(
+        got[name].shape == wanted[name].shape
+        and bool((got[name] - wanted[name]).abs().max() <= _TOLERANCE * wanted[name].abs().max())
+        for name in wanted
+    )
+
+
+def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What each piece is given in a call with ``x`` in which it returns its entry of ``results``, and the ``result``."""
+    inputs: dict[str, Tensor] = {}
+
+    def stand_in(name: str) -> Callable[..., Any]:
+        def forward(*args: Tensor, **kwargs: Any) -> Any:
+            inputs[name] = args[0] if args else kwargs["hidden_states"]
+            return (results[name], None) if name == "self_attn" else results[name]
+
+        return forward
+
+    training, module.training = module.training, False  # dropout is none
+    try:
+        for name in results:
+            module._modules[name].forward = stand_in(name)
+        result = module(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
+    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes something else
+        return {}
+    finally:
+        module.training = training
+        for name in results:
+            module._modules[name].__dict__.pop("forward", None)
+    return inputs | {"result": result} if isinstance(result, Tensor) else {}
