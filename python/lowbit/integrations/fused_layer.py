@@ -228,7 +228,7 @@ def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What each piece is given in a call with ``x`` in which it returns its entry of ``results``, and the ``result``."""
+    """What each piece is given in a call with ``x`` in which it returns its entry of ``results``; with ``result``."""
     inputs: dict[str, Tensor] = {}
 
     def stand_in(name: str) -> Callable[..., Any]:
