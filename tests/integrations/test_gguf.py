@@ -13,11 +13,15 @@ import torch
 from gguf_files import CONFIGS, HALVES, gguf, random_blocks, transformers, write
 
 import lowbit
+from lowbit import _C
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.loading import config_of
+from lowbit.integrations.gguf import saving
 from lowbit.integrations.gguf.saving import save
 from lowbit.integrations.gguf.weights import StateReader
+from lowbit.formats.spec import StoredWeight
+from lowbit.quant.codes import CodedWeight
 from lowbit.quant.load import load
 
 
@@ -190,6 +194,42 @@ def test_a_saved_model_is_the_file_that_it_was_read_from(name, type, tmp_path):
         assert (ours.type, ours.shape) == (tensor.type, tensor.shape), tensor.name
         assert bytes(ours.data) == bytes(tensor.data) or (tensor.type, "norm" in tensor.name) == ("F32", True), tensor.name
     assert torch.allclose(logits(read(tmp_path / "saved.gguf")), logits(read(path)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1"])
+def test_a_saved_model_with_minimums_is_read_as_the_same_codes(type, tmp_path):
+    """The minimums of the file are not in the model: its zero points are minimums by scales, in float16."""
+    path = write(tmp_path / "model.gguf", "llama", type)
+    model = read(path)
+    save(model, tmp_path / "saved.gguf", like=path)
+    assert GgufFile.open(tmp_path / "saved.gguf").tensors["blk.0.attn_q.weight"].type == type
+    again = read(tmp_path / "saved.gguf").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items() if "weight" in name)
+
+
+@pytest.mark.parametrize("type", ["Q4_1", "Q5_1"])
+def test_minimums_of_any_blocks(type):
+    """Fuzzed: tiny and large scales, minimums of 0, and some that are too far from their scale to have a zero point."""
+    n, blocks, size = 64, 32, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (n, blocks, size), dtype=torch.uint8, generator=generator)
+    sizes = torch.rand(2, n, blocks, generator=generator) * torch.tensor([14.0, 16.0])[:, None, None]
+    scale, minimum = (torch.randn(2, n, blocks, generator=generator) * torch.exp2(3 - sizes)).half()
+    minimum[torch.rand(n, blocks, generator=generator) < 0.1] = 0
+    raw[..., :2], raw[..., 2:4] = (part[..., None].view(torch.uint8) for part in (scale, minimum))
+    packed = pack_blocks(raw, BLOCK_TYPES[type])
+    stored = StoredWeight(BLOCK_TYPES[type].spec("float"), n, blocks * 32, _C.LAYOUT)
+    written, its_type = saving._blocks(packed, stored)
+    assert its_type == type
+    assert torch.equal(pack_blocks(written.view(n, blocks, size), BLOCK_TYPES[type]), packed)
+
+
+def test_zero_points_that_no_minimum_stands_for_are_refused():
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    spec = BLOCK_TYPES["Q4_1"].spec("float")
+    weight = CodedWeight(spec, codes, torch.ones(16), torch.full((16, 1), 2.0**-20).half(), torch.full((16, 1), 3.14).half())
+    with pytest.raises(ValueError, match="16 of its zero points times their scales are no float16"):
+        saving._blocks(weight.pack(), StoredWeight(spec, 16, 32, _C.LAYOUT))
 
 
 def test_a_model_quantized_here_is_what_others_read(tmp_path):

@@ -21,6 +21,7 @@ from lowbit.quant.load import PACKED
 
 _BLOCK = 32
 _TYPES = {"int4": "Q4_0", "int5": "Q5_0", "int8": "Q8_0", "fp4_e2m1": "MXFP4"}
+_ASYMMETRIC_TYPES = {"int4": "Q4_1", "int5": "Q5_1"}
 _FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -28,7 +29,9 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     """Write the weights of ``model`` into a GGUF file.
 
     Symmetric int4, int5 and int8 in groups of 32 become Q4_0, Q5_0 and Q8_0, MXFP4 weights MXFP4, and floats F32, F16
-    or BF16, all of them exactly. Rounding of activations is no part of a file.
+    or BF16, all of them exactly. Asymmetric int4 and int5 become Q4_1 and Q5_1, which `load_gguf` reads as the same
+    codes, scales and zero points; their minimums are zero points times scales, rounded to float16. Rounding of
+    activations is no part of a file.
 
     Args:
         model: of transformers.
@@ -103,20 +106,23 @@ def _in_order(model_rows: Tensor, rows: Tensor | None) -> Tensor:
 
 def _blocks(packed: Tensor, stored: StoredWeight) -> tuple[Tensor, str]:
     spec = stored.spec
-    if spec.format not in _TYPES or spec.group_size != _BLOCK or spec.asymmetric:
-        raise ValueError(f"{spec.name} is not symmetric int4, int5, int8 or MXFP4 in groups of {_BLOCK}")
+    type = (_ASYMMETRIC_TYPES if spec.asymmetric else _TYPES).get(spec.format)
+    if type is None or spec.group_size != _BLOCK:
+        raise ValueError(f"{spec.name} is not int4, int5, symmetric int8 or MXFP4 in groups of {_BLOCK}")
     if stored.k % _BLOCK:
         raise ValueError(f"k must be a multiple of {_BLOCK}, got k={stored.k}")
     weight = CodedWeight.unpack(packed, stored)
-    codes, type = weight.codes.view(stored.n, -1, _BLOCK), _TYPES[spec.format]
+    codes = weight.codes.view(stored.n, -1, _BLOCK)
     scale = _exponents(weight) if type == "MXFP4" else _halves(weight)
     if type == "Q8_0":
         return torch.cat([scale, codes ^ 128], dim=2).flatten(1), type
     low, high = (codes & 15).view(stored.n, -1, 2, 16).unbind(2)
     parts = [scale, low | high << 4]
-    if type == "Q5_0":
+    if spec.format == "int5":
         bits = (codes >> 4).view(stored.n, -1, 4, 8) << torch.arange(8, dtype=torch.uint8)
         parts.insert(1, bits.sum(3, dtype=torch.uint8))
+    if spec.asymmetric:
+        parts.insert(1, _minimums(weight))
     return torch.cat(parts, dim=2).flatten(1), type
 
 
@@ -125,6 +131,20 @@ def _halves(weight: CodedWeight) -> Tensor:
     if not torch.equal(halves.float(), weight.scale):
         raise ValueError("its scales are no float16")
     return halves[:, :, None].view(torch.uint8)
+
+
+def _minimums(weight: CodedWeight) -> Tensor:
+    """float16 numbers that are read as the zero points: the nearest to what they stand for, or its neighbours."""
+    scale, zero = weight.scale, weight.zero
+    nearest = (-scale * zero.float()).half()
+    found, chosen = zero == 0, torch.where(zero == 0, 0, nearest)
+    for step in (0, 1, -1):
+        minimum = (nearest.view(torch.int16) + step).view(torch.float16)
+        fits = ~found & ((-minimum.float() / scale).half() == zero)
+        found, chosen = found | fits, torch.where(fits, minimum, chosen)
+    if not found.all():
+        raise ValueError(f"{int((~found).sum())} of its zero points times their scales are no float16")
+    return chosen[:, :, None].view(torch.uint8)
 
 
 def _exponents(weight: CodedWeight) -> Tensor:
