@@ -15,34 +15,44 @@ namespace {
 
 constexpr std::string_view kDecoderLayers = "decoder_layers";
 
+int64_t columns_of(const std::vector<DecoderLayer::Linear>& products) {
+  int64_t columns = 0;
+  for (const auto& linear : products) columns += linear.spec.n;
+  return columns;
+}
+
+int64_t bytes_of_columns(const TensorView& x, int64_t columns) {  // with as many rows as x
+  return x.size(0) * x.size(1) * columns * static_cast<int64_t>(size_of(x.dtype));
+}
+
 class DecoderInCalls {
  public:
-  DecoderInCalls(const DecoderLayersArgs& args, char* memory) : args_(args), arena_{memory} {}
+  DecoderInCalls(const DecoderLayersArgs& args, std::span<char> memory)
+      : args_(args), memory_(memory), arena_{memory.data()} {}
 
   DecoderCalls all() {
     const int64_t columns = args_.x.size(-1);
     const TensorView h = fresh(columns), streams[] = {fresh(columns), fresh(columns)};
     const Arena begin = arena_;  // each half of a layer lies where the one before it lay
-    made_.calls.reserve(args_.layers.size() * 11);
+    made_.calls.reserve(args_.layers.size() * 13);
     TensorView x = args_.x;
     for (std::size_t i = 0; i < args_.layers.size(); i++) {
       const bool last = i + 1 == args_.layers.size();
       const TensorView y = last ? args_.y : streams[i % 2];
-      half(args_.layers[i], begin, x, h, y);
+      add_layer(args_.layers[i], begin, x, h, y);
       x = y;
     }
     return std::move(made_);
   }
 
  private:
-  void half(const DecoderLayer& layer, const Arena& begin, const TensorView& x, const TensorView& h,
-            const TensorView& y) {
+  void add_layer(const DecoderLayer& layer, const Arena& begin, const TensorView& x, const TensorView& h,
+                 const TensorView& y) {
     const std::size_t second = layer.norms.size() / 2;
     arena_ = begin;
     add_branch(layer, layer.o, 1, attended(layer, normed(layer, 0, x)), x, h);
-    made_.bytes = std::max(made_.bytes, std::exchange(arena_, begin).bytes);
+    arena_ = begin;
     add_branch(layer, layer.down, 3, gated(layer, normed(layer, second, h)), h, y);
-    made_.bytes = std::max(made_.bytes, arena_.bytes);
   }
 
   TensorView normed(const DecoderLayer& layer, std::size_t norm, const TensorView& x) {
@@ -58,7 +68,7 @@ class DecoderInCalls {
 
   // [B, L, Hq E]
   TensorView attended(const DecoderLayer& layer, const TensorView& x) {
-    const TensorView qkv = product_into(fresh(layer.qkv.spec.n), layer.qkv, x, {});
+    const TensorView qkv = projected(layer, x);
     const int64_t batch = x.size(0), length = x.size(1), e = layer.keys.rank == 4 ? layer.keys.size(3) : 0;
     check(e > 0 && qkv.size(-1) % e == 0, value, kDecoderLayers,
           ": the outputs of qkv must be heads of E, the last dimension of keys [B, Hkv, S, E], got ", qkv.size(-1),
@@ -76,6 +86,19 @@ class DecoderInCalls {
     const TensorView result = fresh(columns);
     attend(heads, result);
     return result;
+  }
+
+  // [B, L, (Hq + 2 Hkv) E]. Where there is one row, each projection can write its part of it.
+  TensorView projected(const DecoderLayer& layer, const TensorView& x) {
+    check(layer.qkv.size() == 1 || x.numel() == x.size(-1), value, kDecoderLayers,
+          ": x must have one row where q, k and v are products of their own, got ", shape_text(x));
+    const TensorView qkv = fresh(columns_of(layer.qkv));
+    TensorView part = qkv;
+    for (const auto& linear : layer.qkv) {
+      product_into(shaped(part, {x.size(0), x.size(1), linear.spec.n}), linear, x, {});
+      if (part.data) part.data = part.as<char>() + linear.spec.n * static_cast<int64_t>(size_of(part.dtype));
+    }
+    return qkv;
   }
 
   void attend(const RopeAppendArgs& heads, const TensorView& result) {
@@ -116,10 +139,11 @@ class DecoderInCalls {
   }
 
   TensorView fresh(int64_t columns) {  // [B, L, columns]
-    const int64_t batch = args_.x.size(0), length = args_.x.size(1);
     TensorView view = args_.x;
-    view.data = arena_.array<char>(batch * length * columns * static_cast<int64_t>(size_of(view.dtype)));
-    return shaped(view, {batch, length, columns});
+    view.data = arena_.array<char>(bytes_of_columns(view, columns));
+    check(!view.data || arena_.bytes <= static_cast<int64_t>(memory_.size()), value, kDecoderLayers,
+          ": memory must have decoder_bytes, got ", memory_.size());
+    return shaped(view, {view.size(0), view.size(1), columns});
   }
 
   static TensorView shaped(TensorView view, std::initializer_list<int64_t> shape) {  // dense
@@ -131,13 +155,32 @@ class DecoderInCalls {
   }
 
   const DecoderLayersArgs& args_;
+  std::span<char> memory_;
   Arena arena_;
   DecoderCalls made_;
 };
 
 }  // namespace
 
-DecoderCalls decoder_calls(const DecoderLayersArgs& args, char* memory) {
+// As DecoderInCalls takes it.
+int64_t decoder_bytes(const DecoderLayersArgs& args) {
+  const TensorView& x = args.x;
+  const auto end_of = [&x](int64_t begin, std::initializer_list<int64_t> columns) {
+    Arena arena{nullptr, begin};
+    for (const int64_t count : columns) arena.array<char>(bytes_of_columns(x, count));
+    return arena.bytes;
+  };
+  const int64_t k = x.size(-1), begin = end_of(0, {k, k, k});
+  int64_t bytes = begin;
+  for (const DecoderLayer& layer : args.layers) {
+    const int64_t heads = layer.o.spec.k;
+    bytes = std::max({bytes, end_of(begin, {k, columns_of(layer.qkv), heads, heads, layer.o.spec.n}),
+                      end_of(begin, {k, layer.gate.spec.n, layer.up.spec.n, layer.down.spec.n})});
+  }
+  return bytes;
+}
+
+DecoderCalls decoder_calls(const DecoderLayersArgs& args, std::span<char> memory) {
   const TensorView& x = args.x;
   check_activation(kDecoderLayers, "x", x);
   check(x.rank == 3, value, kDecoderLayers, ": x must have shape [B, L, k], got ", shape_text(x));

@@ -6,6 +6,7 @@
 // weights push Python out of the caches: 30 layers of 576 columns took 4.6 ms in rows and 4.4 in Python.
 #pragma once
 
+#include <span>
 #include <variant>
 #include <vector>
 
@@ -23,7 +24,8 @@ struct DecoderLayer {
     int64_t x_format = 0;
     int64_t row = 0;  // that it prefers (ops/preferred_row.hpp)
   };
-  Linear qkv, o, gate, up, down;     // [(Hq + 2 Hkv) E, k], [k, Hq E], [n, k], [n, k], [k, n]
+  std::vector<Linear> qkv;           // [(Hq + 2 Hkv) E, k]; or, where x has one row, three of other formats behind it
+  Linear o, gate, up, down;          // [k, Hq E], [n, k], [n, k], [k, n]
   std::vector<TensorView> norms;     // two weights [k], or four
   TensorView q_weight, k_weight;     // as rope_append takes them
   TensorView keys, values;           // [B, Hkv, S, E]: tokens start to start + L are written, 0 to start + L are seen
@@ -50,13 +52,13 @@ struct DecoderCalls {
     int64_t row;
   };
   std::vector<std::variant<RmsNormArgs, Product, RopeAppendArgs, AttentionForwardArgs>> calls;
-  int64_t bytes = 0;  // of memory
 
   LOWBIT_API void run() const;
 };
 
-// The calls of all layers, every one checked before the first runs. What lies between them is in `memory`; null: the
-// calls say how much that is, and cannot run.
-LOWBIT_API DecoderCalls decoder_calls(const DecoderLayersArgs& args, char* memory);
+// The bytes that lie between the calls.
+LOWBIT_API int64_t decoder_bytes(const DecoderLayersArgs& args);
+// The calls of all layers, every one checked before the first runs. Without memory they are checked and cannot run.
+LOWBIT_API DecoderCalls decoder_calls(const DecoderLayersArgs& args, std::span<char> memory);
 
 }  // namespace lowbit

@@ -8,8 +8,9 @@ namespace lowbit::torch {
 namespace {
 
 // What a call says about its layers, one behind the other in each list: keys and values, one of each; norms, two or
-// four; head_norms, none or two; weights, five, each with its bias behind it where it has one; linears, eight numbers
-// for each of the five (n, k, format, group_size, asymmetric, x_format, row, whether it has a bias).
+// four; head_norms, none or two; weights, of the products of qkv (one, or three), o, gate, up and down, each with its
+// bias behind it where it has one; linears, the number of products of qkv, then eight numbers for each product (n, k,
+// format, group_size, asymmetric, x_format, row, whether it has a bias).
 struct DecoderLayers {
   static constexpr Text schema =
       "decoder_layers_(Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt start, "
@@ -77,7 +78,12 @@ struct DecoderLayers {
       if (!head_norms.held.empty())
         for (TensorView* weight : {&layer.q_weight, &layer.k_weight})
           *weight = head_norms.take().contiguous_view(op, "head_norms");
-      for (auto* linear : {&layer.qkv, &layer.o, &layer.gate, &layer.up, &layer.down}) take(*linear);
+      const int64_t products = to_int(linears.take());
+      check(products == 1 || products == 3, ErrorKind::value, op,
+            ": linears must begin with 1 or 3 products of qkv, got ", products);
+      layer.qkv.resize(static_cast<std::size_t>(products));
+      for (auto& linear : layer.qkv) take(linear);
+      for (auto* linear : {&layer.o, &layer.gate, &layer.up, &layer.down}) take(*linear);
     }
 
     void take(DecoderLayer::Linear& linear) {
@@ -98,16 +104,20 @@ struct DecoderLayers {
   };
 
   template <class Given>
-  static int64_t args_of(Given& given) { return decoder_calls(Call<Given>(given).args, nullptr).bytes; }
+  static DecoderCalls args_of(Given& given) { return decoder_calls(Call<Given>(given).args, {}); }
 
   static Tensor run(Arguments<DecoderLayers>& given) {
     Call call(given);
     DecoderLayersArgs& args = call.args;
-    const int64_t bytes = decoder_calls(args, nullptr).bytes;
+    if (args.x.numel() == 0 || args.x.rank != 3) {
+      decoder_calls(args, {});  // says what is wrong, if anything is
+      return Tensor::empty(given.op, args.y);
+    }
+    const int64_t bytes = decoder_bytes(args);
     TensorView memory = torch::contiguous_view(args.x.device, DType::uint8, 1, &bytes);
     const Tensor kept = Tensor::empty(given.op, memory);
     Tensor y = Tensor::empty(given.op, args.y);
-    if (args.x.numel() > 0) decoder_calls(args, memory.as<char>()).run();
+    decoder_calls(args, {memory.as<char>(), static_cast<std::size_t>(bytes)}).run();
     return y;
   }
 };

@@ -225,12 +225,15 @@ def test_a_norm_or_bias_that_came_later_counts() -> None:
     torch.testing.assert_close(logits(model, prompt()), logits(other, prompt()), rtol=1e-4, atol=1e-4)
 
 
-def test_projections_of_different_formats_are_multiplied_one_by_one() -> None:
+def test_projections_of_different_formats_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("llama")
-    for attn in attentions(model):
+    for attn in attentions(model)[1:]:
         attn.v_proj = lowbit.QuantLinear.from_linear(attn.v_proj.to_linear(), CONFIGS["w4a8"].spec(torch.float32))
-    wanted = logits(model, prompt())
+    wanted, said = logits(model, prompt()), answer(model, prompt(1))
     lowbit.fuse(model)
+    with calls_of_layers(monkeypatch) as counts:
+        assert torch.equal(answer(model, prompt(1), max_new_tokens=4), said[:, :13])
+    assert counts == [1, 2, 2, 2]  # of the prompt the first layer alone, which has them merged
     assert all(isinstance(attn, Fused) for attn in attentions(model))
     torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
 

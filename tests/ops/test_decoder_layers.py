@@ -56,6 +56,7 @@ def arguments(layers: list[dict[str, Any]], x: Tensor, **more: Any) -> dict[str,
     angle = torch.linspace(0, 5, length * SIZE).view(1, length, SIZE)
     weights, numbers = [], []
     for one in layers:
+        numbers.append(len(one["linears"]) - 4)
         for product in one["linears"]:
             weights += [product.weight] if product.bias is None else [product.weight, product.bias.detach()]
             numbers += [*product.op_args, product.row_number, product.bias is not None]
@@ -77,12 +78,14 @@ def one_by_one(layers: list[dict[str, Any]], call: dict[str, Any]) -> Tensor:
     seen = start + length
 
     def product(i: int, x: Tensor, activation: int = 0, mul: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-        of = one["linears"][i]
+        of = one["linears"][i + len(one["linears"]) - 5]
         return linear(x, of.weight, of.op_args, None if of.bias is None else of.bias.detach(), activation, mul, add)
 
     for one in layers:
         norms, four = one["norms"], len(one["norms"]) == 4
-        qkv = product(0, rms_norm(x, norms[0], eps, offset=offset)).view(batch, length, -1, SIZE)
+        first, projections = rms_norm(x, norms[0], eps, offset=offset), len(one["linears"]) - 4
+        qkv = torch.cat([product(i + 1 - projections, first) for i in range(projections)], dim=-1)
+        qkv = qkv.view(batch, length, -1, SIZE)
         of_heads = (*one["head_norms"], EPS, 0.0) if one["head_norms"] else ()
         query = rope_append(qkv, call["cos"], call["sin"], one["keys"], one["values"], start, *of_heads)
         out, *_ = attention(
@@ -169,6 +172,31 @@ def test_float64(head_norms: bool) -> None:
     torch.testing.assert_close(decoder_layers(**call).double(), wide(layers, call), rtol=2e-5, atol=2e-5)
 
 
+def apart(one: dict[str, Any]) -> dict[str, Any]:
+    """The layer with q, k and v as layers of their own: q of another format, v of groups."""
+    first, *others = one["linears"]
+    parts = first.to_linear().weight.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE])
+    configs = (lowbit.int4_weight_only(group_size=32), lowbit.int8_weight_only(), lowbit.int8_weight_only(group_size=32))
+    linears = []
+    for part, config in zip(parts, configs, strict=True):
+        module = torch.nn.Linear(HIDDEN, len(part), bias=False)
+        module.weight.data = part.data
+        linears.append(lowbit.QuantLinear.from_linear(module, config.spec(torch.float32)))
+    return one | {"linears": [*linears, *others]}
+
+
+def test_projections_of_different_formats() -> None:
+    """One row, and layers of both kinds; more rows would have to lie behind one another."""
+    layers = [layer(i, FORMATS["float"], torch.float32, 2, False, False, 1) for i in range(3)]
+    layers[1] = apart(layers[1])
+    others = copied(layers)
+    x = torch.randn(1, 1, HIDDEN)
+    y = decoder_layers(**arguments(layers, x, start=5))
+    assert torch.equal(y, one_by_one(others, arguments(others, x, start=5)))
+    with pytest.raises(ValueError, match=r"x must have one row where q, k and v are products of their own, got \[1, 2, 48\]"):
+        decoder_layers(**arguments(layers, torch.randn(1, 2, HIDDEN), start=5))
+
+
 @pytest.mark.parametrize("batch, length", [(0, 3), (2, 0)])
 def test_no_tokens(batch: int, length: int) -> None:
     layers = [layer(0, FORMATS["float"], torch.float32, 2, False, False, batch)]
@@ -202,8 +230,9 @@ def changed_list(name: str, change: Any) -> Any:
         (changed_list("values", lambda values: [values[0].half(), values[1]]), TypeError, "values must be float32, got float16"),
         (changed_list("weights", lambda weights: weights[:-1]), ValueError, "weights must have more for this number of layers, got 9"),
         (changed_list("weights", lambda weights: weights[::-1]), ValueError, "weight must have the packed shape"),
-        (changed_list("linears", lambda numbers: numbers[:-1]), ValueError, "linears must have more for this number of layers, got 79"),
-        (changed_list("linears", lambda numbers: [100, *numbers[1:]]), ValueError, "weight must have the packed shape"),
+        (changed_list("linears", lambda numbers: numbers[:-1]), ValueError, "linears must have more for this number of layers, got 81"),
+        (changed_list("linears", lambda numbers: [1, 100, *numbers[2:]]), ValueError, "weight must have the packed shape"),
+        (changed_list("linears", lambda numbers: [2, *numbers[1:]]), ValueError, "linears must begin with 1 or 3 products of qkv, got 2"),
         (changed_list("head_norms", lambda _: [torch.ones(SIZE)]), ValueError, "head_norms must have more for this number of layers"),
         (lambda call: call | {"x": call["x"].requires_grad_()}, NotImplementedError, "no argument may require a gradient"),
     ],

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.fused_attention import FusedAttention
+from lowbit.integrations.layer_weights import LayerWeights
 from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
 from lowbit.ops.decoder_layers import decoder_layers
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.gated_mlp import FusedGatedMLP
-from lowbit.quant.quant_linear import QuantLinear
 
 _HALVES = ("self_attn", "mlp")
 _TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
 _FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_OF_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; what the window hides is in the mask
 _UNREAD = {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
 _is_compiling = torch.compiler.is_compiling
@@ -45,40 +44,6 @@ class FusedDecoderLayer(Fused):
         if y is None and not args:
             y = _in_one_call((self,), hidden_states, **kwargs)
         return super().forward(hidden_states, *args, **kwargs) if y is None else y
-
-    def gather(self, dtype: torch.dtype, norms: list[Tensor], weights: list[Tensor], linears: list[int]) -> bool:
-        """Add what the op takes of this layer to the lists; False where something has come to stand between a module
-        and its call."""
-        facts, modules = self.facts, self._modules
-        for name, module in facts["children"]:
-            if modules[name] is not module:
-                return False
-        attention, mlp = modules["self_attn"], modules["mlp"]
-        waited_for = hooked(self, modules) or hooked(attention, ("o_proj",)) or hooked(mlp, _OF_MLP)
-        if waited_for or attention.training or not attention.is_causal:
-            return False
-        projections, merged = attention.projections(), attention.facts["merged"]
-        if projections is None or not merged.holds(projections):
-            return False
-        for name in facts["norms"]:
-            weight = modules[name]._parameters["weight"]
-            if weight.dtype is not dtype:
-                return False
-            norms.append(weight)
-        inner = mlp._modules
-        others = (attention._modules["o_proj"], inner["gate_proj"], inner["up_proj"], inner["down_proj"])
-        if any(type(linear) is not QuantLinear for linear in others):
-            return False
-        products = [(merged.weight, merged.bias, merged.op_args, projections[0].row_number)]
-        for linear in others:
-            parameters = linear._parameters
-            products.append((parameters["weight"], parameters["bias"], linear.op_args, linear.row_number))
-        for weight, bias, op_args, row in products:
-            weights.append(weight)
-            if bias is not None:
-                weights.append(bias)
-            linears += (*op_args, row, bias is not None)
-        return True
 
 
 class _Running(threading.local):
@@ -112,10 +77,10 @@ def _in_one_call(
         or not attention.can_write_to(past_key_values)
     ):
         return None
-    norms, weights, linears = [], [], []
-    if not all([layer.gather(x.dtype, norms, weights, linears) for layer in layers]):
+    of_layers = _weights(layers, x.dtype)
+    if not of_layers.fit or not (of_layers.merged or x.numel() == x.shape[-1]):
         return None
-    grown, keys, values, head_norms, starts = [], [], [], [], set()
+    grown, keys, values, starts = [], [], [], set()
     for layer in layers:
         attention = layer._modules["self_attn"]
         place = attention.place_in(past_key_values, x)
@@ -125,20 +90,28 @@ def _in_one_call(
         keys.append(place[1])
         values.append(place[2])
         starts.add(place[3])
-        head_norms += [norm._parameters["weight"] for norm in attention.facts["norms"]]
     start, causal = starts.pop(), attention_mask is None and length > 1
     if starts or (causal and start):
         return None
     same = layers[0].facts["same"]
     y = decoder_layers(
         x, *position_embeddings, keys, values, start, attention_mask, causal, same["scale"], same["score_mod"],
-        norms, same["eps"], same["offset"], weights, linears, same["activation"],
-        head_norms, same["heads_eps"], same["heads_offset"],
+        of_layers.norms, same["eps"], same["offset"], of_layers.weights, of_layers.linears, same["activation"],
+        of_layers.head_norms, same["heads_eps"], same["heads_offset"],
     )  # fmt: skip
     if past_key_values is not None:
         for layer in grown:
             layer.extend(length)
     return y
+
+
+def _weights(layers: Sequence[FusedDecoderLayer], dtype: torch.dtype) -> LayerWeights:
+    """What the op takes of the layers as they are now."""
+    kept = layers[0].facts["kept"]
+    last = kept.get(len(layers))
+    if last is None or not last.serves(layers, dtype):
+        last = kept[len(layers)] = LayerWeights(layers, dtype)
+    return last
 
 
 def _calls_lowbit_attention(attention: nn.Module) -> bool:
@@ -162,6 +135,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
         {
             "children": [(name, module._modules[name]) for name in (*_HALVES, *names)],
             "attention": module.self_attn,
+            "kept": {},  # LayerWeights by the number of layers
             "norms": names,
             "same": _same(module.self_attn, module.mlp, module._modules[names[0]]),
         },

