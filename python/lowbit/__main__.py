@@ -51,16 +51,18 @@ def _parser() -> argparse.ArgumentParser:
     quantize = commands.add_parser(
         "quantize",
         help="pack the linear layers of a checkpoint of transformers, one tensor in memory at a time",
-        description="Write a folder that from_pretrained and lowbit.load read; an interrupted run goes on.",
+        description="Write a folder that from_pretrained and lowbit.load read, where an interrupted run goes on; or, "
+        "where OUT ends in .gguf, a file that llama.cpp reads, for which the whole model is in memory.",
     )
-    quantize.add_argument("model", help="folder with config.json and safetensors files")
-    quantize.add_argument("out", help="folder to make")
+    quantize.add_argument("model", help="folder with config.json and safetensors files, or a .gguf file")
+    quantize.add_argument("out", help="folder to make, or .gguf file")
     quantize.add_argument("--config", help='format of the layers, such as "int4_weight_only(group_size=32)"')
     quantize.add_argument("--plan", help="JSON file with the formats of single layers, as autoquant saves it")
     quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
     told = 'format of the output head; default: 8 bits where --config has fewer; "None": as any other layer'
     quantize.add_argument("--head", metavar="FORMAT", default="int8", help=told)
     quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the last one")
+    quantize.add_argument("--like", metavar="FILE", help=".gguf file whose metadata a .gguf OUT takes; default: MODEL")
     quantize.set_defaults(run=_quantize)
     chat = commands.add_parser(
         "chat",
@@ -98,6 +100,17 @@ def _recorder(options: argparse.Namespace) -> object:
 def _quantize(options: argparse.Namespace) -> object:
     if options.config is None and options.plan is None and options.embeddings is None:
         raise ValueError("quantize: needs --config, --plan or --embeddings")
+    head = None if options.head == "None" else options.head
+    if options.out.endswith(".gguf"):
+        from lowbit.integrations.gguf import quantize_to_file
+
+        if options.config is None or options.plan or options.embeddings:
+            raise ValueError("quantize: a .gguf OUT needs --config, and takes no --plan and no --embeddings")
+        return quantize_to_file(
+            options.model, options.out, options.config, like=options.like, keep=options.keep, head=head
+        )
+    if options.model.endswith(".gguf") or options.like:
+        raise ValueError("quantize: a .gguf MODEL and --like are for a .gguf OUT")
     return lowbit.quantize_checkpoint(
         options.model,
         options.out,
@@ -105,7 +118,7 @@ def _quantize(options: argparse.Namespace) -> object:
         plan=options.plan,
         modules_to_not_convert=options.keep,
         embeddings=options.embeddings,
-        head=None if options.head == "None" else options.head,
+        head=head,
     )
 
 

@@ -14,6 +14,7 @@ from gguf_files import CONFIGS, HALVES, gguf, random_blocks, transformers, write
 
 import lowbit
 from lowbit import _C
+from lowbit.__main__ import main
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.loading import config_of
@@ -241,6 +242,32 @@ def test_a_model_quantized_here_is_what_others_read(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="saved.gguf", dtype=torch.float32)
     assert distance(logits(theirs), logits(model)) < 1e-5
     assert GgufFile.open(tmp_path / "saved.gguf").tensors["blk.0.attn_q.weight"].type == "Q4_0"
+
+
+def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
+    """From a file, and from a folder with the metadata of that file."""
+    path = write(tmp_path / "model.gguf", "llama", "F32")
+    config = "int4_weight_only(group_size=32)"
+    assert main(["quantize", str(path), str(tmp_path / "four.gguf"), "--config", config]) == 0
+    assert "int4" in capsys.readouterr().out
+    tensors = GgufFile.open(tmp_path / "four.gguf").tensors
+    assert (tensors["blk.0.attn_q.weight"].type, tensors["output.weight"].type) == ("Q4_0", "Q8_0")
+    model = read(path)
+    lowbit.dequantize_(model)
+    model.save_pretrained(tmp_path / "folder")
+    arguments = ["quantize", str(tmp_path / "folder"), str(tmp_path / "eight.gguf"), "--config", "int8_weight_only(group_size=32)"]
+    assert main([*arguments, "--like", str(path), "--keep", "layers.1", "lm_head"]) == 0
+    tensors = GgufFile.open(tmp_path / "eight.gguf").tensors
+    assert (tensors["blk.0.attn_q.weight"].type, tensors["blk.1.attn_q.weight"].type) == ("Q8_0", "F32")
+    assert distance(logits(read(tmp_path / "eight.gguf")), logits(read(path))) < 0.05
+    for wrong, text in (
+        (arguments, "a folder needs like"),
+        ([*arguments, "--like", str(path), "--embeddings", "int8_weight_only()"], "takes no --plan and no --embeddings"),
+        (["quantize", str(path), str(tmp_path / "out"), "--config", config], "are for a .gguf OUT"),
+        (["quantize", str(path), str(tmp_path / "out.gguf"), "--config", "nf4_weight_only()"], "no GGUF type holds"),
+    ):
+        assert main(wrong) == 1 and text in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists() and not (tmp_path / "out").exists()
 
 
 def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):

@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lowbit.integrations.gguf.loading import load_gguf, load_model
+from lowbit.integrations.gguf.quantizing import quantize_to_file
 from lowbit.integrations.gguf.saving import save
 
-__all__ = ["load_gguf", "load_model", "save"]
+__all__ = ["load_gguf", "load_model", "quantize_to_file", "save"]
