@@ -422,6 +422,63 @@ def test_what_changes_after_fusing_counts(change: str) -> None:
         assert torch.equal(answer(model, prompt()), answer(other, prompt()))
 
 
+def test_the_list_of_layers_is_what_it_was_outside_of_a_call() -> None:
+    model = made("llama")
+    layers = list(model.model.layers)
+    lowbit.fuse(model)
+    seen = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(len(list(model.model.layers))))
+    logits(model, prompt())
+    assert seen == [1]  # inside of one
+    assert list(model.model.layers) == layers and model.model.layers[1] is layers[1] and len(model.model.layers) == 2
+    part = model.model.layers[1:]
+    assert type(part) is nn.ModuleList and list(part) == layers[1:]
+    model.model.layers.append(made("llama").model.layers[0])
+    assert len(list(model.model.layers)) == 3
+
+
+def test_hidden_states_that_a_model_collects_itself() -> None:
+    class Collecting(transformers.LlamaModel):
+        def forward(self, *args: Any, output_hidden_states: bool = False, **kwargs: Any) -> Any:
+            collected = []
+            handles = [layer.register_forward_hook(lambda m, a, y: collected.append(y)) for layer in self.layers] if output_hidden_states else []
+            result = super().forward(*args, **kwargs)
+            for handle in handles:
+                handle.remove()
+            return collected if output_hidden_states else result
+
+    model = made("llama")
+    model.model.__class__ = Collecting
+    with torch.no_grad():
+        wanted = model.model(prompt(), output_hidden_states=True)
+        assert "model" in lowbit.fuse(model)
+        got = model.model(prompt(), output_hidden_states=True)
+    assert len(got) == len(wanted) == 2
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+class TwoResults(transformers.LlamaModel):
+    """Its result is made of those of all layers."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        seen = []
+        handles = [layer.register_forward_hook(lambda m, a, y: seen.append(y)) for layer in self._modules["layers"]._modules.values()]
+        result = super().forward(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        result.last_hidden_state = sum(seen)
+        return result
+
+
+def test_a_model_that_uses_what_each_layer_returns_is_left() -> None:
+    model = made("llama")
+    model.model.__class__ = TwoResults
+    wanted = logits(model, prompt())
+    assert "model" in lowbit.fuse(model).left
+    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_call_that_fails_leaves_no_trace() -> None:
     model = made("llama")
     lowbit.fuse(model)

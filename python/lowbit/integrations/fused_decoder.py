@@ -3,40 +3,92 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.integrations.fused_layer import FusedDecoderLayer, running
+from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
 from lowbit.quant.fused import Fused, hooked
 
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
 class FusedDecoder(Fused):
-    """A model of fused layers; made in place by `lowbit.fuse`. Its forward is its own; the layers learn from it that
-    they follow each other."""
+    """A model of fused layers; made in place by `lowbit.fuse`. Its forward is its own, in which its list of layers has
+    one item, the call of all."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        layers = self.facts["layers"]
+        if torch.compiler.is_compiling() or kwargs.get("output_hidden_states") or not self._hands_on(layers):
             return super().forward(*args, **kwargs)
-        before = running.layers, running.result
-        running.layers, running.result = self._layers(), None
-        try:
+        with _Pass(self._modules["layers"], AllLayers(layers)):
             return super().forward(*args, **kwargs)
-        finally:
-            running.layers, running.result = before
 
-    def _layers(self) -> tuple[FusedDecoderLayer, ...]:
-        """The layers, if a call goes through them as it did when they were fused, and nothing waits between them."""
-        layers, now = self.facts["layers"], self._modules["layers"]
+    def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
+        """Whether a call goes through the layers as it did when they were fused, and nothing waits between them."""
+        now, config = self._modules["layers"], self.config
         modules = now._modules
-        same = len(modules) == len(layers) == self.config.num_hidden_layers and all(map(_is, modules.values(), layers))
-        return layers if same and not hooked(now, modules) else ()
+        same = len(modules) == len(layers) == config.num_hidden_layers and all(map(_is, modules.values(), layers))
+        return same and isinstance(now, FusedLayers) and not config.output_hidden_states and not hooked(now, modules)
 
 
-def _is(one: nn.Module, other: nn.Module) -> bool:
+class AllLayers:
+    """The layers behind one another, in one call where that is possible."""
+
+    def __init__(self, layers: tuple[FusedDecoderLayer, ...]) -> None:
+        self.layers = layers
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = None if args else in_one_call(self.layers, hidden_states, **kwargs)
+        if y is None:
+            y = hidden_states
+            for layer in self.layers:
+                y = layer(y, *args, **kwargs)
+        return y
+
+
+class FusedLayers(Fused):
+    """The list of the layers of a `FusedDecoder`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if _running.list is not self else iter((_running.item,))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        if _running.list is self:
+            return (_running.item,)
+        return self.unfused(list(self._modules.values())[index])
+
+
+class _Running(threading.local):
+    """The pass that this thread is in."""
+
+    list: FusedLayers | None = None
+    item: Callable[..., Any] | None = None
+
+
+_running = _Running()
+
+
+class _Pass:
+    """While it is entered, iterating over ``layers``, or a slice of it, gives ``item`` alone, in this thread."""
+
+    def __init__(self, layers: FusedLayers, item: Callable[..., Any]) -> None:
+        self.now = layers, item
+
+    def __enter__(self) -> None:
+        self.before = _running.list, _running.item
+        _running.list, _running.item = self.now
+
+    def __exit__(self, *_: Any) -> None:
+        _running.list, _running.item = self.before
+
+
+def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
@@ -44,48 +96,80 @@ def fuse_decoder(module: nn.Module) -> str:
     """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
 
     Whether it only hands the result of each layer to the next, with the same mask, rotary embedding and cache, is found
-    out by a call in which each layer returns something of its own.
+    out by calls in which each layer returns something of its own.
     """
     layers = tuple(module.layers)
     if any(layer.facts["same"] != layers[0].facts["same"] for layer in layers):
         return "its layers differ in eps, scale or activation"
-    if not _hands_on(module, layers):
+    FusedLayers.take(module.layers, {})
+    if not _only_hands_on(module, layers):
+        module.layers.give_back()
         return "it does not hand one mask, rotary embedding and cache through all layers"
     FusedDecoder.take(module, {"layers": layers})
     return ""
 
 
 @torch.no_grad()
-def _hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
+def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
     """The probe has padding: without, models have no mask, not even where their layers have windows."""
     hidden = layers[0].input_layernorm.weight.numel()
     generator = torch.Generator("cpu").manual_seed(0)
-    x, *results = torch.randn(1 + len(layers), 1, 3, hidden, generator=generator, device="cpu")
-    calls: list[tuple[nn.Module, Tensor, tuple[Any, ...]]] = []
+    x, last, *others = torch.randn(2 * len(layers), 1, 3, hidden, generator=generator, device="cpu")
+    first, second = others[: len(layers) - 1], others[len(layers) - 1 :]
+    results, calls = _called(module, x, layers, [*first, last])
+    again, _ = _called(module, x, layers, [*second, last])
+    alone, call_of_all = _called_as_one(module, x, last)
+    if len(calls) != len(layers) or len(call_of_all) != 1 or not results.equal(again) or not results.equal(alone):
+        return False
+    handed = [call_of_all[0][1], *first]
+    return all(
+        called is layer and given.equal(of) and None not in shared and all(map(_is, shared, calls[0][2]))
+        for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True)
+    )
 
-    def stand_in(layer: nn.Module, result: Tensor) -> Any:
-        def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            calls.append((layer, hidden_states, tuple(kwargs.get(name) for name in _SHARED)))
-            return result
 
-        return forward
+_Call = tuple[Any, Tensor, tuple[Any, ...]]
+"""Who was called, with what, and what all layers share."""
 
+
+def _called(
+    module: nn.Module, x: Tensor, layers: tuple[nn.Module, ...], results: list[Tensor]
+) -> tuple[Tensor, list[_Call]]:
+    """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
+    calls: list[_Call] = []
+    try:
+        for layer, result in zip(layers, results, strict=True):
+            layer.forward = _stand_in(layer, result, calls)
+        return _result(module, x), calls
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _called_as_one(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tensor, list[_Call]]:
+    """The same where the list of layers is one item."""
+    calls: list[_Call] = []
+    with _Pass(module.layers, _stand_in(None, result, calls)):
+        return _result(module, x), calls
+
+
+def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Callable[..., Tensor]:
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        calls.append((layer, hidden_states, tuple(kwargs.get(name) for name in _SHARED)))
+        return result
+
+    return forward
+
+
+def _result(module: nn.Module, x: Tensor) -> Tensor:
+    """What the module returns, nothing where it takes something else."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
     config, training = module.config, module.training
     implementation, config._attn_implementation = config._attn_implementation, "lowbit"
     module.training = False
     try:
-        for layer, result in zip(layers, results, strict=True):
-            layer.forward = stand_in(layer, result)
-        module(inputs_embeds=x, attention_mask=seen, use_cache=True)
-    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes something else
-        return False
+        return module(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state
+    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):
+        return x.new_empty(0)
     finally:
         module.training, config._attn_implementation = training, implementation
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-    handed = [None, *results[:-1]]
-    return len(calls) == len(layers) and all(
-        called is layer and (of is None or given is of) and None not in shared and all(map(_is, shared, calls[0][2]))
-        for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True)
-    )

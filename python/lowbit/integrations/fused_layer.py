@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,34 +29,15 @@ _HIDDEN = (2, 3)  # batch and tokens of the probe
 
 
 class FusedDecoderLayer(Fused):
-    """A decoder layer as one call of the op; made in place by `lowbit.fuse`. In a `FusedDecoder`, the first layer is
-    the call for all, and the others hand its result on."""
+    """A decoder layer as one call of the op; made in place by `lowbit.fuse`."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            return super().forward(hidden_states, *args, **kwargs)
-        if hidden_states is running.result:
-            return hidden_states
-        y = None
-        if not args and running.layers and running.layers[0] is self:
-            y = running.result = _in_one_call(running.layers, hidden_states, **kwargs)
-        if y is None and not args:
-            y = _in_one_call((self,), hidden_states, **kwargs)
+        own = args or _is_compiling()
+        y = None if own else in_one_call((self,), hidden_states, **kwargs)
         return super().forward(hidden_states, *args, **kwargs) if y is None else y
 
 
-class _Running(threading.local):
-    """The pass through a `FusedDecoder` that this thread is in."""
-
-    layers: Sequence[FusedDecoderLayer] = ()
-    result: Tensor | None = None
-    """Of all layers, since the first has made the call."""
-
-
-running = _Running()
-
-
-def _in_one_call(
+def in_one_call(
     layers: Sequence[FusedDecoderLayer],
     x: Tensor,
     attention_mask: Tensor | None = None,
