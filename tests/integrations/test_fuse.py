@@ -3,79 +3,21 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from decoders import CONFIGS, MODELS, SIZES, answer, attentions, calls_of_layers, logits, made, prompt, transformers
 from torch import Tensor, nn
 
 import lowbit
-from lowbit.integrations import fused_layer
-from lowbit.ops.decoder_layers import decoder_layers
 from lowbit.quant.fused import Fused, unfuse
 from lowbit.quant.fused_norm import norm_facts
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, eos_token_id=96, bos_token_id=1,
-)  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama_biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": 6}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {}),
-    "gemma2": ("Gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}),
-    "phi3": ("Phi3", {}),
-    "granite": ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.1}),
-    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
-    "cohere": ("Cohere", {}),
-}  # fmt: skip
 FUSED = {name for name in MODELS if name != "cohere"}  # whose rotary embedding turns neighbours, not halves
-CONFIGS = {
-    "w4a8": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
-    "int8": lowbit.int8_weight_only(),
-}
-
-
-def made(name: str, config: str = "int8", attention: str = "lowbit", **more: Any) -> nn.Module:
-    kind, options = MODELS[name]
-    prefix = "Gemma3Text" if kind == "Gemma3" else kind
-    settings = getattr(transformers, f"{prefix}Config")(**SIZES | options | more)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(settings, attn_implementation=attention).eval()
-    for parameter in model.parameters():  # norms are made of ones, or of zeros, and biases of zeros
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.3)
-    lowbit.quantize_(model, CONFIGS[config])
-    return model
-
-
-def prompt(batch: int = 2, length: int = 9) -> Tensor:
-    return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
-    return model(ids, **options).logits
-
-
-def answer(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
-    options = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids)} | options
-    return model.generate(ids, **options)
-
-
-def attentions(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith("self_attn")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -353,167 +295,3 @@ def test_norms_are_tried_not_guessed() -> None:
     gemma = transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(16, eps=1e-6)
     assert norm_facts(gemma) == {"eps": 1e-6, "offset": 1.0}
     assert norm_facts(HalfNorm()) is None and norm_facts(nn.LayerNorm(16)) is None
-
-
-@contextlib.contextmanager
-def calls_of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many layers each call of the op took."""
-    counts: list[int] = []
-
-    def counted(*args: Any) -> Tensor:
-        counts.append(len(args[3]))
-        return decoder_layers(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fused_layer, "decoder_layers", counted)
-        yield counts
-
-
-ONE_CALL = {"llama": [2], "llama_biased": [2], "qwen2": [2], "qwen3": [2], "gemma2": [1], "gemma3": [1], "mistral": []}
-"""Layers in each call of a token; those of windows have a cache that does not grow in place."""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(name)
-    report = lowbit.fuse(model)
-    with calls_of_layers(monkeypatch) as counts:
-        answer(model, prompt(), max_new_tokens=4)
-    assert counts == ONE_CALL.get(name, []) * 4
-    assert ("model" in report) == (ONE_CALL.get(name) != [1] and name in ONE_CALL)
-    if name == "granite":
-        assert report.left["model.layers.0"] == "it does not join its pieces as decoder_layers does"
-    if name == "gemma2":
-        assert report.left["model"] == "it does not hand one mask, rotary embedding and cache through all layers"
-
-
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "fewer layers": lambda model: setattr(model.model, "layers", model.model.layers[:2]),
-    "a layer twice": lambda model: model.model.layers.__setitem__(1, model.model.layers[0]),
-    "layers in another order": lambda model: setattr(model.model, "layers", nn.ModuleList(list(model.model.layers)[::-1])),
-    "fewer by the configuration": lambda model: setattr(model.config, "num_hidden_layers", 1),
-    "another norm": lambda model: setattr(model.model.layers[1], "input_layernorm", nn.Identity()),
-    "another MLP": lambda model: setattr(model.model.layers[2], "mlp", nn.Identity()),
-    "another o_proj": lambda model: setattr(model.model.layers[2].self_attn, "o_proj", nn.Linear(64, 64)),
-    "other values of a norm": lambda model: model.model.layers[1].input_layernorm.weight.data.add_(1.0),
-    "another bias": lambda model: setattr(model.model.layers[0].mlp.down_proj, "bias", nn.Parameter(torch.ones(64))),
-    "a layer that changes its result": lambda model: model.model.layers[0].register_forward_hook(lambda m, a, y: y * 2),
-    "a layer that changes its input": lambda model: model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
-    "a hook of down_proj": lambda model: model.model.layers[1].mlp.down_proj.register_forward_hook(lambda m, a, y: y * 2),
-    "a hook of attention": lambda model: model.model.layers[1].self_attn.register_forward_hook(lambda m, a, y: (y[0] * 2, None)),
-    "another forward": lambda model: setattr(model.model.layers[1], "forward", lambda x, **_: x * 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_after_fusing_counts(change: str) -> None:
-    """The layers' pieces in one call know nothing that was true before."""
-    model, other = made("llama", num_hidden_layers=3), made("llama", num_hidden_layers=3)
-    lowbit.fuse(model)
-    before = logits(model, prompt())
-    for changed in (model, other):
-        torch.manual_seed(4)
-        with torch.no_grad():
-            CHANGES[change](changed)
-    got = logits(model, prompt())
-    assert not torch.allclose(got, before, atol=1e-3)
-    torch.testing.assert_close(got, logits(other, prompt()), rtol=1e-4, atol=1e-4)
-    if "layers" not in change and "twice" not in change and "fewer" not in change:  # whose caches have other indices
-        assert torch.equal(answer(model, prompt()), answer(other, prompt()))
-
-
-def test_the_list_of_layers_is_what_it_was_outside_of_a_call() -> None:
-    model = made("llama")
-    layers = list(model.model.layers)
-    lowbit.fuse(model)
-    seen = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(len(list(model.model.layers))))
-    logits(model, prompt())
-    assert seen == [1]  # inside of one
-    assert list(model.model.layers) == layers and model.model.layers[1] is layers[1] and len(model.model.layers) == 2
-    part = model.model.layers[1:]
-    assert type(part) is nn.ModuleList and list(part) == layers[1:]
-    model.model.layers.append(made("llama").model.layers[0])
-    assert len(list(model.model.layers)) == 3
-
-
-def test_hidden_states_that_a_model_collects_itself() -> None:
-    class Collecting(transformers.LlamaModel):
-        def forward(self, *args: Any, output_hidden_states: bool = False, **kwargs: Any) -> Any:
-            collected = []
-            handles = [layer.register_forward_hook(lambda m, a, y: collected.append(y)) for layer in self.layers] if output_hidden_states else []
-            result = super().forward(*args, **kwargs)
-            for handle in handles:
-                handle.remove()
-            return collected if output_hidden_states else result
-
-    model = made("llama")
-    model.model.__class__ = Collecting
-    with torch.no_grad():
-        wanted = model.model(prompt(), output_hidden_states=True)
-        assert "model" in lowbit.fuse(model)
-        got = model.model(prompt(), output_hidden_states=True)
-    assert len(got) == len(wanted) == 2
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-class TwoResults(transformers.LlamaModel):
-    """Its result is made of those of all layers."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        seen = []
-        handles = [layer.register_forward_hook(lambda m, a, y: seen.append(y)) for layer in self._modules["layers"]._modules.values()]
-        result = super().forward(*args, **kwargs)
-        for handle in handles:
-            handle.remove()
-        result.last_hidden_state = sum(seen)
-        return result
-
-
-def test_a_model_that_uses_what_each_layer_returns_is_left() -> None:
-    model = made("llama")
-    model.model.__class__ = TwoResults
-    wanted = logits(model, prompt())
-    assert "model" in lowbit.fuse(model).left
-    torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_call_that_fails_leaves_no_trace() -> None:
-    model = made("llama")
-    lowbit.fuse(model)
-    wanted, cache = logits(model, prompt()), transformers.DynamicCache(config=model.config)
-    logits(model, prompt(), past_key_values=cache)
-    with pytest.raises(Exception, match="ten of them"):
-        model.model.norm.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("ten of them")))
-        logits(model, prompt())
-    model.model.norm._forward_pre_hooks.clear()
-    mask = torch.ones(2, 1, 9, 5, dtype=torch.bool)  # of another number of keys
-    with pytest.raises(ValueError, match="mask"):
-        logits(model, prompt(), attention_mask=mask, past_key_values=cache)
-    assert cache.get_seq_length() == 9
-    assert torch.equal(logits(model, prompt()), wanted)
-
-
-def test_threads_that_share_a_model() -> None:
-    model = made("llama")
-    lowbit.fuse(model)
-    wanted = [answer(model, prompt(1, length)) for length in range(3, 9)]
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        got = list(pool.map(lambda length: answer(model, prompt(1, length)), range(3, 9)))
-    assert all(map(torch.equal, got, wanted))
-
-
-def test_a_compiled_model_says_the_same() -> None:
-    model = made("llama")
-    wanted = logits(model, prompt())
-    lowbit.fuse(model)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, prompt()), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_attention_weights_are_still_refused() -> None:
-    model = made("llama")
-    lowbit.fuse(model)
-    with pytest.raises(NotImplementedError, match="never holds the attention weights"):
-        logits(model, prompt(), output_attentions=True)
