@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import torch
@@ -47,6 +48,30 @@ def test_rows_calls_bytes_and_operations_are_counted() -> None:
     assert linear.row in text and "limits, on 2 threads: 10.0 GB/s read; 100 Gop/s (float32 FMA_x)" in text
     assert f"{linear.operations_per_s / 400e9:.0%}" in text and "all, of " in text and " 6 " in text
     assert "<td" in p._repr_html_() and "Gop/s" in p._repr_html_()
+
+
+def test_what_is_not_in_rows_is_in_ops_of_torch_and_in_python() -> None:
+    net, x = layer(), torch.ones(8, 256)
+    with torch.inference_mode(), lowbit.profile(torch_ops=True) as p:
+        for _ in range(5):
+            net(x).sin()
+        for _ in range(14):  # more kinds of ops than are shown
+            x.cos().tan().exp().neg().abs().sqrt().floor().ceil().round().sign().sigmoid().tanh()
+        time.sleep(0.05)
+    ops = {op.name: op for op in p.torch_ops}
+    assert ops["aten::sin"].calls == 5 and ops["lowbit::linear"].calls == 5 and ops["aten::tanh"].calls == 14
+    lines = {cells[0]: cells for cells in p.table()._cells()}
+    told = [name for name in lines if name.startswith("aten::")]
+    assert len(told) == 10 and lines["other ops of torch"][1] == str(sum(op.calls for op in ops.values()) - 5 - sum(int(lines[name][1]) for name in told))
+    assert lines["lowbit's ops around rows"][1] == "5" and float(lines["Python"][2]) >= 50
+    total = sum(float(cells[2]) for cells in p.table()._cells()[len(p.rows()) :])
+    assert abs(total - 1e3 * p.seconds) < 0.02  # of rows, which are in the line of all, and of the rest
+
+
+def test_without_torch_ops_nothing_is_told_of_them() -> None:
+    with lowbit.profile() as p:
+        layer()(torch.ones(1, 256)).sin()
+    assert p.torch_ops == [] and p.table()._cells()[-1][0].startswith("all, of ")
 
 
 def test_a_call_inside_of_another_is_counted_once() -> None:

@@ -6,12 +6,25 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from lowbit import _C
 from lowbit.recorder.ring import Names, Record, records_in
 from lowbit.recorder.roofline import RowTimes, draw, limits
 from lowbit.tables.table import html_table, text_table
+
+
+_TORCH_OPS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOp:
+    """What an op of torch took by itself, without the ops that it called."""
+
+    name: str
+    calls: int
+    seconds: float
 
 
 class ProfileTable(list[RowTimes]):
@@ -41,7 +54,13 @@ class ProfileTable(list[RowTimes]):
         outer = [record for record in self._profile.records if record.depth == 0]
         seconds = sum(record.seconds or 0.0 for record in outer)
         total = (f"{1e3 * seconds:.3f}", f"{seconds / all_seconds:.0%}")
-        return [*lines, (f"all, of {1e3 * all_seconds:.3f} ms", str(len(outer)), *total, "", "", "", "", "", "")]
+        lines.append((f"all, of {1e3 * all_seconds:.3f} ms", str(len(outer)), *total, "", "", "", "", "", ""))
+        return lines + [self._plain(*rest) for rest in self._profile.between(seconds)]
+
+    def _plain(self, name: str, calls: int | None, seconds: float) -> tuple[str, ...]:
+        mean = "" if calls is None else f"{1e6 * seconds / calls:.1f}"
+        share = f"{seconds / self._profile.seconds:.0%}"
+        return (name, "" if calls is None else str(calls), f"{1e3 * seconds:.3f}", share, mean, "", "", "", "", "")
 
     def _note(self) -> str:
         of = self._limits
@@ -60,9 +79,15 @@ class ProfileTable(list[RowTimes]):
 class profile:
     """Keep every call of an op of lowbit, of all threads, while the block runs.
 
+    Args:
+        torch_ops: say also where the rest of the time went: to which ops of torch, and to Python. torch's own profiler
+            counts them, which makes each op about a microsecond slower.
+
     Attributes:
         records: the calls, in order (`lowbit.recorder.Record`).
         seconds: how long the block took.
+        torch_ops: with ``torch_ops=True``, the ops of torch, the longest first; those of lowbit are ``lowbit::...``,
+            with their rows.
 
     Raises:
         RuntimeError: a profile is entered twice, or asked for its table before its block has ended.
@@ -73,8 +98,10 @@ class profile:
         >>> print(p.table())
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, torch_ops: bool = False) -> None:
         self.records: list[Record] = []
+        self.torch_ops: list[TorchOp] = []
+        self._torch = _torch_profiler() if torch_ops else None
         self.seconds = 0.0
         self._from: int | None = None
         self._ended = False
@@ -82,6 +109,8 @@ class profile:
     def __enter__(self) -> profile:
         if self._from is not None:
             raise RuntimeError("profile: it has been entered already; make another one")
+        if self._torch is not None:
+            self._torch.__enter__()
         self._from = _C.recorder.begin_profile()
         self._began = time.perf_counter()
         return self
@@ -90,7 +119,27 @@ class profile:
         self.seconds = time.perf_counter() - self._began
         content = _C.recorder.end_profile(self._from)
         self.records, _ = records_in(content, Names(**json.loads(_C.recorder.NAMES)))
+        if self._torch is not None:
+            self._torch.__exit__(None, None, None)
+            averages = self._torch.key_averages()
+            ops = [TorchOp(of.key, of.count, 1e-6 * of.self_cpu_time_total) for of in averages]
+            self.torch_ops = sorted(ops, key=lambda op: -op.seconds)
         self._ended = True
+
+    def between(self, in_rows: float) -> list[tuple[str, int | None, float]]:
+        """Return what took the time that is not in rows, by name, calls and seconds; nothing without torch_ops."""
+        if self._torch is None:
+            return []
+        ours = [op for op in self.torch_ops if op.name.startswith("lowbit::")]
+        others = [op for op in self.torch_ops if op not in ours]
+        shown, rest = others[:_TORCH_OPS_SHOWN], others[_TORCH_OPS_SHOWN:]
+        lines = [(op.name, op.calls, op.seconds) for op in shown]
+        if rest:
+            lines.append(("other ops of torch", sum(op.calls for op in rest), sum(op.seconds for op in rest)))
+        in_ops = sum(op.seconds for op in ours)
+        if ours:  # a row that runs outside of torch's dispatcher is in no op
+            lines.append(("lowbit's ops around rows", sum(op.calls for op in ours), max(0.0, in_ops - in_rows)))
+        return [*lines, ("Python", None, self.seconds - max(in_ops, in_rows) - sum(op.seconds for op in others))]
 
     def rows(self) -> list[RowTimes]:
         """Return the calls by row, the longest first; without limits, which take a second to measure."""
@@ -133,3 +182,9 @@ class profile:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_() if self._ended else "<p>profile: has not ended</p>"
+
+
+def _torch_profiler() -> Any:
+    import torch
+
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
