@@ -60,9 +60,9 @@ def test_a_size_that_a_run_will_say_is_asked_for_nothing() -> None:
             compiled(*(torch.randn(m, columns) for m, columns in ((3, 70), (4, 20))))
 
 
-def test_a_size_that_a_run_will_say_is_compared_by_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)  # monkeypatch would take the name away at its end
+def test_a_size_that_a_run_will_say_is_compared_by_the_run() -> None:
     """Rows that a trace finds by their values: as many as another tensor has, or as a weight is wide."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     packed, op_args = testing.pack_weight(torch.randn(20, 6), "int8"), (20, 6, _C.FORMATS["int8"], 0, False, 0)
 
     def attend(found: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -50,5 +51,5 @@ def test_a_model_is_quantized_where_it_is(config: object) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, there.state_dict()[name].cpu()), name
         assert there.state_dict()[name].device == value.device or there.state_dict()[name].device == torch.device(DEVICE)
-    words = [[word for word in str(report).split() if not word.startswith("linear_")] for report in (here_report, there_report)]
-    assert words[0] == words[1]
+    told = [re.sub(r"linear_\w+( \(m=1\), linear_\w+)?", "", str(report)) for report in (here_report, there_report)]  # rows apart
+    assert told[0].split() == told[1].split()
