@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "core/arena.hpp"
+#include "core/bits.hpp"
 #include "ops/checks.hpp"
 #include "ops/preferred_row.hpp"
 
@@ -25,15 +25,26 @@ int64_t bytes_of_columns(const TensorView& x, int64_t columns) {  // with as man
   return x.size(0) * x.size(1) * columns * static_cast<int64_t>(size_of(x.dtype));
 }
 
+// Hands out places in memory, or only counts. Not Arena: its red zones are set when a place is given, and here all
+// places are given before the first call, the same ones to both halves of every layer.
+struct Places {
+  char* base = nullptr;
+  int64_t bytes = 0;
+  char* take(int64_t count) {
+    const int64_t at = std::exchange(bytes, round_up(bytes + count, 64));
+    return base ? base + at : nullptr;
+  }
+};
+
 class DecoderInCalls {
  public:
   DecoderInCalls(const DecoderLayersArgs& args, std::span<char> memory)
-      : args_(args), memory_(memory), arena_{memory.data()} {}
+      : args_(args), memory_(memory), places_{memory.data()} {}
 
   DecoderCalls all() {
     const int64_t columns = args_.x.size(-1);
     const TensorView h = fresh(columns), streams[] = {fresh(columns), fresh(columns)};
-    const Arena begin = arena_;  // each half of a layer lies where the one before it lay
+    const Places begin = places_;  // each half of a layer lies where the one before it lay
     made_.calls.reserve(args_.layers.size() * 13);
     TensorView x = args_.x;
     for (std::size_t i = 0; i < args_.layers.size(); i++) {
@@ -46,12 +57,12 @@ class DecoderInCalls {
   }
 
  private:
-  void add_layer(const DecoderLayer& layer, const Arena& begin, const TensorView& x, const TensorView& h,
+  void add_layer(const DecoderLayer& layer, const Places& begin, const TensorView& x, const TensorView& h,
                  const TensorView& y) {
     const std::size_t second = layer.norms.size() / 2;
-    arena_ = begin;
+    places_ = begin;
     add_branch(layer, layer.o, 1, attended(layer, normed(layer, 0, x)), x, h);
-    arena_ = begin;
+    places_ = begin;
     add_branch(layer, layer.down, 3, gated(layer, normed(layer, second, h)), h, y);
   }
 
@@ -140,8 +151,8 @@ class DecoderInCalls {
 
   TensorView fresh(int64_t columns) {  // [B, L, columns]
     TensorView view = args_.x;
-    view.data = arena_.array<char>(bytes_of_columns(view, columns));
-    check(!view.data || arena_.bytes <= static_cast<int64_t>(memory_.size()), value, kDecoderLayers,
+    view.data = places_.take(bytes_of_columns(view, columns));
+    check(!view.data || places_.bytes <= static_cast<int64_t>(memory_.size()), value, kDecoderLayers,
           ": memory must have decoder_bytes, got ", memory_.size());
     return shaped(view, {view.size(0), view.size(1), columns});
   }
@@ -156,7 +167,7 @@ class DecoderInCalls {
 
   const DecoderLayersArgs& args_;
   std::span<char> memory_;
-  Arena arena_;
+  Places places_;
   DecoderCalls made_;
 };
 
@@ -166,9 +177,9 @@ class DecoderInCalls {
 int64_t decoder_bytes(const DecoderLayersArgs& args) {
   const TensorView& x = args.x;
   const auto end_of = [&x](int64_t begin, std::initializer_list<int64_t> columns) {
-    Arena arena{nullptr, begin};
-    for (const int64_t count : columns) arena.array<char>(bytes_of_columns(x, count));
-    return arena.bytes;
+    Places places{nullptr, begin};
+    for (const int64_t count : columns) places.take(bytes_of_columns(x, count));
+    return places.bytes;
   };
   const int64_t k = x.size(-1), begin = end_of(0, {k, k, k});
   int64_t bytes = begin;
