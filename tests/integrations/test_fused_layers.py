@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +164,43 @@ def test_attention_weights_are_still_refused() -> None:
     lowbit.fuse(model)
     with pytest.raises(NotImplementedError, match="never holds the attention weights"):
         logits(model, prompt(), output_attentions=True)
+
+
+def test_one_call_again_when_a_hook_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama", num_hidden_layers=3)
+    lowbit.fuse(model)
+    for hooked in (model.model.layers[1].mlp.down_proj, model.model.layers[2].self_attn.o_proj):
+        handle = hooked.register_forward_hook(lambda *_: None)
+        with calls_of_layers(monkeypatch) as counts:
+            logits(model, prompt())
+            handle.remove()
+            logits(model, prompt())
+        assert counts == [1, 1, 3]
+
+
+def test_a_model_is_freed_when_its_last_name_is_gone() -> None:
+    """What is kept of a call refers to no layer that holds it: the weights would wait for the garbage collector."""
+    model = made("llama")
+    lowbit.fuse(model)
+    answer(model, prompt())
+    seen = [weakref.ref(module) for module in (model.model, *model.model.layers)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in seen] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_decoders_that_share_a_layer() -> None:
+    one, other = made("llama"), made("llama")
+    for module in other.modules():
+        if isinstance(module, lowbit.QuantLinear):
+            module.weight.data = module.weight.data.roll(1, 0)
+    other.model.layers[0] = one.model.layers[0]
+    wanted = [logits(model, prompt()) for model in (one, other)]
+    assert "model" in lowbit.fuse(one) and "model" in lowbit.fuse(other)
+    for _ in range(2):
+        for model, said in zip((one, other), wanted, strict=True):
+            torch.testing.assert_close(logits(model, prompt()), said, rtol=1e-4, atol=1e-4)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
+from lowbit.integrations.layer_weights import LayerWeights
 from lowbit.quant.fused import Fused, hooked
 
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
@@ -24,25 +26,26 @@ class FusedDecoder(Fused):
         layers = self.facts["layers"]
         if torch.compiler.is_compiling() or kwargs.get("output_hidden_states") or not self._hands_on(layers):
             return super().forward(*args, **kwargs)
-        with _Pass(self._modules["layers"], AllLayers(layers)):
+        with _Pass(self._modules["layers"], AllLayers(self.facts)):
             return super().forward(*args, **kwargs)
 
     def _hands_on(self, layers: tuple[FusedDecoderLayer, ...]) -> bool:
         """Whether a call goes through the layers as it did when they were fused, and nothing waits between them."""
         now, config = self._modules["layers"], self.config
         modules = now._modules
-        same = len(modules) == len(layers) == config.num_hidden_layers and all(map(_is, modules.values(), layers))
+        same = len(modules) == len(layers) == config.num_hidden_layers and all(map(is_, modules.values(), layers))
         return same and isinstance(now, FusedLayers) and not config.output_hidden_states and not hooked(now, modules)
 
 
 class AllLayers:
     """The layers behind one another, in one call where that is possible."""
 
-    def __init__(self, layers: tuple[FusedDecoderLayer, ...]) -> None:
-        self.layers = layers
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.layers: tuple[FusedDecoderLayer, ...] = facts["layers"]
+        self.facts = facts
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = None if args else in_one_call(self.layers, hidden_states, **kwargs)
+        y = None if args else in_one_call(self.layers, self.facts, hidden_states, **kwargs)
         if y is None:
             y = hidden_states
             for layer in self.layers:
@@ -88,10 +91,6 @@ class _Pass:
         _running.list, _running.item = self.before
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def fuse_decoder(module: nn.Module) -> str:
     """Fuse ``module``, whose ``layers`` were fused, or return why it stays as it is.
 
@@ -105,7 +104,7 @@ def fuse_decoder(module: nn.Module) -> str:
     if not _only_hands_on(module, layers):
         module.layers.give_back()
         return "it does not hand one mask, rotary embedding and cache through all layers"
-    FusedDecoder.take(module, {"layers": layers})
+    FusedDecoder.take(module, {"layers": layers, "kept": LayerWeights()})
     return ""
 
 
@@ -123,7 +122,7 @@ def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
         return False
     handed = [call_of_all[0][1], *first]
     return all(
-        called is layer and given.equal(of) and None not in shared and all(map(_is, shared, calls[0][2]))
+        called is layer and given.equal(of) and None not in shared and all(map(is_, shared, calls[0][2]))
         for (called, given, shared), layer, of in zip(calls, layers, handed, strict=True)
     )
 

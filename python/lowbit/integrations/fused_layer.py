@@ -33,19 +33,21 @@ class FusedDecoderLayer(Fused):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         own = args or _is_compiling()
-        y = None if own else in_one_call((self,), hidden_states, **kwargs)
+        y = None if own else in_one_call((self,), self.facts, hidden_states, **kwargs)
         return super().forward(hidden_states, *args, **kwargs) if y is None else y
 
 
 def in_one_call(
     layers: Sequence[FusedDecoderLayer],
+    facts: dict[str, Any],
     x: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     past_key_values: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward."""
+    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward. In
+    ``facts``, of what always has these layers, their weights are kept."""
     length, attention = x.shape[1], layers[0].facts["attention"]
     if (
         not is_inference(x)
@@ -57,7 +59,9 @@ def in_one_call(
         or not attention.can_write_to(past_key_values)
     ):
         return None
-    of_layers = _weights(layers, x.dtype)
+    of_layers = facts["kept"]
+    if not of_layers.serves(x.dtype):
+        of_layers = facts["kept"] = LayerWeights(layers, x.dtype)
     if not of_layers.fit or not (of_layers.merged or x.numel() == x.shape[-1]):
         return None
     grown, keys, values, starts = [], [], [], set()
@@ -85,15 +89,6 @@ def in_one_call(
     return y
 
 
-def _weights(layers: Sequence[FusedDecoderLayer], dtype: torch.dtype) -> LayerWeights:
-    """What the op takes of the layers as they are now."""
-    kept = layers[0].facts["kept"]
-    last = kept.get(len(layers))
-    if last is None or not last.serves(layers, dtype):
-        last = kept[len(layers)] = LayerWeights(layers, dtype)
-    return last
-
-
 def _calls_lowbit_attention(attention: nn.Module) -> bool:
     function = ALL_ATTENTION_FUNCTIONS.get(attention.config._attn_implementation)
     return function is lowbit_attention and not weights_are_recorded(attention)
@@ -115,7 +110,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
         {
             "children": [(name, module._modules[name]) for name in (*_HALVES, *names)],
             "attention": module.self_attn,
-            "kept": {},  # LayerWeights by the number of layers
+            "kept": LayerWeights(),
             "norms": names,
             "same": _same(module.self_attn, module.mlp, module._modules[names[0]]),
         },

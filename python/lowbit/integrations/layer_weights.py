@@ -18,23 +18,23 @@ _OF_MLP = ("gate_proj", "up_proj", "down_proj")
 
 class LayerWeights(Unchanged):
     """Lists of the layers' weights and numbers, in the order of the op; ``fit`` says whether they are complete: not
-    where something has come to stand between a module and its call."""
+    where something has come to stand between a module and its call. It refers to no layer: one of them may hold it."""
 
     def __init__(self, layers: Sequence[Fused] = (), dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.layers, self.dtype = tuple(layers), dtype
+        self.dtype = dtype
         self.norms: list[Tensor] = []
         self.head_norms: list[Tensor] = []
         self.weights: list[Tensor] = []
         self.linears: list[int] = []
         self.merged = True
         """Whether q, k and v are one product in each layer."""
-        self.fit = bool(layers) and all([self._add(layer) for layer in layers])
+        self.fit = bool(layers) and all(self._add(layer) for layer in layers)
 
-    def serves(self, layers: Sequence[Fused], dtype: torch.dtype) -> bool:
-        """Whether they are those of these layers, for activations of this dtype, as the layers are now."""
+    def serves(self, dtype: torch.dtype) -> bool:
+        """Whether they are complete for activations of this dtype, as the layers are now."""
         return (
-            self.layers == layers and self.dtype is dtype and self.holds()
+            self.fit and self.dtype is dtype and self.holds()
             and all([norm.dtype is dtype for norm in self.norms])  # `.to()` may leave a parameter the same object
         )  # fmt: skip
 
@@ -78,6 +78,7 @@ class LayerWeights(Unchanged):
     ) -> None:
         for module in (layer, attention, mlp):
             self.note(module._modules, *module._modules)
+        for module in (attention, mlp):
             self.note(module.__dict__, "facts")
         self.note(attention.__dict__, "training", "is_causal")
         for norm in norms:
