@@ -148,6 +148,11 @@ template <Text name, class Given>
 TensorView dense_view(Given& given) { return get<name>(given).dense_view(given.op, name); }
 template <Text name, class Given>
 TensorView contiguous_view(Given& given) { return get<name>(given).contiguous_view(given.op, name); }
+template <Text name, class Given>
+std::vector<int64_t> integers(Given& given) {
+  const std::vector<StableIValue> values = get<name>(given).values(given.op);
+  return {values.begin(), values.end()};
+}
 
 inline void give(StableIValue* stack, Tensor&& result) { *stack = to_value(std::move(result)); }
 inline void give(StableIValue* stack, List&& result) { *stack = to_value(std::move(result)); }

@@ -18,12 +18,6 @@ constexpr char kScores[] =
 constexpr char kMasks[] =
     "int[] mask_mod, Tensor[] mask_captured, Tensor[] blocks, int[] block_size, Tensor? sink";
 
-template <Text name, class Given>
-std::vector<int64_t> integers(Given& given) {
-  const std::vector<StableIValue> values = get<name>(given).values(given.op);
-  return {values.begin(), values.end()};
-}
-
 // A list of tensors with their views.
 template <class Held>
 struct Tensors {

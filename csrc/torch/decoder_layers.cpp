@@ -42,8 +42,6 @@ struct DecoderLayers {
     return Next<typename std::remove_cvref_t<decltype(list)>::value_type>{
         given.op, name, {std::make_move_iterator(list.begin()), std::make_move_iterator(list.end())}};
   }
-  template <Text name, class Given>
-  static Next<StableIValue> numbers(Given& given) { return {given.op, name, get<name>(given).values(given.op)}; }
 
   // With all that the views of `args` point into.
   template <class Given>
@@ -51,8 +49,8 @@ struct DecoderLayers {
     explicit Call(Given& given)
         : keys(tensors<"keys">(given)), values(tensors<"values">(given)), norms(tensors<"norms">(given)),
           weights(tensors<"weights">(given)), head_norms(tensors<"head_norms">(given)),
-          linears(numbers<"linears">(given)), code(numbers<"score_mod">(given)),
-          mods(given.op, {std::span(reinterpret_cast<const int64_t*>(code.held.data()), code.held.size()), {}}, {}) {
+          linears{given.op, "linears", integers<"linears">(given)}, score_code(integers<"score_mod">(given)),
+          mods(given.op, {score_code, {}}, {}) {
       args.x = contiguous_view<"x">(given);
       args.eps = get<"eps">(given), args.offset = get<"offset">(given);
       args.activation = get<"activation">(given);
@@ -78,7 +76,7 @@ struct DecoderLayers {
       if (!head_norms.held.empty())
         for (TensorView* weight : {&layer.q_weight, &layer.k_weight})
           *weight = head_norms.take().contiguous_view(op, "head_norms");
-      const int64_t products = to_int(linears.take());
+      const int64_t products = linears.take();
       check(products == 1 || products == 3, ErrorKind::value, op,
             ": linears must begin with 1 or 3 products of qkv, got ", products);
       layer.qkv.resize(static_cast<std::size_t>(products));
@@ -89,7 +87,7 @@ struct DecoderLayers {
     void take(DecoderLayer::Linear& linear) {
       constexpr std::string_view op = Given::op;
       int64_t number[kNumbers];
-      for (int64_t& it : number) it = to_int(linears.take());
+      for (int64_t& it : number) it = linears.take();
       const auto [n, k, format, group_size, asymmetric, x_format, row, has_bias] = number;
       linear.spec = weight_spec(op, n, k, format, group_size, asymmetric != 0);
       linear.x_format = x_format, linear.row = row;
@@ -98,7 +96,8 @@ struct DecoderLayers {
     }
 
     decltype(tensors<"keys">(std::declval<Given&>())) keys, values, norms, weights, head_norms;
-    Next<StableIValue> linears, code;
+    Next<int64_t> linears;
+    std::vector<int64_t> score_code;
     AttentionMods mods;
     DecoderLayersArgs args;
   };

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.ops.registration import register
+from lowbit.ops.registration import function_of, register
 
 register()
-_op = torch.ops.lowbit.rms_norm.default
-_function = _op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_call = function_of("rms_norm")
 
 
 def rms_norm(
@@ -40,7 +38,7 @@ def rms_norm(
         x.requires_grad or weight.requires_grad or (add is not None and add.requires_grad)
     ):
         raise NotImplementedError("rms_norm: x, weight and add must not require a gradient, which the op does not have")
-    return (_op if _is_dynamo_compiling() else _function)(x, weight, eps, offset, add)
+    return _call(x, weight, eps, offset, add)
 
 
 def fake(x: Tensor, **_: Any) -> Tensor:
