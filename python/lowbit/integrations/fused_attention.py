@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowbit.integrations.growing_cache import GrowingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
 from lowbit.quant.fused_norm import norm_facts
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
@@ -177,16 +177,15 @@ def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
         seen.update(query=query, key=key, value=value, options=options)
         return query.transpose(1, 2).contiguous(), None
 
-    implementation, training = module.config._attn_implementation, module.training
+    implementation = module.config._attn_implementation
     previous = ALL_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
     ALL_ATTENTION_FUNCTIONS[implementation] = record
-    module.training = False
     try:
-        seen["out"] = module(**call)[0]
+        with probed(module):
+            seen["out"] = module(**call)[0]
     except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes something else
         return None
     finally:
-        module.training = training
         if previous is None:
             del ALL_ATTENTION_FUNCTIONS[implementation]
         else:

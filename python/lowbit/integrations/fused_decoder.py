@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.integrations.fused_layer import FusedDecoderLayer, in_one_call
 from lowbit.integrations.layer_weights import LayerWeights
-from lowbit.quant.fused import Fused, hooked
+from lowbit.quant.fused import Fused, hooked, probed
 
 _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
@@ -136,13 +136,8 @@ def _called(
 ) -> tuple[Tensor, list[_Call]]:
     """The result of the module, and its calls of the layers, each of which returns its entry of ``results``."""
     calls: list[_Call] = []
-    try:
-        for layer, result in zip(layers, results, strict=True):
-            layer.forward = _stand_in(layer, result, calls)
-        return _result(module, x), calls
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+    stand_ins = {layer: _stand_in(layer, result, calls) for layer, result in zip(layers, results, strict=True)}
+    return _result(module, x, stand_ins), calls
 
 
 def _called_as_one(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tensor, list[_Call]]:
@@ -160,15 +155,15 @@ def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Ca
     return forward
 
 
-def _result(module: nn.Module, x: Tensor) -> Tensor:
+def _result(module: nn.Module, x: Tensor, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Tensor:
     """What the module returns, nothing where it takes something else."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
-    config, training = module.config, module.training
+    config = module.config
     implementation, config._attn_implementation = config._attn_implementation, "lowbit"
-    module.training = False
     try:
-        return module(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state
+        with probed(module, forwards):
+            return module(inputs_embeds=x, attention_mask=seen, use_cache=True).last_hidden_state
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):
         return x.new_empty(0)
     finally:
-        module.training, config._attn_implementation = training, implementation
+        config._attn_implementation = implementation

@@ -14,7 +14,7 @@ from lowbit.integrations.fused_attention import FusedAttention
 from lowbit.integrations.layer_weights import LayerWeights
 from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
 from lowbit.ops.decoder_layers import decoder_layers
-from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference
+from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.gated_mlp import FusedGatedMLP
 
@@ -187,15 +187,9 @@ def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) 
 
         return forward
 
-    training, module.training = module.training, False  # dropout is none
     try:
-        for name in results:
-            module._modules[name].forward = stand_in(name)
-        result = module(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
+        with probed(module, {module._modules[name]: stand_in(name) for name in results}):
+            result = module(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes something else
         return {}
-    finally:
-        module.training = training
-        for name in results:
-            module._modules[name].__dict__.pop("forward", None)
     return inputs | {"result": result} if isinstance(result, Tensor) else {}

@@ -4,8 +4,9 @@ where a call is more than plain inference they compute as before."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +98,22 @@ def is_inference(x: Tensor) -> bool:
 def has_own_tensors(module: nn.Module) -> bool:
     """Whether the module itself, and not one inside of it, has a parameter or a buffer."""
     return any(True for tensors in (module._parameters, module._buffers) for x in tensors.values() if x is not None)
+
+
+@contextlib.contextmanager
+def probed(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Iterator[None]:
+    """For calls that find out what ``module`` does: without dropout, and with other forwards for some of its pieces,
+    which have none but that of their class."""
+    forwards = forwards or {}
+    training, module.training = module.training, False
+    try:
+        for piece, forward in forwards.items():
+            piece.forward = forward
+        yield
+    finally:
+        module.training = training
+        for piece in forwards:
+            piece.__dict__.pop("forward", None)
 
 
 def hooked(module: nn.Module, names: Iterable[str]) -> str:
