@@ -76,12 +76,12 @@ struct Sums {
       : k(spec.group_size ? spec.group_size : smaller(spec.padded_k(), kExactK)), count(ceil_div(spec.k, k)) {}
 };
 
-// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero - w_zero * sum), dot = sum over its k
-// of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; sum = scale * sum(q) for asymmetric weights, else
-// 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the
+// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero + w_zero * minus_sum), dot = sum over
+// its k of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; minus_sum = -scale * sum(q) for asymmetric
+// weights, else 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the
 // signed code.
 struct RowSum {
-  float scale, zero, sum;
+  float scale, zero, minus_sum;
   int32_t start;
 };
 
@@ -137,7 +137,7 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
     const bool int4 = spec.format == Format::int4;
     rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {.scale = range.scale,
                                            .zero = int4 && !spec.asymmetric ? -8.0f * scaled_sum : 0.0f,
-                                           .sum = spec.asymmetric ? scaled_sum : 0.0f,
+                                           .minus_sum = spec.asymmetric ? -scaled_sum : 0.0f,
                                            .start = -Dot::kOffset * sum_q};
   }
   if constexpr (sizeof(Step) == 2) {  // widen in place, from the end: k 0, 2, 1, 3

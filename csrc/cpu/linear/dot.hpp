@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Integer tile: rows of int8 activations times panels of int8 or int4 codes. Per group of k, or piece of a k without
 // groups, the product is exact in int32; the float steps
-//   t = fma(dot, scale, zero) [ - w_zero * sum ];  result = fma(t, w_scale, result)
+//   t = dot * scale [ + zero | - w_zero * sum, in one rounding ];  result = fma(t, w_scale, result)
 // are the same on every instruction set, so all rows give the same bits.
 #pragma once
 
@@ -47,9 +47,12 @@ LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, 
 }
 
 // result plus one sum of a row: the float steps, in this order everywhere. w_zero: of asymmetric weights, else null.
+template <Format kFormat>
 LOWBIT_INLINE f32x16 add_sum(f32x16 result, i32x16 total, const RowSum& sum, f32x16 w_scale, const f32x16* w_zero) {
-  f32x16 t = fma(to_float(total), set1(sum.scale), set1(sum.zero));
-  if (w_zero) t = fma(*w_zero, set1(-sum.sum), t);
+  f32x16 t = to_float(total);
+  if (w_zero) t = fma(*w_zero, set1(sum.minus_sum), mul(t, set1(sum.scale)));
+  else if (kFormat == Format::int4) t = fma(t, set1(sum.scale), set1(sum.zero));
+  else t = mul(t, set1(sum.scale));
   return fma(t, w_scale, result);
 }
 
@@ -162,7 +165,8 @@ void dot_tile(const LinearArgs& args, const Int8Rows<typename DotOf<kFormat>::St
       if constexpr (!kExpanded) next[p].fetch_group(panels[p], g);
       const f32x16 w_zero = sub(zero_of<kFormat>(panels[p], g), set1(value_zero<kFormat>(panels[p])));
       for (int r = 0; r < kRows; r++)
-        result[r][p] = add_sum(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);
+        result[r][p] =
+            add_sum<kFormat>(result[r][p], total[r][p], sums[r][s], w_scale, panels[p].zero ? &w_zero : nullptr);
     }
   }
   for (int r = 0; r < kRows; r++)

@@ -43,21 +43,23 @@ struct Int8Product {
         [&](int p) { return TileRows{weights[p] + (begin - block) * kPanelColumns, 64, step * kPanelColumns}; });
   }
 
-  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t s, ResultRows& result) const {
-    const WeightSpec& spec = args.weight_spec;
-    const PanelView view = view_panel(spec, args.weight, panel);
-    const int64_t g = spec.group_size ? s : 0;
-    const f32x16 w_scale = scale_of(view, g), w_zero = sub(zero_of<kFormat>(view, g), set1(value_zero<kFormat>(view)));
+  LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t s) const {
+    const PanelView view = view_panel(args.weight_spec, args.weight, panel);
+    const int64_t g = args.weight_spec.group_size ? s : 0;
+    return {scale_of(view, g), sub(zero_of<kFormat>(view, g), set1(value_zero<kFormat>(view)))};
+  }
+
+  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t s, const SumScale& of, ResultRows& result) const {
     const RowSum* row_sums = rows.sums + (row_tile * rows.sum_count + s) * kTileRows;
     const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
       unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
         i32x16 total = load_i32(sums + i * kPanelColumns);
         // int8 codes are multiplied unsigned; `start` takes the offset off again
         if (DotOf<kFormat>::kOffset) total = add(total, set1(row_sums[i].start));
-        result.row[i] = add_sum(result.row[i], total, row_sums[i], w_scale, asymmetric ? &w_zero : nullptr);
+        result.row[i] = add_sum<kFormat>(result.row[i], total, row_sums[i], of.scale, asymmetric ? &of.zero : nullptr);
       });
     };
-    if (spec.asymmetric) scale_rows(std::true_type{});
+    if (args.weight_spec.asymmetric) scale_rows(std::true_type{});
     else scale_rows(std::false_type{});
   }
 

@@ -234,18 +234,24 @@ struct PartProduct {
         for (int i = 0; i < smaller(x_parts, kMostParts - j); i++) add_parts(1, step, i, j);
   }
 
-  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t panel, int64_t g, ResultRows& result) const {
-    const WeightSpec& spec = args.weight_spec;
-    const PanelView view = view_panel(spec, args.weight, panel);
-    const f32x16 w_scale = scale_of(view, g);
+  LOWBIT_INLINE SumScale scale_of_sum(int64_t panel, int64_t g) const {
+    const PanelView view = view_panel(args.weight_spec, args.weight, panel);
     const f32x16 zero = zero_of<Format::int8>(view, g);  // of any format that has zero points
-    const f32x16 w_zero = sub(whole_zero(view, zero, code_max), zero);
-    const float* group_sums = rows.group_sums + row_tile * kTileRows * spec.groups() + g;
-    unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
-      f32x16 total = load(sums + i * kPanelColumns);
-      if (spec.asymmetric) total = fma(w_zero, set1(group_sums[i * spec.groups()]), total);
-      result.row[i] = fma(total, w_scale, result.row[i]);
-    });
+    return {scale_of(view, g), sub(whole_zero(view, zero, code_max), zero)};
+  }
+
+  LOWBIT_INLINE void scale(const Sum* sums, int64_t row_tile, int64_t g, const SumScale& of, ResultRows& result) const {
+    const int64_t groups = args.weight_spec.groups();
+    const float* group_sums = rows.group_sums + row_tile * kTileRows * groups + g;
+    const auto scale_rows = [&](auto asymmetric) __attribute__((always_inline)) {
+      unroll<kTileRows>([&](auto i) __attribute__((always_inline)) {
+        f32x16 total = load(sums + i * kPanelColumns);
+        if (asymmetric) total = fma(of.zero, set1(group_sums[i * groups]), total);
+        result.row[i] = fma(total, of.scale, result.row[i]);
+      });
+    };
+    if (args.weight_spec.asymmetric) scale_rows(std::true_type{});
+    else scale_rows(std::false_type{});
   }
 
   LOWBIT_INLINE void store_row(int64_t row, int64_t panel, f32x16 result) const {
