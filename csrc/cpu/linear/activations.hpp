@@ -76,10 +76,10 @@ struct Sums {
       : k(spec.group_size ? spec.group_size : smaller(spec.padded_k(), kExactK)), count(ceil_div(spec.k, k)) {}
 };
 
-// One sum of one row. Its part of the product is  w_scale * (scale * dot + zero + w_zero * minus_sum), dot = sum over
+// One sum of one row. Its part of the product is w_scale * (scale * dot + zero + w_zero * minus_sum), dot = sum over
 // its k of code * q: zero = -8 * scale * sum(q) for symmetric int4, else 0; minus_sum = -scale * sum(q) for asymmetric
-// weights, else 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is exact for the
-// signed code.
+// weights, else 0; start = -128 * sum(q) where int8 codes are multiplied unsigned, so that the int32 dot itself is
+// exact for the signed code.
 struct RowSum {
   float scale, zero, minus_sum;
   int32_t start;
