@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import lowbit
@@ -247,6 +248,18 @@ def test_a_bad_argument_is_named_and_nothing_is_written(change: Any, error: type
         assert torch.equal(one["keys"], other["keys"]) and torch.equal(one["values"], other["values"])
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(error, match=text):
         decoder_layers(**torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, call))
+
+
+def test_a_tangent_is_refused_and_nothing_is_written() -> None:
+    layers = [layer(0, FORMATS["float"], torch.float32, 2, False, False, 2)]
+    before, call = copied(layers), arguments(layers, torch.randn(2, 3, HIDDEN))
+    for name in ("x", "cos"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decoder_layers: no forward-mode derivative"):
+            decoder_layers(**call | {name: forward_ad.make_dual(call[name], torch.ones_like(call[name]))})
+    assert torch.equal(layers[0]["keys"], before[0]["keys"]) and torch.equal(layers[0]["values"], before[0]["values"])
+    wanted = one_by_one(before, call)
+    with forward_ad.dual_level():
+        assert torch.equal(decoder_layers(**call), wanted)  # no tensor here has a tangent
 
 
 def test_opcheck() -> None:

@@ -16,6 +16,8 @@ from torch.nn import functional
 import lowbit
 from lowbit import _C, linear
 from lowbit.ops.attention import attention
+from lowbit.ops.rms_norm import rms_norm
+from lowbit.ops.rope_append import rope_append
 from lowbit.score.program import ProgramBuilder
 
 CONFIGS = {
@@ -193,15 +195,19 @@ def refusing() -> dict[str, Callable[[Tensor], Any]]:
     cache.append(0, k, v)
     program = ProgramBuilder()
     code = program.finish(program.op("mul", program.op("score"), program.constant(2.0)))
+    angles, rows = torch.ones(2, 1, 2, 8), torch.zeros(2, 1, 1, 4, 8)
     return {
         "QuantizedKVCache": lambda x: cache.append(0, x, v), "QuantizedKVCache ": lambda x: cache.append(0, k, x),
         "QuantizedKVCache  ": lambda x: cache.attend(0, x),
         "attention with score_mod": lambda x: attention(x, k, v, scale=1.0, score_mod=code),
         "attention with score_mod, mask_mod or a block mask": lambda x: attention(k, x, v, scale=1.0, score_mod=code),
+        "rms_norm": lambda x: rms_norm(x, torch.ones(8)), "rms_norm ": lambda x: rms_norm(k, torch.ones(8), add=x),
+        "rope_append": lambda x: rope_append(x, *angles, *rows, 0),
+        "rope_append ": lambda x: rope_append(k, angles[0], x[:, :, 0], *rows, 0),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", [torch.func.jvp, by_dual], ids=["func", "dual"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", refusing())
 def test_what_has_no_tangent_refuses_it_by_name(name: str, way: Callable[..., Any]) -> None:
     call, x = refusing()[name], torch.randn(1, 2, 4, 8)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of a decoder in one call: the calls of `linear`, `rms_norm`, `rope_append` and `attention` that they are made
-of, without the way back to Python between them; without a gradient."""
+of, without the way back to Python between them; without a derivative."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lowbit.ops.registration import function_of, refuse_gradients, register
+from lowbit.ops.registration import function_of, is_differentiated, refuse_derivatives, register
 
 register()
 _call = function_of("decoder_layers_")
@@ -64,10 +63,10 @@ def decoder_layers(
     Raises:
         ValueError: a shape does not fit, or a cache has no room for the tokens; nothing is written.
         TypeError: a dtype does not fit; nothing is written.
-        NotImplementedError: a gradient is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
     """
-    if torch.is_grad_enabled():
-        refuse_gradients("decoder_layers", (x, cos, sin, mask, *keys, *values, *norms, *weights, *head_norms))
+    if is_differentiated():
+        refuse_derivatives("decoder_layers", (x, cos, sin, mask, *keys, *values, *norms, *weights, *head_norms))
     return _call(
         x, cos, sin, keys, values, start, mask, causal, scale, score_mod, norms, eps, offset, weights, linears,
         activation, head_norms, heads_eps, heads_offset,

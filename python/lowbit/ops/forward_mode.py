@@ -21,6 +21,8 @@ def refuse_tangents(op: str, tensors: Iterable[Tensor | None]) -> list[Tensor | 
     Raises:
         NotImplementedError: a tensor has a tangent.
     """
+    if torch.compiler.is_dynamo_compiling():  # it would trace `_WithoutTangent` without its jvp
+        torch._dynamo.graph_break(msg=f"{op}: forward mode is left to eager mode, which refuses tangents")
     return [
         tensor if tensor is None or not tensor.is_floating_point() else _WithoutTangent.apply(tensor, op)
         for tensor in tensors

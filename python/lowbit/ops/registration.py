@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lowbit import _C
 from lowbit.ops import autocast, fakes
+from lowbit.ops.forward_mode import refuse_tangents
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _lock = threading.Lock()
@@ -87,14 +89,21 @@ def function_of(name: str) -> Callable[..., Any]:
     return call
 
 
-def refuse_gradients(op: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Raise where a gradient is wanted of an op that has none.
+def is_differentiated() -> bool:
+    """Whether a call may be asked for a derivative: gradients are recorded, or it is in forward mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0  # -1 outside of forward mode
+
+
+def refuse_derivatives(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raise where a derivative is wanted of an op that has none.
 
     Raises:
-        NotImplementedError: a tensor requires a gradient.
+        NotImplementedError: a tensor requires a gradient, or has a tangent.
     """
-    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise NotImplementedError(f"{op}: no argument may require a gradient, which this op does not have")
+    if forward_ad._current_level >= 0:
+        refuse_tangents(op, tensors)
 
 
 def check(name: str, arguments: dict[str, Any]) -> None:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""y = x * rsqrt(mean(x^2) + eps) * (offset + weight) + add, over the last dimension; without a gradient."""
+"""y = x * rsqrt(mean(x^2) + eps) * (offset + weight) + add, over the last dimension; without a derivative."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lowbit.ops.registration import function_of, register
+from lowbit.ops.registration import function_of, is_differentiated, refuse_derivatives, register
 
 register()
 _call = function_of("rms_norm")
@@ -32,12 +31,10 @@ def rms_norm(
     Raises:
         ValueError: the shape of weight is not ``[n]``, that of add not that of x, or eps is negative or not finite.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: a gradient is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
     """
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (add is not None and add.requires_grad)
-    ):
-        raise NotImplementedError("rms_norm: x, weight and add must not require a gradient, which the op does not have")
+    if is_differentiated():
+        refuse_derivatives("rms_norm", (x, weight, add))
     return _call(x, weight, eps, offset, add)
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding of the queries and keys of new tokens, which joins a cache; without a gradient."""
+"""Rotary position embedding of the queries and keys of new tokens, which joins a cache; without a derivative."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lowbit.ops.registration import function_of, refuse_gradients, register
+from lowbit.ops.registration import function_of, is_differentiated, refuse_derivatives, register
 
 register()
 _call = function_of("rope_append_")
@@ -48,10 +47,10 @@ def rope_append(
     Raises:
         ValueError: a shape does not fit, or the cache has no room for the tokens; nothing is written.
         TypeError: a dtype is not one of the above.
-        NotImplementedError: a gradient is wanted, or no kernel row serves the device.
+        NotImplementedError: a derivative is wanted, or no kernel row serves the device.
     """
-    if torch.is_grad_enabled():
-        refuse_gradients("rope_append", (qkv, cos, sin, keys, values, q_weight, k_weight))
+    if is_differentiated():
+        refuse_derivatives("rope_append", (qkv, cos, sin, keys, values, q_weight, k_weight))
     return _call(qkv, cos, sin, keys, values, start, q_weight, k_weight, eps, offset)
 
 
