@@ -16,6 +16,7 @@
 
 #include "core/fork.hpp"
 #include "core/once.hpp"
+#include "core/team.hpp"
 
 // ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled
 // with it.
@@ -30,22 +31,6 @@
 
 namespace lowbit {
 namespace {
-
-// A region in flight: the function, and the first error of any thread.
-struct Region {
-  void (*body)(void*, int);
-  void* context;
-  std::atomic<bool> failed{false};
-  std::exception_ptr error{};
-
-  void run(int thread) noexcept {
-    try {
-      body(context, thread);
-    } catch (...) {
-      if (!failed.exchange(true)) error = std::current_exception();
-    }
-  }
-};
 
 // C functions of libtorch_cpu's stable ABI, torch >= 2.10. torch loads its libraries locally, so they are looked up in
 // that library by name.
@@ -181,6 +166,7 @@ class Pool {
 bool was_forked() { return forked; }
 
 int num_threads() {
+  if (const Team* team = Team::current()) return team->threads();
   uint32_t count = 1;
   if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0)
     return static_cast<int>(count);
@@ -195,7 +181,9 @@ std::string threads_source() {
 
 void parallel_region(int threads, void (*body)(void*, int), void* context) {
   Region region{body, context};
-  if (const TorchThreads* torch = torch_threads(); torch && !forked) {
+  if (Team* team = Team::current()) {
+    team->run(threads, region);
+  } else if (const TorchThreads* torch = torch_threads(); torch && !forked) {
     auto range = [](int64_t begin, int64_t end, void* r) {
       LOWBIT_HAPPENS_AFTER(r);
       for (int64_t thread = begin; thread < end; thread++) static_cast<Region*>(r)->run(static_cast<int>(thread));
@@ -210,6 +198,21 @@ void parallel_region(int threads, void (*body)(void*, int), void* context) {
     Pool::instance().run(threads, region);
   }
   if (region.failed) std::rethrow_exception(region.error);
+}
+
+void as_team(void (*body)(void*), void* context) {
+  const int threads = num_threads();
+  if (threads <= 1 || Team::current()) return body(context);
+  Team team(threads);
+  parallel(threads, [&](int thread) {
+    if (thread) return team.follow();
+    struct Leading {
+      Team& team;
+      explicit Leading(Team& team) : team(team) { Team::current() = &team; }
+      ~Leading() { Team::current() = nullptr, team.end(); }
+    } leading(team);
+    body(context);
+  });
 }
 
 }  // namespace lowbit

@@ -19,6 +19,15 @@ LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool 
 // when all are done. The first exception is rethrown on the caller's thread.
 LOWBIT_API void parallel_region(int threads, void (*body)(void* context, int thread), void* context);
 
+// Calls body(context), whose regions are given to threads that wait for them: for many short regions, of which one of
+// torch's costs as much as a small product.
+LOWBIT_API void as_team(void (*body)(void* context), void* context);
+
+template <class Body>
+void as_team(Body&& body) {
+  as_team([](void* context) { (*static_cast<std::remove_reference_t<Body>*>(context))(); }, &body);
+}
+
 template <class Body>
 void parallel(int threads, Body&& body) {
   if (threads <= 1) return body(0);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/bits.hpp"
+#include "core/parallel.hpp"
 #include "ops/checks.hpp"
 #include "ops/preferred_row.hpp"
 
@@ -206,13 +207,15 @@ DecoderCalls decoder_calls(const DecoderLayersArgs& args, std::span<char> memory
 }
 
 void DecoderCalls::run() const {
-  for (const auto& call : calls)
-    std::visit(
-        [](const auto& args) {
-          if constexpr (requires { args.row; }) lowbit::run(args.args, args.row);
-          else lowbit::run(args);
-        },
-        call);
+  as_team([&] {
+    for (const auto& call : calls)
+      std::visit(
+          [](const auto& args) {
+            if constexpr (requires { args.row; }) lowbit::run(args.args, args.row);
+            else lowbit::run(args);
+          },
+          call);
+  });
 }
 
 }  // namespace lowbit

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// as_team: what test_team.py compiles, with ThreadSanitizer. Regions of every width, by a team of four on however many
+// cores there are.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "core/parallel.hpp"
+
+namespace {
+
+void want(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+// Every part of a region runs once, and what it wrote is there when the region is over.
+void regions() {
+  int parts[9];
+  for (int region = 0; region < 3000; region++) {
+    const int threads = region % 9 + 1;
+    for (int& part : parts) part = 0;
+    lowbit::parallel(threads, [&](int thread) { parts[thread]++; });
+    for (int i = 0; i < 9; i++) want(parts[i] == (i < threads), "every part runs once");
+    int sums[37] = {};
+    lowbit::parallel_for(37, threads, [&](int64_t task) { sums[task] += static_cast<int>(task); });
+    for (int i = 0; i < 37; i++) want(sums[i] == i, "every task runs once");
+  }
+}
+
+// The first error of a region reaches whoever began it, and the team goes on.
+void errors() {
+  for (int bad = 0; bad < 4; bad++) {
+    std::atomic<int> ran{0};
+    try {
+      lowbit::parallel(4, [&](int thread) {
+        ran++;
+        if (thread == bad) throw std::runtime_error("a part failed");
+      });
+      want(false, "a region whose part failed must throw");
+    } catch (const std::runtime_error&) {
+    }
+    want(ran == 4, "the other parts run");
+  }
+  regions();
+}
+
+}  // namespace
+
+int main() {
+  want(lowbit::num_threads() == 4, "OMP_NUM_THREADS is 4");
+  regions();
+  for (int i = 0; i < 3; i++) lowbit::as_team([] { want(lowbit::num_threads() == 4, "threads of a team"), regions(), errors(); });
+  lowbit::as_team([] { lowbit::as_team([] { regions(); }), regions(); });
+  try {
+    lowbit::as_team([] { regions(), throw std::runtime_error("the leader failed"); });
+    want(false, "an error of the leader must come through");
+  } catch (const std::runtime_error&) {
+  }
+  lowbit::as_team([] {});
+  // Callers at once: one has the pool, the others are alone.
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; i++) callers.emplace_back([] { lowbit::as_team([] { regions(); }); });
+  for (std::thread& caller : callers) caller.join();
+  std::puts("a team holds");
+}
