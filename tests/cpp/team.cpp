@@ -54,7 +54,8 @@ void errors() {
 int main() {
   want(lowbit::num_threads() == 4, "OMP_NUM_THREADS is 4");
   regions();
-  for (int i = 0; i < 3; i++) lowbit::as_team([] { want(lowbit::num_threads() == 4, "threads of a team"), regions(), errors(); });
+  for (int i = 0; i < 3; i++)
+    lowbit::as_team([] { want(lowbit::num_threads() == 4, "threads of a team"), regions(), errors(); });
   lowbit::as_team([] { lowbit::as_team([] { regions(); }), regions(); });
   try {
     lowbit::as_team([] { regions(), throw std::runtime_error("the leader failed"); });
