@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.integrations.growing_cache import GrowingLayer, growing_layer
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
 from lowbit.quant.fused_norm import norm_facts, said_eps
@@ -78,7 +78,9 @@ class FusedAttention(Fused):
             keys, values = layer.extend(qkv.shape[1])
         return query, keys, values
 
-    def place_in(self, cache: Any, x: Tensor) -> tuple[GrowingLayer | None, Tensor, Tensor, int] | None:
+    def place_in(
+        self, cache: Any, x: Tensor
+    ) -> tuple[GrowingLayer | GrowingSlidingLayer | None, Tensor, Tensor, int] | None:
         """Where the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the cache, which
         counts them by `extend`; its keys and values; their first place in these. Without a cache, new memory. None:
         they can only join this cache by its ``update``."""
