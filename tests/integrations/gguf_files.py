@@ -50,9 +50,10 @@ def random_blocks(type: str, rows: int, k: int, seed: int = 0, spread: float = 1
     return blocks.reshape(rows, -1)
 
 
-def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None) -> Path:
-    """A file of the model of this name whose matrices are all of ``type``, the table of words of ``embedding``."""
-    config = CONFIGS[name]
+def write(path: Path, name: str, type: str = "Q4_0", *, seed: int = 0, embedding: str | None = None, config: transformers.PreTrainedConfig | None = None) -> Path:
+    """A file of the model of this name whose matrices are all of ``type``, the table of words of ``embedding``; of
+    another configuration, if one is given."""
+    config = config or CONFIGS[name]
     architecture = {"tied": "llama"}.get(name, name)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -103,16 +103,6 @@ def test_models_with_our_attention_get_it_by_themselves() -> None:
     assert [type(layer) for layer in DynamicCache(config=model.config).layers] == [DynamicLayer] * 2
 
 
-def test_layers_with_a_window_stay_what_they_are() -> None:
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, sliding_window=8, attn_implementation="lowbit")).eval()
-    with torch.no_grad():
-        cache = model(ids()).past_key_values
-    assert sorted(layer.is_sliding for layer in cache.layers) == [False, True]
-    assert {layer.is_sliding: type(layer).__name__ for layer in cache.layers} == {False: "GrowingLayer", True: "DynamicSlidingWindowLayer"}
-
-
 @pytest.mark.parametrize(
     "options",
     [

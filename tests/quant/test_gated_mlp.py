@@ -198,3 +198,64 @@ def test_a_real_llama() -> None:
         wanted = model(ids).logits
         assert lowbit.fuse_gated_mlps(model) == ["model.layers.0.mlp", "model.layers.1.mlp"]
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [nn.ReLU(), nn.GELU(), nn.Identity(), nn.Tanh(), torch.tanh, nn.functional.relu], ids=str)
+@pytest.mark.parametrize("first", [nn.SiLU(), nn.functional.silu], ids=["module", "function"])
+def test_an_activation_that_comes_later_counts(first: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> None:
+    model, plain = (quantized(GatedMLP(nn.SiLU())) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    for module in (model["mlp"], plain["mlp"]):
+        del module.act_fn
+        module.act_fn = first
+    assert lowbit.fuse_gated_mlps(model) == ["mlp"]
+    x = torch.randn(3, 96)
+    for act_fn in (first, other, first):
+        for module in (model["mlp"], plain["mlp"]):
+            module._modules.pop("act_fn", None), module.__dict__.pop("act_fn", None)
+            module.act_fn = act_fn
+        for _ in range(2):
+            torch.testing.assert_close(model["mlp"](x), plain["mlp"](x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_activation_that_changes_by_itself_counts() -> None:
+    model = quantized(GatedMLP(nn.GELU()))
+    lowbit.fuse_gated_mlps(model)
+    x = torch.randn(3, 96) * 3
+    before = model["mlp"](x)
+    model["mlp"].act_fn.approximate = "tanh"
+    other = quantized(GatedMLP(nn.GELU(approximate="tanh")))
+    other.load_state_dict(model.state_dict())
+    assert not torch.equal(model["mlp"](x), before)
+    torch.testing.assert_close(model["mlp"](x), other["mlp"](x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_activation_with_parameters_is_left() -> None:
+    act_fn = nn.PReLU(init=0.0)  # relu, today
+    assert lowbit.fuse_gated_mlps(quantized(GatedMLP(act_fn))) == []
+
+
+class WithDropout(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, training=self.training)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["fused in eval", "fused in training"])
+def test_dropout_of_the_module_is_that_of_its_training(training: bool) -> None:
+    model = quantized(WithDropout(nn.SiLU())).train(training)
+    x = torch.randn(3, 96)
+    wanted = model.eval()["mlp"](x)
+    assert lowbit.fuse_gated_mlps(model.train(training)) == ["mlp"]
+    for _ in range(2):
+        assert (model.train()["mlp"](x) == 0).any()
+        torch.testing.assert_close(model.eval()["mlp"](x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_another_activation_counts_in_a_compiled_module() -> None:
+    model = quantized(GatedMLP(nn.SiLU()))
+    lowbit.fuse_gated_mlps(model)
+    x = torch.randn(3, 96)
+    compiled = torch.compile(model["mlp"], fullgraph=True, backend="aot_eager")
+    before = compiled(x)
+    model["mlp"].act_fn = nn.ReLU()
+    assert torch.equal(compiled(x), model["mlp"](x)) and not torch.equal(compiled(x), before)

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowbit.integrations.growing_cache import GrowingLayer, growing_layer
+from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
-from lowbit.quant.fused_norm import norm_facts
+from lowbit.quant.fused_norm import norm_facts, said_eps
 from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.unchanged import Attributes
 
 _APART = ("q_proj", "k_proj", "v_proj")
 _PACKED = ("qkv_proj",)  # Phi-3
 _NORMS = ("q_norm", "k_norm")
 _TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
 _PROBED = 3  # tokens
+_READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
 
 
 class FusedAttention(Fused):
@@ -54,12 +56,13 @@ class FusedAttention(Fused):
 
     def projections(self) -> list[QuantLinear] | None:
         """The layers of queries, keys and values, unless something has come to stand between them and their call (an
-        adapter, a hook)."""
-        names = self.facts["projections"]
-        if hooked(self, (*names, *_NORMS)):
+        adapter, a hook), or the module has another scale, soft cap or eps."""
+        facts = self.facts
+        names = facts["projections"]
+        if hooked(self, (*names, *_NORMS)) or not facts["noted"].hold(self):
             return None
-        for name, norm in zip(_NORMS, self.facts["norms"], strict=False):  # none where heads have none
-            if self._modules[name] is not norm:
+        for name, norm, said in zip(_NORMS, facts["norms"], facts["said"], strict=False):  # none where heads have none
+            if self._modules[name] is not norm or said_eps(norm) != said:
                 return None
         layers = [self._modules[name] for name in names]
         return layers if all(type(layer) is QuantLinear for layer in layers) else None
@@ -75,7 +78,9 @@ class FusedAttention(Fused):
             keys, values = layer.extend(qkv.shape[1])
         return query, keys, values
 
-    def place_in(self, cache: Any, x: Tensor) -> tuple[GrowingLayer | None, Tensor, Tensor, int] | None:
+    def place_in(
+        self, cache: Any, x: Tensor
+    ) -> tuple[GrowingLayer | GrowingSlidingLayer | None, Tensor, Tensor, int] | None:
         """Where the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the cache, which
         counts them by `extend`; its keys and values; their first place in these. Without a cache, new memory. None:
         they can only join this cache by its ``update``."""
@@ -126,6 +131,8 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
             "kv_heads": seen["key"].shape[1],
             "norm": of_norms[0] if norms else None,
             "norms": norms,
+            "said": [said_eps(norm) for norm in norms],
+            "noted": Attributes(module, without=_READ_NOW),
             "options": {name: value for name, value in seen["options"].items() if name != "dropout"},
         }
         if any(isinstance(value, Tensor) for value in facts["options"].values()):

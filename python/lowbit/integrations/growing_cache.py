@@ -2,8 +2,8 @@
 """A cache of float keys and values that grows in place: the layers of the DynamicCache that transformers makes by
 itself for a model with ``attn_implementation="lowbit"``.
 
-transformers concatenates, so that each token moves the whole cache. Here a layer has room behind its last token, and a
-new one is written there.
+transformers concatenates, so that each token moves the whole cache, or the whole window of a layer that has one. Here a
+layer has room behind its last token, and a new one is written there.
 """
 
 from __future__ import annotations
@@ -13,72 +13,119 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 LEAST_ROOM = 256  # tokens; a quarter of a longer cache: 1 of 5 tokens is moved once more, however long it gets
 
 
-class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` whose ``keys`` and ``values`` ``[B, H, S, E]`` are the beginnings of larger tensors.
+class _Growing:
+    """What both kinds of layers have in common: ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
 
     Tokens behind a `crop` are overwritten by the next ones, also in views of ``keys`` that were taken before it. What
     needs a gradient, and what is compiled, is concatenated as before.
     """
 
+    _longest: int | None = None
+    """Tokens of which more get no room for the next ones; None: there is no such number."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rooms = _Room(), _Room()
+        self._begin_anew()
 
-    def __copy__(self) -> GrowingLayer:
+    def __copy__(self) -> Any:
         """A copy that goes on by itself. Both move what they hold before they write again: where one was cropped, its
         next token would stand in the place of the other's last."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         for layer in (self, twin):
-            layer._rooms = _Room(), _Room()
+            layer._begin_anew()
         return twin
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; return those of all."""
+        """Append the states of new tokens; return those that these may see, and their own."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held = self.keys, self.values, key_states, value_states
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(states.requires_grad for states in held)):
             return super().update(key_states, value_states, *args, **kwargs)
-        self.keys = self._rooms[0].append(self.keys, key_states)
-        self.values = self._rooms[1].append(self.values, value_states)
-        return self.keys, self.values
+        both = zip(self._rooms, held[:2], held[2:], strict=True)
+        return self._keep(*(room.append(states, new) for room, states, new in both), key_states.shape[-2])
 
     def room_for(self, length: int, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor, int] | None:
         """Return tensors of keys and values, and the place in them that the next ``length`` tokens of ``shape``
-        (B, H, E) are to be written to; `extend` makes them count. None: they can only be appended by `update`."""
+        (B, H, E) are to be written to, which may see all before it; `extend` makes them count. None: they can only be
+        appended by `update`."""
         if not self.is_initialized:
             self.lazy_initialization(like, like)
-        held = self.get_seq_length()
+        held = self._held()
         if held and not self.keys.dtype is self.values.dtype is like.dtype:
             return None
         batch, heads, size = shape
         for room, states in zip(self._rooms, (self.keys, self.values), strict=True):
             room.make(states, held, (batch, heads, held + length, size), like)
-        return self._rooms[0].states, self._rooms[1].states, held
+        seen = self._seen(held)
+        keys, values = (room.behind(held - seen) for room in self._rooms)
+        return keys, values, seen
 
     def extend(self, length: int) -> tuple[Tensor, Tensor]:
-        """Count ``length`` tokens more, which were written to the room; return keys and values of all."""
-        total = self.get_seq_length() + length
-        self.keys, self.values = (room.hold(total) for room in self._rooms)
-        return self.keys, self.values
+        """Count ``length`` tokens more, which were written to the room; return keys and values as `update` does."""
+        total = self._held() + length
+        return self._keep(*(room.hold(total) for room in self._rooms), length)
 
     def reset(self) -> None:
         """Forget all tokens, and free their memory."""
         super().reset()
-        self._rooms = _Room(), _Room()
+        self._begin_anew()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
         before = (self.keys, self.values) if self.is_initialized else ()
         super().crop(tokens_to_remove)
         for room, old, states in zip(self._rooms, before, (self.keys, self.values), strict=False):
-            room.forget_behind(old, states)
+            room.narrow_to(old, states)
+
+    def _begin_anew(self) -> None:
+        self._rooms = _Room(self._longest), _Room(self._longest)
+
+    def _held(self) -> int:
+        """Tokens in ``keys``."""
+        return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+
+    def _seen(self, held: int) -> int:
+        """How many of the ``held`` tokens new ones may see."""
+        return held
+
+    def _keep(self, keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Hold these states, of which the last ``length`` tokens are new; return those that the new ones may see."""
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class GrowingLayer(_Growing, DynamicLayer):
+    """A `DynamicLayer` whose tokens stand at the beginning of larger tensors."""
+
+
+class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
+    """A `DynamicSlidingWindowLayer` whose window goes through larger tensors, and is moved to the beginning of new ones
+    when it is at their end."""
+
+    def __init__(self, sliding_window: int, **kwargs: Any) -> None:
+        self._longest = sliding_window + max(sliding_window, LEAST_ROOM)
+        super().__init__(sliding_window, **kwargs)
+
+    def _seen(self, held: int) -> int:
+        return min(held, self.sliding_window - 1)
+
+    def _keep(self, keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        self.cumulative_length += length
+        seen = self._seen(keys.shape[-2] - length) + length
+        full = keys, values
+        self.keys, self.values = full
+        if not self.record_past:  # otherwise `crop` forgets what is before the window
+            self.keys, self.values = (states[:, :, -self.sliding_window + 1 :] for states in full)
+            for room, states, held in zip(self._rooms, full, (self.keys, self.values), strict=True):
+                room.narrow_to(states, held)
+        return keys[:, :, -seen:], values[:, :, -seen:]
 
 
 class _Room:
@@ -88,10 +135,13 @@ class _Room:
     states), the room begins anew, since both would write the same tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int | None) -> None:
+        self.longest = longest
         self.states: Tensor | None = None
         self.written: Tensor | None = None
-        """The beginning of ``states`` that holds tokens: what the layer holds, as long as this room is its own."""
+        """The part of ``states`` that holds tokens: what the layer holds, as long as this room is its own."""
+        self.begin = 0
+        """Where it begins."""
 
     def append(self, held: Tensor, new: Tensor) -> Tensor:
         """Write ``new [B, H, L, E]`` behind ``held [B, H, S, E]``; return both ``[B, H, S + L, E]``."""
@@ -100,26 +150,34 @@ class _Room:
         if length and held.dtype != new.dtype:
             return torch.cat([held, new], dim=-2)
         self.make(held, length, (*new.shape[:-2], total, new.shape[-1]), new)
-        self.states.narrow(-2, length, total - length).copy_(new)
+        self.behind(length).narrow(-2, 0, total - length).copy_(new)
         return self.hold(total)
 
     def make(self, held: Tensor, length: int, shape: tuple[int, ...], like: Tensor) -> None:
-        """See to it that ``states`` begins with the ``length`` tokens of ``held`` and has room for ``shape``."""
+        """See to it that ``states`` has, from ``begin`` on, the ``length`` tokens of ``held`` and room for ``shape``.
+        Of a prompt that is longer than ``longest``, most is not needed for the next token: it gets no room for it."""
         if held is self.written and self._takes(shape, like):
             return
         *batch, total, size = shape
-        self.states = like.new_empty((*batch, total + max(LEAST_ROOM, total // 4), size))
+        more = 0 if self.longest is not None and total > self.longest else max(LEAST_ROOM, total // 4)
+        self.states, self.begin = like.new_empty((*batch, total + more, size)), 0
         if length:
             self.states.narrow(-2, 0, length).copy_(held)
 
+    def behind(self, count: int) -> Tensor:
+        """The room behind the first ``count`` tokens."""
+        first = self.begin + count
+        return self.states.narrow(-2, first, self.states.shape[-2] - first)
+
     def hold(self, total: int) -> Tensor:
         """Count the first ``total`` tokens as written, and return them."""
-        self.written = self.states.narrow(-2, 0, total)
+        self.written = self.states.narrow(-2, self.begin, total)
         return self.written
 
-    def forget_behind(self, before: Tensor, held: Tensor) -> None:
-        """Let the next tokens stand behind ``held``, the beginning of what the layer held ``before``."""
+    def narrow_to(self, before: Tensor, held: Tensor) -> None:
+        """Let the next tokens stand behind ``held``, a part of what the layer held ``before``."""
         if before is self.written:
+            self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
             self.written = held
 
     def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
@@ -128,15 +186,15 @@ class _Room:
             return False
         *batch, room, size = states.shape
         same = like.dtype is states.dtype and like.device == states.device
-        return same and (*batch, size) == (*shape[:-2], shape[-1]) and shape[-2] <= room
+        return same and (*batch, size) == (*shape[:-2], shape[-1]) and self.begin + shape[-2] <= room
 
 
-def growing_layer(cache: Any, index: int | None) -> GrowingLayer | None:
+def growing_layer(cache: Any, index: int | None) -> GrowingLayer | GrowingSlidingLayer | None:
     """The layer of a cache that new tokens can be written to in place, if it is one."""
     if type(cache) is not DynamicCache or cache.offloading or index is None or index >= len(cache.layers):
         return None
     layer = cache.layers[index]
-    return layer if type(layer) is GrowingLayer else None
+    return layer if type(layer) in (GrowingLayer, GrowingSlidingLayer) else None
 
 
 def grow_caches_in_place(implementation: str) -> None:
@@ -153,7 +211,11 @@ def grow_caches_in_place(implementation: str) -> None:
         if config is None or config.get_text_config(decoder=True)._attn_implementation != implementation:
             return
         for i, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer and not layer.is_initialized:
+            if layer.is_initialized:
+                continue
+            if type(layer) is DynamicLayer:
                 self.layers[i] = GrowingLayer()
+            elif type(layer) is DynamicSlidingWindowLayer and layer.sliding_window > 1:  # of 1 it forgets nothing
+                self.layers[i] = GrowingSlidingLayer(layer.sliding_window)
 
     DynamicCache.__init__ = make_growing

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.formats.spec import OpArgs
 from lowbit.quant.fused import Fused, hooked
+from lowbit.quant.fused_norm import EPS
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Unchanged
 
@@ -45,13 +46,17 @@ class LayerWeights(Unchanged):
         attention, mlp = modules["self_attn"], modules["mlp"]
         if hooked(layer, modules) or hooked(attention, ("o_proj",)) or hooked(mlp, (*_OF_MLP, "act_fn")):
             return False
+        norms = [modules[name] for name in facts["norms"]]
+        if layer.training or mlp.training or mlp.activation() != facts["same"]["activation"]:
+            return False
+        if not all(norm.is_as_fused() for norm in norms):
+            return False
         projections = attention.projections()
         others = [attention._modules["o_proj"], *(mlp._modules[name] for name in _OF_MLP)]
         if attention.training or not attention.is_causal or projections is None:
             return False
         if any(type(linear) is not QuantLinear for linear in others):
             return False
-        norms = [modules[name] for name in facts["norms"]]
         self.norms += (norm.weight for norm in norms)
         self.head_norms += (norm.weight for norm in attention.facts["norms"])
         self._add_products(attention, projections, others)
@@ -79,15 +84,18 @@ class LayerWeights(Unchanged):
         for module in (layer, attention, mlp):
             self.note(module._modules, *module._modules)
         for module in (attention, mlp):
-            self.note(module.__dict__, "facts")
-        self.note(attention.__dict__, "training", "is_causal")
+            self.note(module.__dict__, "facts", "training")
+        self.note(attention.__dict__, "is_causal", *attention.facts["noted"].names)
+        self.note(mlp.__dict__, "act_fn")
+        self.note(layer.__dict__, "training")
         for norm in norms:
             self.note(norm._parameters, "weight")
-            self.note(norm.__dict__, "facts")
+            self.note(norm.__dict__, "facts", *EPS)
         for linear in linears:
             self.note(linear._parameters, "weight", "bias")
             self.note(linear.__dict__, "op_args", "row_number")
         act_fn = mlp._modules.get("act_fn")
+        self.note(getattr(mlp.facts["act_fn"], "__dict__", {}), *mlp.facts["noted"].names)
         for module in (attention, mlp, *norms, *linears, *([] if act_fn is None else [act_fn])):
             self.note_module(module)
 

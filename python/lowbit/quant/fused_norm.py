@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from lowbit.ops.rms_norm import rms_norm
 from lowbit.quant.fused import Fused, is_inference
 
-_EPS = ("variance_epsilon", "eps")
+EPS = ("variance_epsilon", "eps")
+"""The names that modules give it."""
 _TOLERANCE = 2e-5
 """Of the largest value, between float32 in two orders of summation; another eps or offset differs by far more."""
 
@@ -17,11 +20,25 @@ _TOLERANCE = 2e-5
 class FusedRMSNorm(Fused):
     """An RMSNorm as one call of the op; made in place by `lowbit.fuse`."""
 
+    @classmethod
+    def take(cls, module: nn.Module, facts: dict[str, Any]) -> None:
+        super().take(module, facts | {"said": said_eps(module)})
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self._parameters["weight"]
-        if x.dtype is not weight.dtype or not is_inference(x):
+        if weight is None or x.dtype is not weight.dtype or not is_inference(x) or not self.is_as_fused():
             return super().forward(x)
         return rms_norm(x, weight, self.facts["eps"], offset=self.facts["offset"])
+
+    def is_as_fused(self) -> bool:
+        """Whether nobody has given it another eps."""
+        return said_eps(self) == self.facts["said"]
+
+
+def said_eps(module: nn.Module) -> tuple[Any, ...]:
+    """What the module says under each of the names."""
+    inside = module.__dict__
+    return inside.get(EPS[0]), inside.get(EPS[1])
 
 
 @torch.no_grad()
@@ -54,5 +71,5 @@ def norm_facts(module: nn.Module) -> dict[str, float] | None:
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    values = (getattr(module, name, None) for name in _EPS)
+    values = (getattr(module, name, None) for name in EPS)
     return next((float(value) for value in values if isinstance(value, (int, float))), None)

@@ -11,13 +11,15 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.ops.linear import activation_functions, linear
-from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked
+from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, probed
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.unchanged import Attributes
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 _NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
@@ -28,14 +30,24 @@ class FusedGatedMLP(Fused):
     """The MLP with its activation and product inside the two linear calls; made in place by `fuse_gated_mlps`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if hooked(self, _NOT_CALLED):  # since it was fused
+        if self.training or hooked(self, _NOT_CALLED):  # since it was fused
             return super().forward(x)
-        layers = self._modules
+        layers, activation = self._modules, self.activation()
         gate, up = layers["gate_proj"], layers["up_proj"]
-        if type(gate) is not QuantLinear or type(up) is not QuantLinear:  # an adapter, since it was fused
+        if activation is None or type(gate) is not QuantLinear or type(up) is not QuantLinear:  # an adapter, say
             return super().forward(x)
-        gated = linear(x, gate.weight, gate.op_args, gate.bias, self.facts["activation"], row=gate.row_number)
+        gated = linear(x, gate.weight, gate.op_args, gate.bias, activation, row=gate.row_number)
         return layers["down_proj"](linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
+
+    def activation(self) -> int | None:
+        """The number of what ``act_fn`` computes now, which is found out again where it is another one or was changed;
+        None: the op does not have it."""
+        function, facts = getattr(self, "act_fn", None), self.facts
+        if function is not facts["act_fn"] or type(function) is not facts["kind"] or not facts["noted"].hold(function):
+            if torch.compiler.is_compiling():
+                return None
+            facts = self.facts = _facts(function)
+        return facts["activation"]
 
 
 @torch.no_grad()
@@ -47,7 +59,7 @@ def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     one gives: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
 
     A module with hooks on ``gate_proj``, ``up_proj`` or ``act_fn`` is left as it is. One that gets them later calls
-    these three as before for as long as it has hooks.
+    these three as before for as long as it has hooks, and in training mode; another ``act_fn`` counts when it comes.
 
     Args:
         model: any module. Its names, parameters and state dict stay as they are.
@@ -61,8 +73,10 @@ def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     """
     fused = FusedModules()
     for name, module in model.named_modules():
-        activation = _activation(getattr(module, "act_fn", None))
-        if isinstance(module, FusedGatedMLP) or activation is None or not _has_gated_layers(module):
+        if isinstance(module, FusedGatedMLP) or not _has_gated_layers(module):
+            continue
+        facts = _facts(getattr(module, "act_fn", None))
+        if facts["activation"] is None:
             continue
         waited_for = hooked(module, _NOT_CALLED)
         if waited_for:
@@ -70,7 +84,7 @@ def fuse_gated_mlps(model: nn.Module) -> FusedModules:
             continue
         if module.gate_proj.weight.is_meta:
             raise ValueError(f"fuse_gated_mlps: {name} must have its weights in memory, got the meta device")
-        if _fuse(module, activation):
+        if _fuse(module, facts):
             fused.append(name)
     return fused
 
@@ -84,10 +98,19 @@ def _has_gated_layers(module: nn.Module) -> bool:
     )
 
 
+def _facts(function: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
+    """What a fused MLP with this ``act_fn`` knows: the number of the activation, and what it was found with."""
+    activation = _activation(function)
+    return {"activation": activation, "act_fn": function, "kind": type(function), "noted": Attributes(function)}
+
+
+@torch.no_grad()
 def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
     """The number of the activation that ``function`` computes, found by its values: classes and names
-    of them change."""
+    of them change. One with tensors or modules inside may compute something else at any time."""
     if not callable(function):
+        return None
+    if isinstance(function, nn.Module) and (has_own_tensors(function) or function._modules):
         return None
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
     try:
@@ -100,13 +123,14 @@ def _activation(function: Callable[[Tensor], Tensor] | None) -> int | None:
     return None
 
 
-def _fuse(module: nn.Module, activation: int) -> bool:
+def _fuse(module: nn.Module, facts: dict[str, Any]) -> bool:
     """Fuse the MLP if that changes none of its results."""
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, module.gate_proj.in_features, dtype=torch.float32, device="cpu", generator=generator)
-    wanted = module(x)
-    FusedGatedMLP.take(module, {"activation": activation})
-    if (module(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max():
-        return True
+    with probed(module):
+        wanted = module(x)
+        FusedGatedMLP.take(module, facts)
+        if (module(x) - wanted).abs().max() <= 1e-2 * wanted.abs().max():
+            return True
     module.give_back()
     return False

@@ -3,12 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+
+_PLAIN = (int, float, str, tuple)
+
+
+class Attributes:
+    """The public attributes that an object had when they were noted: what its forward may read beside its tensors."""
+
+    def __init__(self, of: Any, without: Collection[str] = ()) -> None:
+        inside = getattr(of, "__dict__", {})
+        self.names = tuple(name for name in inside if not name.startswith("_") and name not in without)
+        self.values = tuple(inside[name] for name in self.names)
+
+    def hold(self, of: Any) -> bool:
+        """Whether they are as they were. A number may be another object, as it is in what was unpickled."""
+        for name, value in zip(self.names, self.values, strict=True):
+            now = getattr(of, name, None)
+            if now is not value and not (type(now) is type(value) and isinstance(now, _PLAIN) and now == value):
+                return False
+        return True
 
 
 class Unchanged:

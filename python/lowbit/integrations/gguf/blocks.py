@@ -60,13 +60,13 @@ class BlockType:
         return LinearSpec(self.format, self.group_size, self.asymmetric, activations, mapping)
 
 
-def pack_blocks(blocks: Tensor, type: BlockType, rows: Tensor | None = None, layout: str = _C.LAYOUT) -> Tensor:
-    """Return the packed weight of blocks ``[n, blocks, bytes]`` uint8, its rows in the order of ``rows``.
+def pack_blocks(blocks: Tensor, type: BlockType, layout: str = _C.LAYOUT) -> Tensor:
+    """Return the packed weight of blocks ``[n, blocks, bytes]`` uint8.
 
     Raises:
         ValueError: a scale or a minimum is inf or nan.
     """
-    read = type.read(blocks if rows is None else blocks[rows])
+    read = type.read(blocks)
     for name, values in (("scale", read.scale), ("minimum", read.minimum)):
         if values is not None and not values.isfinite().all():
             raise ValueError(f"every {name} must be finite, got inf or nan")

@@ -63,6 +63,13 @@ class GgufFile:
     def architecture(self) -> str:
         return self.metadata["general.architecture"]
 
+    def release(self) -> None:
+        """Let go of the pages that were read. Until then each of them counts as memory of the process; it is read again
+        when it is touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self.maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
         """Read the header of a file, and of its other parts where it is one of several.

@@ -26,6 +26,9 @@ from lowbit.quant.quant_linear import pack_weight
 from lowbit.tables.folding import first_five
 
 ACTIVATIONS = {"int8": "int8_group", "float": "float"}
+_PANEL = 16
+"""Rows that every layout holds behind one another: steps of as many are packed as the whole is."""
+_AT_A_TIME = 1 << 20  # weights
 
 
 class StateReader:
@@ -91,17 +94,27 @@ class StateReader:
         return state | {f"{other}.layout": numbers.clone() for other in shared}
 
     def _packed(self, tensor: GgufTensor, rows: Tensor | None, layout: str) -> tuple[Tensor, LinearSpec]:
-        n, k = tensor.shape
+        """The packed weight, made a few rows at a time: what a block type is unpacked to takes several times its bytes,
+        and a table of words may be half of the file."""
+        (n, k), spec = tensor.shape, self._spec(tensor)
+        source = np.frombuffer(tensor.data, np.uint8).reshape(n, -1)
+        packed = torch.empty(spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
+        step = max(_PANEL, _AT_A_TIME // k // _PANEL * _PANEL)
+        at = 0
+        for begin in range(0, n, step):
+            of_step = slice(begin, begin + step) if rows is None else rows[begin : begin + step].numpy()
+            part = _pack(torch.from_numpy(source[of_step].copy()), tensor.type, spec, layout)
+            packed[at : at + len(part)] = part
+            at += len(part)
+            self.file.release()
+        return packed, spec
+
+    def _spec(self, tensor: GgufTensor) -> LinearSpec:
         if tensor.type in FLOAT_TYPES:
-            spec = LinearSpec(str(FLOAT_TYPES[tensor.type]).removeprefix("torch."))
-            weight = _bytes(tensor).view(FLOAT_TYPES[tensor.type]).view(n, k)
-            return pack_weight(weight if rows is None else weight[rows], spec, layout=layout)[0].data, spec
-        type = BLOCK_TYPES.get(tensor.type)
-        if type is None:
+            return LinearSpec(str(FLOAT_TYPES[tensor.type]).removeprefix("torch."))
+        if tensor.type not in BLOCK_TYPES:
             raise ValueError(f"the type must be one of {', '.join([*FLOAT_TYPES, *BLOCK_TYPES])}")
-        size = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type]][1]
-        packed = pack_blocks(_bytes(tensor).view(n, -1, size), type, rows, layout)
-        return packed, type.spec(ACTIVATIONS[self.activations])
+        return BLOCK_TYPES[tensor.type].spec(ACTIVATIONS[self.activations])
 
     def rows(self, tensor: GgufTensor) -> Tensor | None:
         """The row of the file that stands at each row of the model; None where all stay where they are."""
@@ -120,6 +133,14 @@ class StateReader:
         if tuple(made.shape) != shape:
             raise ValueError(f"the shape must be {list(shape)}, got {list(made.shape)}")
         return made.to(self.model.dtype)
+
+
+def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str) -> Tensor:
+    """The packed weight of rows of a tensor of this type, ``[n, bytes]``."""
+    if type in FLOAT_TYPES:
+        return pack_weight(rows.view(FLOAT_TYPES[type]), spec, layout=layout)[0].data
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[type]][1]
+    return pack_blocks(rows.view(len(rows), -1, size), BLOCK_TYPES[type], layout=layout)
 
 
 class _Names:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed in a fused model between two calls counts, and what is changed back counts again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoders import calls_of_layers, logits, made, prompt, transformers
+from torch import nn
+
+import lowbit
+from lowbit.quant.fused_norm import FusedRMSNorm, norm_facts
+
+
+def attention(model: nn.Module) -> nn.Module:
+    return model.model.layers[1].self_attn
+
+
+def mlp(model: nn.Module) -> nn.Module:
+    return model.model.layers[1].mlp
+
+
+class Doubling(nn.Linear):
+    """A layer that is no QuantLinear."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__(like.in_features, like.out_features)
+        nn.init.normal_(self.weight, std=0.05, generator=torch.Generator().manual_seed(5))
+        nn.init.zeros_(self.bias)
+
+
+def replaced(module: nn.Module, name: str) -> None:
+    setattr(module, name, Doubling(getattr(module, name)))
+
+
+def quantized_anew(module: nn.Module, name: str) -> None:
+    """Another QuantLinear, of another format."""
+    replaced(module, name)
+    setattr(module, name, lowbit.QuantLinear.from_linear(getattr(module, name), lowbit.int8_weight_only().spec(torch.float32)))
+
+
+def with_other_eps(module: nn.Module) -> None:
+    setattr(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps", 3.0)
+
+
+def doubled(module: nn.Module) -> None:
+    module.register_forward_hook(lambda m, a, y: y * 2)
+
+
+class Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "act_fn is another module": lambda model: setattr(mlp(model), "act_fn", nn.ReLU()),
+    "act_fn is one that the op does not have": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
+    "act_fn computes something else": lambda model: setattr(mlp(model).act_fn, "forward", lambda x: x / 2),
+    "act_fn is of another class": lambda model: setattr(mlp(model).act_fn, "__class__", Halved),
+    "act_fn has a hook": lambda model: doubled(mlp(model).act_fn),
+    **{f"{name} is a float layer": lambda model, name=name: replaced(mlp(model), name) for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"{name} is quantized anew": lambda model, name=name: quantized_anew(mlp(model), name) for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"{name} has a hook": lambda model, name=name: doubled(getattr(mlp(model), name)) for name in ("gate_proj", "up_proj", "down_proj")},
+    **{f"{name} is a float layer": lambda model, name=name: replaced(attention(model), name) for name in ("q_proj", "v_proj", "o_proj")},
+    **{f"{name} is quantized anew": lambda model, name=name: quantized_anew(attention(model), name) for name in ("q_proj", "v_proj", "o_proj")},
+    **{f"{name} has a hook": lambda model, name=name: doubled(getattr(attention(model), name)) for name in ("q_proj", "v_proj", "o_proj")},
+    "another eps": lambda model: with_other_eps(model.model.layers[1].input_layernorm),
+    "another eps of the last norm": lambda model: with_other_eps(model.model.norm),
+    "another eps of heads": lambda model: with_other_eps(attention(model).q_norm),
+    "no weight of a norm": lambda model: setattr(model.model.norm, "forward", lambda x: x),
+    "another scale": lambda model: setattr(attention(model), "scaling", 1.0),
+    "another soft cap": lambda model: setattr(attention(model), "attn_logit_softcapping", 1e-3),
+    "every token sees all": lambda model: setattr(attention(model), "is_causal", False),
+    "another number of layers": lambda model: setattr(model.config, "num_hidden_layers", 1),
+}  # fmt: skip
+ONLY = {"another eps of heads": "qwen3", "another soft cap": "gemma2"}
+
+
+@pytest.mark.parametrize("implementation", ["lowbit", "sdpa"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_counts(change: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if change == "another soft cap":
+        implementation = "eager" if implementation == "sdpa" else "lowbit"
+    name = ONLY.get(change, "llama")
+    model, other = (made(name, attention=implementation) for _ in range(2))
+    lowbit.fuse(model)
+    before = logits(model, prompt())
+    torch.testing.assert_close(before, logits(other, prompt()), rtol=1e-4, atol=1e-4)
+    for changed in (model, other):
+        CHANGES[change](changed)
+    wanted = logits(other, prompt())
+    assert not torch.allclose(wanted, before, atol=1e-4), "it changes nothing"
+    for _ in range(2):
+        torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_changed_back_is_as_fast_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    lowbit.fuse(model)
+    before, act_fn, scaling = logits(model, prompt()), mlp(model).act_fn, attention(model).scaling
+    eps = model.model.layers[1].input_layernorm.variance_epsilon
+
+    def change(to: nn.Module, scale: float, epsilon: float) -> None:
+        mlp(model).act_fn, attention(model).scaling = to, scale
+        model.model.layers[1].input_layernorm.variance_epsilon = epsilon
+
+    for changes in ((nn.ReLU(), scaling, eps), (act_fn, 1.0, eps), (act_fn, scaling, 1.0)):
+        change(*changes)
+        with calls_of_layers(monkeypatch) as counts:
+            assert not torch.allclose(logits(model, prompt()), before, atol=1e-3)
+            change(act_fn, scaling, eps)
+            assert torch.equal(logits(model, prompt()), before)
+        assert counts == [1, 2]
+
+
+def test_training_is_noticed_and_forgotten_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout of the attention weights, in some models of the MLP too, is of training alone."""
+    model, other = (made("llama", attention="sdpa", attention_dropout=0.5).train() for _ in range(2))
+    lowbit.fuse(model)
+    for _ in range(2):
+        results = []
+        for one in (model, other):
+            torch.manual_seed(1)
+            results.append(logits(one.train(), prompt()))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(model.eval(), prompt()), logits(other.eval(), prompt()), rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("lowbit")
+    with calls_of_layers(monkeypatch) as counts:
+        logits(model, prompt())
+    assert counts == [2]
+
+
+def test_copies_notice_their_own_changes() -> None:
+    model = made("llama")
+    lowbit.fuse(model)
+    before, twin = logits(model, prompt()), copy.deepcopy(model)
+    assert torch.equal(logits(twin, prompt()), before)
+    mlp(twin).act_fn, attention(twin).scaling = nn.ReLU(), 0.1
+    twin.model.norm.variance_epsilon = 1.0
+    assert torch.equal(logits(model, prompt()), before)
+    lowbit.quant.fused.unfuse(twin)
+    mlp(twin).act_fn, attention(twin).scaling = mlp(model).act_fn, attention(model).scaling
+    twin.model.norm.variance_epsilon = model.model.norm.variance_epsilon
+    torch.testing.assert_close(logits(twin, prompt()), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [(nn.RMSNorm(16, eps=1e-3), "eps"), (transformers.models.llama.modeling_llama.LlamaRMSNorm(16), "variance_epsilon")]
+)
+@torch.no_grad()
+def test_a_norm_has_the_eps_that_it_has_now(norm: nn.Module, name: str) -> None:
+    norm, plain, x = norm.eval(), copy.deepcopy(norm), torch.randn(3, 16)
+    FusedRMSNorm.take(norm, norm_facts(norm))
+    for eps in (1e-3, 2.0, 1e-6):
+        setattr(norm, name, eps), setattr(plain, name, eps)
+        torch.testing.assert_close(norm(x), plain(x))
+    if name == "eps":
+        norm.weight = plain.weight = None
+        torch.testing.assert_close(norm(x), plain(x))

