@@ -173,6 +173,10 @@ int num_threads() {
   return Pool::instance().size();
 }
 
+int threads_worth(int64_t products) {
+  return products < (Team::current() ? kSerialProducts / 8 : kSerialProducts) ? 1 : num_threads();
+}
+
 std::string threads_source() {
   if (torch_threads()) return forked ? "own pool (this process was forked)" : "torch_parallel_for";
   return loaded_torch() ? "own pool (this torch has no torch_parallel_for: it came with 2.10)"

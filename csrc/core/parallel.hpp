@@ -13,6 +13,10 @@
 namespace lowbit {
 
 LOWBIT_API int num_threads();             // threads that a parallel region may use now
+// How many threads this many products are worth: a parallel region costs 2 to 5 us (20 on a busy machine), as much as
+// kSerialProducts on one AVX2 core; that of a team (as_team) an eighth.
+constexpr int64_t kSerialProducts = 1 << 18;
+LOWBIT_API int threads_worth(int64_t products);
 LOWBIT_API std::string threads_source();  // "torch_parallel_for", or "own pool (why)"
 
 // Calls body(context, thread) for thread = 0..threads-1, each on a thread of its own where there are enough; returns

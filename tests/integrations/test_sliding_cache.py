@@ -43,7 +43,7 @@ def in_place(layer: GrowingSlidingLayer, keys: Tensor, values: Tensor) -> tuple[
     for room, new in ((room_of_keys, keys), (room_of_values, values)):
         room.narrow(-2, start, length).copy_(new)
         seen.append(room.narrow(-2, 0, start + length))
-    held = layer.extend(length)
+    held = layer.last(layer.extend(length))
     assert all(map(torch.equal, held, seen))
     return held
 

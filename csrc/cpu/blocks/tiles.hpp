@@ -16,7 +16,7 @@ constexpr int kMostX = 4;  // rows of x that share each decoded weight
 template <class Make>
 void for_each_tile(int64_t m, int64_t k, int64_t n, const Make& make) {
   const RowTiles tiles(m, kMostX);
-  parallel_for(ceil_div(n, kTaskColumns), m * n * k < kSerialProducts ? 1 : num_threads(), [&](int64_t task) {
+  parallel_for(ceil_div(n, kTaskColumns), threads_worth(m * n * k), [&](int64_t task) {
     const int64_t first = task * kTaskColumns, count = smaller(kTaskColumns, n - first);
     for (int64_t tile = 0; tile < tiles.count; tile++)
       with_count<kMostX>(tiles.height(tile), [&](auto rows) { make(rows, tiles.begin(tile), first, count); });

@@ -321,9 +321,9 @@ void decode_call(const DecodeArgs& args) {
   const PreparedQueries<Kv> queries(args, plan, arena);
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);
-  const bool serial = bundles * rows * plan.splits * kSplit * plan.padded_e < kSerialProducts;
+  const int64_t keys = smaller(plan.splits * kSplit, args.kv_length());
   for (int64_t first = 0; first < bundles; first += pass)
-    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), serial ? 1 : threads);
+    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), threads_worth(bundles * rows * keys * plan.padded_e));
 }
 
 // A row of decode: of which keys and values, and how.

@@ -9,7 +9,7 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 LOWBIT_INLINE int threads_for_products(int64_t m, const WeightSpec& spec) {
-  return m * spec.n * spec.k < kSerialProducts ? 1 : num_threads();
+  return threads_worth(m * spec.n * spec.k);
 }
 
 // At least eight tasks a thread, so that one slow thread costs little; at most eight panels a task; a multiple

@@ -88,7 +88,7 @@ void decode_rows(const DequantizeArgs& args) {
     }
   }
   const RowTiles tasks(count, larger(1, kSerialProducts / 16 / args.spec.k));
-  parallel_for(tasks.count, count * args.spec.k < kSerialProducts / 4 ? 1 : num_threads(), [&](int64_t task) {
+  parallel_for(tasks.count, threads_worth(4 * count * args.spec.k), [&](int64_t task) {
     for (int64_t at = tasks.begin(task); at < tasks.begin(task + 1); at++)
       decode_row<kFormat, From>(args, index_at(args.indices, at), at);
   });

@@ -29,7 +29,7 @@ void normalize(const RmsNormArgs& args, int64_t row) {
 void run_rms_norm(const RmsNormArgs& args) {
   const int64_t n = args.x.size(-1), numel = args.x.numel();
   const RowTiles tasks(numel / n, larger(1, kSerialProducts / 16 / n));
-  parallel_for(tasks.count, numel < kSerialProducts ? 1 : num_threads(), [&](int64_t task) {
+  parallel_for(tasks.count, threads_worth(numel), [&](int64_t task) {
     for (int64_t row = tasks.begin(task); row < tasks.begin(task + 1); row++) normalize(args, row);
   });
 }

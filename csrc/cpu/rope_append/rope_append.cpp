@@ -60,8 +60,7 @@ void append(Row from, Row to, int64_t e) {
 void run_rope_append(const RopeAppendArgs& args) {
   const TensorView& qkv = args.qkv;
   const int64_t heads = args.heads(), kv_heads = args.kv_heads();
-  const int threads = qkv.numel() < kSerialProducts ? 1 : num_threads();
-  parallel_for(args.batch() * args.tokens(), threads, [&](int64_t task) {
+  parallel_for(args.batch() * args.tokens(), threads_worth(qkv.numel()), [&](int64_t task) {
     const int64_t b = task / args.tokens(), t = task % args.tokens(), at = args.start + t;
     const Row cos = angles_of(args.cos, b, t), sin = angles_of(args.sin, b, t);
     for (int64_t h = 0; h < heads; h++)

@@ -75,7 +75,7 @@ class FusedAttention(Fused):
         if place is None:
             keys, values = cache.update(keys, values, self.layer_idx)
         elif layer is not None:
-            keys, values = layer.extend(qkv.shape[1])
+            keys, values = layer.last(layer.extend(qkv.shape[1]))
         return query, keys, values
 
     def place_in(

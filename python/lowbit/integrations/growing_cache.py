@@ -18,6 +18,27 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 LEAST_ROOM = 256  # tokens; a quarter of a longer cache: 1 of 5 tokens is moved once more, however long it gets
 
 
+_IN_ROOM = ...
+"""In the place of a layer's states: they are what its room holds."""
+
+
+class _Held:
+    """``keys`` or ``values``: what somebody has set, or what the room holds, of which a view is made when it is asked
+    for. Two views for each layer were 0.1 ms of a token."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __get__(self, layer: _Growing | None, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        states = layer._states[self.index]
+        return layer._rooms[self.index].written if states is _IN_ROOM else states
+
+    def __set__(self, layer: _Growing, states: Tensor | None) -> None:
+        layer._states[self.index] = states
+
+
 class _Growing:
     """What both kinds of layers have in common: ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
 
@@ -25,10 +46,13 @@ class _Growing:
     needs a gradient, and what is compiled, is concatenated as before.
     """
 
+    keys = _Held(0)
+    values = _Held(1)
     _longest: int | None = None
     """Tokens of which more get no room for the next ones; None: there is no such number."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._states: list[Any] = [None, None]
         super().__init__(*args, **kwargs)
         self._begin_anew()
 
@@ -37,7 +61,9 @@ class _Growing:
         next token would stand in the place of the other's last."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        states = [self.keys, self.values]
         for layer in (self, twin):
+            layer._states = list(states)
             layer._begin_anew()
         return twin
 
@@ -48,8 +74,9 @@ class _Growing:
         held = self.keys, self.values, key_states, value_states
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(states.requires_grad for states in held)):
             return super().update(key_states, value_states, *args, **kwargs)
-        both = zip(self._rooms, held[:2], held[2:], strict=True)
-        return self._keep(*(room.append(states, new) for room, states, new in both), key_states.shape[-2])
+        for room, states, new in zip(self._rooms, held[:2], held[2:], strict=True):
+            room.append(states, new)
+        return self.last(self._count(key_states.shape[-2]))
 
     def room_for(self, length: int, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor, int] | None:
         """Return tensors of keys and values, and the place in them that the next ``length`` tokens of ``shape``
@@ -58,19 +85,28 @@ class _Growing:
         if not self.is_initialized:
             self.lazy_initialization(like, like)
         held = self._held()
-        if held and not self.keys.dtype is self.values.dtype is like.dtype:
-            return None
         batch, heads, size = shape
-        for room, states in zip(self._rooms, (self.keys, self.values), strict=True):
-            room.make(states, held, (batch, heads, held + length, size), like)
+        wanted = batch, heads, held + length, size
+        for room, states in zip(self._rooms, self._states, strict=True):
+            if held and (room.states if states is _IN_ROOM else states).dtype is not like.dtype:
+                return None
+            room.make(states, held, wanted, like)
         seen = self._seen(held)
-        keys, values = (room.behind(held - seen) for room in self._rooms)
-        return keys, values, seen
+        keys, values = self._rooms
+        return keys.behind(held - seen), values.behind(held - seen), seen
 
-    def extend(self, length: int) -> tuple[Tensor, Tensor]:
-        """Count ``length`` tokens more, which were written to the room; return keys and values as `update` does."""
+    def extend(self, length: int) -> int:
+        """Count ``length`` tokens more, which were written to the room; return how many the new ones may see, which are
+        the `last` ones."""
         total = self._held() + length
-        return self._keep(*(room.hold(total) for room in self._rooms), length)
+        for room in self._rooms:
+            room.hold(total)
+        return self._count(length)
+
+    def last(self, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last ``count`` tokens in the room."""
+        keys, values = self._rooms
+        return keys.last(count), values.last(count)
 
     def reset(self) -> None:
         """Forget all tokens, and free their memory."""
@@ -89,20 +125,27 @@ class _Growing:
 
     def _held(self) -> int:
         """Tokens in ``keys``."""
-        return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+        states = self._states[0]
+        if states is _IN_ROOM:
+            return self._rooms[0].total
+        return states.shape[-2] if self.is_initialized and states.numel() else 0
 
     def _seen(self, held: int) -> int:
         """How many of the ``held`` tokens new ones may see."""
         return held
 
-    def _keep(self, keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Hold these states, of which the last ``length`` tokens are new; return those that the new ones may see."""
-        self.keys, self.values = keys, values
-        return keys, values
+    def _count(self, length: int) -> int:
+        """Hold what the rooms hold, of which the last ``length`` tokens are new; return how many these may see."""
+        self._states[:] = _IN_ROOM, _IN_ROOM
+        return self._rooms[0].total
 
 
 class GrowingLayer(_Growing, DynamicLayer):
     """A `DynamicLayer` whose tokens stand at the beginning of larger tensors."""
+
+    def get_seq_length(self) -> int:
+        """The number of tokens."""
+        return self._held()
 
 
 class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
@@ -116,16 +159,13 @@ class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
     def _seen(self, held: int) -> int:
         return min(held, self.sliding_window - 1)
 
-    def _keep(self, keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def _count(self, length: int) -> int:
         self.cumulative_length += length
-        seen = self._seen(keys.shape[-2] - length) + length
-        full = keys, values
-        self.keys, self.values = full
+        seen = self._seen(super()._count(length) - length) + length
         if not self.record_past:  # otherwise `crop` forgets what is before the window
-            self.keys, self.values = (states[:, :, -self.sliding_window + 1 :] for states in full)
-            for room, states, held in zip(self._rooms, full, (self.keys, self.values), strict=True):
-                room.narrow_to(states, held)
-        return keys[:, :, -seen:], values[:, :, -seen:]
+            for room in self._rooms:
+                room.keep_last(self.sliding_window - 1)
+        return seen
 
 
 class _Room:
@@ -138,47 +178,66 @@ class _Room:
     def __init__(self, longest: int | None) -> None:
         self.longest = longest
         self.states: Tensor | None = None
-        self.written: Tensor | None = None
-        """The part of ``states`` that holds tokens: what the layer holds, as long as this room is its own."""
         self.begin = 0
-        """Where it begins."""
+        """Where the tokens begin that the layer holds, as long as this room is its own; `total` of them."""
+        self.total = 0
+        self._view: Tensor | None = None
 
-    def append(self, held: Tensor, new: Tensor) -> Tensor:
-        """Write ``new [B, H, L, E]`` behind ``held [B, H, S, E]``; return both ``[B, H, S + L, E]``."""
+    @property
+    def written(self) -> Tensor | None:
+        """The part of ``states`` that holds tokens."""
+        if self._view is None and self.states is not None:
+            self._view = self.states.narrow(-2, self.begin, self.total)
+        return self._view
+
+    def append(self, held: Tensor, new: Tensor) -> None:
+        """Write ``new [B, H, L, E]`` behind ``held [B, H, S, E]``."""
         length = held.shape[-2] if held.numel() else 0
         total = length + new.shape[-2]
         if length and held.dtype != new.dtype:
-            return torch.cat([held, new], dim=-2)
-        self.make(held, length, (*new.shape[:-2], total, new.shape[-1]), new)
-        self.behind(length).narrow(-2, 0, total - length).copy_(new)
-        return self.hold(total)
+            self.states, self.begin = torch.cat([held, new], dim=-2), 0
+        else:
+            self.make(held, length, (*new.shape[:-2], total, new.shape[-1]), new)
+            self.behind(length).narrow(-2, 0, total - length).copy_(new)
+        self.hold(total)
 
-    def make(self, held: Tensor, length: int, shape: tuple[int, ...], like: Tensor) -> None:
+    def make(self, held: Any, length: int, shape: tuple[int, ...], like: Tensor) -> None:
         """See to it that ``states`` has, from ``begin`` on, the ``length`` tokens of ``held`` and room for ``shape``.
         Of a prompt that is longer than ``longest``, most is not needed for the next token: it gets no room for it."""
-        if held is self.written and self._takes(shape, like):
+        own = held is _IN_ROOM or held is self._view
+        if own and self._takes(shape, like):
             return
+        if held is _IN_ROOM:
+            held = self.written
         *batch, total, size = shape
         more = 0 if self.longest is not None and total > self.longest else max(LEAST_ROOM, total // 4)
-        self.states, self.begin = like.new_empty((*batch, total + more, size)), 0
+        self.states, self.begin, self._view = like.new_empty((*batch, total + more, size)), 0, None
         if length:
             self.states.narrow(-2, 0, length).copy_(held)
 
     def behind(self, count: int) -> Tensor:
         """The room behind the first ``count`` tokens."""
         first = self.begin + count
-        return self.states.narrow(-2, first, self.states.shape[-2] - first)
+        return self.states.narrow(-2, first, self.states.shape[-2] - first) if first else self.states
 
-    def hold(self, total: int) -> Tensor:
-        """Count the first ``total`` tokens as written, and return them."""
-        self.written = self.states.narrow(-2, self.begin, total)
-        return self.written
+    def last(self, count: int) -> Tensor:
+        """The ``count`` tokens that were written last, also those before ``begin``."""
+        return self.states.narrow(-2, self.begin + self.total - count, count)
+
+    def hold(self, total: int) -> None:
+        """Count the first ``total`` tokens as written."""
+        self.total, self._view = total, None
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last ``count`` tokens."""
+        if self.total > count:
+            self.begin, self.total, self._view = self.begin + self.total - count, count, None
 
     def narrow_to(self, before: Tensor, held: Tensor) -> None:
         """Let the next tokens stand behind ``held``, a part of what the layer held ``before``."""
-        if before is self.written:
+        if before is self._view:
             self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
-            self.written = held
+            self.total, self._view = held.shape[-2], held
 
     def _takes(self, shape: tuple[int, ...], like: Tensor) -> bool:
         states = self.states
