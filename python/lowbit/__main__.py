@@ -61,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--embeddings", metavar="FORMAT", help="format of the embeddings; default: they stay float")
     told = 'format of the output head; default: 8 bits where --config has fewer; "None": as any other layer'
     quantize.add_argument("--head", metavar="FORMAT", default="int8", help=told)
-    quantize.add_argument("--keep", nargs="+", metavar="NAME", help="layers that stay float; default: the last one")
+    told = (
+        "layers that stay float: their names, beginnings (model.layers.1) or ends (up_proj) of names, or patterns; "
+        "default for a folder: the last layer, and the output head unless --head has a format for it; for a .gguf OUT: "
+        "none"
+    )
+    quantize.add_argument("--keep", nargs="+", metavar="NAME", help=told)
     quantize.add_argument("--like", metavar="FILE", help=".gguf file whose metadata a .gguf OUT takes; default: MODEL")
     quantize.set_defaults(run=_quantize)
     chat = commands.add_parser(

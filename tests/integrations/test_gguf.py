@@ -20,6 +20,7 @@ from lowbit.integrations.gguf import saving
 from lowbit.integrations.gguf.blocks import BLOCK_TYPES, pack_blocks
 from lowbit.integrations.gguf.file import GgufFile
 from lowbit.integrations.gguf.loading import config_of
+from lowbit.integrations.gguf.quantizing import quantize_to_file
 from lowbit.integrations.gguf.saving import save
 from lowbit.integrations.gguf.weights import StateReader
 from lowbit.quant.codes import CodedWeight
@@ -256,7 +257,7 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
     lowbit.dequantize_(model)
     model.save_pretrained(tmp_path / "folder")
     arguments = ["quantize", str(tmp_path / "folder"), str(tmp_path / "eight.gguf"), "--config", "int8_weight_only(group_size=32)"]
-    assert main([*arguments, "--like", str(path), "--keep", "layers.1", "lm_head"]) == 0
+    assert main([*arguments, "--like", str(path), "--keep", "model.layers.1", "lm_head"]) == 0
     tensors = GgufFile.open(tmp_path / "eight.gguf").tensors
     assert (tensors["blk.0.attn_q.weight"].type, tensors["blk.1.attn_q.weight"].type) == ("Q8_0", "F32")
     assert distance(logits(read(tmp_path / "eight.gguf")), logits(read(path))) < 0.05
@@ -268,6 +269,42 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
     ):
         assert main(wrong) == 1 and text in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists() and not (tmp_path / "out").exists()
+
+
+KEPT = {
+    "model.layers.1": {"blk.1.attn_q", "blk.1.ffn_up", "blk.1.ffn_down"},
+    "layers.1": set(),  # it is no beginning and no end of a name
+    "_proj": {"blk.0.attn_q", "blk.1.attn_q", "blk.0.ffn_up", "blk.1.ffn_up", "blk.0.ffn_down", "blk.1.ffn_down"},
+    "up_proj": {"blk.0.ffn_up", "blk.1.ffn_up"},
+    r"model.layers.\d+.mlp": {"blk.0.ffn_up", "blk.1.ffn_up", "blk.0.ffn_down", "blk.1.ffn_down"},
+    "model.layers.1.mlp.up": set(),
+    "lm_head": {"output"},
+}
+
+
+@pytest.mark.parametrize("pattern", KEPT)
+def test_names_that_stay_float_mean_the_same_for_a_file_and_a_folder(pattern, tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", "F32")
+    model = read(path)
+    lowbit.dequantize_(model)
+    model.save_pretrained(tmp_path / "folder")
+    config = "int4_weight_only(group_size=32)"
+    report = quantize_to_file(path, tmp_path / "out.gguf", config, keep=[pattern])
+    tensors = GgufFile.open(tmp_path / "out.gguf").tensors
+    names = [f"blk.{layer}.{name}" for layer in (0, 1) for name in ("attn_q", "ffn_up", "ffn_down")]
+    assert {name for name in (*names, "output") if tensors[f"{name}.weight"].type == "F32"} == KEPT[pattern]
+    of_folder = lowbit.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", config, modules_to_not_convert=[pattern])
+    assert {row.layer: (row.format, row.note) for row in report.rows} == {row.layer: (row.format, row.note) for row in of_folder.rows}
+
+
+@pytest.mark.parametrize(("config", "head", "type"), [("int4", "int8", "Q8_0"), ("int8", "int8", "Q8_0"), ("int8", None, "F32")])
+def test_a_tied_table_is_packed_as_the_head(config, head, type, tmp_path):
+    path = write(tmp_path / "model.gguf", "tied", "F32")
+    report = quantize_to_file(path, tmp_path / "out.gguf", f"{config}_weight_only(group_size=32)", head=head)
+    tensors = GgufFile.open(tmp_path / "out.gguf").tensors
+    assert tensors["token_embd.weight"].type == type and tensors["blk.0.attn_q.weight"].type != "F32"
+    formats = {row.layer: row.format for row in report.rows}
+    assert (formats["lm_head"] == "") == (type == "F32")  # the report says what is in the file
 
 
 def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lowbit.formats.base import FormatConfig
 from lowbit.formats.text import config_of
 from lowbit.integrations.gguf.loading import load_model
 from lowbit.integrations.gguf.saving import save
+from lowbit.integrations.lowbit_config import LowbitConfig
+from lowbit.integrations.quantizer import LowbitQuantizer
 from lowbit.quant.dequantize import dequantize_
-from lowbit.quant.linear_layers import is_linear
-from lowbit.quant.output_head import INT8
+from lowbit.quant.output_head import INT8, head_config
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 
@@ -35,8 +38,8 @@ def quantize_to_file(
         out: the file to write.
         config: a configuration whose codes a type of GGUF holds (`save`), or its text.
         like: a GGUF file of the same architecture and tokenizer; default: ``model``, if it is one.
-        keep: names of layers that stay float, or parts of names.
-        head: of `quantize_`.
+        keep: names of layers that stay float, as ``modules_to_not_convert`` of `lowbit.LowbitConfig` has them.
+        head: of `quantize_`; a table that is tied to the head is packed with it under every configuration.
 
     Raises:
         ValueError: there is no ``like``, or no type holds the codes. Nothing is written.
@@ -52,8 +55,17 @@ def quantize_to_file(
         dequantize_(network)
     else:
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    names = keep or []
-    chosen = None if not names else lambda module, name: is_linear(module) and not any(part in name for part in names)
-    report = quantize_(network, config_of(config), chosen, head=head)
+    report = _quantize(network, config_of(config), keep or [], head)
     save(network, out, like)
+    return report
+
+
+def _quantize(model: nn.Module, config: FormatConfig, keep: list[str], head: Any) -> QuantizationReport:
+    """Quantize the layers that a folder of this model would have packed."""
+    of_head = head_config("quantize", head, config) or (None if head is None else config)
+    quantizer = LowbitQuantizer(LowbitConfig(config, keep, head=of_head), pre_quantized=False)
+    left = {row.layer: row for row in quantizer.select(model)}
+    layers = quantizer.selection.layers
+    report = quantize_(model, config, lambda _, name: name in layers, head=of_head)
+    report.rows = [left.get(row.layer, row) for row in report.rows]  # with the reasons
     return report
