@@ -11,7 +11,8 @@ namespace {
 LOWBIT_INLINE int threads_for_attention(const ForwardCall& args) {
   const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
                           static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.ev());
-  return products < static_cast<double>(kSerialProducts) ? threads_worth(static_cast<int64_t>(products)) : num_threads();
+  constexpr double kEnough = static_cast<double>(kSerialProducts);
+  return products < kEnough ? threads_worth(static_cast<int64_t>(products)) : num_threads();
 }
 
 struct Tilings {
