@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.gguf import load_gguf
     from lowbit.integrations.lowbit_config import LowbitConfig
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
+    from lowbit.integrations.rotate import rotate_
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
@@ -100,6 +101,7 @@ _HOME = {
     "Calibration": "lowbit.quant",
     "dequantize_": "lowbit.quant",
     "fuse": "lowbit.integrations.fuse",
+    "rotate_": "lowbit.integrations.rotate",
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
@@ -230,6 +232,7 @@ __all__ = [
     "quantize_",
     "quantize_checkpoint",
     "recorder",
+    "rotate_",
     "scaled_dot_product_attention",
     "warmup",
 ]

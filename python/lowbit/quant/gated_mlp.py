@@ -19,7 +19,7 @@ from lowbit.ops.linear import activation_functions, linear
 from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked
 from lowbit.quant.quant_linear import QuantLinear
 
-_LAYERS = ("gate_proj", "up_proj", "down_proj")
+GATED_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
 """Modules whose work a fused MLP does without calling them; hooks of theirs would see nothing."""
 
@@ -79,8 +79,8 @@ def _has_gated_layers(module: nn.Module) -> bool:
     children = dict(module.named_children())
     return (
         not has_own_tensors(module)
-        and set(children) <= {*_LAYERS, "act_fn"}
-        and all(type(children.get(layer)) is QuantLinear for layer in _LAYERS)
+        and set(children) <= {*GATED_LAYERS, "act_fn"}
+        and all(type(children.get(layer)) is QuantLinear for layer in GATED_LAYERS)
     )
 
 
