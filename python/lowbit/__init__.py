@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.lowbit_config import LowbitConfig
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
     from lowbit.integrations.rotate import rotate_
+    from lowbit.integrations.smooth import smooth_
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
@@ -102,6 +103,7 @@ _HOME = {
     "dequantize_": "lowbit.quant",
     "fuse": "lowbit.integrations.fuse",
     "rotate_": "lowbit.integrations.rotate",
+    "smooth_": "lowbit.integrations.smooth",
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
@@ -234,6 +236,7 @@ __all__ = [
     "recorder",
     "rotate_",
     "scaled_dot_product_attention",
+    "smooth_",
     "warmup",
 ]
 

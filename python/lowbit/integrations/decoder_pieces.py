@@ -81,6 +81,10 @@ class Decoder:
         return self.head.weight is self.embedding.weight
 
     @property
+    def words(self) -> int:
+        return self.embedding.num_embeddings
+
+    @property
     def hidden(self) -> int:
         return self.embedding.embedding_dim
 

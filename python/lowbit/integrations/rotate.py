@@ -92,14 +92,13 @@ def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: b
     stream = rotation(kind, decoder.hidden, generator)
     of_heads = rotation(kind, _head_dim(decoder), generator) if heads else None
     changes = _changes(decoder, stream, of_heads)
-    words = decoder.embedding.num_embeddings
-    wanted, dtype = checked_difference("rotate_", model, words, changes)
+    wanted, dtype = checked_difference("rotate_", model, decoder.words, changes)
     was_tied = decoder.tied
     changes.make()
     untied = was_tied and not decoder.tied
     if untied:
         untie(model)
-    difference = relative(logits_in(model, words, dtype), wanted)
+    difference = relative(logits_in(model, decoder.words, dtype), wanted)
     return RotationReport(stream, of_heads, len(decoder.halves) // 2, untied, difference)
 
 
