@@ -22,8 +22,8 @@ or mask function (a mod) is explained in [flex_attention](ops/flex_attention.md)
 format](choose_a_format.md).
 """
 SECTIONS = {
-    "Quantizing models": "lowbit: quantize_ calibrate Calibration dequantize_ load fuse fuse_gated_mlps QuantLinear "
-    "QuantEmbedding QuantizationReport linear",
+    "Quantizing models": "lowbit: quantize_ calibrate Calibration rotate_ smooth_ dequantize_ load fuse "
+    "fuse_gated_mlps QuantLinear QuantEmbedding QuantizationReport linear",
     "Choosing formats by measuring": "lowbit: autoquant Plan",
     "Choosing formats by measuring: what manual=True returns": "lowbit.autotune: Recording",
     "Configurations": "lowbit: int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "

@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from lowbit.integrations.gguf import load_gguf
     from lowbit.integrations.lowbit_config import LowbitConfig
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
+    from lowbit.integrations.rotate import rotate_
+    from lowbit.integrations.smooth import smooth_
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
@@ -100,6 +102,8 @@ _HOME = {
     "Calibration": "lowbit.quant",
     "dequantize_": "lowbit.quant",
     "fuse": "lowbit.integrations.fuse",
+    "rotate_": "lowbit.integrations.rotate",
+    "smooth_": "lowbit.integrations.smooth",
     "fuse_gated_mlps": "lowbit.quant",
     "load": "lowbit.quant",
     "QuantLinear": "lowbit.quant",
@@ -230,7 +234,9 @@ __all__ = [
     "quantize_",
     "quantize_checkpoint",
     "recorder",
+    "rotate_",
     "scaled_dot_product_attention",
+    "smooth_",
     "warmup",
 ]
 

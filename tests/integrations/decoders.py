@@ -42,15 +42,19 @@ CONFIGS = {
 
 
 def made(name: str, config: str = "int8", attention: str = "lowbit", **more: Any) -> nn.Module:
-    kind, options = MODELS[name]
+    model = in_float(*MODELS[name], attention, **more)
+    lowbit.quantize_(model, CONFIGS[config])
+    return model
+
+
+def in_float(kind: str, options: dict[str, Any], attention: str = "lowbit", **more: Any) -> nn.Module:
     prefix = "Gemma3Text" if kind == "Gemma3" else kind
     settings = getattr(transformers, f"{prefix}Config")(**SIZES | options | more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")._from_config(settings, attn_implementation=attention).eval()
     for parameter in model.parameters():  # norms are made of ones, or of zeros, and biases of zeros
         if parameter.dim() == 1:
-            nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.3)
-    lowbit.quantize_(model, CONFIGS[config])
+            nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.3)
     return model
 
 

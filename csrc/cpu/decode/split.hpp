@@ -322,8 +322,9 @@ void decode_call(const DecodeArgs& args) {
   const Partials partials(pass * rows, plan, arena);
   queries.fill(args, plan);
   const int64_t keys = smaller(plan.splits * kSplit, args.kv_length());
+  const int worth = threads_worth(bundles * rows * keys * plan.padded_e);
   for (int64_t first = 0; first < bundles; first += pass)
-    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), threads_worth(bundles * rows * keys * plan.padded_e));
+    decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), worth);
 }
 
 // A row of decode: of which keys and values, and how.

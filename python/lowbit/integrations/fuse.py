@@ -71,6 +71,7 @@ def fuse(model: nn.Module) -> FusedModules:
 def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
     """Fuse the decoder layers whose pieces are fused, then the decoders whose layers are. Of what has a piece in
     ``left``, that is what is told."""
+    from lowbit.integrations.decoder_pieces import is_decoder_layer
     from lowbit.integrations.fused_decoder import fuse_decoder
     from lowbit.integrations.fused_layer import FusedDecoderLayer, fuse_decoder_layer
 
@@ -82,7 +83,7 @@ def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
 
     named = [(name, module) for name, module in model.named_modules() if not isinstance(module, Fused)]
     for name, module in named:
-        if {"self_attn", "mlp"} <= module._modules.keys():
+        if is_decoder_layer(module):
             take(name, fuse_decoder_layer(module))
     for name, module in named:
         layers = list(module._modules.get("layers", nn.ModuleList()).children())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lowbit.integrations.decoder_pieces import APART, HEAD_NORMS, PACKED
 from lowbit.integrations.growing_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
 from lowbit.ops.rope_append import rope_append
 from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, probed
@@ -19,9 +20,6 @@ from lowbit.quant.merged import MergedLinear
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
-_APART = ("q_proj", "k_proj", "v_proj")
-_PACKED = ("qkv_proj",)  # Phi-3
-_NORMS = ("q_norm", "k_norm")
 _TOLERANCE = 1e-4  # of the largest value: the same products in float32, rotated in another order
 _PROBED = 3  # tokens
 _READ_NOW = {"config", "facts", "is_causal", "layer_idx", "training"}  # attributes that are read in each call
@@ -59,9 +57,9 @@ class FusedAttention(Fused):
         adapter, a hook), or the module has another scale, soft cap or eps."""
         facts = self.facts
         names = facts["projections"]
-        if hooked(self, (*names, *_NORMS)) or not facts["noted"].hold(self):
+        if hooked(self, (*names, *HEAD_NORMS)) or not facts["noted"].hold(self):
             return None
-        for name, norm, said in zip(_NORMS, facts["norms"], facts["said"], strict=False):  # none where heads have none
+        for name, norm, said in zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False):  # none where heads have none
             if self._modules[name] is not norm or said_eps(norm) != said:
                 return None
         layers = [self._modules[name] for name in names]
@@ -114,9 +112,9 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
     problem = _problem(module)
     if problem:
         return problem
-    names = _PACKED if "qkv_proj" in module._modules else _APART
+    names = PACKED if "qkv_proj" in module._modules else APART
     layers = [module._modules[name] for name in names]
-    norms = [module._modules[name] for name in _NORMS if name in module._modules]
+    norms = [module._modules[name] for name in HEAD_NORMS if name in module._modules]
     of_norms = [norm_facts(norm) for norm in norms]
     if None in of_norms or of_norms[:1] != of_norms[1:]:
         return "its q_norm and k_norm are no RMSNorm of heads"
@@ -146,11 +144,11 @@ def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
 
 def _problem(module: nn.Module) -> str:
     children = module._modules
-    names = _PACKED if "qkv_proj" in children else _APART
+    names = PACKED if "qkv_proj" in children else APART
     missing = [name for name in (*names, "o_proj") if type(children.get(name)) is not QuantLinear]
     if missing:
         return f"{missing[0]} is {type(children.get(missing[0])).__name__}, no QuantLinear"
-    known = {*names, "o_proj", *_NORMS, *(name for name, child in children.items() if child is None)}
+    known = {*names, "o_proj", *HEAD_NORMS, *(name for name, child in children.items() if child is None)}
     if not set(children) <= known or ("q_norm" in children) != ("k_norm" in children):
         return f"it has {', '.join(sorted(set(children) - known)) or 'one norm of two'}"
     if has_own_tensors(module):
@@ -160,7 +158,7 @@ def _problem(module: nn.Module) -> str:
             return f"it has no {name}"
     if not module.o_proj.weight.is_cpu:
         return "it is not on the CPU, where the kernel rows are"
-    hook = hooked(module, (*names, *_NORMS))
+    hook = hooked(module, (*names, *HEAD_NORMS))
     return f"hooks on {hook}" if hook else ""
 
 

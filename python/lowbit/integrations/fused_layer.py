@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lowbit.integrations.decoder_pieces import FOUR_NORMS, HALVES, TWO_NORMS
 from lowbit.integrations.fused_attention import FusedAttention
 from lowbit.integrations.layer_weights import LayerWeights
 from lowbit.integrations.transformers import lowbit_attention, softcap_program, weights_are_recorded
@@ -18,9 +19,6 @@ from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, pro
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.gated_mlp import FusedGatedMLP
 
-_HALVES = ("self_attn", "mlp")
-_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
-_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; what the window hides is in the mask
 _UNREAD = {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
 _is_compiling = torch.compiler.is_compiling
@@ -102,13 +100,13 @@ def fuse_decoder_layer(module: nn.Module) -> str:
     problem = _problem(module)
     if problem:
         return problem
-    names = _FOUR_NORMS if _FOUR_NORMS[-1] in module._modules else _TWO_NORMS
+    names = FOUR_NORMS if FOUR_NORMS[-1] in module._modules else TWO_NORMS
     if not _joins_as_the_op(module, names):
         return "it does not join its pieces as decoder_layers does"
     FusedDecoderLayer.take(
         module,
         {
-            "children": [(name, module._modules[name]) for name in (*_HALVES, *names)],
+            "children": [(name, module._modules[name]) for name in (*HALVES, *names)],
             "attention": module.self_attn,
             "kept": LayerWeights(),
             "norms": names,
@@ -135,7 +133,7 @@ def _same(attention: FusedAttention, mlp: FusedGatedMLP, norm: FusedRMSNorm) -> 
 
 def _problem(module: nn.Module) -> str:
     children = module._modules
-    names = _FOUR_NORMS if _FOUR_NORMS[-1] in children else _TWO_NORMS
+    names = FOUR_NORMS if FOUR_NORMS[-1] in children else TWO_NORMS
     wanted = {"self_attn": FusedAttention, "mlp": FusedGatedMLP} | dict.fromkeys(names, FusedRMSNorm)
     for name, piece in wanted.items():
         if not isinstance(children.get(name), piece):
@@ -155,8 +153,8 @@ def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Whether each piece is given what the op gives it, and the result is the op's."""
     generator = torch.Generator("cpu").manual_seed(0)
     hidden = module._modules[names[0]].weight.numel()
-    x, *given = torch.randn(1 + len(_HALVES) + len(names), *_HIDDEN, hidden, generator=generator, device="cpu")
-    results = dict(zip((*_HALVES, *names), given, strict=True))
+    x, *given = torch.randn(1 + len(HALVES) + len(names), *_HIDDEN, hidden, generator=generator, device="cpu")
+    results = dict(zip((*HALVES, *names), given, strict=True))
     got = _inputs_of_pieces(module, x, results)
     before, behind, *others = names
     attention, mlp = results["self_attn"], results["mlp"]

@@ -21,7 +21,7 @@ from lowbit.quant.fused import Fused, FusedModules, has_own_tensors, hooked, pro
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.unchanged import Attributes
 
-_LAYERS = ("gate_proj", "up_proj", "down_proj")
+GATED_LAYERS = ("gate_proj", "up_proj", "down_proj")
 _NOT_CALLED = ("gate_proj", "up_proj", "act_fn")
 """Modules whose work a fused MLP does without calling them; hooks of theirs would see nothing."""
 
@@ -93,8 +93,8 @@ def _has_gated_layers(module: nn.Module) -> bool:
     children = dict(module.named_children())
     return (
         not has_own_tensors(module)
-        and set(children) <= {*_LAYERS, "act_fn"}
-        and all(type(children.get(layer)) is QuantLinear for layer in _LAYERS)
+        and set(children) <= {*GATED_LAYERS, "act_fn"}
+        and all(type(children.get(layer)) is QuantLinear for layer in GATED_LAYERS)
     )
 
 

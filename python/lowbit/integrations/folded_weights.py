@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a model's weights that keep what it computes: checked by running it with them before any is made.
+
+In the run each module gets its own weights in float64 while it is called, changed or not, so that the check sees no
+rounding of the model's dtype and needs no second copy of the model: only the weights of one module are there twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.quant.evaluation import evaluating
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
+"""Of logits, by the dtype of the run: norms of transformers compute in float32 in either. A model whose pieces are put
+together otherwise differs by about 1."""
+_TOKENS = (2, 16)
+
+
+class Changes:
+    """New values of parameters, each a function of the old one in float64; several for one are applied in turn."""
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, dict[str, list[Callable[[Tensor], Tensor]]]] = defaultdict(lambda: defaultdict(list))
+
+    def add(self, module: nn.Module, key: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Change this parameter; one that is not there (a bias) stays so."""
+        if module._parameters.get(key) is not None:
+            self.of[module][key].append(change)
+
+    def value(self, module: nn.Module, key: str) -> Tensor:
+        """The parameter as it will be, float64; the parameter itself where it stays."""
+        value = module._parameters[key].detach()
+        for change in self.of[module][key] if module in self.of else ():
+            value = change(value.double())
+        return value
+
+    def make(self) -> None:
+        """Make them, in place: parameters stay the same objects, and one that two modules share becomes two if its
+        values do not change alike."""
+        shared = defaultdict(list)
+        for module, keys in self.of.items():
+            for key in keys:
+                shared[id(module._parameters[key])].append((module, key))
+        for places in shared.values():
+            first, *others = places
+            for module, key in others:  # while the shared one has its old value
+                old = module._parameters[key]
+                if not self._alike(first, (module, key)):
+                    new = self.value(module, key).to(old.dtype)
+                    module._parameters[key] = nn.Parameter(new, requires_grad=old.requires_grad)
+            module, key = first
+            parameter = module._parameters[key]
+            parameter.data, parameter.grad = self.value(module, key).to(parameter.dtype), None
+
+    def _alike(self, one: tuple[nn.Module, str], other: tuple[nn.Module, str]) -> bool:
+        return self.of[one[0]][one[1]] == self.of[other[0]][other[1]]
+
+
+def checked_difference(function: str, model: nn.Module, words: int, changes: Changes) -> tuple[Tensor, torch.dtype]:
+    """Return the logits that ``model`` has for random tokens and the dtype in which it computed them, if they are the
+    same with the changes.
+
+    Args:
+        function: for errors.
+        words: of the vocabulary.
+
+    Raises:
+        ValueError: they are not, the model does not run, or a new value is not finite in the dtype of its parameter.
+    """
+    for dtype in TOLERANCE:
+        try:
+            wanted = logits_in(model, words, dtype)
+            break
+        except Exception as error:  # the model is the caller's, and so is what it raises; some have no float64
+            if dtype is torch.float32:
+                raise ValueError(f"{function}: model must give logits for random tokens, got {error}") from error
+    if not wanted.isfinite().all():
+        raise ValueError(f"{function}: logits of the model must be finite, got inf or nan")
+    difference = relative(logits_in(model, words, dtype, changes, function), wanted)
+    if not difference <= TOLERANCE[dtype]:
+        raise ValueError(
+            f"{function}: model must compute the same with the new weights, got logits that differ by {difference:.1e} "
+            "of their size: its pieces are put together otherwise than those of Llama; nothing was changed"
+        )
+    return wanted, dtype
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """The root mean square of the difference, over that of ``wanted`` around its mean."""
+    return float((got - wanted).norm() / (wanted - wanted.mean()).norm().clamp_min(1e-300))
+
+
+@torch.no_grad()
+def logits_in(
+    model: nn.Module, words: int, dtype: torch.dtype, changes: Changes | None = None, function: str = ""
+) -> Tensor:
+    """The logits for random tokens of the model computed in ``dtype``, with the changes."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(0, words, _TOKENS, generator=generator, device="cpu")
+    with evaluating(model), _computing_in(model, dtype, changes or Changes(), function):
+        return model(tokens, use_cache=False).logits.double()
+
+
+@contextlib.contextmanager
+def _computing_in(model: nn.Module, dtype: torch.dtype, changes: Changes, function: str) -> Iterator[None]:
+    """Each module has parameters of ``dtype`` while it is called."""
+    own: dict[nn.Module, dict[str, nn.Parameter]] = {}
+
+    names = {module: name for name, module in model.named_modules()}
+
+    def widen(module: nn.Module, args: Any) -> None:
+        own[module] = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+        for key, parameter in own[module].items():
+            value = changes.value(module, key)
+            if function and not value.to(parameter.dtype).isfinite().all():
+                name = f"{names[module]}.{key}"
+                raise ValueError(f"{function}: the new {name} must be finite in {parameter.dtype}, got inf or nan")
+            module._parameters[key] = nn.Parameter(value.to(dtype), requires_grad=False)
+
+    def give_back(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(own.pop(module, {}))
+
+    handles = []
+    try:
+        for module in names:
+            if any(parameter is not None for parameter in module._parameters.values()):
+                handles += (module.register_forward_pre_hook(widen), module.register_forward_hook(give_back))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in list(own):
+            give_back(module)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orthogonal matrices R [d, d] that spread what single channels hold over all of them.
+
+A Hadamard matrix has entries of +-1 / sqrt(d) alone, so each channel of x R is made of all channels of x in equal
+parts. It is a Kronecker product of small ones and is applied factor by factor: d * (the sum of their orders) products
+for a row, not d^2. There is one of order d = 2^s * odd where Paley's constructions have one of order 2^t * odd, t <= s:
+
+    order q + 1,    q a prime, q % 4 == 3
+    order 2(q + 1), q a prime, q % 4 == 1
+
+which is so for every width of a usual model (576 = 16 * 36, 896 = 32 * 28, 3584 = 128 * 28). For other widths the odd
+part is a random orthogonal matrix. Signs of the channels are random (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("hadamard", "orthogonal")
+LARGEST = 64
+"""Order of the largest factor that is a power of two: small ones need fewer products, large ones fewer passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """x -> x R with R = diag(signs) (F1 x F2 x ...), a Kronecker product.
+
+    Args:
+        name: what it is, for reports.
+        signs: float64 ``[d]``, of +-1.
+        factors: orthogonal matrices, float64, whose orders multiply to d.
+    """
+
+    name: str
+    signs: Tensor
+    factors: tuple[Tensor, ...]
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Return ``x [..., d]`` times R, in float64."""
+        y = x.double() * self.signs.to(x.device)
+        for factor in reversed(self.factors):  # each takes the last axis and puts it in front of the others
+            y = y.reshape(*x.shape[:-1], -1, len(factor)) @ factor.to(x.device)
+            y = y.transpose(-1, -2)
+        return y.reshape(x.shape)
+
+    def matrix(self) -> Tensor:
+        """Return R, float64 ``[d, d]``."""
+        return self.turn(torch.eye(len(self.signs), dtype=torch.float64, device="cpu"))
+
+
+def rotation(kind: str, width: int, generator: torch.Generator) -> Rotation:
+    """Return a random rotation of ``width`` channels.
+
+    Args:
+        kind: "hadamard", or "orthogonal" for one of all orthogonal matrices (QR of normal numbers).
+        generator: of torch, on the CPU.
+    """
+    if kind == "orthogonal":
+        signs = torch.ones(width, dtype=torch.float64, device="cpu")
+        return Rotation(f"orthogonal {width}", signs, (_random(width, generator),))
+    signs = torch.randint(0, 2, (width,), generator=generator, device="cpu").double() * 2 - 1
+    factors, names, two = [], [], width & -width  # the largest power of two in the width
+    if two != width:
+        order = next((order for order in _orders(width // two, two) if _paley(order) is not None), width // two)
+        known = _paley(order)
+        factors.append(_random(order, generator) if known is None else known / math.sqrt(order))
+        names.append(f"{order}" if known is not None else f"orthogonal {order}")
+        two = width // order
+    while two > 1:
+        factors.append(_sylvester(min(two, LARGEST)))
+        names.append(f"{len(factors[-1])}")
+        two //= len(factors[-1])
+    one = (torch.ones(1, 1, dtype=torch.float64, device="cpu"),)
+    return Rotation(f"hadamard {' x '.join(names) or 1}", signs, tuple(factors) or one)
+
+
+def _orders(odd: int, two: int) -> list[int]:
+    return [odd * 2**power for power in range(2, two.bit_length())]
+
+
+def _random(order: int, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(order, order, dtype=torch.float64, generator=generator, device="cpu")
+    q, r = torch.linalg.qr(normal)
+    return (q * r.diagonal().sign()).contiguous()  # without that, QR prefers some of them
+
+
+def _sylvester(order: int) -> Tensor:
+    """The Hadamard matrix of a power of two, over its root."""
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while len(h) < order:
+        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu"), h)
+    return h / math.sqrt(order)
+
+
+def _paley(order: int) -> Tensor | None:
+    """The Hadamard matrix that Paley constructed from a prime, of +-1; None where there is no such prime."""
+    if order % 4 == 0 and _is_prime(order - 1):  # then (order - 1) % 4 == 3
+        residues = _bordered(order - 1)
+        residues[1:, 0] = -1  # skew
+        return residues + torch.eye(order, dtype=torch.float64, device="cpu")
+    q = order // 2 - 1
+    if order % 4 == 0 and q % 4 == 1 and _is_prime(q):
+        one = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu")
+        zero = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64, device="cpu")
+        eye = torch.eye(q + 1, dtype=torch.float64, device="cpu")
+        return torch.kron(_bordered(q), one) + torch.kron(eye, zero)
+    return None
+
+
+def _bordered(q: int) -> Tensor:
+    """``[q + 1, q + 1]``: whether i - j is a square modulo the prime q, 1 or -1, and 0 for i = j; ones around it."""
+    squares = {number * number % q for number in range(1, q)}
+    values = [0.0, *(1.0 if number in squares else -1.0 for number in range(1, q))]
+    signs = torch.tensor(values, dtype=torch.float64, device="cpu")
+    places = torch.arange(q, device="cpu")
+    result = torch.ones(q + 1, q + 1, dtype=torch.float64, device="cpu")
+    result[0, 0] = 0
+    result[1:, 1:] = signs[(places[:, None] - places) % q]
+    return result
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
