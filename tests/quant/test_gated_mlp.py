@@ -200,7 +200,11 @@ def test_a_real_llama() -> None:
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", [nn.ReLU(), nn.GELU(), nn.Identity(), nn.Tanh(), torch.tanh, nn.functional.relu], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [nn.ReLU(), nn.GELU(), nn.Identity(), nn.Tanh(), torch.tanh, nn.functional.relu],
+    ids=lambda other: getattr(other, "__name__", str(other)),  # str of a function has its address
+)
 @pytest.mark.parametrize("first", [nn.SiLU(), nn.functional.silu], ids=["module", "function"])
 def test_an_activation_that_comes_later_counts(first: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> None:
     model, plain = (quantized(GatedMLP(nn.SiLU())) for _ in range(2))

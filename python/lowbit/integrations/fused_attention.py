@@ -59,7 +59,8 @@ class FusedAttention(Fused):
         names = facts["projections"]
         if hooked(self, (*names, *HEAD_NORMS)) or not facts["noted"].hold(self):
             return None
-        for name, norm, said in zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False):  # none where heads have none
+        of_norms = zip(HEAD_NORMS, facts["norms"], facts["said"], strict=False)  # none where heads have none
+        for name, norm, said in of_norms:
             if self._modules[name] is not norm or said_eps(norm) != said:
                 return None
         layers = [self._modules[name] for name in names]
