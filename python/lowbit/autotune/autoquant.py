@@ -33,6 +33,7 @@ from lowbit.formats.float import FloatWeightConfig
 from lowbit.quant.evaluation import evaluating
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_linear
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.select import FilterFn, reason_to_skip, select
 
 MIN_SQNR = 20.0
@@ -128,13 +129,15 @@ class PlanMaker:
     def layers_of(self, model: nn.Module, filter_fn: FilterFn | None) -> list[SeenLayer]:
         """The layers that may change, tied ones as one; every check that quantize_ would make comes here."""
         _check_no_row_is_forced()
+        read = weights_that_are_read(model)
 
         def is_free(module: nn.Module, name: str) -> bool:
-            return is_linear(module) and not isinstance(module, QuantLinear) and not reason_to_skip(module)
+            is_one = is_linear(module) and not isinstance(module, QuantLinear)
+            return is_one and not reason_to_skip(module) and id(module) not in read
 
         selected, skipped = select(model, FloatWeightConfig(), filter_fn or is_free, None, False)
         for item in skipped:
-            reason = reason_to_skip(item.module) or item.reason
+            reason = reason_to_skip(item.module) or read.get(id(item.module)) or item.reason
             if isinstance(item.module, QuantLinear):
                 reason = f"already quantized as {item.module.spec.name}"
             self.left[item.name] = reason

@@ -7,13 +7,14 @@ while it loads, and this does the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import PreTrainedModel
 
 _DTYPES = {"U8": torch.uint8, "I8": torch.int8}  # of the others it only counts that they are no codes
 
@@ -32,6 +33,28 @@ def model_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         names[key] = name if pattern is None else None
     return names
+
+
+def renamed(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with the names that the model of transformers has, where it has some by older ones."""
+    if not isinstance(model, PreTrainedModel):
+        return state
+    known = model.state_dict(keep_vars=True).keys()
+    old = {_weight_of(key) for key in state if key not in known}
+    names = {key: name for key, name in model_names(model, old).items() if name in known and name not in state}
+    return {_renamed(key, names): tensor for key, tensor in state.items()}
+
+
+def _weight_of(key: str) -> str:
+    """The weight that a layout is beside; of anything else its own name."""
+    return f"{key.removesuffix('layout')}weight" if key.endswith(".layout") else key
+
+
+def _renamed(key: str, names: Mapping[str, str | None]) -> str:
+    name = names.get(_weight_of(key))
+    if name is None:
+        return key
+    return f"{name.removesuffix('weight')}layout" if key.endswith(".layout") else name
 
 
 def stored_tensors(model: nn.Module, files: list[str]) -> dict[str, Tensor]:

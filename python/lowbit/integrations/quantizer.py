@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from lowbit import _C, devices
 from lowbit.formats.spec import LinearSpec
-from lowbit.integrations.checkpoint_names import stored_tensors
+from lowbit.integrations.checkpoint_names import renamed, stored_tensors
 from lowbit.integrations.fuse import fuse
 from lowbit.integrations.lowbit_config import METHOD, LowbitConfig
 from lowbit.integrations.mapped_pages import release_pages
@@ -36,7 +36,7 @@ from lowbit.quant.dequantize import dequantize_
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.layout import in_layout
 from lowbit.quant.linear_layers import features_of, is_embedding, matrix_of
-from lowbit.quant.load import PACKED, packed_layers
+from lowbit.quant.load import PACKED, RENAMINGS, packed_layers
 from lowbit.quant.load_check import check_state_dicts_of
 from lowbit.quant.quant_embedding import QuantEmbedding, quantize_embedding_in_place
 from lowbit.quant.quant_linear import QuantLinear, all_finite, pack_weight, quantize_in_place
@@ -303,4 +303,5 @@ def _repack(model: nn.Module) -> None:
 
 register_quantization_config(METHOD)(LowbitConfig)
 register_quantizer(METHOD)(LowbitQuantizer)
+RENAMINGS.append(renamed)
 refuse_to_resize_packed_tables()

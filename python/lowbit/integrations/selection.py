@@ -22,6 +22,7 @@ from lowbit.integrations.lowbit_config import LowbitConfig
 from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
 from lowbit.quant.output_head import head_layers
 from lowbit.quant.quant_embedding import ROW_MAJOR
+from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.quant.report import ReportRow
 from lowbit.quant.select import check_module, embedding_reason, reason_to_skip
 
@@ -43,6 +44,7 @@ class Selection:
         self.left: list[ReportRow] = []  # those that stay float
         self._model, self._settings, self._plan = model, settings, dict(settings.plan)
         self.tied = tied_modules(model)
+        self._read = weights_that_are_read(model)
         self._take_head(keep_embeddings)
         self._take_embeddings(keep_embeddings)
         self._take_linear(keep)
@@ -116,7 +118,7 @@ class Selection:
         """Why an embedding and the layers that share its weight stay float, or an empty string."""
         for other in shared:
             module = self._model.get_submodule(other)
-            reason = reason_to_skip(module) or embedding_reason(module)
+            reason = reason_to_skip(module) or self._read.get(id(module), "") or embedding_reason(module)
             if is_conv1d(module) or features_of(module) != features_of(self._model.get_submodule(shared[0])):
                 reason = "its weight has another shape"
             elif len(shared) > 1 and getattr(module, "bias", None) is not None:
@@ -133,7 +135,9 @@ class Selection:
                 continue
             planned = name in self._plan
             config = self._plan.pop(name, self._settings.config)
-            reason = "its weight is tied" if name in self.tied else reason_to_skip(module)
+            reason = reason_to_skip(module) or self._read.get(id(module), "")
+            if name in self.tied:
+                reason = "its weight is tied"
             if config is not None and planned and reason:
                 raise ValueError(
                     f"LowbitConfig: plan names {name}, which cannot be quantized: {reason}; give it None in the plan"

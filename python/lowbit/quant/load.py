@@ -6,7 +6,7 @@ A packed weight says in `layout`, the numbers beside it, what its bytes mean: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +32,9 @@ _INDEX_OR_FILE = (
 )
 
 PACKED = (QuantLinear, QuantEmbedding)
+RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
+"""What gives the tensors of a file the names that a model has for them, where its library knows older ones: added by
+the integration of that library."""
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerNames:
@@ -59,6 +62,8 @@ def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerName
         >>> lowbit.load(build_model(), "model.pt")
     """
     state = dict(file) if isinstance(file, Mapping) else _read(Path(file))
+    for rename in RENAMINGS:
+        state = rename(model, state)
     shared = _shared_names(model)
     state |= {other: state[first] for other, first in shared.items() if other not in state and first in state}
     _check_names(model, state)

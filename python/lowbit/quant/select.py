@@ -37,6 +37,7 @@ from lowbit.quant.output_head import head_layers
 from lowbit.quant.packing import all_finite
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.read_weights import weights_that_are_read
 from lowbit.tables.folding import folded, told
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -83,14 +84,17 @@ def select(
     taken: list[tuple[str, nn.Module]] = []
     skipped: list[Skipped] = []
     adapters = adapter_modules(model)
+    read = weights_that_are_read(model)
     heads = head_layers(model) if head is not None else []
+    if heads and id(heads[0]) in read:
+        heads = []
     tables = {id(table) for table in heads[1:] if filter_fn is None and not embedding_reason(table)}
     for name, module in model.named_modules():
         if id(module) in adapters:
             if is_linear(module):
                 skipped.append(Skipped(name, module, "an adapter of peft, which is trained"))
             continue
-        reason = reason_to_skip(module)
+        reason = reason_to_skip(module) or read.get(id(module), "")
         if filter_fn is None:
             if not is_linear(module) and id(module) not in tables:
                 continue

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of transformers' models whose weight is read beside the layer, and so must not be packed: T5 looks at
+its dtype, Mamba multiplies by it.
+
+Found in the source of the class that owns the layer, since no call of the layer shows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from lowbit.quant.linear_layers import is_linear
+
+_NAMED = re.compile(r"\bself\.(\w+)\.weight\b")
+_HARMLESS = {"device", "requires_grad"}  # what a packed weight says of itself as a float one does
+_CAREFUL = {"uint8", "is_floating_point"}  # a method that asks about these knows of packed weights
+_NO_CALL = "init"  # in names of methods that are called before the weights are there
+
+
+def weights_that_are_read(model: nn.Module) -> dict[int, str]:
+    """Return, by the ids of the layers, who reads their weight."""
+    found = {}
+    for module in model.modules():
+        layers = {name: layer for name, layer in module._modules.items() if layer is not None and is_linear(layer)}
+        if layers and any(map(_is_of_transformers, type(module).__mro__)):
+            for name in layers.keys() & _read_by(type(module)):
+                found[id(layers[name])] = f"{type(module).__name__} reads its weight"
+    return found
+
+
+def _is_of_transformers(cls: type) -> bool:
+    return cls.__module__.startswith("transformers.") or cls.__module__.startswith("transformers_modules.")
+
+
+@functools.cache
+def _read_by(cls: type) -> frozenset[str]:
+    """The names of layers whose weight a method of this class reads; of a method that is replaced nothing counts."""
+    names: set[str] = set()
+    replaced: set[str] = set()
+    for base in cls.__mro__:
+        if _is_of_transformers(base):
+            for method, read in _methods_of(base.__module__).get(base.__qualname__, {}).items():
+                if method not in replaced:
+                    names |= read
+        replaced |= vars(base).keys()
+    return frozenset(names)
+
+
+@functools.cache
+def _methods_of(home: str) -> dict[str, dict[str, set[str]]]:
+    """What each method of each class in a file reads; nothing where there is no source."""
+    try:
+        text = inspect.getsource(sys.modules[home])
+    except (KeyError, OSError, TypeError):
+        return {}
+    if not _NAMED.search(text):
+        return {}
+    classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {node.name: {method.name: _read_in(method) for method in _methods(node)} for node in classes}
+
+
+def _methods(of: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    return (node for node in of.body if isinstance(node, ast.FunctionDef))
+
+
+def _read_in(method: ast.FunctionDef) -> set[str]:
+    if _NO_CALL in method.name:
+        return set()
+    attributes = [node for node in _walked(method) if isinstance(node, ast.Attribute)]
+    if any(node.attr in _CAREFUL for node in attributes):
+        return set()
+    harmless = {id(node.value) for node in attributes if node.attr in _HARMLESS}
+    return {
+        node.value.attr
+        for node in attributes
+        if node.attr == "weight"
+        and id(node) not in harmless
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    }
+
+
+def _walked(method: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a method, but for what it does in training alone: there Mamba hands weights to kernels for GPUs,
+    and computes as always where it has none."""
+    waiting: list[ast.AST] = [method]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and _is_of_training(node.test):
+            waiting += [node.test, *node.orelse]
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _is_of_training(test: ast.expr) -> bool:
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    return any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts)
