@@ -105,7 +105,7 @@ def test_outliers_are_spread() -> None:
         return float((weight.abs().amax(1) / weight.square().mean(1).sqrt()).nanmean())  # the row of padding is 0
 
     weights = (model.model.embed_tokens.weight, model.model.layers[0].self_attn.q_proj.weight)
-    before = peak(weights[0])
+    before = peak(weights[0].detach())
     lowbit.rotate_(model)
     assert before > 7 and all(peak(weight.detach()) < 4 for weight in weights)
 
@@ -178,15 +178,8 @@ class Doubled(nn.Linear):
     pass
 
 
-def scaled(module: nn.Module, factor: float) -> None:
-    """Its forward is another one; nothing of its pieces says so."""
-    forward = type(module).forward
-    kind = type(type(module).__name__, (type(module),), {"forward": lambda self, *a, **k: forward(self, *a, **k) * factor})
-    module.__class__ = kind
-
-
-def with_mlp_of(model: nn.Module) -> None:
-    """A layer that changes single channels of the stream."""
+def cut_channels(model: nn.Module) -> None:
+    """What a layer adds to the stream is cut channel by channel; nothing of its pieces says so."""
     mlp = model.model.layers[1].mlp
     forward = type(mlp).forward
     mlp.__class__ = type("Other", (type(mlp),), {"forward": lambda self, x: forward(self, x).relu()})
@@ -214,7 +207,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "the meta device": (lambda model: model.to("meta"), "must be on the cpu, got device='meta'"),
     "a missing piece": (lambda model: delattr(model.model.layers[1].mlp, "down_proj"), "model.layers.1.mlp.down_proj must be there"),
     "inf": (lambda model: model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.inf), "logits of the model must be finite"),
-    "channels that are cut": (with_mlp_of, "must compute the same with the new weights"),
+    "channels that are cut": (cut_channels, "must compute the same with the new weights"),
     "max_norm": (lambda model: setattr(model.model.embed_tokens, "max_norm", 1.0), "model.embed_tokens must be without max_norm"),
 }  # fmt: skip
 

@@ -37,13 +37,13 @@ class Changes:
     def value(self, module: nn.Module, key: str) -> Tensor:
         """The parameter as it will be, float64; the parameter itself where it stays."""
         value = module._parameters[key].detach()
-        for change in self.of[module][key] if module in self.of else ():
+        for change in self.of.get(module, {}).get(key, ()):
             value = change(value.double())
         return value
 
     def make(self) -> None:
         """Make them, in place: parameters stay the same objects, and one that two modules share becomes two if its
-        values do not change alike."""
+        values do not change alike. Of each the old value is freed at once, so there is no way back."""
         shared = defaultdict(list)
         for module, keys in self.of.items():
             for key in keys:
