@@ -36,6 +36,9 @@ LOWBIT_INLINE auto dot_codes(const uint8_t* step) {
 template <Format kFormat>
 LOWBIT_INLINE void expand_panel(const WeightSpec& spec, const PanelView& panel, int64_t halves,
                                 typename DotOf<kFormat>::Codes* out) {
+  if constexpr (kFormat == Format::int8 && std::is_same_v<typename DotOf<kFormat>::Codes, u8x64>)
+    if (is_unpacked(spec.format))
+      return unpack_tiles(spec.format, panel.codes, ceil_div(halves, 2), reinterpret_cast<uint8_t*>(out));
   alignas(64) uint8_t room[kByteTile];
   const uint8_t* tile = nullptr;
   for (int64_t half = 0; half < halves; half++) {
@@ -188,7 +191,7 @@ void linear_dot(const LinearArgs& args) {
   using Dot = DotOf<kFormat>;
   using Codes = typename Dot::Codes;
   const WeightSpec& spec = args.weight_spec;
-  const int64_t panel_steps = ceil_div(spec.k, kHalfK) * kStepsPerHalf;
+  const int64_t panel_steps = spec.padded_k() / kHalfK * kStepsPerHalf;  // codes in planes fill whole tiles
   const int64_t panels = spec.panels(), row_bytes = spec.padded_k() * static_cast<int64_t>(sizeof(typename Dot::Step));
   const int64_t block_rows = larger(kDotRows, kL2Block / row_bytes / kDotRows * kDotRows);
   constexpr int64_t kPass = 512;  // rows quantized at a time: bounds the scratch memory
