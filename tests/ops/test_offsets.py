@@ -5,6 +5,7 @@ and zero points that 24 bits do not hold beside the offset."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lowbit.reference.quantize import QuantizedWeight
 from lowbit.testing import LinearCase, LinearData, assert_within, make_data, run_linear
 
 N, K = 19, 131
+Served = Callable[[Iterable[LinearCase]], list[LinearCase]]
 FORMATS = [
     (format, group_size)
     for format in testing.formats_of_kind("integer")
@@ -37,17 +39,23 @@ def beside_large(case: LinearCase, large: float) -> LinearData:
     return make_data(case, x.to(getattr(torch, case.dtype)), weight)
 
 
-def test_large_activations_beside_small_ones_are_within_budget(kernel: str) -> None:
+def large_cases() -> dict[LinearCase, float]:
     """Each format with each size, dtype and number of rows by turns."""
-    formats = [it for it in testing.format_cases() if it[1] in (0, 16, 32, 256) and it[2] != "symmetric_no_clipping_err"]
+    sizes = (0, 16, 32, 256)
+    formats = [it for it in testing.format_cases() if it[1] in sizes and it[2] != "symmetric_no_clipping_err"]
+    cases = {}
     for i, format in enumerate(formats):
         for j, m in enumerate((1, 5, 9, 20, 70)):
             dtype = testing.DTYPES[(i + j) % 3]
-            case = LinearCase(m, N, K, dtype, *format)
-            if testing.serves(kernel, case):
-                large = LARGE[dtype][(i + j) // 3 % len(LARGE[dtype])]
-                data = beside_large(case, large)
-                assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case} {large}")
+            cases[LinearCase(m, N, K, dtype, *format)] = LARGE[dtype][(i + j) // 3 % len(LARGE[dtype])]
+    return cases
+
+
+def test_large_activations_beside_small_ones_are_within_budget(kernel: str, served: Served) -> None:
+    sizes = large_cases()
+    for case in served(sizes):
+        data = beside_large(case, sizes[case])
+        assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case} {sizes[case]}")
 
 
 def with_small_zeros(format: str, group_size: int, n: int, k: int) -> tuple[lowbit.QuantLinear, QuantizedWeight]:
@@ -76,14 +84,12 @@ def test_a_decoded_weight_is_what_its_parts_say_and_what_many_rows_multiply_by(f
                 assert torch.equal(layer(torch.eye(70)).T, dense), name
 
 
-def test_zero_points_of_many_bits_are_within_budget(kernel: str) -> None:
-    for format, group_size in FORMATS:
-        for m in (1, 3, 20, 70):
-            case = LinearCase(m, 37, 70, "float32", format, group_size, "asymmetric")
-            if testing.serves(kernel, case):
-                layer, parts = with_small_zeros(format, group_size, 37, 70)
-                x: Tensor = torch.eye(70)[:m] if m != 20 else torch.randn(m, 70)
-                wanted, magnitude = reference.product(x, parts), reference.magnitude(x, parts)
-                allowed = testing.budget("float32", 1 if m != 20 else 70, magnitude=magnitude, linear_result=wanted)
-                with lowbit.force_kernel(kernel):
-                    assert_within(layer(x), wanted, allowed, f"{kernel} {case}")
+def test_zero_points_of_many_bits_are_within_budget(kernel: str, served: Served) -> None:
+    cases = (LinearCase(m, 37, 70, "float32", *format, "asymmetric") for format in FORMATS for m in (1, 3, 20, 70))
+    for case in served(cases):
+        layer, parts = with_small_zeros(case.format, case.group_size, 37, 70)
+        x: Tensor = torch.eye(70)[: case.m] if case.m != 20 else torch.randn(case.m, 70)
+        wanted, magnitude = reference.product(x, parts), reference.magnitude(x, parts)
+        allowed = testing.budget("float32", 1 if case.m != 20 else 70, magnitude=magnitude, linear_result=wanted)
+        with lowbit.force_kernel(kernel):
+            assert_within(layer(x), wanted, allowed, f"{kernel} {case}")

@@ -111,6 +111,18 @@ def test_layers_that_shared_a_weight_share_it_again(layout, tied):
     assert fresh[0].weight is fresh[1].weight and torch.equal(fresh(x), model(x))
 
 
+def test_a_tied_table_and_head_stay_one_weight_where_a_state_dict_is_assigned(layout):
+    model = nn.ModuleDict({"table": nn.Embedding(40, 50), "head": nn.Linear(50, 40, bias=False)})
+    model["head"].weight = model["table"].weight
+    quantize_(model, lowbit.int8_weight_only(), lambda module, name: bool(name))
+    state, wanted = repack(model.state_dict(), layout), model["head"](model["table"](torch.arange(9)))
+    before = dict(state)
+    model.load_state_dict(state, assign=True)
+    assert model["table"].weight.data_ptr() == model["head"].weight.data_ptr()
+    assert torch.equal(model["head"](model["table"](torch.arange(9))), wanted)
+    assert all(state[key] is before[key] for key in before), "the state dict belongs to the user"
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_file_of_repacked_tied_weights_is_no_larger_than_the_model(layout, tied, suffix, tmp_path):
     model = tied()

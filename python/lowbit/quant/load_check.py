@@ -6,26 +6,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lowbit import _C
+from lowbit.formats.spec import StoredWeight
+from lowbit.quant.layout import numbers_of, repack_weight
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 
 
 def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Refuse entries that are not the packed weights of the QuantLinear and QuantEmbedding layers under ``module``.
+    Those that are one tensor are still one in the layout that is loaded.
 
     Raises:
         ValueError: names every such layer with what it wants and what the state dict holds.
     """
-    problems = []
-    for name, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, (QuantLinear, QuantEmbedding)):
-            problem = child.state_dict_problem(state_dict, f"{prefix}{name}." if name else prefix)
-            problems += [problem] if problem else []
+    layers = {
+        f"{prefix}{name}." if name else prefix: child
+        for name, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, (QuantLinear, QuantEmbedding))
+    }
+    problems = [text for at, layer in layers.items() if (text := layer.state_dict_problem(state_dict, at))]
     if problems:
         rest = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError("load_state_dict: " + "; ".join(problems[:3]) + rest)
+    _repack_shared(layers, state_dict)
+
+
+def _repack_shared(layers: dict[str, QuantLinear | QuantEmbedding], state_dict: dict[str, Any]) -> None:
+    """Repack a weight that several layers share once, or each would have its own where the state dict is assigned."""
+    sharing: dict[tuple[Any, ...], list[tuple[str, StoredWeight]]] = {}
+    for prefix, layer in layers.items():
+        weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
+        if isinstance(weight, Tensor) and not numbers.is_meta:
+            stored = numbers_of(numbers)
+            layout = layer.layout_name if isinstance(layer, QuantEmbedding) else _C.LAYOUT
+            if stored.layout != layout:
+                memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+                kind = stored.spec.weight_args(stored.n, stored.k), layout
+                sharing.setdefault((memory, *kind), []).append((prefix, stored))
+    for (*_, layout), those in sharing.items():
+        if len(those) > 1:
+            prefix, stored = those[0]
+            weight = repack_weight(state_dict[prefix + "weight"], stored, layout)
+            for prefix, stored in those:
+                numbers = stored.spec.layout(stored.n, stored.k, layout)
+                state_dict[prefix + "weight"] = weight
+                state_dict[prefix + "layout"] = state_dict[prefix + "layout"].new_tensor(numbers)
 
 
 def check_state_dicts_of(model: nn.Module) -> None:

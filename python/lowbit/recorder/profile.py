@@ -14,7 +14,6 @@ from lowbit.recorder.ring import Names, Record, records_in
 from lowbit.recorder.roofline import RowTimes, draw, limits
 from lowbit.tables.table import html_table, text_table
 
-
 _TORCH_OPS_SHOWN = 10
 
 
