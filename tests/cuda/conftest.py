@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 HERE = Path(__file__).parent
 KERNEL_FLAGS = "-std=c++20 -O1 -g0 -w -fPIC -ffp-contract=off -U_FORTIFY_SOURCE"
+if os.environ.get("LOWBIT_TEST_SANITIZE") == "address":  # tools/sanitize
+    KERNEL_FLAGS += " -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +23,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine: it stands for NVRTC")
     sources = [*HERE.glob("*_on_host.hpp"), HERE / "emulated_cuda.cpp", HERE / "emulated_cublas.cpp", Path(__file__)]
-    folder = kept.folder("cuda", sources, make=make)
+    folder = kept.folder("cuda", sources, KERNEL_FLAGS, make=make)
     return {"LOWBIT_CUDA_PATH": str(folder), "LOWBIT_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "LOWBIT_SIM_GUARDS": "1"}
 
 
@@ -32,7 +35,7 @@ def make(folder: Path) -> None:
     # Precompiled, it is a third of the time of each kernel that is compiled later.
     subprocess.run(["g++", *KERNEL_FLAGS.split(), "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    compiler = f'-DLOWBIT_KERNEL_COMPILER="g++ {KERNEL_FLAGS} -shared"'
+    compiler = f'-DLOWBIT_KERNEL_COMPILER="env -u LD_PRELOAD g++ {KERNEL_FLAGS} -shared"'
     subprocess.run(["g++", *flags, compiler, str(HERE / "emulated_cuda.cpp"), "-o", out], check=True)
     (folder / "libnvrtc.so.13").symlink_to("libcuda.so.1")
     subprocess.run(["g++", *flags, str(HERE / "emulated_cublas.cpp"), "-o", str(folder / "libcublasLt.so.13")], check=True)

@@ -5,6 +5,7 @@
 // never come are found.
 #pragma once
 
+#include <sanitizer/asan_interface.h>
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -126,22 +127,27 @@ inline Exchanged exchange(const std::array<uint32_t, 6>& words) {
 }
 
 // Shared memory of one declaration, full of nan bits when a CTA begins, between guards that are whole when it ends.
+// With AddressSanitizer (tools/sanitize) the guards cannot be read either.
 constexpr std::size_t kGuard = 1024;
 constexpr unsigned char kGuardByte = 0xa5;
 inline std::vector<std::pair<unsigned char*, std::size_t>> all_shared;  // the first guard, and bytes of the memory
 inline void poison(unsigned char* guarded, std::size_t bytes) {
+  ASAN_UNPOISON_MEMORY_REGION(guarded, kGuard + bytes + kGuard);
   std::memset(guarded, kGuardByte, kGuard), std::memset(guarded + kGuard, 0xff, bytes);
   std::memset(guarded + kGuard + bytes, kGuardByte, kGuard);
+  ASAN_POISON_MEMORY_REGION(guarded, kGuard), ASAN_POISON_MEMORY_REGION(guarded + kGuard + bytes, kGuard);
 }
 inline bool guards_are_whole() {
   const auto is_whole = [](const unsigned char* guard) {
     return std::all_of(guard, guard + kGuard, [](unsigned char byte) { return byte == kGuardByte; });
   };
-  for (const auto& [guarded, bytes] : all_shared)
+  for (const auto& [guarded, bytes] : all_shared) {
+    ASAN_UNPOISON_MEMORY_REGION(guarded, kGuard + bytes + kGuard);
     if (!is_whole(guarded) || !is_whole(guarded + kGuard + bytes)) {
       std::fprintf(stderr, "emulated CUDA: a CTA wrote outside of %zu bytes of shared memory\n", bytes);
       return false;
     }
+  }
   return true;
 }
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,13 +104,17 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def compiled_on_host(text: str, folder: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(made_on_host(text, folder)))
+
+
+def made_on_host(text: str, folder: Path, *flags: str) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine")
     headers = "".join(f'#include "{name}"\n' for name in ("core/bits.hpp", "cuda/device/tiles.cuh"))
     (folder / "kernel.cpp").write_text(headers + text)
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-include", str(HERE / "cuda_on_host.hpp"), f"-I{CSRC}"]
-    subprocess.run([*command, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    subprocess.run([*command, *flags, str(folder / "kernel.cpp"), "-o", str(folder / "kernel.so")], check=True)
+    return folder / "kernel.so"
 
 
 def run_on_host(on_host: ctypes.CDLL, words: torch.Tensor, results: int, of_tiles: bool) -> torch.Tensor:
@@ -127,6 +133,25 @@ def test_the_emulation_finds_writes_outside_of_shared_memory(tmp_path: Path, cap
     told = capfd.readouterr().err
     assert told.count("a CTA wrote outside of 32 bytes of shared memory") == 2 and "of 64 bytes" in told
     assert "a launch has 63 bytes of shared memory, its kernel uses 64" in told
+
+
+def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path) -> None:
+    """As tools/sanitize compiles kernels. The interpreter must begin with its library."""
+    text = OUT_OF_BOUNDS.replace("[args.place] = 1", "[0] = (args.dynamic ? words : sums)[args.place]")
+    library = made_on_host(text, tmp_path, "-fsanitize=address")
+    asked = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    found = Path(asked.stdout.strip())
+    if not found.is_absolute():
+        pytest.skip("no g++ with libasan.so on this machine")
+    code = f"import ctypes, sys; print(ctypes.CDLL({str(library)!r}).run(*map(int, sys.argv[1:])) & 255)"
+    environment = os.environ | {"LD_PRELOAD": str(found.resolve()), "ASAN_OPTIONS": "detect_leaks=0"}
+    for place, dynamic in ((7, 0), (8, 0), (-1, 0), (15, 1), (16, 1)):
+        command = [sys.executable, "-c", code, str(place), str(dynamic), "64"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if place in (7, 15):
+            assert (done.returncode, done.stdout) == (0, "1\n"), done
+        else:
+            assert done.returncode and "use-after-poison" in done.stderr, done
 
 
 @pytest.fixture(scope="module")
