@@ -76,8 +76,9 @@ Library open_library(const LibrarySearch& search) {
   std::string looked;
   for (const auto* folders : {&search.own, &search.packages, &search.home})
     for (const std::string& folder : *folders) looked += folder + ", ";
-  library.missing += concat(split(search.names, ' ')[0], " was not found in ", looked,
-                            "nor where the system looks (", search.source, ")");
+  const std::string folders = looked.empty() ? "" : concat("in ", looked, "nor ");
+  library.missing += concat(split(search.names, ' ')[0], " was not found ", folders, "where the system looks (",
+                            search.source, ")");
   return library;
 }
 

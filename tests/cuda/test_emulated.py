@@ -100,6 +100,17 @@ def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., s
     assert f"libcuda.so.1 was not found in {tmp_path}, " in told and "/nowhere/lib64" in told
 
 
+def test_where_no_folder_is_known_it_says_that_the_system_looked(
+    python: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOWBIT_CUDA_PATH", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    told = python(NO_PACKAGES + "print(_C.cuda.unavailable(0))")
+    if not told.strip():
+        pytest.skip("this machine has a driver of NVIDIA")
+    assert "libcuda.so.1 was not found where the system looks" in told
+
+
 CODE_OF_A_CALL = """
 import torch
 from lowbit import _C
