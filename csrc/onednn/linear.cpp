@@ -40,7 +40,7 @@ std::string_view refuses(const LinearArgs& args) {
 void pad_rows(const LinearArgs& args, int64_t padded, float* to) {
   const int64_t k = args.weight_spec.k;
   const auto bytes = [](int64_t count) { return static_cast<std::size_t>(count) * sizeof(float); };
-  parallel_for(args.m, args.m * padded < 1 << 15 ? 1 : num_threads(), [&](int64_t row) {
+  parallel_for(args.m, threads_worth(8 * args.m * padded), [&](int64_t row) {
     std::memcpy(to + row * padded, static_cast<const float*>(args.x) + row * k, bytes(k));
     std::memset(to + row * padded + k, 0, bytes(padded - k));
   });

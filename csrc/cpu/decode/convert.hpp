@@ -13,7 +13,7 @@ template <class Body>
 void for_each_head_row(const TensorView& tensor, Body&& body) {  // body(b, h, l), in tasks of rows
   const int64_t length = tensor.size(2), rows = tensor.size(0) * tensor.size(1) * length,
                 blocks = ceil_div(rows, kRowsPerTask);
-  parallel_for(blocks, tensor.numel() < (1 << 15) ? 1 : num_threads(), [&](int64_t block) {
+  parallel_for(blocks, threads_worth(8 * tensor.numel()), [&](int64_t block) {
     for (int64_t row = block * kRowsPerTask; row < smaller(rows, (block + 1) * kRowsPerTask); row++)
       body(row / length / tensor.size(1), row / length % tensor.size(1), row % length);
   });

@@ -12,10 +12,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Below this many activations a parallel region (2..5 us) costs more than it saves: AVX2 quantizes about 4 per ns.
-constexpr int64_t kSerialActivations = 1 << 15;
-
-LOWBIT_INLINE int threads_for(int64_t activations) { return activations < kSerialActivations ? 1 : num_threads(); }
+// To prepare an activation takes as long as eight products: AVX2 quantizes about 4 per ns.
+LOWBIT_INLINE int threads_for(int64_t activations) { return threads_worth(8 * activations); }
 
 // q = round(x * inverse + zero_point)
 struct Range {

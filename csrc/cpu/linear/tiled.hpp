@@ -141,11 +141,9 @@ struct TileTask {
         const uint8_t* weights[kPanelsAtOnce] = {};
         const SumScale* scales[kPanelsAtOnce] = {};
         for (int p = 0; p < count; p++) {
-          const int64_t panel = first_panel + column + p, first_sum = k / product.sum_k;
+          const int64_t panel = first_panel + column + p;
           weights[p] = product.weights(panel, k, end - k, room + p * room_bytes);
-          SumScale* const at = scale_room + p * kMostSums;
-          for (int64_t s = first_sum; s * product.sum_k < end; s++) at[s - first_sum] = product.scale_of_sum(panel, s);
-          scales[p] = at;
+          scales[p] = scales_of(panel, k, end, scale_room + p * kMostSums);
         }
         multiply(to, column, count, k, end, weights, scales);
       }
@@ -157,6 +155,13 @@ struct TileTask {
   }
 
  private:
+  // Those of the sums that lie in k begin .. end, in `room`.
+  const SumScale* scales_of(int64_t panel, int64_t begin, int64_t end, SumScale* room) const {
+    const int64_t first = begin / product.sum_k;
+    for (int64_t s = first; s * product.sum_k < end; s++) room[s - first] = product.scale_of_sum(panel, s);
+    return room;
+  }
+
   // All rows times `count` panels, over a block of k.
   void multiply(const TileResults<Product>& to, int64_t column, int count, int64_t k, int64_t end,
                 const uint8_t* const* weights, const SumScale* const* scales) const {
