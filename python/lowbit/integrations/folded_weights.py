@@ -34,6 +34,15 @@ class Changes:
         if module._parameters.get(key) is not None:
             self.of[module][key].append(change)
 
+    def add_to_last_rows(self, module: nn.Module, count: int, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the last ``count`` rows of the weight ``[n, k]``, and of the bias ``[n]``."""
+
+        def of_all(rows: Tensor) -> Tensor:
+            return torch.cat((rows[:-count], change(rows[-count:])))
+
+        for key in ("weight", "bias"):
+            self.add(module, key, of_all)
+
     def value(self, module: nn.Module, key: str) -> Tensor:
         """The parameter as it will be, float64; the parameter itself where it stays."""
         value = module._parameters[key].detach()
@@ -63,42 +72,43 @@ class Changes:
         return self.of[one[0]][one[1]] == self.of[other[0]][other[1]]
 
 
-def checked_difference(function: str, model: nn.Module, words: int, changes: Changes) -> tuple[Tensor, torch.dtype]:
-    """Return the logits that ``model`` has for random tokens and the dtype in which it computed them, if they are the
-    same with the changes.
+def make_checked(function: str, model: nn.Module, words: int, changes: Changes) -> float:
+    """Make the changes if the model has the same logits for random tokens with them; return by how much they differ
+    with the weights in their own dtype, over their size.
 
     Args:
         function: for errors.
         words: of the vocabulary.
 
     Raises:
-        ValueError: they are not, the model does not run, or a new value is not finite in the dtype of its parameter.
+        ValueError: it has not, the model does not run, or a new value is not finite in the dtype of its parameter.
     """
     for dtype in TOLERANCE:
         try:
-            wanted = logits_in(model, words, dtype)
+            wanted = _logits_in(model, words, dtype)
             break
         except Exception as error:  # the model is the caller's, and so is what it raises; some have no float64
             if dtype is torch.float32:
                 raise ValueError(f"{function}: model must give logits for random tokens, got {error}") from error
     if not wanted.isfinite().all():
         raise ValueError(f"{function}: logits of the model must be finite, got inf or nan")
-    difference = relative(logits_in(model, words, dtype, changes, function), wanted)
+    difference = _relative(_logits_in(model, words, dtype, changes, function), wanted)
     if not difference <= TOLERANCE[dtype]:
         raise ValueError(
             f"{function}: model must compute the same with the new weights, got logits that differ by {difference:.1e} "
             "of their size: its pieces are put together otherwise than those of Llama; nothing was changed"
         )
-    return wanted, dtype
+    changes.make()
+    return _relative(_logits_in(model, words, dtype), wanted)
 
 
-def relative(got: Tensor, wanted: Tensor) -> float:
+def _relative(got: Tensor, wanted: Tensor) -> float:
     """The root mean square of the difference, over that of ``wanted`` around its mean."""
     return float((got - wanted).norm() / (wanted - wanted.mean()).norm().clamp_min(1e-300))
 
 
 @torch.no_grad()
-def logits_in(
+def _logits_in(
     model: nn.Module, words: int, dtype: torch.dtype, changes: Changes | None = None, function: str = ""
 ) -> Tensor:
     """The logits for random tokens of the model computed in ``dtype``, with the changes."""
@@ -112,7 +122,6 @@ def logits_in(
 def _computing_in(model: nn.Module, dtype: torch.dtype, changes: Changes, function: str) -> Iterator[None]:
     """Each module has parameters of ``dtype`` while it is called."""
     own: dict[nn.Module, dict[str, nn.Parameter]] = {}
-
     names = {module: name for name, module in model.named_modules()}
 
     def widen(module: nn.Module, args: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.integrations.decoder_pieces import Decoder, Half, Norm, decoder_of
-from lowbit.integrations.folded_weights import Changes, checked_difference, logits_in, relative
+from lowbit.integrations.folded_weights import Changes, make_checked
 from lowbit.quant.rotation import KINDS, Rotation, rotation
 
 
@@ -92,13 +92,11 @@ def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: b
     stream = rotation(kind, decoder.hidden, generator)
     of_heads = rotation(kind, _head_dim(decoder), generator) if heads else None
     changes = _changes(decoder, stream, of_heads)
-    wanted, dtype = checked_difference("rotate_", model, decoder.words, changes)
     was_tied = decoder.tied
-    changes.make()
+    difference = make_checked("rotate_", model, decoder.words, changes)
     untied = was_tied and not decoder.tied
     if untied:
         untie(model)
-    difference = relative(logits_in(model, decoder.words, dtype), wanted)
     return RotationReport(stream, of_heads, len(decoder.halves) // 2, untied, difference)
 
 
@@ -146,14 +144,12 @@ def _fold(norm: Norm, changes: Changes, stream: Rotation) -> None:
 def _turn_heads(half: Half, changes: Changes, heads: Rotation) -> None:
     """Turn the values of each head, and take that back in front of o_proj."""
 
-    def of_rows(weight: Tensor) -> Tensor:
-        """Of a weight [n, k] or a bias [n], whose last rows are the values."""
-        first, values = weight[: -half.inner_rows], weight[-half.inner_rows :]
-        turned = heads.turn(values.reshape(-1, half.head_dim, *weight.shape[1:]).movedim(1, -1)).movedim(-1, 1)
-        return torch.cat((first, turned.reshape(values.shape)))
+    def turned(values: Tensor) -> Tensor:
+        """Of the rows of a weight [n, k] or a bias [n]."""
+        by_heads = values.reshape(-1, half.head_dim, *values.shape[1:])
+        return heads.turn(by_heads.movedim(1, -1)).movedim(-1, 1).reshape(values.shape)
 
-    changes.add(half.inner, "weight", of_rows)
-    changes.add(half.inner, "bias", of_rows)
+    changes.add_to_last_rows(half.inner, half.inner_rows, turned)
     changes.add(half.writer, "weight", _by_heads(heads, half.head_dim))
 
 

@@ -21,7 +21,7 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.int4 import int8_dynamic_activation_int4_weight
 from lowbit.formats.torchao import from_torchao
 from lowbit.integrations.decoder_pieces import Half, decoder_of
-from lowbit.integrations.folded_weights import Changes, checked_difference, logits_in, relative
+from lowbit.integrations.folded_weights import Changes, make_checked
 from lowbit.quant.calibration import Calibration, calibrate
 from lowbit.quant.distortion import decibel
 from lowbit.quant.input_moments import InputMoments
@@ -109,9 +109,7 @@ def smooth_(
         rows.append(SmoothedRow(name, alpha, gained_db))
         if alpha:
             of.move(scales, changes)
-    wanted, dtype = checked_difference("smooth_", model, decoder.words, changes)
-    changes.make()
-    return SmoothingReport(rows, relative(logits_in(model, decoder.words, dtype), wanted))
+    return SmoothingReport(rows, make_checked("smooth_", model, decoder.words, changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +146,9 @@ def _in_front_of_writer(half: Half) -> _Input:
         own = scales.view(-1, shared, size)[:, 0].reshape(-1)  # of each value, whose heads have the same
 
         def divided(rows: Tensor) -> Tensor:
-            first, inner = rows[: -half.inner_rows], rows[-half.inner_rows :]
-            return torch.cat((first, inner / own.view(-1, *[1] * (inner.dim() - 1))))
+            return rows / own.view(-1, *[1] * (rows.dim() - 1))
 
-        changes.add(half.inner, "weight", divided)
-        changes.add(half.inner, "bias", divided)
+        changes.add_to_last_rows(half.inner, half.inner_rows, divided)
         changes.add(half.writer, "weight", lambda weight: weight * scales)
 
     return _Input((half.writer,), (shared, size), move)
