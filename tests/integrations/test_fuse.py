@@ -20,6 +20,17 @@ from lowbit.quant.fused_norm import norm_facts
 FUSED = {name for name in MODELS if name != "cohere"}  # whose rotary embedding turns neighbours, not halves
 
 
+def test_gpt2_has_no_piece_that_fits() -> None:
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, vocab_size=96, bos_token_id=1, eos_token_id=2, attn_implementation="lowbit"
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    lowbit.quantize_(model, lowbit.int8_dynamic_activation_int8_weight())
+    wanted = logits(model, prompt())
+    assert list(lowbit.fuse(model)) == [] and not any(isinstance(module, Fused) for module in model.modules())
+    assert logits(model, prompt()).equal(wanted)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_prompts_and_of_steps_stay(name: str) -> None:
     model = made(name)
