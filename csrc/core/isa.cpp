@@ -138,6 +138,9 @@ std::string isa_reason() {
 std::string isa_unavailable(std::string_view name) {
   for (const Isa& isa : kIsas) {
     if (isa.name != name) continue;
+    Features instructions = isa.needs;
+    instructions.of_amd = false;
+    if (!is_detected(isa) && detected().contains(instructions)) return "its products are slow on this processor";
     if (!is_detected(isa)) return concat("this machine has ", detected_isa(), " only");
     return is_left(isa) ? "" : concat("LOWBIT_ISA lowers this machine to ", chosen_isa());
   }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,13 @@ def test_a_backend_that_cannot_run_is_one_line_with_its_reason() -> None:
     for row in rows:
         assert row["backend"] in running or info[f"rows of {row['backend']}"] == f"not available: {row['reason']}"
     assert len(repr(info).splitlines()) < 60
+
+
+def test_a_machine_has_only_a_lesser_set_than_the_one_it_lacks() -> None:
+    compiled = str(lowbit.info()["isa compiled"]).split(", ")
+    for row in lowbit.kernels("linear"):
+        if only := re.fullmatch(r"this machine has (\w+) only", str(row["reason"])):
+            assert compiled.index(str(row["backend"])) < compiled.index(only[1])
 
 
 def test_threads_are_those_of_torch() -> None:

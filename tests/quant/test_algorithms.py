@@ -81,6 +81,18 @@ def test_hqq_takes_any_finite_weight(weight):
     assert error <= weight.double().abs().max() / 15 + 1e-38
 
 
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_hqqs_zero_points_are_those_that_the_kernels_use(group_size):
+    model = nn.Sequential(nn.Linear(256, 16, bias=False))
+    with torch.no_grad():
+        model[0].weight[::3, 7] = 5000
+    lowbit.quantize_(model, lowbit.int4_weight_only(group_size, algorithm=lowbit.HQQ()))
+    codes, scale, zero = (value.double() for value in model[0].unpack())
+    groups = codes.view(16, scale.shape[1], -1)
+    weight = (groups - zero[..., None]) * scale[..., None]
+    torch.testing.assert_close(model[0].dequantize().double(), weight.view(16, 256), rtol=0, atol=2e-6 * scale.max().item())
+
+
 def test_hqq_is_asymmetric_and_torchaos_name_of_it_is_taken():
     config = lowbit.Int4WeightOnlyConfig(32, int4_choose_qparams_algorithm="hqq")
     assert config.algorithm == lowbit.HQQ() and config.spec(torch.float32).asymmetric
