@@ -58,15 +58,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_plan() -> Callable[..., Plan]:
     """autoquant with a FakeTimer, and no times kept in a file."""
 
-    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, recorded=False):
+    def make(model, example_input, candidates, seconds, min_sqnr=20.0, model_seconds=1.0, cache=False, filter_fn=None, noise=1.0, recorded=False, whole=True, evaluate=None, at_most=None):
         timer = FakeTimer(seconds, model_seconds)
         timer.noise = noise
         maker = PlanMaker(candidates_of(candidates, None), min_sqnr, KeptTimes(cache), timer)
-        maker.raises = True
+        maker.raises, maker.evaluate, maker.at_most = True, evaluate, at_most
         layers = maker.layers_of(model, filter_fn)
         if recorded:
             record(model, layers, lambda: model(example_input))
-        plan = maker.plan(model, layers, example_input, recorded=recorded)
+        plan = maker.plan(model, layers, example_input if whole else None, recorded=recorded)
         plan.timer = timer
         return plan
 

@@ -18,6 +18,7 @@ from lowbit.autotune.seen_layer import SAMPLE_ROWS
 from lowbit.formats import FORMATS
 from lowbit.quant import QuantLinear
 
+W4 = lowbit.int4_weight_only(32)
 INT8, W8A8 = lowbit.int8_weight_only(), lowbit.int8_dynamic_activation_int8_weight()
 W4A8 = lowbit.int8_dynamic_activation_int4_weight(32)
 
@@ -253,6 +254,63 @@ def test_padding_does_not_count_for_the_bound_of_the_model(make_plan):
     assert not make_plan(Padded(), (x, mask), [INT8], {"int8": 5.0}).specs, "a mask without its name is any tensor"
 
 
+class Loss:
+    """The mean square of what a model is off its float output, above 1 as a loss is; counts its calls."""
+
+    def __init__(self, model, x):
+        self.x, self.wanted, self.calls = x, model(x).detach(), 0
+
+    def __call__(self, model):
+        assert not torch.is_grad_enabled() and not model.training
+        self.calls += 1
+        return 1 + (model(self.x) - self.wanted).square().mean()
+
+
+@pytest.mark.parametrize("share", [1.5, 0.1, 1e-3, 1e-9])
+@pytest.mark.parametrize("example", [True, False])
+def test_a_figure_of_the_user_bounds_the_model_in_place_of_its_output(block, x, make_plan, share, example, tmp_path):
+    loss = Loss(block, x)
+    at_most = 1 + share * float(loss.wanted.square().mean()) / 100  # 1 is the noise of 20 dB, which int4 has
+    times = {"int4": 2.0, "int8": 4.0, "float32": 8.0}
+    plan = make_plan(
+        block, x, [W4, INT8, lowbit.float_weight()], times, -math.inf, recorded=not example, whole=example,
+        evaluate=loss, at_most=at_most,
+    )  # fmt: skip
+    figure = plan.evaluation
+    assert figure.before == 1 and figure.after <= figure.at_most == at_most and loss.calls > 2
+    chosen = {spec.format for spec in plan.specs.values()}
+    assert "int4" in chosen if share > 1 else "int4" not in chosen
+    assert f"evaluate: 1 -> {figure.after:.5g}, at most {at_most:.5g}" in repr(plan)
+    plan.save(tmp_path / "plan.json")
+    again = lowbit.Plan.load(tmp_path / "plan.json")
+    assert again.evaluation == figure
+    again.apply(block)
+    with torch.no_grad():
+        assert float(loss(block)) == pytest.approx(figure.after, rel=1e-6)
+
+
+def test_a_figure_that_gives_no_bound_is_refused_and_the_model_stays(block, x, make_plan):
+    calls = iter(range(9))
+    for evaluate, at_most, error, text in [
+        (lambda model: 3.0, 2.0, ValueError, "at_most must be more than evaluate gives for the float model, 3, got 2"),
+        (lambda model: math.nan, 2.0, ValueError, "at_most must be more than evaluate gives"),
+        (lambda model: next(calls), 2.0, ValueError, "evaluate must give the same twice for one model, got 0 and 1"),
+        (lambda model: "low", 2.0, TypeError, "evaluate must return a number, got str"),
+        (lambda model: torch.ones(3), 2.0, TypeError, "evaluate must return a number, got Tensor"),
+    ]:
+        with pytest.raises(error, match=f"autoquant: {text}"):
+            make_plan(block, x, [INT8], {}, evaluate=evaluate, at_most=at_most)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in block.modules())
+
+
+def test_a_choice_whose_figure_is_nan_is_not_taken(block, x, make_plan):
+    def evaluate(model):
+        return math.nan if any("forward" in vars(module) for module in model.modules()) else 1.0
+
+    plan = make_plan(block, x, [INT8], {"int8": 5.0}, evaluate=evaluate, at_most=2.0)
+    assert not plan.specs and plan.evaluation.after == 1
+
+
 def test_encoder_layers_of_torch_are_recorded_and_measured_without_their_fused_path(make_plan):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2).eval()
@@ -345,6 +403,10 @@ def test_a_candidate_that_raises_is_left_out_and_noted(block, x, make_plan, monk
         ({"manual": True, "mode": ["relu", None]}, ValueError, "mode must be \\['interpolate', 0.85\\]"),
         ({"manual": True, "min_sqnr": "high"}, ValueError, "min_sqnr must be a number of dB or None, got 'high'"),
         ({"manual": True, "min_sqnr": math.nan}, ValueError, "min_sqnr must be a number"),
+        ({"manual": True, "at_most": 2.0}, ValueError, "evaluate must be given with at_most"),
+        ({"manual": True, "evaluate": len}, ValueError, "at_most must be given with evaluate"),
+        ({"manual": True, "evaluate": 3, "at_most": 2.0}, TypeError, "evaluate must be called with a model, got int"),
+        ({"manual": True, "evaluate": len, "at_most": math.inf}, ValueError, "at_most must be a number, got inf"),
         ({"manual": True, "candidates": []}, ValueError, "candidates must hold a configuration, got none"),
         ({"manual": True, "candidates": ["int8"]}, TypeError, "candidates must hold configurations such as .* got str"),
         ({"manual": True, "candidates": "int8"}, TypeError, "candidates must be a sequence of configurations, got str"),

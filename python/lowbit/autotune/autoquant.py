@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from lowbit import _C
 from lowbit.autotune.candidates import candidates_of
 from lowbit.autotune.choosing import Choice, choose, never_slower
+from lowbit.autotune.evaluated import Evaluated, Evaluation
 from lowbit.autotune.kept_times import KeptTimes, machine
 from lowbit.autotune.kv_choice import choose_cache
 from lowbit.autotune.measuring import NOISY, Measuring, kinds_of, margin_of
@@ -55,6 +56,8 @@ def autoquant(
     *,
     candidates: Sequence[FormatConfig | Any] | None = None,
     cache: str | os.PathLike[str] | bool | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    at_most: float | None = None,
 ) -> Plan | Recording:
     """Choose for each linear layer the format and kernel row that is fastest on this machine and exact enough.
 
@@ -75,16 +78,22 @@ def autoquant(
         manual: return a `Recording` at once; run the model as you like, then ``recording.finalize()``.
         set_inductor_config: no effect; lowbit never changes Inductor's settings.
         supress_autoquant_errors: leave a candidate out that raises, and note it in the plan. False: let it raise.
-        min_sqnr: dB that each layer's output and the model's output hold; None: no bound.
+        min_sqnr: dB that each layer's output and the model's output hold; None: no bound. With ``evaluate`` it is the
+            layers' alone.
         candidates: configurations. Default: every one of `lowbit.formats.FORMATS`, bfloat16, W4A8 in groups of 128.
         cache: measured times are kept in a file. None: ``$XDG_CACHE_HOME/lowbit/autoquant.json``; a path; False: none.
+        evaluate: called with the model, as it is and with formats in place of its layers, returns a figure of yours
+            that is better the smaller it is: a loss, a perplexity, a KL divergence. It is called some ten to a hundred
+            times, without gradients.
+        at_most: what ``evaluate`` may give for the model with the plan.
 
     Returns:
         A `Plan`; with ``manual`` a `Recording`.
 
     Raises:
         ValueError: an argument has no meaning here, a row is forced (LOWBIT_KERNEL), a weight is not finite, no linear
-            layer is called, or two runs of the model differ. TypeError: an argument is of another kind.
+            layer is called, two runs of the model or of ``evaluate`` differ, or the float model is above ``at_most``.
+            TypeError: an argument is of another kind, or ``evaluate`` returns no number.
 
     Example:
         >>> plan = lowbit.autoquant(model, x)
@@ -100,9 +109,10 @@ def autoquant(
         raise ValueError("autoquant: example_input must be given, or manual=True to record what you run")
     if example_input is not None and manual:
         raise ValueError("autoquant: manual=True records what you run; give example_input to finalize()")
+    _check_evaluate(evaluate, at_most)
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose graphs have no hooks
     maker = PlanMaker(configs, -math.inf if min_sqnr is None else float(min_sqnr), KeptTimes(cache), Timer())
-    maker.raises = not supress_autoquant_errors
+    maker.raises, maker.evaluate, maker.at_most = not supress_autoquant_errors, evaluate, at_most
     layers = maker.layers_of(model, filter_fn)
     if manual:
         return Recording(model, layers, maker.plan)
@@ -117,12 +127,24 @@ def _check_mode(mode: Any) -> None:
         )
 
 
+def _check_evaluate(evaluate: Any, at_most: Any) -> None:
+    if (evaluate is None) != (at_most is None):
+        given, missing = ("evaluate", "at_most") if at_most is None else ("at_most", "evaluate")
+        raise ValueError(f"autoquant: {missing} must be given with {given}, got None")
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(f"autoquant: evaluate must be called with a model, got {type(evaluate).__name__}")
+    if at_most is not None and not (isinstance(at_most, (int, float)) and math.isfinite(at_most)):
+        raise ValueError(f"autoquant: at_most must be a number, got {at_most!r}")
+
+
 class PlanMaker:
     """Makes a plan of what was recorded; holds what does not depend on the model."""
 
     def __init__(self, configs: Sequence[FormatConfig], bound_db: float, kept: KeptTimes, timer: Timer) -> None:
         self.configs, self.bound_db, self.kept, self.timer = configs, bound_db, kept, timer
         self.raises = False
+        self.evaluate: Callable[[nn.Module], float] | None = None
+        self.at_most: float | None = None
         self.left: dict[str, str] = {}  # layers that are not asked, and why
         self.notes: list[str] = []
 
@@ -158,14 +180,27 @@ class PlanMaker:
             if whole is not None:
                 record(model, [] if recorded else layers, whole.run_float)
                 whole.check_reproducible(self.bound_db)
+            evaluated = None
+            if self.evaluate is not None:
+                evaluated = Evaluated(model, self.evaluate, float(self.at_most))
+                evaluated.run_float()
             called = [layer for layer in layers if layer.calls]
             if not called:
                 raise ValueError("autoquant: no linear layer of the model was called")
             measured, noise = self._measure(layers, called)
-            bounded = whole is not None and whole.is_bounded
-            model_db, runs = (whole.sqnr_db, whole.affordable_runs) if bounded else (lambda choice: math.inf, 0)
-            choice = choose(measured, model_db, self.bound_db, runs, margin_of(noise))
-            return self._finish(model, layers, choice, whole, recorded)
+            room_db, runs = self._bound_of(whole, evaluated)
+            choice = choose(measured, room_db, self.bound_db, runs, margin_of(noise))
+            return self._finish(model, layers, choice, whole, evaluated, recorded)
+
+    def _bound_of(
+        self, whole: WholeModel | None, evaluated: Evaluated | None
+    ) -> tuple[Callable[[Choice], float], int]:
+        """How far the model with a choice is from its bound, in dB, and how many runs may look for the reason."""
+        if evaluated is not None:
+            return evaluated.room_db, evaluated.affordable_runs
+        if whole is None or not whole.is_bounded or self.bound_db == -math.inf:
+            return lambda choice: math.inf, 0
+        return lambda choice: whole.sqnr_db(choice) - self.bound_db, whole.affordable_runs
 
     def _measure(self, layers: list[SeenLayer], called: list[SeenLayer]) -> tuple[list[MeasuredLayer], float]:
         """Return the layers with their options, and by how much times of the same call differ; a note says what follows
@@ -185,13 +220,15 @@ class PlanMaker:
         return measured, measuring.noise
 
     def _finish(
-        self, model: nn.Module, layers: list[SeenLayer], choice: Choice, whole: WholeModel | None, recorded: bool
-    ) -> Plan:
+        self, model: nn.Module, layers: list[SeenLayer], choice: Choice, whole: WholeModel | None,
+        evaluated: Evaluated | None, recorded: bool,
+    ) -> Plan:  # fmt: skip
         before = after = math.nan
         cache = None
         model_db = math.nan
         if whole is None:
-            self.notes.append("no example input: the model as a whole is neither bounded nor timed")
+            bounded = "neither bounded nor timed" if evaluated is None else "not timed"
+            self.notes.append(f"no example input: the model as a whole is {bounded}")
         else:
             if not whole.is_bounded:
                 self.notes.append("the model returns no floating tensor: its error as a whole is not known")
@@ -219,6 +256,7 @@ class PlanMaker:
             float_seconds=before,
             seconds=after,
             kv_cache=cache,
+            evaluation=evaluated and Evaluation(evaluated.before, evaluated.figure(choice), evaluated.at_most),
             machine=machine(),
             notes=list(dict.fromkeys(self.notes)),
         )

@@ -20,23 +20,24 @@ _LEAST = 1e-30  # noise of a layer that is as good as none
 
 
 def choose(
-    layers: Sequence[MeasuredLayer], model_db: Callable[[Choice], float], bound_db: float, runs: int, margin: float
+    layers: Sequence[MeasuredLayer], room_db: Callable[[Choice], float], bound_db: float, runs: int, margin: float
 ) -> Choice:
     """Return an option for each layer: one format for all, or the fastest for each if that is faster by the margin.
 
     Args:
-        model_db: SQNR of the model's output with a choice, in dB; inf where it is not known.
-        bound_db: what each layer and the model hold.
-        runs: how many calls of ``model_db`` may find out which layers the noise comes from.
+        room_db: by how many dB the noise of the model with a choice stays below what is allowed; inf where it
+            is not known.
+        bound_db: SQNR that each layer holds.
+        runs: how many calls of ``room_db`` may find out which layers the noise comes from.
         margin: the ratio of two times from which on they differ.
     """
-    single = one_format(layers, model_db, bound_db)
+    single = one_format(layers, room_db, bound_db)
     limit = seconds_of(single) / margin
     if sum(layer.options[0].seconds for layer in layers) > limit:
         return single
     mixed = {layer: fastest_within(layer, bound_db) for layer in layers}
     if seconds_of(mixed) <= limit:
-        mixed, _ = hold_model_bound(mixed, model_db, bound_db, runs)
+        mixed = hold_model_bound(mixed, room_db, runs)
     return mixed if seconds_of(mixed) <= limit else single
 
 
@@ -52,37 +53,31 @@ def more_exact(layer: MeasuredLayer, option: Option) -> list[Option]:
     return [other for other in behind if noise_of(layer.error_db(other)) < noise]
 
 
-def hold_model_bound(
-    choice: Choice, model_db: Callable[[Choice], float], bound_db: float, runs: int
-) -> tuple[Choice, float]:
-    """Move layers to more exact options until the model holds the bound.
+def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> Choice:
+    """Move layers to more exact options until the model holds its bound; at the last all layers are as they are.
 
     Args:
         choice: an option for each layer.
-        model_db: SQNR of the model's output with a choice, in dB; inf if all layers are as they are.
-        runs: how many calls of ``model_db`` may find out which layers the noise comes from.
-
-    Returns:
-        The choice that holds it, and its SQNR: inf once all layers are as they are.
+        room_db, runs: as in `choose`; inf if all layers are as they are.
     """
     choice = dict(choice)
-    measured = model_db(choice)
-    if measured >= bound_db:
-        return choice, measured
-    factors = _factors(choice, model_db, runs)
-    while not measured >= bound_db:
-        part = 10 ** ((measured - bound_db) / 10) if math.isfinite(measured) else 0.0
+    room = room_db(choice)
+    if room >= 0:
+        return choice
+    factors = _factors(choice, room_db, runs)
+    while not room >= 0:
+        part = 10 ** (room / 10) if math.isfinite(room) else 0.0
         allowed = _noise(choice, factors) * part
         while True:  # at least one, however small the estimate says that the rest is
             layer, option = _best_move(choice, factors)
             choice[layer] = option
             if _noise(choice, factors) <= allowed:
                 break
-        measured = model_db(choice)
-    return choice, measured
+        room = room_db(choice)
+    return choice
 
 
-def _factors(choice: Choice, model_db: Callable[[Choice], float], runs: int) -> Factors:
+def _factors(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> Factors:
     """What a layer's noise is multiplied by on its way to the model's output: from runs in which only it is changed, or
     only it and its neighbours where layers are more than runs."""
     changed = [layer for layer, option in choice.items() if option.spec is not None]
@@ -92,9 +87,10 @@ def _factors(choice: Choice, model_db: Callable[[Choice], float], runs: int) -> 
         group = changed[start : start + size]
         alone = {layer: option if layer in group else layer.as_float for layer, option in choice.items()}
         own = sum(noise_of(layer.error_db(choice[layer])) for layer in group)
-        factor = min(noise_of(model_db(alone)) / max(own, _LEAST), 1 / _LEAST)
+        factor = min(noise_of(room_db(alone)) / max(own, _LEAST), 1 / _LEAST)
         factors |= dict.fromkeys(group, factor)
-    return factors
+    unseen = sum(factors.values()) / len(factors) / 10  # for a layer with which a loss got better, by chance
+    return {layer: factor or unseen for layer, factor in factors.items()}
 
 
 def _best_move(choice: Choice, factors: Factors) -> tuple[MeasuredLayer, Option]:
@@ -119,13 +115,13 @@ def _noise(choice: Choice, factors: Factors) -> float:
     return sum(factors.get(layer, 0.0) * noise_of(layer.error_db(option)) for layer, option in choice.items())
 
 
-def one_format(layers: Sequence[MeasuredLayer], model_db: Callable[[Choice], float], bound_db: float) -> Choice:
+def one_format(layers: Sequence[MeasuredLayer], room_db: Callable[[Choice], float], bound_db: float) -> Choice:
     """Return the fastest choice of one format for all layers that holds the bounds. A layer that is slower in that
     format stays as it is; all do if none holds."""
     specs = dict.fromkeys(spec for layer in layers for spec in layer.formats)
     for choice in sorted(({layer: layer.in_format(spec) for layer in layers} for spec in specs), key=seconds_of):
         known = [layer.errors.get(option.spec, math.inf) for layer, option in choice.items()]  # others cost packing
-        if not all(error_db >= bound_db for error_db in known) or not model_db(choice) >= bound_db:
+        if not all(error_db >= bound_db for error_db in known) or not room_db(choice) >= 0:
             continue
         if all(layer.error_db(option) >= bound_db for layer, option in choice.items()):
             return choice

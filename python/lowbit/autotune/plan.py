@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lowbit import _C
+from lowbit.autotune.evaluated import Evaluation
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.kv_choice import CacheChoice
 from lowbit.autotune.picture import picture
@@ -54,6 +55,7 @@ class Plan:
         model_db: SQNR of the model's output on the example input, in dB; nan where it is not known.
         float_seconds, seconds: of the model on the example input, before and after; nan without one.
         kv_cache: which format of the KV cache holds the bound, for a decoder that returns one.
+        evaluation: the figure of ``evaluate`` without and with the plan.
         machine: what it was measured on.
         notes: what else is to know.
     """
@@ -64,6 +66,7 @@ class Plan:
     float_seconds: float = math.nan
     seconds: float = math.nan
     kv_cache: CacheChoice | None = None
+    evaluation: Evaluation | None = None
     machine: dict[str, str] = field(default_factory=machine)
     notes: list[str] = field(default_factory=list)
 
@@ -200,6 +203,9 @@ class Plan:
             lines.append(f"model: {1e3 * self.float_seconds:.3g} -> {1e3 * self.seconds:.3g} ms, {ratio:.2f}x float")
         if not math.isnan(self.model_db):
             lines.append(f"model output: {'exact' if self.model_db == math.inf else f'{self.model_db:.1f} dB'}")
+        if self.evaluation is not None:
+            figure = self.evaluation
+            lines.append(f"evaluate: {figure.before:.5g} -> {figure.after:.5g}, at most {figure.at_most:.5g}")
         if self.kv_cache is not None:
             errors = ", ".join(f"{name} {value:.1f} dB" for name, value in self.kv_cache.error_db.items())
             hand_over = f'; hand over QuantizedCache("{self.kv_cache.format}")'

@@ -83,7 +83,7 @@ class WholeModel:
         if all(option.spec is None for option in choice.values()):
             return math.inf
         if self._last is None or self._last[0] != choice:
-            with self._with(choice):
+            with changed(self.model, choice):
                 self._last = choice, self._db(self.run())
         return self._last[1]
 
@@ -108,22 +108,24 @@ class WholeModel:
     def seconds(self, choice: Choice) -> tuple[float, float]:
         """Best seconds of a run of the float model and of the model with the choice, interleaved."""
         before = Timed(self.run, kind="before")
-        after = Timed(self.run, kind="after", around=lambda: self._with(choice))
+        after = Timed(self.run, kind="after", around=lambda: changed(self.model, choice))
         best = self.timer.best({"before": before, "after": after}, share=0.5).seconds
         return best["before"], best["after"]
 
-    @contextlib.contextmanager
-    def _with(self, choice: Choice) -> Iterator[None]:
-        changed = [(layer, option) for layer, option in choice.items() if option.spec is not None]
-        served: list[nn.Module] = []
-        try:
-            with without_encoder_fast_path(self.model) if changed else contextlib.nullcontext():
-                for layer, option in changed:
-                    weight = layer.pack(option.spec).weight
-                    for module in layer.seen.modules.values():
-                        module.forward = preferring(module, weight, option.spec, option.row).forward
-                        served.append(module)
-                yield
-        finally:
-            for module in served:
-                del module.forward
+
+@contextlib.contextmanager
+def changed(model: nn.Module, choice: Choice) -> Iterator[None]:
+    """Let the layers of ``model`` compute as the choice says for a while."""
+    others = [(layer, option) for layer, option in choice.items() if option.spec is not None]
+    served: list[nn.Module] = []
+    try:
+        with without_encoder_fast_path(model) if others else contextlib.nullcontext():
+            for layer, option in others:
+                weight = layer.pack(option.spec).weight
+                for module in layer.seen.modules.values():
+                    module.forward = preferring(module, weight, option.spec, option.row).forward
+                    served.append(module)
+            yield
+    finally:
+        for module in served:
+            del module.forward
