@@ -307,6 +307,30 @@ def test_a_tied_table_is_packed_as_the_head(config, head, type, tmp_path):
     assert (formats["lm_head"] == "") == (type == "F32")  # the report says what is in the file
 
 
+@pytest.mark.parametrize("config", [None, lowbit.int8_weight_only(group_size=32)], ids=str)
+def test_a_head_that_was_untied_is_in_the_file(config, tmp_path):
+    path = write(tmp_path / "model.gguf", "tied", "F32")
+    model = read(path)
+    lowbit.dequantize_(model)
+    lowbit.rotate_(model)
+    if config is not None:
+        lowbit.quantize_(model, config)
+    save(model, tmp_path / "saved.gguf", like=path)
+    assert "output.weight" in GgufFile.open(tmp_path / "saved.gguf").tensors
+    again = read(tmp_path / "saved.gguf")
+    assert again.lm_head.weight is not again.model.embed_tokens.weight
+    assert distance(logits(again), logits(model)) < 1e-5
+
+
+def test_a_parameter_without_a_name_in_files_is_refused(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", "F32")
+    model = read(path)
+    model.model.temperature = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="save: a file such as like must hold every parameter, .* model.temperature"):
+        save(model, tmp_path / "saved.gguf", like=path)
+    assert not (tmp_path / "saved.gguf").exists()
+
+
 def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", "F32")
     for config in (lowbit.int4_weight_only(group_size=64), lowbit.nf4_weight_only(group_size=32)):

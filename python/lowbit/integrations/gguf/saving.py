@@ -16,8 +16,9 @@ from lowbit.integrations.gguf.file import GgufFile, GgufTensor
 from lowbit.integrations.gguf.weights import StateReader
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.layout import numbers_of
-from lowbit.quant.linear_layers import is_conv1d, is_embedding, is_linear
+from lowbit.quant.linear_layers import features_of, is_conv1d, is_embedding, is_linear
 from lowbit.quant.load import PACKED
+from lowbit.tables.folding import first_five
 
 _BLOCK = 32
 _TYPES = {"int4": "Q4_0", "int5": "Q5_0", "int8": "Q8_0", "fp4_e2m1": "MXFP4"}
@@ -37,10 +38,11 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
         model: of transformers.
         path: the file to write.
         like: a GGUF file of the same architecture and tokenizer, such as the one that the model was read from: its
-            metadata and the names of its tensors are taken.
+            metadata and the names of its tensors are taken. A head that is tied there may be one of its own here.
 
     Raises:
-        ValueError: no type holds the codes of a layer; names it. Nothing is written.
+        ValueError: no type holds the codes of a layer, or a parameter has no name in such a file; names it.
+            Nothing is written.
 
     Example:
         >>> model, tokenizer = lowbit.load_gguf("model.gguf")
@@ -48,9 +50,8 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     """
     source = GgufFile.open(like)
     reader = StateReader(source, model, "float")
-    tensors = {
-        tensor.name: _encode(reader, tensor) for tensor in source.tensors.values() if tensor.name in reader.names
-    }
+    known = [tensor for tensor in source.tensors.values() if tensor.name in reader.names]
+    tensors = {tensor.name: _encode(reader, tensor) for tensor in [*known, *_others(reader, known)]}
     writer = gguf.GGUFWriter(path, source.architecture)
     for field in gguf.GGUFReader(source.paths[0]).fields.values():
         if not field.name.startswith(("GGUF.", "split.")) and field.name != "general.architecture":
@@ -62,6 +63,26 @@ def save(model: nn.Module, path: str | Path, like: str | Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _others(reader: StateReader, known: list[GgufTensor]) -> list[GgufTensor]:
+    """The parameters that the other file does not have, such as a head that was untied, by their names in a file."""
+    held = set()
+    for tensor in known:
+        path, _, key = reader.names[tensor.name].rpartition(".")
+        held |= {f"{other}.{key}" for other in reader.tied.get(path, (path,))}
+    names = {parameter: name for name, parameter in reader.names.items()}
+    missing = [parameter for parameter in reader.parameters if parameter not in held]
+    if unnamed := [parameter for parameter in missing if parameter not in names]:
+        raise ValueError(f"save: a file such as like must hold every parameter, has no name for {first_five(unnamed)}")
+    others = []
+    for parameter in missing:
+        path, _, key = parameter.rpartition(".")
+        module = reader.model.get_submodule(path)
+        is_matrix = key == "weight" and (is_linear(module) or is_embedding(module))
+        shape = features_of(module) if is_matrix else tuple(reader.parameters[parameter].shape)
+        others.append(GgufTensor(names[parameter], "", shape, memoryview(b"")))
+    return others
 
 
 def _encode(reader: StateReader, tensor: GgufTensor) -> tuple[np.ndarray, str]:
