@@ -82,7 +82,7 @@ def _copies(size: int) -> int:
 
 def _ours(name: str, head_dim: int, length: int, token_major: bool) -> tuple[Callable[[], object], int]:
     q, scale, calls, size = torch.randn(1, Q_HEADS, 1, head_dim), head_dim**-0.5, [], 0
-    out = torch.empty_like(q)
+    decode, plain = torch.ops.lowbit.decode.default, (False, 0, 0, head_dim)  # causal, position, window, v_columns
     for _ in range(64):
         k, v = torch.randn(2, 1, KV_HEADS, length, head_dim)
         if name in ("int8", "int4"):
@@ -92,13 +92,13 @@ def _ours(name: str, head_dim: int, length: int, token_major: bool) -> tuple[Cal
             tensors = [_layout(part, token_major) for part in parts]
             k, k_scale, v, v_scale = tensors
             calls.append(
-                lambda k=k, v=v, a=k_scale, b=v_scale, rotated=layer.rotated: _C.decode(
-                    q, k, v, out, scale, a, b, rotated
+                lambda k=k, v=v, a=k_scale, b=v_scale, rotated=layer.rotated: decode(
+                    q, k, v, scale, a, b, rotated, *plain
                 )
             )
         else:
             tensors = [_layout(x.to(getattr(torch, name)), token_major) for x in (k, v)]
-            calls.append(lambda k=tensors[0], v=tensors[1]: _C.decode(q, k, v, out, scale))
+            calls.append(lambda k=tensors[0], v=tensors[1]: decode(q, k, v, scale, None, None, False, *plain))
         size = sum(tensor.nbytes for tensor in tensors)
         if len(calls) >= _copies(size):
             break

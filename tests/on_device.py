@@ -14,15 +14,17 @@ from functools import wraps
 from typing import Any
 
 import torch
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C, devices, testing
 
 _FUNCTIONS = (
-    "quantize", "repack", "all_finite", "encode_state", "decode_state", "decode",
+    "quantize", "repack", "all_finite", "encode_state", "decode_state",
     "blocks_linear", "blocks_dequantize", "int8_linear",
-    "score_program_eval", "score_program_backward", "block_classes",
+    "block_classes",
 )  # fmt: skip
+_INTERNALS = ("decode", "score_program_eval", "score_program_backward")
 OF_THE_CPU = {"test_odd_objects", "test_registration"}
 """Files of tests/ops about numpy arrays and about the CPU's kernels at torch's dispatcher."""
 _library = torch.library.Library("lowbit", "IMPL")
@@ -102,6 +104,9 @@ def use(name: str) -> None:
 
     for function in filter(runs_there, _FUNCTIONS):
         setattr(_C, function, _wrapped(getattr(_C, function), device))
+    for function in filter(runs_there, _INTERNALS):
+        call = _wrapped(lambda *args, name=function, **options: getattr(internals.loaded(), name)(*args, **options), device)
+        setattr(internals, function, call)
     if runs_there("optim_step"):
         _Step.device, _Step.there = device, _C.OptimStep
         _C.OptimStep = _Step

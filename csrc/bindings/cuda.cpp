@@ -3,15 +3,10 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
-#include "bindings/tensor_caster.hpp"
-#include "cuda/attention/kind.hpp"
 #include "cuda/cudnn/library.hpp"
-#include "cuda/cudnn/plan.hpp"
-#include "cuda/decode/kind.hpp"
 #include "cuda/sources.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/runtime/libraries.hpp"
-#include "ops/attention_mods.hpp"
 
 namespace lowbit {
 namespace {
@@ -29,78 +24,14 @@ py::list libraries() {
   return all;
 }
 
-py::dict facts_of(const cuda::Source& source, const std::string& architecture) {
-  cuda::Prebuilt made;
-  {
-    const py::gil_scoped_release nogil;
-    made = cuda::prebuild(source, architecture);
-  }
-  py::dict facts;
-  facts["name"] = source.name, facts["path"] = made.path, facts["log"] = made.log;
-  return facts;
-}
-
-py::list prebuild(const std::string& architecture, std::string_view only, bool every_linear) {
+py::list prebuild(const std::string& architecture) {
   py::list all;
-  for (const cuda::Source& source : every_linear ? cuda::linear_sources() : cuda::common_sources()) {
-    if (!source.name.starts_with(only)) continue;
-    all.append(facts_of(source, architecture));
+  for (const cuda::Source& source : cuda::common_sources()) {
+    py::dict facts;
+    facts["name"] = source.name, facts["path"] = cuda::prebuild(source, architecture).path;
+    all.append(facts);
   }
   return all;
-}
-
-// A plan for dense tensors [batch, heads, length, e] on the device that a text describes; read back from its image.
-py::dict attention_plan(const std::string& device, int compute_capability, const std::array<int64_t, 7>& sizes,
-                        std::string_view dtype, bool causal, bool backward) {
-  const auto [batch, heads, kv_heads, q_length, kv_length, e, ev] = sizes;
-  cuda::AttentionShape shape{.batch = batch, .heads = heads, .kv_heads = kv_heads, .q_length = q_length,
-                             .kv_length = kv_length, .e = e, .ev = ev,
-                             .dtype = dtype == name_of(DType::float16) ? DType::float16 : DType::bfloat16,
-                             .causal = causal, .backward = backward};
-  for (int i = 0; i < cuda::AttentionShape::kTensors; i++) {
-    const auto [b, h, length, width] = shape.sizes(static_cast<cuda::AttentionShape::Tensor>(i));
-    shape.stride[static_cast<std::size_t>(i)] = {h * length * width, length * width, width};
-  }
-  const cuda::CudnnDevice on{.description = device, .compute_capability = compute_capability};
-  py::dict facts;
-  const py::gil_scoped_release nogil;
-  const cuda::Plan made = cuda::make_plan(shape, on);
-  const std::string image = made.graph ? cuda::image_of(made) : "";
-  const cuda::Plan again = made.graph ? cuda::read_plan(image, on) : made;
-  const cuda::Plan cut = made.graph ? cuda::read_plan(image.substr(0, image.size() / 2), on) : made;
-  const py::gil_scoped_acquire gil;
-  facts["refused"] = made.refused, facts["workspace"] = made.workspace, facts["image"] = py::bytes(image);
-  facts["again"] = again.refused, facts["workspace_again"] = again.workspace, facts["cut"] = cut.refused;
-  facts["most_workspace"] = cuda::most_workspace(shape);
-  return facts;
-}
-
-using Code = std::vector<int64_t>;
-
-py::list prebuild_attention(const std::string& architecture, const std::string& dtype, int e, int ev, const Code& score,
-                            const py::list& score_captured, const Code& mask, const py::list& mask_captured) {
-  const TensorArguments of_score(score_captured, "score_captured"), of_mask(mask_captured, "mask_captured");
-  const AttentionMods mods("prebuild_attention", {score, of_score.views}, {mask, of_mask.views});
-  const DType type = dtype == "float16" ? DType::float16 : DType::bfloat16;
-  const cuda::AttentionKind kind{.dtype = type, .e = e, .ev = ev, .score = mods.score_mod(), .mask = mods.mask_mod()};
-  py::list all;
-  for (const auto kernel : {cuda::AttentionKernel::forward, cuda::AttentionKernel::backward,
-                            cuda::AttentionKernel::captured})
-    if (kernel != cuda::AttentionKernel::captured || kind.score)
-      all.append(facts_of(cuda::attention_source(kind, kernel), architecture));
-  return all;
-}
-
-py::dict prebuild_decode(const std::string& architecture, const std::string& cache, int e, int ev, int rows,
-                         const Code& score, const py::list& score_captured, const Code& mask,
-                         const py::list& mask_captured) {
-  const TensorArguments of_score(score_captured, "score_captured"), of_mask(mask_captured, "mask_captured");
-  const AttentionMods mods("prebuild_decode", {score, of_score.views}, {mask, of_mask.views});
-  const DType type = cache == "int8" ? DType::int8 : cache == "int4" ? DType::uint8
-                     : cache == "float16" ? DType::float16 : DType::bfloat16;
-  const cuda::DecodeShape shape{type, static_cast<int>(kv_padded(e) / kKvGroup),
-                                static_cast<int>(kv_padded(ev) / kKvGroup), 1, rows / 8};
-  return facts_of(cuda::decode_source({shape, mods.score_mod(), mods.mask_mod()}), architecture);
 }
 
 }  // namespace
@@ -112,22 +43,8 @@ void register_cuda(py::module_& m) {
       "unavailable", [](int16_t index) { return cuda::unavailable({DeviceType::cuda, index}); }, py::arg("index"),
       "Why our kernels cannot run on this device; an empty string if they can.");
   cuda.def("cudnn_missing", cuda::cudnn_missing, "Why no row is cuDNN's; an empty string if they are there.");
-  cuda.def("attention_plan", attention_plan, py::arg("device"), py::arg("compute_capability"), py::arg("sizes"),
-           py::arg("dtype"), py::arg("causal"), py::arg("backward"),
-           "Make a plan of cuDNN without a GPU, for the device that `device` describes (JSON, as cuDNN writes it) and "
-           "sizes (batch, heads, kv_heads, q_length, kv_length, e, ev); write its image and read it back.");
-  cuda.def("prebuild", prebuild, py::arg("architecture"), py::arg("only") = "",
-           py::arg("every_linear") = false,
-           "Compile what optimizers and linear layers use most, or all of linear (where the name begins with `only`) "
-           "into the cache, without a GPU; return name, path and NVRTC's log.");
-  cuda.def("prebuild_attention", prebuild_attention, py::arg("architecture"), py::arg("dtype"), py::arg("e"),
-           py::arg("ev"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
-           py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
-           "Likewise attention with these programs: forward, backward, gradients of what score_mod captured.");
-  cuda.def("prebuild_decode", prebuild_decode, py::arg("architecture"), py::arg("cache"), py::arg("e"), py::arg("ev"),
-           py::arg("rows"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
-           py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
-           "Likewise decode of bfloat16 queries, 8, 16 or 32 rows a CTA, over int8, int4, bfloat16 or float16.");
+  cuda.def("prebuild", prebuild, py::arg("architecture"),
+           "Compile what optimizers and linear layers use most into the cache, without a GPU; return name and path.");
 }
 
 }  // namespace lowbit

@@ -10,7 +10,6 @@ PYBIND11_MODULE(_C, m) {
   lowbit::register_blocks(m);
   lowbit::register_optim(m);
   lowbit::register_score_program(m);
-  lowbit::register_decode(m);
   lowbit::register_traced(m);
   lowbit::register_diagnostics(m);
   lowbit::register_cuda(m);

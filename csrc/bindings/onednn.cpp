@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What Python asks of oneDNN itself; ops reach its rows as on any backend.
 #include "bindings/register.hpp"
-#include "onednn/matmul.hpp"
+#include "onednn/runtime.hpp"
 
 namespace lowbit {
 namespace {
@@ -18,11 +18,8 @@ py::dict facts() {
 }  // namespace
 
 void register_onednn(py::module_& m) {
-  py::module_ onednn = m.def_submodule("onednn", "The library of oneDNN, and what is kept of it.");
+  py::module_ onednn = m.def_submodule("onednn", "The library of oneDNN.");
   onednn.def("facts", facts, "Open the library; return its path, its version and, if it is of no use, the reason.");
-  onednn.def("kept_primitives", onednn::kept_primitives,
-             "Return how many primitives this thread keeps; at most MOST_KEPT.");
-  onednn.attr("MOST_KEPT") = onednn::kMostKept;
 }
 
 }  // namespace lowbit

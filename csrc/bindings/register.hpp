@@ -20,7 +20,6 @@ void register_quantize(pybind11::module_& m);
 void register_blocks(pybind11::module_& m);
 void register_optim(pybind11::module_& m);
 void register_score_program(pybind11::module_& m);
-void register_decode(pybind11::module_& m);
 void register_traced(pybind11::module_& m);
 void register_diagnostics(pybind11::module_& m);
 void register_cuda(pybind11::module_& m);

@@ -19,10 +19,7 @@ LOWBIT_INLINE DType real_of(DType dtype) { return dtype == DType::float64 ? DTyp
 
 struct ScoreCall;  // score/program.hpp: a program with its captured tensors
 
-// What to visit, per block of q_block queries and kv_block keys. Without a block mask every block is full.
-enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
-
-// torch's BlockMask: for every block of queries the kv blocks to visit. All int32.
+// torch's BlockMask: for every block of queries the kv blocks to visit. All int32. Without one every block is full.
 struct BlockLists {
   TensorView kv_num_blocks, kv_indices;  // [B or 1, Hq or 1, q blocks] and [..., kv blocks], or empty: no block mask
   TensorView full_kv_num_blocks, full_kv_indices;  // likewise, or empty

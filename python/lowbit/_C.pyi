@@ -73,156 +73,44 @@ def threads() -> _Threads: ...
 def register_torch() -> list[_Registration]: ...
 def check_call(op: str, arguments: list[Any]) -> None: ...
 def kernels(op: str) -> list[_Kernel]: ...
-def explain_linear(
-    m: int,
-    n: int,
-    k: int,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-    x_format: int,
-    dtype: str,
-    device: str = "cpu",
-    row: int = 0,
-    activation: int = 0,
-) -> list[_Choice]: ...
-def select_linear(
-    m: int,
-    n: int,
-    k: int,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-    x_format: int,
-    dtype: str,
-    device: str = "cpu",
-) -> str: ...
+def explain_linear(m: int, n: int, k: int, format: int, group_size: int, asymmetric: bool, x_format: int, dtype: str,
+                   device: str = "cpu", row: int = 0, activation: int = 0) -> list[_Choice]: ...  # fmt: skip
+def select_linear(m: int, n: int, k: int, format: int, group_size: int, asymmetric: bool, x_format: int, dtype: str,
+                  device: str = "cpu") -> str: ...  # fmt: skip
 def row_number(op: str, name: str) -> int: ...
 def force_kernel(name: str | None) -> str | None: ...
 def last_kernel(op: str) -> str: ...
 def read_bandwidth(bytes: int, streams: int, threads: int, repeats: int = 1) -> float: ...
 def packed_shape(layout: int, n: int, k: int, format: int, group_size: int, asymmetric: bool) -> tuple[int, int]: ...
-def quantize(
-    weight: _Tensor,
-    packed: _Tensor,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-    mapping: int,
-    scale: int = 0,
-    importance: _Tensor | None = None,
-) -> tuple[float, float, float]: ...
-def repack(
-    packed: _Tensor,
-    layout: int,
-    out: _Tensor,
-    out_layout: int,
-    n: int,
-    k: int,
-    format: int,
-    group_size: int,
-    asymmetric: bool,
-) -> None: ...
+def quantize(weight: _Tensor, packed: _Tensor, format: int, group_size: int, asymmetric: bool, mapping: int,
+             scale: int = 0, importance: _Tensor | None = None) -> tuple[float, float, float]: ...  # fmt: skip
+def repack(packed: _Tensor, layout: int, out: _Tensor, out_layout: int, n: int, k: int, format: int, group_size: int,
+           asymmetric: bool) -> None: ...  # fmt: skip
 def all_finite(tensor: _Tensor) -> bool: ...
+
 class OptimStep:
-    def __init__(
-        self,
-        rule: int,
-        state_format: int,
-        block_size: int,
-        params: Sequence[_Tensor],
-        grads: Sequence[_Tensor],
-        states: Sequence[Sequence[_Tensor]],
-        scales: Sequence[Sequence[_Tensor]],
-        steps: Sequence[_Tensor],
-        hyper: dict[str, float | bool],
-        grad_scale: _Tensor | None = None,
-        found_inf: _Tensor | None = None,
-        seed: int | None = None,
-    ) -> None: ...
+    def __init__(self, rule: int, state_format: int, block_size: int, params: Sequence[_Tensor],
+                 grads: Sequence[_Tensor], states: Sequence[Sequence[_Tensor]], scales: Sequence[Sequence[_Tensor]],
+                 steps: Sequence[_Tensor], hyper: dict[str, float | bool], grad_scale: _Tensor | None = None,
+                 found_inf: _Tensor | None = None, seed: int | None = None) -> None: ...  # fmt: skip
     def run(self) -> None: ...
 
-def encode_state(
-    values: _Tensor, state_format: int, is_signed: bool, block_size: int, codes: _Tensor, scale: _Tensor
-) -> None: ...
-def decode_state(
-    codes: _Tensor, scale: _Tensor, state_format: int, is_signed: bool, block_size: int, values: _Tensor
-) -> None: ...
-def score_program_eval(
-    code: list[int], captured: list[_Tensor], b: int, h: int, q0: int, k0: int, scores: _Tensor
-) -> None: ...
-def score_program_backward(
-    code: list[int],
-    captured: list[_Tensor],
-    b: int,
-    h: int,
-    q0: int,
-    k0: int,
-    scores: _Tensor,
-    gradient: _Tensor,
-    captured_gradients: list[_Tensor | None],
-) -> None: ...
-def block_classes(
-    code: list[int],
-    captured: list[_Tensor],
-    B: int,
-    H: int,
-    q_len: int,
-    kv_len: int,
-    q_block: int,
-    kv_block: int,
-    classes: _Tensor,
-) -> int: ...
+def encode_state(values: _Tensor, state_format: int, is_signed: bool, block_size: int, codes: _Tensor,
+                 scale: _Tensor) -> None: ...  # fmt: skip
+def decode_state(codes: _Tensor, scale: _Tensor, state_format: int, is_signed: bool, block_size: int,
+                 values: _Tensor) -> None: ...  # fmt: skip
+def block_classes(code: list[int], captured: list[_Tensor], B: int, H: int, q_len: int, kv_len: int, q_block: int,
+                  kv_block: int, classes: _Tensor) -> int: ...  # fmt: skip
 def score_program_explain(code: list[int]) -> _ScoreProgram: ...
 def score_program_source(code: list[int], captured: list[_Tensor], language: str) -> str: ...
-def score_programs_spirv(functions: list[tuple[str, list[int], list[_Tensor], bool]]) -> bytes: ...
-def decode(
-    q: _Tensor,
-    k: _Tensor,
-    v: _Tensor,
-    out: _Tensor,
-    scale: float,
-    k_scale: _Tensor | None = None,
-    v_scale: _Tensor | None = None,
-    rotated: bool = False,
-    causal: bool = False,
-    position: int = 0,
-    window: int = 0,
-    mask: _Tensor | None = None,
-    sink: _Tensor | None = None,
-    lse: _Tensor | None = None,
-    score_mod: list[int] = ...,
-    score_captured: list[_Tensor] = ...,
-    mask_mod: list[int] = ...,
-    mask_captured: list[_Tensor] = ...,
-) -> None: ...
-def blocks_linear(
-    x: _Tensor,
-    codes: _Tensor,
-    absmax: _Tensor,
-    format: int,
-    block_size: int,
-    y: _Tensor,
-    bias: _Tensor | None = None,
-    scale_codes: _Tensor | None = None,
-    code_map: _Tensor | None = None,
-    offset: _Tensor | None = None,
-) -> None: ...
-def blocks_dequantize(
-    codes: _Tensor,
-    absmax: _Tensor,
-    format: int,
-    block_size: int,
-    numel: int,
-    begin: int,
-    out: _Tensor,
-    scale_codes: _Tensor | None = None,
-    code_map: _Tensor | None = None,
-    offset: _Tensor | None = None,
-) -> None: ...
-def int8_linear(
-    x: _Tensor, weight: _Tensor, row_scale: _Tensor, column_scale: _Tensor, y: _Tensor, bias: _Tensor | None = None
-) -> None: ...
+def blocks_linear(x: _Tensor, codes: _Tensor, absmax: _Tensor, format: int, block_size: int, y: _Tensor,
+                  bias: _Tensor | None = None, scale_codes: _Tensor | None = None, code_map: _Tensor | None = None,
+                  offset: _Tensor | None = None) -> None: ...  # fmt: skip
+def blocks_dequantize(codes: _Tensor, absmax: _Tensor, format: int, block_size: int, numel: int, begin: int,
+                      out: _Tensor, scale_codes: _Tensor | None = None, code_map: _Tensor | None = None,
+                      offset: _Tensor | None = None) -> None: ...  # fmt: skip
+def int8_linear(x: _Tensor, weight: _Tensor, row_scale: _Tensor, column_scale: _Tensor, y: _Tensor,
+                bias: _Tensor | None = None) -> None: ...  # fmt: skip
 def register_torch_key(key: str) -> list[str]: ...
 def look_at_devices() -> None: ...
 def look_in(folders: Sequence[str]) -> None: ...
@@ -231,46 +119,12 @@ class _Cuda:
     def libraries(self) -> list[dict[str, str]]: ...
     def unavailable(self, index: int) -> str: ...
     def cudnn_missing(self) -> str: ...
-    def attention_plan(
-        self,
-        device: str,
-        compute_capability: int,
-        sizes: Sequence[int],
-        dtype: str,
-        causal: bool,
-        backward: bool,
-    ) -> dict[str, object]: ...
-    def prebuild(self, architecture: str, only: str = "") -> list[dict[str, str]]: ...
-    def prebuild_attention(
-        self,
-        architecture: str,
-        dtype: str,
-        e: int,
-        ev: int,
-        score_mod: Sequence[int] = ...,
-        score_captured: Sequence[_Tensor] = ...,
-        mask_mod: Sequence[int] = ...,
-        mask_captured: Sequence[_Tensor] = ...,
-    ) -> list[dict[str, str]]: ...
-    def prebuild_decode(
-        self,
-        architecture: str,
-        cache: str,
-        e: int,
-        ev: int,
-        rows: int,
-        score_mod: Sequence[int] = ...,
-        score_captured: Sequence[_Tensor] = ...,
-        mask_mod: Sequence[int] = ...,
-        mask_captured: Sequence[_Tensor] = ...,
-    ) -> dict[str, str]: ...
+    def prebuild(self, architecture: str) -> list[dict[str, str]]: ...
 
 cuda: _Cuda
 
 class _OneDNN:
-    MOST_KEPT: int
     def facts(self) -> dict[str, str]: ...
-    def kept_primitives(self) -> int: ...
 
 onednn: _OneDNN
 
@@ -291,14 +145,8 @@ class _Recorder:
     def snapshot(self) -> bytes: ...
     def dump(self, path: str, reason: str) -> str: ...
     def watch(self, seconds: float) -> None: ...
-    def open_call(
-        self,
-        op: str,
-        row: str,
-        tensors: Sequence[tuple[str, Sequence[int]]],
-        read: int,
-        group_sequence: int,
-    ) -> tuple[int, int]: ...
+    def open_call(self, op: str, row: str, tensors: Sequence[tuple[str, Sequence[int]]], read: int,
+                  group_sequence: int) -> tuple[int, int]: ...  # fmt: skip
     def close_call(self, handle: tuple[int, int], finished: bool) -> None: ...
     def set_rank(self, rank: int, world: int) -> None: ...
     def begin_profile(self) -> int: ...
@@ -346,15 +194,8 @@ simulated: _Simulated
 
 class _Rows:
     def add_library(self, path: str) -> list[str]: ...
-    def add_kernel(
-        self,
-        op: str,
-        name: str,
-        device: str,
-        function: Callable[..., None],
-        refuses: Callable[..., str | None] | None,
-        first: bool,
-    ) -> None: ...
+    def add_kernel(self, op: str, name: str, device: str, function: Callable[..., None],
+                   refuses: Callable[..., str | None] | None, first: bool) -> None: ...  # fmt: skip
     def commit(self, by: str) -> None: ...
 
 class _External:

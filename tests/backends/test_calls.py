@@ -43,6 +43,7 @@ def register(api):
 CALLS = """
 import json, torch, lowbit, records
 from lowbit import _C, testing
+from tests import internals
 torch.set_grad_enabled(False)
 f, u8, i8 = torch.float32, torch.uint8, torch.int8
 full = lambda value, *shape, dtype=f: torch.full(shape, value, dtype=dtype)
@@ -66,7 +67,7 @@ with torch.enable_grad():
     out = lowbit.ops.attention.attention(q, k, v, scale=0.5, causal=True, sink=full(6, 4))[0]
     torch.autograd.grad(out, (q, k, v), full(9, 2, 4, 40, 16))
 codes, scale = full(1, 2, 2, 50, 32, dtype=i8), full(2, 2, 2, 50, 1)
-_C.decode(full(3, 2, 4, 1, 32), codes, codes, full(0, 2, 4, 1, 32), 0.25, scale, scale, True, True, 49, 30)
+internals.decode(full(3, 2, 4, 1, 32), codes, codes, full(0, 2, 4, 1, 32), 0.25, scale, scale, True, True, 49, 30)
 torch.ops.lowbit.kv_quantize_(full(3, 2, 2, 50, 32), codes, scale, True)
 torch.ops.lowbit.kv_dequantize_(codes, scale, full(0, 2, 2, 50, 32), True)
 print(json.dumps([records.asked, records.given]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C
@@ -70,7 +71,7 @@ CASES = [
 @dataclass
 class DecodeData:
     q: Tensor
-    call: dict[str, Any]  # arguments of _C.decode beside q, out and lse, on the CPU
+    call: dict[str, Any]  # arguments of internals.decode beside q, out and lse, on the CPU
     out: Tensor
     lse: Tensor
     allowed: Tensor
@@ -144,7 +145,7 @@ def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tu
     out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
     previous = _C.force_kernel(ROW[case.cache] + suffix)
     try:
-        _C.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+        internals.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
     finally:
         _C.force_kernel(previous or None)
     assert _C.last_kernel("decode") == ROW[case.cache] + suffix

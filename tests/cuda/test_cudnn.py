@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import internals
 
 import lowbit
 from lowbit import _C
@@ -49,9 +50,9 @@ def description(capability: int) -> str:
 
 PLANS = """
 import json, sys
-from lowbit import _C
+from tests import internals
 for line in sys.stdin.read().splitlines():
-    made = _C.cuda.attention_plan(*json.loads(line))
+    made = internals.attention_plan(*json.loads(line))
     made["image"] = len(made["image"])
     print(json.dumps(made))
 """
@@ -103,7 +104,7 @@ def test_what_cudnn_refuses_is_said_in_its_words(plans: Callable[..., list[dict[
 
 @needs_cudnn
 def test_a_device_that_is_no_description_is_refused() -> None:
-    made = _C.cuda.attention_plan("{}", 90, PADDED, "bfloat16", False, False)
+    made = internals.attention_plan("{}", 90, PADDED, "bfloat16", False, False)
     assert made["refused"].startswith("cuDNN: ") and made["image"] == b""
 
 

@@ -23,9 +23,9 @@ def nvrtc_is_there() -> bool:
 pytestmark = pytest.mark.skipif(not nvrtc_is_there(), reason="no NVRTC on this machine (pip install nvidia-cuda-nvrtc)")
 CODE = """
 import json, sys
-from lowbit import _C
+from tests import internals
 architecture, every_linear, *names = sys.argv[1:]
-print(json.dumps([made for name in names for made in _C.cuda.prebuild(architecture, name, every_linear == "1")]))
+print(json.dumps([made for name in names for made in internals.prebuild(architecture, name, every_linear == "1")]))
 """
 # What takes most registers of each kind of linear.
 HEAVIEST = (
@@ -52,7 +52,7 @@ def prebuilt(python: Callable[..., str], architecture: str, *names: str, folder:
 OF_ATTENTION = """
 import json, sys
 import torch
-from lowbit import _C
+from tests import internals
 from lowbit.score.program_cache import bind
 bias, document = torch.zeros(8, 512), torch.zeros(512, dtype=torch.int64)
 score = bind("test", lambda s, b, h, q, k: 20 * torch.tanh((s + bias[h, (q - k).abs()]) / 20), mask=False)
@@ -60,9 +60,9 @@ mask = bind("test", lambda b, h, q, k: (q >= k) & (document[q] == document[k]), 
 architecture, e, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1"
 mods = (score.code, score.captured, mask.code, mask.captured) if wanted else ()
 if len(sys.argv) > 4:
-    made = [_C.cuda.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 32))]
+    made = [internals.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 32))]
 else:
-    made = _C.cuda.prebuild_attention(architecture, "bfloat16", e, e, *mods)
+    made = internals.prebuild_attention(architecture, "bfloat16", e, e, *mods)
 print(json.dumps(made))
 """
 

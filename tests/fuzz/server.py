@@ -26,6 +26,7 @@ import traceback
 import warnings
 from typing import Any
 
+from tests import internals
 from tests.fuzz.choices import Choices
 from tests.fuzz.driver import OPS
 
@@ -48,6 +49,7 @@ def main() -> None:
         "optim",
     ):
         getattr(lowbit, name)
+    internals.loaded()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what cases print is no answer
     for line in sys.stdin:

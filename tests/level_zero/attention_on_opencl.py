@@ -8,11 +8,11 @@ import struct
 import torch
 from modules import ROOT, specialised
 from opencl import machine
+from tests import internals
 from tests.cuda.attention_calls import AttentionCase, AttentionData
 from torch import Tensor
 
 import lowbit
-from lowbit import _C
 from lowbit.score.program import ProgramBuilder
 from lowbit.score.program_cache import bind
 
@@ -50,7 +50,7 @@ class Mods:
         same = builder.finish(builder.op("score"))
         codes = [(score.code, list(score.captured)) if score else (same, []), (mask.code, list(mask.captured)) if mask else (same, [])]
         names = [("score_mod", 0, False), ("score_mod_gradient", 0, True), ("mask_mod", 1, False)]
-        self.words = _C.score_programs_spirv([(name, *codes[which], gradient) for name, which, gradient in names])
+        self.words = internals.score_programs_spirv([(name, *codes[which], gradient) for name, which, gradient in names])
         self.captured = [tensors for _, tensors in codes]
         self.faults, self.tables = torch.full((2, 4), 77, dtype=torch.int32), torch.full((2, TABLE_WORDS), -1)
         self.there = [bool(score), bool(mask)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from row_fixture import fixture_of
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -51,7 +52,7 @@ class Case:
 
 @dataclass
 class Data:
-    call: dict[str, object]  # arguments of _C.decode beside q, out and lse
+    call: dict[str, object]  # arguments of internals.decode beside q, out and lse
     q: Tensor
     out: Tensor
     lse: Tensor
@@ -165,7 +166,7 @@ def run(data: Data, row: str | None = None, q: Tensor | None = None) -> tuple[Te
     lse = torch.full(q.shape[:3], 7.0)
     call = dict(data.call)
     with forced(row):
-        _C.decode(q, call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+        internals.decode(q, call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
     if row is not None:
         assert _C.last_kernel("decode") == row
     return out, lse
@@ -263,16 +264,16 @@ def test_every_token_may_have_the_memory_of_one(kind: str, tokens: int) -> None:
 
 def test_an_empty_cache_gives_zeros() -> None:
     q, k, v, out, lse = torch.randn(1, 4, 2, 64), torch.empty(1, 2, 0, 64), torch.empty(1, 2, 0, 32), torch.ones(1, 4, 2, 32), torch.ones(1, 4, 2)
-    _C.decode(q, k, v, out, 1.0, lse=lse)
+    internals.decode(q, k, v, out, 1.0, lse=lse)
     assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_keys_before_the_window_and_behind_the_query_are_not_read() -> None:
     k, v = torch.randn(1, 1, 2000, 64), torch.randn(1, 1, 2000, 64)
     q, out, again = torch.randn(1, 2, 1, 64), torch.empty(1, 2, 1, 64), torch.empty(1, 2, 1, 64)
-    _C.decode(q, k, v, out, 0.1, causal=True, position=1500, window=100)
+    internals.decode(q, k, v, out, 0.1, causal=True, position=1500, window=100)
     k[:, :, :1280], v[:, :, :1280], k[:, :, 1536:], v[:, :, 1536:] = (torch.nan,) * 4  # whole splits
-    _C.decode(q, k, v, again, 0.1, causal=True, position=1500, window=100)
+    internals.decode(q, k, v, again, 0.1, causal=True, position=1500, window=100)
     assert torch.equal(out, again)
 
 
@@ -285,12 +286,12 @@ def test_a_cache_hides_no_nan(kind: str, poison: float) -> None:
     bad[0, 0, 7, 3] = poison
     for keys, values, query in ((bad, v, q), (k, v, q * poison)):
         (k_codes, k_scale), (v_codes, v_scale) = quantized(keys, kind, False), quantized(values, kind, False)
-        _C.decode(query, k_codes, v_codes, out, 0.1, k_scale, v_scale)
+        internals.decode(query, k_codes, v_codes, out, 0.1, k_scale, v_scale)
         assert out.isnan().all()
     bad = v.clone()
     bad[0, 0, 7, 3] = poison
     (k_codes, k_scale), (v_codes, v_scale) = quantized(k, kind, False), quantized(bad, kind, False)
-    _C.decode(q, k_codes, v_codes, out, 0.1, k_scale, v_scale)
+    internals.decode(q, k_codes, v_codes, out, 0.1, k_scale, v_scale)
     assert out[..., :32].isnan().all()
 
 
@@ -367,7 +368,7 @@ def test_a_bad_argument_is_named(change: dict[str, object], error: type[Exceptio
     out = torch.full((1, 4, 1, 64), 7.0)
     arguments = {"q": Q, "k": K, "v": V, "out": out, "scale": 1.0} | change
     with pytest.raises(error, match=text):
-        _C.decode(**arguments)
+        internals.decode(**arguments)
     assert (out == 7).all()
 
 
@@ -390,7 +391,7 @@ def test_score_programs_run_at_the_position_of_the_query() -> None:
     mask_mod = mask.finish(mask.op("le", mask.op("k"), mask.op("q")))
     q, k, v = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 600, 64), torch.randn(1, 2, 600, 64)
     out = torch.empty(1, 4, 3, 64)
-    _C.decode(q, k, v, out, 0.125, position=300, score_mod=score_mod, mask_mod=mask_mod)
+    internals.decode(q, k, v, out, 0.125, position=300, score_mod=score_mod, mask_mod=mask_mod)
     bias = (torch.arange(3)[:, None] + 300 - torch.arange(600)).expand(1, 4, 3, 600).float()
     wanted, _, _ = reference.decode(q, k, v, 0.125, causal=True, position=300, mask=bias)
     assert (out - wanted).abs().max() < 1e-4

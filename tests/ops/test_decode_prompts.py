@@ -9,6 +9,7 @@ import pytest
 import torch
 from row_fixture import fixture_of
 from test_decode import OPTIONS, Case, Data, U, forced, kind_of, make, run
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -110,7 +111,7 @@ def test_a_program_is_run_over_codes_as_they_are(format: str) -> None:
     data = make(Case((1, 4, 2, 70, 300, 64, 64), "causal", format))
     out = torch.empty(data.out.shape)
     call = {name: value for name, value in data.call.items() if name != "causal"}
-    _C.decode(data.q, call.pop("k"), call.pop("v"), out, call.pop("scale"), mask_mod=mask_mod, **call)
+    internals.decode(data.q, call.pop("k"), call.pop("v"), out, call.pop("scale"), mask_mod=mask_mod, **call)
     assert str(_C.last_kernel("decode")).startswith(f"decode_{format}_")
     testing.assert_within(out, data.out, data.allowed, "a mask by a program")
 
@@ -133,7 +134,7 @@ def test_a_prompt_over_no_tokens_gives_zeros(row: str) -> None:
         pytest.skip(f"{row}: wants 32 keys")
     k, v, scale = (torch.empty(1, 2, 0, n, dtype=t) for n, t in ((64, torch.int8), (32, torch.int8), (1, torch.float32)))
     with forced(row):
-        _C.decode(q, k, v, out, 1.0, scale, scale, lse=lse)
+        internals.decode(q, k, v, out, 1.0, scale, scale, lse=lse)
     assert not out.any() and (lse == -torch.inf).all()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from printed_programs import Program
 from score_programs import K0, Q0, B, H
+from tests import internals
 from tests.level_zero import opencl
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class Linked:
                     f"  ((__global float*)c.out)[i] = {name}({given}, {B}, {H}, c.q0 + i / c.cols, c.k0 + i % c.cols, "
                     "(__global const ulong*)c.captured);\n}\n"
                 )
-        words = _C.score_programs_spirv(functions)
+        words = internals.score_programs_spirv(functions)
         validate(words, folder)
         self.program = opencl.machine().program(words, text)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C
@@ -61,7 +62,7 @@ def interpret(code: list[int], captured: list[Tensor], scores: Tensor, q0: int =
 
 def run(code: list[int], captured: list[Tensor], scores: Tensor, q0: int = Q0, k0: int = K0) -> Tensor:
     result = scores.detach().clone()
-    _C.score_program_eval(code, [tensor.detach() for tensor in captured], B, H, q0, k0, result)
+    internals.score_program_eval(code, [tensor.detach() for tensor in captured], B, H, q0, k0, result)
     return result
 
 
@@ -70,7 +71,7 @@ def run_backward(
 ) -> tuple[Tensor, list[Tensor | None]]:
     result = gradient.clone()
     sums = [torch.zeros(t.shape, dtype=scores.dtype) if t.requires_grad else None for t in captured]
-    _C.score_program_backward(code, [t.detach() for t in captured], B, H, q0, k0, scores.detach(), result, sums)
+    internals.score_program_backward(code, [t.detach() for t in captured], B, H, q0, k0, scores.detach(), result, sums)
     return result, sums
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from score_programs import MASKS, causal, code_of, dense, document, everything, nothing, window
+from tests import internals
 
 from lowbit import _C, testing
 from lowbit.score.program import ProgramBuilder, Value
@@ -32,7 +33,7 @@ def test_block_classes_are_those_of_the_dense_mask(
             whole = torch.zeros(q_blocks * q_block, kv_blocks * kv_block)
             if q_len and kv_len:
                 scores = torch.zeros(q_len, kv_len)
-                _C.score_program_eval(code, captured, b, h, 0, 0, scores)
+                internals.score_program_eval(code, captured, b, h, 0, 0, scores)
                 whole[:q_len, :kv_len] = (scores == 0).float()
             counts = whole.view(q_blocks, q_block, kv_blocks, kv_block).sum((1, 3))
             wanted = (counts > 0).int() + (counts == q_block * kv_block).int()

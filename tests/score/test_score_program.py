@@ -31,6 +31,7 @@ from score_programs import (
     run,
     softcap,
 )
+from tests import internals
 
 import lowbit
 from lowbit import _C, testing
@@ -133,7 +134,7 @@ def test_op_and_derivative_are_torchs_at_the_ends(score_row: str, name: str, dty
     if result.type != "float" or not floats or not wanted.requires_grad:
         return
     sums = [torch.zeros(len(column), dtype=dtype) if column.is_floating_point() else None for column in columns]
-    _C.score_program_backward(code, columns, B, H, 0, 0, scores, torch.ones_like(scores), sums)
+    internals.score_program_backward(code, columns, B, H, 0, 0, scores, torch.ones_like(scores), sums)
     exact = torch.autograd.grad(wanted, floats, torch.ones_like(wanted), allow_unused=True)
     for got, want in zip((s for s in sums if s is not None), exact, strict=True):
         close(got, torch.zeros_like(got) if want is None else want, 4 * tolerance, f"derivative of {name}")
@@ -225,17 +226,17 @@ def test_wrong_code_is_refused_with_its_place(code: list[int], message: str) -> 
 def test_wrong_tensors_are_refused_with_their_names() -> None:
     code, scores = gather_of_distance(8), torch.zeros(2, 3)
     with pytest.raises(ValueError, match="code must have 1 captured tensors, got 0"):
-        _C.score_program_eval(code, [], 0, 0, 0, 0, scores)
+        internals.score_program_eval(code, [], 0, 0, 0, 0, scores)
     with pytest.raises(TypeError, match="captured tensor 0 of code must be a float tensor, got int64"):
-        _C.score_program_eval(code, [torch.arange(8)], 0, 0, 0, 0, scores)
+        internals.score_program_eval(code, [torch.arange(8)], 0, 0, 0, 0, scores)
     with pytest.raises(ValueError, match=r"captured tensor 0 of code must have 1 dimensions, got shape \[2, 4\]"):
-        _C.score_program_eval(code, [torch.zeros(2, 4)], 0, 0, 0, 0, scores)
+        internals.score_program_eval(code, [torch.zeros(2, 4)], 0, 0, 0, 0, scores)
     with pytest.raises(TypeError, match="scores must be float32 or float64, got float16"):
-        _C.score_program_eval(code, [torch.zeros(8)], 0, 0, 0, 0, scores.half())
+        internals.score_program_eval(code, [torch.zeros(8)], 0, 0, 0, 0, scores.half())
     with pytest.raises(ValueError, match=r"captured_gradients\[0\] must be contiguous float32 \[8\], got float32 \[7\]"):
-        _C.score_program_backward(code, [torch.zeros(8)], 0, 0, 0, 0, scores, scores.clone(), [torch.zeros(7)])
+        internals.score_program_backward(code, [torch.zeros(8)], 0, 0, 0, 0, scores, scores.clone(), [torch.zeros(7)])
     with pytest.raises(ValueError, match="code must be of a score_mod, got a mask"):
-        _C.score_program_backward(code_of(causal), [], 0, 0, 0, 0, scores, scores.clone(), [])
+        internals.score_program_backward(code_of(causal), [], 0, 0, 0, 0, scores, scores.clone(), [])
     with pytest.raises(ValueError, match="code must be of a mask_mod, got a score_mod"):
         _C.block_classes(code_of(alibi), [], 1, 1, 8, 8, 4, 4, torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"classes must have shape \[1, 1, 2, 2\], got \[1, 1, 2, 1\]"):

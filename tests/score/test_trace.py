@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests import internals
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit import _C
 from lowbit.score import program_cache
 from lowbit.score.program import UnknownOp
 
@@ -65,7 +65,7 @@ def evaluate(mod: Callable[..., Any], b: int, h: int, rows: int = 17, cols: int 
     bound = program_cache.bind("test", mod, mask=False)
     ours = scores.clone()
     if bound.code:
-        _C.score_program_eval(bound.code, bound.captured, b, h, 2, 1, ours)
+        internals.score_program_eval(bound.code, bound.captured, b, h, 2, 1, ours)
     place = [torch.tensor(value, dtype=torch.int32) for value in (b, h)]
     wanted = torch.stack([
         torch.stack([torch.as_tensor(mod(scores[r, c], *place, torch.tensor(r + 2, dtype=torch.int32), torch.tensor(c + 1, dtype=torch.int32))) for c in range(cols)])

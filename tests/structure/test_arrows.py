@@ -70,6 +70,12 @@ def test_cpp_files_include_only_the_rooms_they_may() -> None:
         check_includes(path)
 
 
+def test_decode_builds_on_attention_and_attention_knows_nothing_of_decode() -> None:
+    for path in cpp_files():
+        if path.parent.name == "attention":
+            assert not re.search(r'#include "\w+/decode/', path.read_text()), path
+
+
 def check_includes(path: Path) -> None:
     room, file = path.relative_to(CSRC).parts[0], path.relative_to(CSRC)
     assert room in CPP_ARROWS, f"new room {room}: add its arrows here and in docs/architecture.md"

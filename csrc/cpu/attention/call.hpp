@@ -8,6 +8,9 @@ namespace lowbit::cpu {
 
 struct ScoreGradientPlan;  // captured_gradients.hpp
 
+// What to visit, per block of q_block queries and kv_block keys.
+enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
+
 struct BlockClasses {
   const BlockClass* classes = nullptr;  // [B or 1, Hq or 1, q blocks, kv blocks]; null: every block is full
   int64_t batch_stride = 0, head_stride = 0, columns = 0;

@@ -19,6 +19,16 @@ namespace lowbit::cpu::LOWBIT_SERVED_BY {
 
 constexpr int kStripScores = 1024, kStripColumns = 256;
 
+// A tile of scores: row r, column c at scores[r * stride + c] belongs to query q0 + r and key k0 + c. Every row can be
+// read and written up to column round_up(cols, 16); what lies behind cols is unspecified afterwards.
+template <class T>
+struct ScoreTile {
+  int64_t b = 0, h = 0, q0 = 0, k0 = 0;
+  int rows = 0, cols = 0;
+  T* scores = nullptr;
+  int64_t stride = 0;
+};
+
 template <class T>
 struct ScoreMachine {
   const ScoreCall* call = nullptr;

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/place.hpp"
-#include "ops/dense_product.hpp"
+#include "cuda/dense_product.hpp"
 
 namespace lowbit::cuda {
 

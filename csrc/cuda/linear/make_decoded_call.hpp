@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "cuda/linear/call.hpp"
-#include "ops/dense_product.hpp"
+#include "cuda/dense_product.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit::cuda {

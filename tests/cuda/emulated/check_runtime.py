@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import internals
 
 import lowbit
 from lowbit import _C
@@ -19,12 +20,19 @@ DEVICE = "lowbit_sim:1"
 
 def encode(block_size: int, row: str = "encode_state_float8_cuda_sim") -> torch.Tensor:
     """A call whose program is one for each block size, and so not yet loaded at the first."""
-    values = torch.linspace(-1, 1, 100).to(DEVICE)
-    codes = torch.zeros(100, dtype=torch.uint8, device=DEVICE)
-    scale = torch.zeros(-(-100 // block_size), device=DEVICE)
+    return encoded(torch.linspace(-1, 1, 100), "float8", True, block_size, row)
+
+
+def encode_ones(format: str, is_signed: bool) -> torch.Tensor:
+    return encoded(torch.ones(8), format, is_signed, 256, f"encode_state_{format}_cuda_sim")
+
+
+def encoded(values: torch.Tensor, format: str, is_signed: bool, block_size: int, row: str) -> torch.Tensor:
+    codes = torch.zeros(len(values), dtype=torch.uint8, device=DEVICE)
+    scale = torch.zeros(-(-len(values) // block_size), device=DEVICE)
     _C.force_kernel(row)
     try:
-        _C.encode_state(values, _C.STATE_FORMATS["float8"], True, block_size, codes, scale)
+        _C.encode_state(values.to(DEVICE), _C.STATE_FORMATS[format], is_signed, block_size, codes, scale)
     finally:
         _C.force_kernel(None)
     return codes.cpu()
@@ -50,35 +58,25 @@ def test_a_compilation_is_told_kept_and_loaded_once(capfd: pytest.CaptureFixture
 
 def test_a_kept_file_that_is_no_code_is_made_anew(capfd: pytest.CaptureFixture[str]) -> None:
     before = set(cubins())
-    made = _C.cuda.prebuild("sm_90a", "conversion of unsigned float8")[0]["path"]
+    made = internals.prebuild("sm_90a", "conversion of unsigned float8")[0]["path"]
     assert set(cubins()) - before == {Path(made)}
     right = Path(made).read_bytes()
     Path(made).write_bytes(b"lowbit code 2\n" + b"no code")
     capfd.readouterr()
-    codes, scale = torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)
-    _C.force_kernel("encode_state_float8_cuda_sim")
-    try:
-        _C.encode_state(torch.ones(8).to(DEVICE), _C.STATE_FORMATS["float8"], False, 256, codes, scale)
-    finally:
-        _C.force_kernel(None)
+    codes = encode_ones("float8", is_signed=False)
     assert "compiled conversion of unsigned float8" in capfd.readouterr().err
-    assert len(Path(made).read_bytes()) == len(right) and codes.cpu().tolist() == [0x7E] * 8
+    assert len(Path(made).read_bytes()) == len(right) and codes.tolist() == [0x7E] * 8
 
 
 def test_code_that_came_with_the_package_is_found_first(capfd: pytest.CaptureFixture[str]) -> None:
-    made = Path(_C.cuda.prebuild("sm_90a", "conversion of signed dynamic8")[0]["path"])
+    made = Path(internals.prebuild("sm_90a", "conversion of signed dynamic8")[0]["path"])
     pack = Path(_C.__file__).with_name("cubins")
     pack.mkdir(exist_ok=True)
     try:
         made.rename(pack / made.name)
         capfd.readouterr()
-        codes, scale = torch.zeros(8, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)
-        _C.force_kernel("encode_state_dynamic8_cuda_sim")
-        try:
-            _C.encode_state(torch.ones(8).to(DEVICE), _C.STATE_FORMATS["dynamic8"], True, 256, codes, scale)
-        finally:
-            _C.force_kernel(None)
-        assert capfd.readouterr().err == "" and not made.exists() and codes.cpu().any()
+        codes = encode_ones("dynamic8", is_signed=True)
+        assert capfd.readouterr().err == "" and not made.exists() and codes.any()
     finally:
         (pack / made.name).unlink()
         if not any(pack.iterdir()):

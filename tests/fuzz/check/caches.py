@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tests import internals
 from torch import Tensor
 
 import lowbit
-from lowbit import _C
 from lowbit.reference import decode as reference
 
 from .compare import UNIT, Wrong, ambient, within
@@ -23,7 +23,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, *, codes: str = "", memory: str = "head-major", expanded: str = "", shared: bool = False, under: str = "",
     **options: Any,
 ) -> None:  # fmt: skip
-    """_C.decode over keys and values as they are, or quantized into int8 or int4 codes in this order of memory.
+    """internals.decode over keys and values as they are, or quantized into int8 or int4 codes in this order of memory.
 
     ``expanded``: a dimension (tokens or heads) of which all are one, with stride 0; "codes": the codes of the tokens alone, their scales
     differ. ``shared``: the codes are written into a
@@ -50,7 +50,7 @@ def decode(
     wanted = torch.where((lse == -math.inf)[..., None], 0.0, wanted)
     out, got_lse = torch.full((*q.shape[:3], ev), 7.0, dtype=q.dtype), torch.full(q.shape[:3], 7.0)
     with ambient(under):
-        _C.decode(q, stored.pop("k"), stored.pop("v"), out, scale, lse=got_lse, **stored, **call)
+        internals.decode(q, stored.pop("k"), stored.pop("v"), out, scale, lse=got_lse, **stored, **call)
     row = _row_error(wide_q, wide_k, scale, e, bool(codes), exact.get("mask"))
     if exact.get("mask") is not None and exact["mask"].dtype != torch.bool:  # beyond 1e17 float64 loses the scores too
         lost = exact["mask"].abs().nan_to_num(0, 0, 0).amax(-1) >= 1e17

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from tests import internals
 
-from lowbit import _C
 from lowbit.score.program import ProgramBuilder
 
 from .compare import in_child
@@ -40,13 +40,13 @@ def forks_while_a_thread_traces(forks: int) -> None:
         number = 0
         while not done.is_set():
             number += 1
-            _C.score_program_eval(_program(number, 150), [], 0, 0, 0, 0, scores.clone())
+            internals.score_program_eval(_program(number, 150), [], 0, 0, 0, 0, scores.clone())
 
     thread = threading.Thread(target=parse)
     thread.start()
     try:
         for number in range(forks):
-            in_child(lambda: _C.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, scores), seconds=5)
+            in_child(lambda: internals.score_program_eval(_program(-number - 1, 2), [], 0, 0, 0, 0, scores), seconds=5)
     finally:
         done.set()
         thread.join()
@@ -57,10 +57,10 @@ def forks_during_the_first_call(tries: int) -> None:
     scores, long, short = torch.zeros(1, 1).clone(), _program(1, 150), _program(-1, 2)
 
     def first_call(delay: float) -> None:
-        thread = threading.Thread(target=_C.score_program_eval, args=(long, [], 0, 0, 0, 0, scores.clone()))
+        thread = threading.Thread(target=internals.score_program_eval, args=(long, [], 0, 0, 0, 0, scores.clone()))
         thread.start()
         time.sleep(delay)
-        in_child(lambda: _C.score_program_eval(short, [], 0, 0, 0, 0, scores), seconds=2)
+        in_child(lambda: internals.score_program_eval(short, [], 0, 0, 0, 0, scores), seconds=2)
         thread.join()
 
     for number in range(tries):

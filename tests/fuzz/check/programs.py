@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from tests import internals
 from torch import Tensor
 
 from lowbit import _C
@@ -31,7 +32,7 @@ def program(
         try:
             wanted = reference.evaluate(code, _C.SCORE_OPS, leaves, wide, b=_B, h=_H, q0=q0, k0=k0)
         except (IndexError, RuntimeError):
-            _either(lambda: _C.score_program_eval(code, list(captured), _B, _H, q0, k0, scores))
+            _either(lambda: internals.score_program_eval(code, list(captured), _B, _H, q0, k0, scores))
             return
         memory = torch.full((rows * cols + 128,), 3.0, dtype=dtype)
         result = memory[64 : 64 + rows * cols].view(rows, cols).copy_(scores)
@@ -39,7 +40,7 @@ def program(
             tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype == torch.float64 else tensor
             for tensor in captured
         ]
-        _C.score_program_eval(code, given, _B, _H, q0, k0, result)
+        internals.score_program_eval(code, given, _B, _H, q0, k0, result)
         if not ((memory[:64] == 3.0).all() and (memory[64 + rows * cols :] == 3.0).all()):
             raise Wrong("score_program_eval wrote beside its scores")
         tolerance = 1e-9 if dtype == torch.float64 else 2e-4
@@ -83,9 +84,9 @@ def hostile(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -
     scores = memory[64 : 64 + rows * cols].view(rows, cols).normal_()
     gradient = torch.randn(rows, cols)
     q, k = torch.randn(2, 3, rows, 8), torch.randn(2, 3, cols, 8)
-    _either(lambda: _C.score_program_eval(code, list(captured), _B, _H, 0, 0, scores))
+    _either(lambda: internals.score_program_eval(code, list(captured), _B, _H, 0, 0, scores))
     _either(
-        lambda: _C.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, [None] * len(captured))
+        lambda: internals.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, [None] * len(captured))
     )
     _either(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
     _either(lambda: attention(q, k, k, scale=1.0, mask_mod=code, mask_captured=list(captured)))

@@ -13,7 +13,7 @@ _DTYPES = (
 _CALLS = (
     "_C.all_finite({0})", "_C.quantize({0}, {1}, 0, 0, False, 0)",
     "_C.encode_state({0}, 2, True, 256, {1}, {0})", "_C.decode_state({1}, {0}, 2, True, 256, {0})",
-    "_C.decode({0}, {1}, {1}, {0}, 1.0)", "_C.score_program_eval([1, 0, 0, 0], [{1}], 0, 0, 0, 0, {0})", "_C.OptimStep(0, 0, 256, [{0}], [{1}], [[{0}]], [], [{1}], {{}}).run()",
+    "internals.decode({0}, {1}, {1}, {0}, 1.0)", "internals.score_program_eval([1, 0, 0, 0], [{1}], 0, 0, 0, 0, {0})", "_C.OptimStep(0, 0, 256, [{0}], [{1}], [[{0}]], [], [{1}], {{}}).run()",
 )  # fmt: skip
 _FLEX = "check.flex_now(*(torch.randn(2, 8, 200, 16) for _ in range(3)), score_mod=lambda s, b, h, i, j: s + h{0})\n"
 _FORKS = {
@@ -37,7 +37,7 @@ def generate(choices: Choices) -> str:
     text = (
         header(c)
         .replace("import torch\n", "import numpy\nimport torch\n")
-        .replace("import lowbit\n", "import lowbit\nfrom lowbit import _C\n")
+        .replace("import lowbit\n", "import lowbit\nfrom lowbit import _C\nfrom tests import internals\n")
     )
     arrays = [
         array.replace("[::-1]", "") if "()" in shape else array for array, shape in zip(arrays, shapes, strict=True)

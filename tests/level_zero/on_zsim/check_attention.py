@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from tests import internals
 from tests.cuda import attention_calls
 from tests.cuda.attention_calls import CASES, AttentionCase, assert_right, expected, make_data
 from tests.ops import test_decode as on_the_cpu
@@ -75,7 +76,7 @@ def test_decode_is_within_budget_of_float64(kind: str) -> None:
         data = on_the_cpu.make(case)
         out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
         call = {name: there(value) for name, value in data.call.items()}
-        _C.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
+        internals.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
         assert _C.last_kernel("decode") == "decode_splits_level_zero"
         assert_within(out.cpu(), data.out, data.allowed, str(case))
         assert_within(lse.cpu(), data.lse, data.allowed_lse, f"lse of {case}")
@@ -104,7 +105,7 @@ def assert_decoded(data: on_the_cpu.Data, call: dict[str, object], **mods: Bound
     out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
     call = {name: there(value) for name, value in call.items()}
     programs = {name: mod.code for name, mod in mods.items()} | {name.replace("mod", "captured"): mod.captured for name, mod in mods.items()}
-    _C.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call, **programs)
+    internals.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call, **programs)
     assert _C.last_kernel("decode") == "decode_splits_level_zero"
     assert_within(out.cpu(), data.out, data.allowed, "out")
     assert_within(lse.cpu(), data.lse, data.allowed_lse, "lse")
