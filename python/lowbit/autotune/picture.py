@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowbit.autotune.plan_row import PlanRow
+from lowbit.tables.pyplot import pyplot
 
 
 def picture(layers: Sequence[PlanRow], bound_db: float) -> Any:
@@ -16,10 +17,7 @@ def picture(layers: Sequence[PlanRow], bound_db: float) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('Plan.plot needs matplotlib: pip install "lowbit[notebook]"') from error
+    plt = pyplot("Plan.plot")
     rows = [row for row in layers if row.seconds]
     formats = ["float" if row.spec is None else row.spec.name for row in rows]
     places = range(len(rows))

@@ -30,8 +30,8 @@ from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import QuantizationReport
 from lowbit.quant.select import select
 from lowbit.quant.whole_file import write_whole
-from lowbit.tables.folding import decibels, folded, label, spread
-from lowbit.tables.table import Table
+from lowbit.tables.folding import decibels, spread
+from lowbit.tables.layer_table import LayerTable
 
 VERSION = 1
 _NO_MODEL = (
@@ -42,12 +42,12 @@ _KNOWN = {
     "format": _C.FORMATS, "x_format": _C.X_FORMATS, "mapping": _C.MAPPINGS, "scale": _C.SCALE_CHOICES,
 }  # fmt: skip
 """The names of a spec that a file may give."""
-COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
 
 
-@dataclass
-class Plan:
+@dataclass(repr=False)
+class Plan(LayerTable):
     """The formats that `autoquant` chose. Print it, let a notebook show it, `plot`, `save`, and `apply` it.
+    ``layers`` has a line for each layer.
 
     Args:
         rows: one per linear layer, in the order of ``named_modules``.
@@ -69,6 +69,8 @@ class Plan:
     evaluation: Evaluation | None = None
     machine: dict[str, str] = field(default_factory=machine)
     notes: list[str] = field(default_factory=list)
+
+    COLUMNS = ("layer", "n x k", "calls", "format", "row", "to float", "dB", "MB", "note")
 
     @property
     def specs(self) -> dict[str, LinearSpec]:
@@ -176,20 +178,25 @@ class Plan:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"Plan: a plan has no {name!r}, {_NO_MODEL}")
 
-    @property
-    def layers(self) -> Table:
-        """Every layer with a line of its own; the plan itself has one line for layers of one kind."""
-        return Table(COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+    @staticmethod
+    def _alike(row: PlanRow) -> tuple[object, ...]:
+        return row.shape, row.calls, row.spec, row.row, row.note
 
-    def __repr__(self) -> str:
-        return repr(self._table())
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
-
-    def _table(self) -> Table:
-        lines = folded(self.rows, lambda row: (row.shape, row.calls, row.spec, row.row, row.note))
-        return Table(COLUMNS, [(name, *_cells(rows)) for name, rows in lines], self._title(), self._below())
+    @staticmethod
+    def _cells(rows: list[PlanRow]) -> tuple[str, ...]:
+        """What a line says of layers that are alike: bytes of all of them, the spread of their times and errors."""
+        row = rows[0]
+        before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
+        return (
+            _size(row.shape),
+            ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
+            "float" if row.spec is None else row.spec.name,
+            row.row,
+            spread((row.float_seconds / row.seconds for row in rows if row.seconds), lambda ratio: f"{ratio:.2f}x"),
+            decibels(row.error_db for row in rows),
+            f"{before / 1e6:.2f} -> {after / 1e6:.2f}" if before else "",
+            row.note,
+        )
 
     def _title(self) -> str:
         bound = "no bound" if math.isinf(self.min_sqnr) else f"bound {self.min_sqnr:.1f} dB"
@@ -263,22 +270,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cells(rows: list[PlanRow]) -> tuple[str, ...]:
-    """What a line says of layers that are alike: bytes of all of them, the spread of their times and errors."""
-    row = rows[0]
-    before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
-    return (
-        _size(row.shape),
-        ", ".join(f"{count} of {m} x {dtype}" for m, dtype, count in row.calls),
-        "float" if row.spec is None else row.spec.name,
-        row.row,
-        spread((row.float_seconds / row.seconds for row in rows if row.seconds), lambda ratio: f"{ratio:.2f}x"),
-        decibels(row.error_db for row in rows),
-        f"{before / 1e6:.2f} -> {after / 1e6:.2f}" if before else "",
-        row.note,
-    )
 
 
 def _size(shape: tuple[int, ...]) -> str:

@@ -17,10 +17,9 @@ from lowbit.formats.spec import StoredWeight
 from lowbit.quant.distortion import decibel
 from lowbit.quant.layout import numbers_of, repack_weight
 from lowbit.quant.safetensors_file import SafetensorsFile, safetensors_files
-from lowbit.tables.folding import folded, label, spread
-from lowbit.tables.table import Table
-
-_COLUMNS = ("layer", "a", "b", "shape", "error dB")
+from lowbit.tables.folding import spread
+from lowbit.tables.layer_table import LayerTable
+from lowbit.tables.pyplot import pyplot
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,10 @@ class ComparedLayer:
         return decibel(self.signal, self.noise)
 
 
-@dataclass
-class Comparison:
-    """What `compare_checkpoints` found. Print it, let a notebook show it, or ``plot()`` it.
+@dataclass(repr=False)
+class Comparison(LayerTable):
+    """What `compare_checkpoints` found. Print it, let a notebook show it, or ``plot()`` it. ``layers`` has
+    a line for each weight.
 
     Args:
         a, b: the checkpoints.
@@ -63,25 +63,21 @@ class Comparison:
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
 
+    COLUMNS = ("layer", "a", "b", "shape", "error dB")
+
     @property
     def error_db(self) -> float:
         """Of all weights together."""
         return decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
-    @property
-    def layers(self) -> Table:
-        """Every weight with a line of its own; the comparison itself has one line for those of one kind."""
-        return Table(_COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+    @staticmethod
+    def _alike(row: ComparedLayer) -> tuple[object, ...]:
+        return row.a, row.b, row.shape
 
-    def __repr__(self) -> str:
-        return repr(self._table())
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
-
-    def _table(self) -> Table:
-        lines = folded(self.rows, lambda row: (row.a, row.b, row.shape))
-        return Table(_COLUMNS, [(name, *_cells(rows)) for name, rows in lines], below=self._below())
+    @staticmethod
+    def _cells(rows: list[ComparedLayer]) -> tuple[str, ...]:
+        row = rows[0]
+        return row.a, row.b, "x".join(map(str, row.shape)), spread((row.error_db for row in rows), _text)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the error of each layer that differs, in the order of the model, a colour per kind; return the axes.
@@ -89,12 +85,8 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ModuleNotFoundError as error:
-            raise ImportError("Comparison.plot needs matplotlib: pip install matplotlib") from error
         if ax is None:
-            _, ax = plt.subplots(figsize=(9, 4), constrained_layout=True)
+            _, ax = pyplot("Comparison.plot").subplots(figsize=(9, 4), constrained_layout=True)
         kinds: dict[str, list[tuple[int, float]]] = {}
         for i, row in enumerate(self.rows):
             if math.isfinite(row.error_db):
@@ -203,11 +195,6 @@ def _slices(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, (1 << 17) // max(1, a[0].numel())) if len(a) else 1
     for i in range(0, len(a), rows):
         yield a[i : i + rows], b[i : i + rows]
-
-
-def _cells(rows: list[ComparedLayer]) -> tuple[str, ...]:
-    row = rows[0]
-    return row.a, row.b, "x".join(map(str, row.shape)), spread((row.error_db for row in rows), _text)
 
 
 def _text(error_db: float) -> str:

@@ -64,8 +64,15 @@ class FormatConfig:
     __slots__ = ()
     function: ClassVar[str]  # the lower-case function that makes it: names it in errors
 
+    def __post_init__(self) -> None:
+        self.spec(torch.float32)
+
     def spec(self, dtype: torch.dtype) -> LinearSpec:
-        """Return the spec for a weight of ``dtype``."""
+        """Return the spec for a weight of ``dtype``.
+
+        Raises:
+            ValueError: a field has none of the values that it may have; names it.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -161,9 +168,21 @@ def integer_spec(
     )
 
 
-def x_format_of(function: str, group_size: int, act_group_size: int, act_mapping: MappingType) -> str:
-    """Return how activations are rounded. Groups of activations are the groups of the weight; a zero point
-    is per row."""
+def group_sizes_of(function: str, granularity: Any) -> tuple[int, int]:
+    """Return the group sizes of activations and weight: of a pair of granularities, or of one for both."""
+    pair = granularity if isinstance(granularity, (tuple, list)) else (granularity,) * 2
+    if len(pair) != 2:
+        raise ValueError(f"{function}: granularity must be one or a pair, got {len(pair)}")
+    act, weight = (granularity_of(function, "granularity", item) for item in pair)
+    return act, weight
+
+
+def x_format_of(function: str, group_size: int, act_group_size: int | None, act_mapping_type: Any) -> str:
+    """Return how activations are rounded. Groups of activations are the groups of the weight, for None where they are
+    symmetric; a zero point is per row."""
+    act_mapping = act_mapping_of(function, act_mapping_type)
+    if act_group_size is None:
+        act_group_size = group_size if act_mapping is MappingType.SYMMETRIC else 0
     if act_group_size and act_mapping is MappingType.ASYMMETRIC:
         raise ValueError(f"{function}: asymmetric activations must be per row, got groups of {act_group_size}")
     if act_group_size and act_group_size != group_size:

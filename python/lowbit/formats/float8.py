@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowbit.formats.base import FormatConfig, Granularity, PerGroup, granularity_of, group_size_of, require
+from lowbit.formats.base import (
+    FormatConfig,
+    Granularity,
+    PerGroup,
+    granularity_of,
+    group_size_of,
+    group_sizes_of,
+    require,
+)
 from lowbit.formats.spec import LinearSpec
 
 _E4M3 = torch.float8_e4m3fn
@@ -98,10 +106,7 @@ class Float8DynamicActivationFloat8WeightConfig(FormatConfig):
         self.spec(torch.float32)
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
-        pair = self.granularity if isinstance(self.granularity, (tuple, list)) else (self.granularity,) * 2
-        if len(pair) != 2:
-            raise ValueError(f"{self.function}: granularity must be one or a pair, got {len(pair)}")
-        act_group, group_size = (granularity_of(self.function, "granularity", item) for item in pair)
+        act_group, group_size = group_sizes_of(self.function, self.granularity)
         require(self.function, "groups of activations", act_group, 0, "float8 activations have a scale per row")
         return LinearSpec("fp8_e4m3", group_size, x_format="float8_row")
 

@@ -16,7 +16,6 @@ from lowbit.formats.base import (
     FormatConfig,
     MappingType,
     PerRow,
-    act_mapping_of,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -128,18 +127,13 @@ class Int8DynamicActivationInt4WeightConfig(FormatConfig):
     algorithm: Algorithm | None = None
     function: ClassVar[str] = "int8_dynamic_activation_int4_weight"
 
-    def __post_init__(self) -> None:
-        self.spec(torch.float32)
-
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         group_size = group_size_of(self.function, self.group_size)
         mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
-        act_mapping = act_mapping_of(self.function, self.act_mapping_type)
+        act_group = None
         if self.act_granularity is not None:
             act_group = granularity_of(self.function, "act_granularity", self.act_granularity)
-        else:
-            act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
-        x_format = x_format_of(self.function, group_size, act_group, act_mapping)
+        x_format = x_format_of(self.function, group_size, act_group, self.act_mapping_type)
         return integer_spec(
             self.function, "int4", group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm
         )

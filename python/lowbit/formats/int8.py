@@ -20,6 +20,7 @@ from lowbit.formats.base import (
     act_mapping_of,
     granularity_of,
     group_size_of,
+    group_sizes_of,
     integer_spec,
     mapping_of,
     require,
@@ -121,12 +122,8 @@ class Int8DynamicActivationInt8WeightConfig(FormatConfig):
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         mapping = mapping_of(self.function, "mapping_type", self.mapping_type)
-        pair = self.granularity if isinstance(self.granularity, (tuple, list)) else (self.granularity,) * 2
-        if len(pair) != 2:
-            raise ValueError(f"{self.function}: granularity must be one or a pair, got {len(pair)}")
-        act_group, group_size = (granularity_of(self.function, "granularity", item) for item in pair)
-        act_mapping = act_mapping_of(self.function, self.act_mapping_type)
-        x_format = x_format_of(self.function, group_size, act_group, act_mapping)
+        act_group, group_size = group_sizes_of(self.function, self.granularity)
+        x_format = x_format_of(self.function, group_size, act_group, self.act_mapping_type)
         return integer_spec(self.function, "int8", group_size, mapping, x_format, scale=self.scale)
 
 

@@ -16,7 +16,6 @@ from lowbit.formats.base import (
     MappingType,
     PerAxis,
     PerGroup,
-    act_mapping_of,
     granularity_of,
     group_size_of,
     integer_spec,
@@ -56,9 +55,6 @@ class IntxWeightOnlyConfig(FormatConfig):
     scale: str | None = None
     algorithm: Algorithm | None = None
     function: ClassVar[str] = "intx_weight_only"
-
-    def __post_init__(self) -> None:
-        self.spec(torch.float32)
 
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         format = int_format_of(self.function, self.weight_dtype)
@@ -108,16 +104,11 @@ class Int8DynamicActivationIntxWeightConfig(FormatConfig):
     algorithm: Algorithm | None = None
     function: ClassVar[str] = "int8_dynamic_activation_intx_weight"
 
-    def __post_init__(self) -> None:
-        self.spec(torch.float32)
-
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         format = int_format_of(self.function, self.weight_dtype)
         group_size = granularity_of(self.function, "weight_granularity", self.weight_granularity)
         mapping = mapping_of(self.function, "weight_mapping_type", self.weight_mapping_type)
-        act_mapping = act_mapping_of(self.function, self.act_mapping_type)
-        act_group = group_size if act_mapping is MappingType.SYMMETRIC else 0
-        x_format = x_format_of(self.function, group_size, act_group, act_mapping)
+        x_format = x_format_of(self.function, group_size, None, self.act_mapping_type)
         return integer_spec(
             self.function, format, group_size, mapping, x_format, scale=self.scale, algorithm=self.algorithm
         )

@@ -24,9 +24,6 @@ class LookupConfig(FormatConfig):
     group_size: int | None = 64
     format: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        group_size_of(self.function, self.group_size)
-
     def spec(self, dtype: torch.dtype) -> LinearSpec:
         return LinearSpec(self.format, group_size_of(self.function, self.group_size))
 
@@ -61,15 +58,5 @@ def nf4_weight_only(group_size: int | None = 64) -> NF4WeightOnlyConfig:
 
 
 def fp4_weight_only(group_size: int | None = 64) -> FP4WeightOnlyConfig:
-    """Return the configuration of fp4 weights in groups along k, or per output channel.
-
-    Args:
-        group_size: 32, 64, 128, 256, or None for one scale per output channel.
-
-    Raises:
-        ValueError: an argument has none of the values that it may have; names it.
-
-    Example:
-        >>> lowbit.quantize_(model, lowbit.fp4_weight_only(group_size=64))
-    """
+    """Return the configuration of fp4 weights; ``group_size`` and errors are those of `nf4_weight_only`."""
     return FP4WeightOnlyConfig(group_size)

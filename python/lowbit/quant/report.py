@@ -12,10 +12,8 @@ from torch import nn
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.distortion import Distortion
 from lowbit.quant.linear_layers import features_of
-from lowbit.tables.folding import decibels, folded, label
-from lowbit.tables.table import Table
-
-COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "absmax dB", "kernel", "note")
+from lowbit.tables.folding import decibels
+from lowbit.tables.layer_table import LayerTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,8 @@ class FloatWeight:
     bytes: int
 
 
-@dataclass
-class QuantizationReport:
+@dataclass(repr=False)
+class QuantizationReport(LayerTable):
     """Say what ``quantize_`` did. Print it, or let a notebook show it: layers of one kind are one line, with the bytes
     of all of them. ``layers`` has a line for each.
 
@@ -109,6 +107,8 @@ class QuantizationReport:
     model_bytes_before: int = 0
     model_bytes_after: int = 0
     left: list[FloatWeight] = field(default_factory=list)
+
+    COLUMNS = ("layer", "format", "shape", "before", "after", "error dB", "absmax dB", "kernel", "note")
 
     @property
     def quantized(self) -> list[ReportRow]:
@@ -141,20 +141,24 @@ class QuantizationReport:
             "rows": [asdict(row) | {"shape": list(row.shape)} for row in self.rows],
         }
 
-    @property
-    def layers(self) -> Table:
-        """Every layer with a line of its own; the report itself has one line for layers of one kind."""
-        return Table(COLUMNS, [(label(row.layer), *_cells([row])) for row in self.rows])
+    @staticmethod
+    def _alike(row: ReportRow) -> tuple[object, ...]:
+        return row.format, row.shape, row.kernel, row.note
 
-    def __repr__(self) -> str:
-        return repr(self._table())
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
-
-    def _table(self) -> Table:
-        lines = folded(self.rows, lambda row: (row.format, row.shape, row.kernel, row.note))
-        return Table(COLUMNS, [(name, *_cells(rows)) for name, rows in lines], self._title(), self._below())
+    @staticmethod
+    def _cells(rows: list[ReportRow]) -> tuple[str, ...]:
+        """What a line says of layers that are alike: bytes of all of them, the spread of their errors."""
+        row = rows[0]
+        return (
+            row.format or "skipped",
+            f"{row.shape[0]}x{row.shape[1]}",
+            _size(sum(row.bytes_before for row in rows)),
+            _size(sum(row.bytes_after for row in rows)),
+            decibels(row.error_db for row in rows),
+            decibels(row.absmax_db for row in rows),
+            row.kernel,
+            row.note,
+        )
 
     def _title(self) -> str:
         if not self.quantized:
@@ -187,21 +191,6 @@ class QuantizationReport:
 def model_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, a shared one once."""
     return sum(tensor.nbytes for group in (model.parameters(), model.buffers()) for tensor in group)
-
-
-def _cells(rows: list[ReportRow]) -> tuple[str, ...]:
-    """What a line says of layers that are alike: bytes of all of them, the spread of their errors."""
-    row = rows[0]
-    return (
-        row.format or "skipped",
-        f"{row.shape[0]}x{row.shape[1]}",
-        _size(sum(row.bytes_before for row in rows)),
-        _size(sum(row.bytes_after for row in rows)),
-        decibels(row.error_db for row in rows),
-        decibels(row.absmax_db for row in rows),
-        row.kernel,
-        row.note,
-    )
 
 
 def _change(before: int, after: int) -> str:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from lowbit import _C
+from lowbit.tables.pyplot import pyplot
 
 _PROBED_BYTES = 512 << 20
 """More than any cache of one socket."""
@@ -72,12 +73,8 @@ def draw(rows: list[RowTimes], limits: Limits, ax: Any) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError('profile.plot needs matplotlib: pip install "lowbit[notebook]"') from error
     if ax is None:
-        _, ax = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        _, ax = pyplot("profile.plot").subplots(figsize=(7, 4.5), layout="constrained")
     counted = [row for row in rows if row.operations and row.seconds]
     at = [row.intensity for row in counted] or [1.0]
     left, right = min(0.1, min(at) / 2), max(1e4, max(at) * 2)

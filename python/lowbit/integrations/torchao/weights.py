@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit import _C
-from lowbit.formats.base import act_mapping_of, granularity_of, require, x_format_of
+from lowbit.formats.base import granularity_of, require, x_format_of
 from lowbit.formats.intx import int_format_of
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.bitsandbytes import layer_of_blocks
@@ -102,8 +102,7 @@ def _int8(weight: Any, key: str) -> QuantLinear:
         return _integers(weight, key, "int8")
     _check_per_row(act, key)
     require("from_torchao", f"reduce_range of {key}", act.reduce_range, False, "the product is exact without")
-    mapping = act_mapping_of(f"from_torchao: {key}", act.mapping_type)
-    return _integers(weight, key, "int8", x_format_of("from_torchao", 0, 0, mapping))
+    return _integers(weight, key, "int8", x_format_of(f"from_torchao: {key}", 0, 0, act.mapping_type))
 
 
 def _intx(weight: Any, key: str) -> QuantLinear:
