@@ -95,72 +95,42 @@ if TYPE_CHECKING:
     from lowbit.recorder.profile import profile
 
 _HOME = {
-    "autoquant": "lowbit.autotune",
-    "Plan": "lowbit.autotune",
-    "quantize_": "lowbit.quant",
-    "calibrate": "lowbit.quant",
-    "Calibration": "lowbit.quant",
-    "dequantize_": "lowbit.quant",
-    "fuse": "lowbit.integrations.fuse",
-    "rotate_": "lowbit.integrations.rotate",
-    "smooth_": "lowbit.integrations.smooth",
-    "fuse_gated_mlps": "lowbit.quant",
-    "load": "lowbit.quant",
-    "QuantLinear": "lowbit.quant",
-    "QuantEmbedding": "lowbit.quant",
-    "QuantizationReport": "lowbit.quant",
-    "QuantizedKVCache": "lowbit.attention.kv_cache",
-    "GPTQ": "lowbit.formats",
-    "HQQ": "lowbit.formats",
-    "Int8WeightOnlyConfig": "lowbit.formats",
-    "Int4WeightOnlyConfig": "lowbit.formats",
-    "Int8DynamicActivationInt8WeightConfig": "lowbit.formats",
-    "Int8DynamicActivationInt4WeightConfig": "lowbit.formats",
-    "IntxWeightOnlyConfig": "lowbit.formats",
-    "Int8DynamicActivationIntxWeightConfig": "lowbit.formats",
-    "NF4WeightOnlyConfig": "lowbit.formats",
-    "FP4WeightOnlyConfig": "lowbit.formats",
-    "Float8WeightOnlyConfig": "lowbit.formats",
-    "Float8DynamicActivationFloat8WeightConfig": "lowbit.formats",
-    "FloatWeightConfig": "lowbit.formats",
-    "MappingType": "lowbit.formats",
-    "PerAxis": "lowbit.formats",
-    "PerGroup": "lowbit.formats",
-    "PerRow": "lowbit.formats",
-    "PerToken": "lowbit.formats",
-    "int8_weight_only": "lowbit.formats",
-    "int4_weight_only": "lowbit.formats",
-    "int8_dynamic_activation_int8_weight": "lowbit.formats",
-    "int8_dynamic_activation_int4_weight": "lowbit.formats",
-    "intx_weight_only": "lowbit.formats",
-    "int8_dynamic_activation_intx_weight": "lowbit.formats",
-    "nf4_weight_only": "lowbit.formats",
-    "fp4_weight_only": "lowbit.formats",
-    "float8_weight_only": "lowbit.formats",
-    "float8_dynamic_activation_float8_weight": "lowbit.formats",
-    "float_weight": "lowbit.formats",
-    "linear": "lowbit.ops.linear",
-    "scaled_dot_product_attention": "lowbit.attention.sdpa",
-    "flex_attention": "lowbit.attention.flex",
-    "AuxRequest": "lowbit.attention.flex",
-    "AuxOutput": "lowbit.attention.flex",
-    "BlockMask": "lowbit.attention.block_mask",
-    "create_block_mask": "lowbit.attention.block_mask",
-    "create_mask": "lowbit.attention.block_mask",
-    "and_masks": "lowbit.attention.block_mask",
-    "or_masks": "lowbit.attention.block_mask",
-    "noop_mask": "lowbit.attention.block_mask",
-    "kernels": "lowbit.diagnostics.kernels",
-    "force_kernel": "lowbit.diagnostics.kernels",
-    "Comparison": "lowbit.diagnostics.compare",
-    "compare_checkpoints": "lowbit.diagnostics.compare",
-    "explain": "lowbit.diagnostics.explain",
-    "info": "lowbit.diagnostics.info",
-    "profile": "lowbit.recorder.profile",
-    "load_gguf": "lowbit.integrations.gguf",
-    "LowbitConfig": "lowbit.integrations.lowbit_config",
-    "quantize_checkpoint": "lowbit.integrations.quantize_checkpoint",
-    "warmup": "lowbit.devices.warmup",
+    name: module
+    for module, names in {
+        "lowbit.autotune": "autoquant Plan",
+        "lowbit.quant": (
+            "quantize_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
+            "QuantizationReport"
+        ),
+        "lowbit.integrations.fuse": "fuse",
+        "lowbit.integrations.rotate": "rotate_",
+        "lowbit.integrations.smooth": "smooth_",
+        "lowbit.attention.kv_cache": "QuantizedKVCache",
+        "lowbit.formats": (
+            "GPTQ HQQ MappingType PerAxis PerGroup PerRow PerToken "
+            "Int4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig Float8WeightOnlyConfig FloatWeightConfig "
+            "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8DynamicActivationInt4WeightConfig "
+            "Int8DynamicActivationInt8WeightConfig Int8DynamicActivationIntxWeightConfig "
+            "Float8DynamicActivationFloat8WeightConfig "
+            "int4_weight_only int8_weight_only intx_weight_only float8_weight_only float_weight nf4_weight_only "
+            "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
+            "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
+        ),
+        "lowbit.ops.linear": "linear",
+        "lowbit.attention.sdpa": "scaled_dot_product_attention",
+        "lowbit.attention.flex": "flex_attention AuxRequest AuxOutput",
+        "lowbit.attention.block_mask": "BlockMask create_block_mask create_mask and_masks or_masks noop_mask",
+        "lowbit.diagnostics.kernels": "kernels force_kernel",
+        "lowbit.diagnostics.compare": "Comparison compare_checkpoints",
+        "lowbit.diagnostics.explain": "explain",
+        "lowbit.diagnostics.info": "info",
+        "lowbit.recorder.profile": "profile",
+        "lowbit.integrations.gguf": "load_gguf",
+        "lowbit.integrations.lowbit_config": "LowbitConfig",
+        "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
+        "lowbit.devices.warmup": "warmup",
+    }.items()
+    for name in names.split()
 }
 _MODULES = (
     "attention", "autotune", "backends", "devices", "formats", "integrations", "optim", "quant", "recorder", "testing",

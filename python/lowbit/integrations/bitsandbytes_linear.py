@@ -30,19 +30,9 @@ _PART = 2**20
 """Weights that become floats at a time: 12 ms in all for 8 rows of bfloat16, where all 2^24 at once take 29."""
 
 
-def gemm_4bit(
-    theirs: Callable[[], Tensor],
-    A: Tensor,
-    B: Tensor,
-    shapeB: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    quant_type: str,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
+def gemm_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor,
+              blocksize: int, quant_type: str, bias: Tensor | None = None, absmax_8bit: Tensor | None = None,
+              absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None) -> Tensor:  # fmt: skip
     """Return ``A @ w.T + bias`` for a weight w of ``shapeB`` [n, k], its scales quantized again or not."""
     nested = None if absmax_8bit is None else (absmax_8bit, absmax_code, absmax_offset)
     weight = _weight(B, absmax, blocksize, quant_type, prod(shapeB), nested)
@@ -53,15 +43,8 @@ def gemm_4bit(
     return _product(A, weight, *shapeB, bias)
 
 
-def gemv_4bit(
-    theirs: Callable[[], Tensor],
-    A: Tensor,
-    B: Tensor,
-    shapeB: Sequence[int],
-    absmax: Tensor,
-    code: Tensor,
-    blocksize: int,
-) -> Tensor:
+def gemv_4bit(theirs: Callable[[], Tensor], A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code: Tensor,
+              blocksize: int) -> Tensor:  # fmt: skip
     """Return ``A @ w.T``. A weight in bitsandbytes' own order for AVX512-BF16, whose absmax is bfloat16
     ``[k / blocksize, n]``, is theirs."""
     weight = _weight(B, absmax, blocksize, "fp4" if code[1] > 0 else "nf4", prod(shapeB), None)
@@ -70,15 +53,8 @@ def gemv_4bit(
     return _product(A, weight, *shapeB, None)
 
 
-def dequantize_4bit(
-    theirs: Callable[[], Tensor],
-    A: Tensor,
-    absmax: Tensor,
-    blocksize: int,
-    quant_type: str,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
+def dequantize_4bit(theirs: Callable[[], Tensor], A: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
+                    shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # fmt: skip
     """Return the weight of ``shape``, right for any number of columns (bitsandbytes' AVX-512 kernel wants whole blocks
     in a row)."""
     weight = _weight(A, absmax, blocksize, quant_type, prod(shape), None)

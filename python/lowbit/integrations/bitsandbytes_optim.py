@@ -23,28 +23,11 @@ _RULES = {"adam": "adamw", "lamb": "adamw", "momentum": "sgd", "lars": "sgd", "l
 _MOST_STEPS = 2**24  # our step counts are float32
 
 
-def optimizer_update_8bit_blockwise(
-    theirs: Callable[[], None],
-    optimizer_name: str,
-    g: Tensor,
-    p: Tensor,
-    state1: Tensor,
-    state2: Tensor | None,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    alpha: float,
-    eps: float,
-    step: int,
-    lr: float,
-    qmap1: Tensor,
-    qmap2: Tensor | None,
-    absmax1: Tensor,
-    absmax2: Tensor | None,
-    weight_decay: float,
-    gnorm_scale: float,
-    skip_zeros: bool = False,
-) -> None:
+def optimizer_update_8bit_blockwise(theirs: Callable[[], None], optimizer_name: str, g: Tensor, p: Tensor,
+                                    state1: Tensor, state2: Tensor | None, beta1: float, beta2: float, beta3: float,
+                                    alpha: float, eps: float, step: int, lr: float, qmap1: Tensor,
+                                    qmap2: Tensor | None, absmax1: Tensor, absmax2: Tensor | None, weight_decay: float,
+                                    gnorm_scale: float, skip_zeros: bool = False) -> None:  # fmt: skip
     """Take a step whose moments are codes of the dynamic maps, the first signed and the second not."""
     states = [state1] if state2 is None else [state1, state2]
     scales = [absmax1] if absmax2 is None else [absmax1, absmax2]
@@ -55,27 +38,10 @@ def optimizer_update_8bit_blockwise(
     _take(optimizer_name, "dynamic8", p, g, states, scales, lr, step, gnorm_scale, hyper)
 
 
-def optimizer_update_32bit(
-    theirs: Callable[[], None],
-    optimizer_name: str,
-    g: Tensor,
-    p: Tensor,
-    state1: Tensor,
-    state2: Tensor | None,
-    unorm_vec: Tensor | None,
-    max_unorm: float,
-    param_norm: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    lr: float,
-    gnorm_scale: float,
-    skip_zeros: bool = False,
-) -> None:
+def optimizer_update_32bit(theirs: Callable[[], None], optimizer_name: str, g: Tensor, p: Tensor, state1: Tensor,
+                           state2: Tensor | None, unorm_vec: Tensor | None, max_unorm: float, param_norm: float,
+                           beta1: float, beta2: float, beta3: float, alpha: float, eps: float, weight_decay: float,
+                           step: int, lr: float, gnorm_scale: float, skip_zeros: bool = False) -> None:  # fmt: skip
     """Take a step whose moments are float32; one with a trust ratio is bitsandbytes'."""
     states = [state1] if state2 is None else [state1, state2]
     if max_unorm > 0 or not _serves(optimizer_name, [p, g, *states], states, torch.float32, beta1, step):
@@ -108,18 +74,8 @@ def _hyper(name: str, beta1: float, beta2: float, eps: float, weight_decay: floa
     return hyper | {"decoupled": True} | ({"eps": eps} if _RULES[name] == "adamw" else {})
 
 
-def _take(
-    name: str,
-    state_format: str,
-    p: Tensor,
-    g: Tensor,
-    states: list[Tensor],
-    scales: list[Tensor],
-    lr: float,
-    step: int,
-    gnorm_scale: float,
-    hyper: dict[str, float | bool],
-) -> None:
+def _take(name: str, state_format: str, p: Tensor, g: Tensor, states: list[Tensor], scales: list[Tensor], lr: float,
+          step: int, gnorm_scale: float, hyper: dict[str, float | bool]) -> None:  # fmt: skip
     gradient = g if gnorm_scale == 1 else g.float() * gnorm_scale
     lists = StepLists(
         [p.detach()], [gradient.detach()], [[state] for state in states], [[scale] for scale in scales],

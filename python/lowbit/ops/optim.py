@@ -20,11 +20,9 @@ from lowbit import _C
 from lowbit.ops.registration import keep
 
 SCHEMA = (
-    "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] "
-    "states, "
-    "Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, Tensor? grad_scale=None, Tensor? "
-    "found_inf=None, "
-    "int? seed=None) -> ()"
+    "optim_step_(int rule, int state_format, int block_size, Tensor(a!)[] params, Tensor(b!)[] grads, "
+    "Tensor(c!)[] states, Tensor(d!)[] scales, Tensor(e!)[] steps, Tensor lr, float[] hyper, "
+    "Tensor? grad_scale=None, Tensor? found_inf=None, int? seed=None) -> ()"
 )
 HYPER = tuple(name for name in _C.OPTIM_HYPER if name != "lr")
 """Order of the numbers of a rule in the op's ``hyper``."""
@@ -109,36 +107,13 @@ def take(steps: Sequence[Step]) -> None:
             torch.autograd.graph.increment_version(step.lists.grads)
 
 
-def _op(
-    rule,
-    state_format,
-    block_size,
-    params,
-    grads,
-    states,
-    scales,
-    steps,
-    lr,
-    hyper,
-    grad_scale=None,
-    found_inf=None,
-    seed=None,
-):
+def _op(rule, state_format, block_size, params, grads, states, scales, steps, lr, hyper, grad_scale=None,
+        found_inf=None, seed=None):  # fmt: skip
     values = dict(zip(HYPER, hyper, strict=True), lr=float(_checked_lr(lr)))
     count = len(params)
+    states, scales = _split(states, count), _split(scales, count)
     _C.OptimStep(
-        rule,
-        state_format,
-        block_size,
-        params,
-        grads,
-        _split(states, count),
-        _split(scales, count),
-        steps,
-        values,
-        grad_scale,
-        found_inf,
-        seed,
+        rule, state_format, block_size, params, grads, states, scales, steps, values, grad_scale, found_inf, seed
     ).run()
 
 

@@ -42,11 +42,5 @@ class Lion8bit(LowBitOptimizer):
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(
-            params,
-            defaults,
-            state_format="dynamic8",
-            block_size=block_size,
-            bf16_stochastic_round=bf16_stochastic_round,
-            **options,
-        )
+        options |= {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
+        super().__init__(params, defaults, state_format="dynamic8", **options)

@@ -45,21 +45,10 @@ class SGD8bit(LowBitOptimizer):
         bf16_stochastic_round: bool = False,
         **options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(
-            params,
-            defaults,
-            state_format="dynamic8",
-            block_size=block_size,
-            bf16_stochastic_round=bf16_stochastic_round,
-            **options,
-        )
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults["nesterov"] = nesterov
+        options |= {"block_size": block_size, "bf16_stochastic_round": bf16_stochastic_round}
+        super().__init__(params, defaults, state_format="dynamic8", **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

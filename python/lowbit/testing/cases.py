@@ -430,20 +430,10 @@ def run_optim(rule: str, params: list[Tensor], grads: list[Tensor], moments: lis
     previous = _C.force_kernel(row)
     try:
         _C.OptimStep(
-            _C.OPTIM_RULES[rule]["number"],
-            _C.STATE_FORMATS[format],
-            block_size,
-            params,
-            grads,
-            states,
-            scales,
-            steps,
-            dict(hyper),
-            grad_scale,
-            found_inf,
-            seed,
-        ).run()
+            _C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size,
+            params, grads, states, scales, steps, dict(hyper), grad_scale, found_inf, seed,
+        ).run()  # fmt: skip
     finally:
         _C.force_kernel(previous)
     if row is not None and _C.last_kernel("optim_step") != row:
-        raise AssertionError(f"asked for row {row}, but {_C.last_kernel('optim')} ran")
+        raise AssertionError(f"asked for row {row}, but {_C.last_kernel('optim_step')} ran")

@@ -48,10 +48,6 @@ class BlockType:
     """"float16" as they are, powers of two ("power"), or products of two numbers of the block ("product")."""
     asymmetric: bool = False
 
-    @property
-    def is_exact(self) -> bool:
-        return not self.asymmetric and self.scales != "product"
-
     def spec(self, activations: str) -> LinearSpec:
         """The weight, and "int8_group" or "float" activations; levels are multiplied by floats alone."""
         if _C.FORMAT_FACTS[self.format]["kind"] != "integer":
