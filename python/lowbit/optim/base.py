@@ -20,7 +20,7 @@ from lowbit.ops.optim import Step, take
 from lowbit.optim import loading, moments, sharding
 from lowbit.optim.checks import LARGEST_SEED, check_group, check_param
 from lowbit.optim.moments import StateOptions
-from lowbit.optim.plan import Plan, plan
+from lowbit.optim.plan import CallLists, Plan, plan
 from lowbit.optim.state_format import BITS, Layout
 
 _WITHOUT_EFFECT = {
@@ -132,21 +132,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for index in range(len(plans), len(self._plans)):  # of groups that were taken away
             self._plans.pop(index, None)
         calls = [
-            (index, group, state_format, lists, lists.with_gradients())
+            (index, group, lists, lists.with_gradients())
             for index, (group, planned) in enumerate(zip(self.param_groups, plans, strict=True))
-            for state_format, lists in planned.by_format.items()
+            for lists in planned.calls
         ]
         take(
             [
                 Step(
-                    self.RULE, state_format, group["block_size"], stepped, group["lr"], self._hyper(group),
-                    getattr(self, "grad_scale", None), getattr(self, "found_inf", None),
-                    _seed(group, index, state_format),
+                    self.RULE, lists.state_format, group["block_size"], stepped, group["lr"], self._hyper(group),
+                    getattr(self, "grad_scale", None), getattr(self, "found_inf", None), _seed(group, index, lists),
                 )
-                for index, group, state_format, _, stepped in calls
+                for index, group, lists, stepped in calls
             ]
         )  # fmt: skip
-        for _, _, _, lists, stepped in calls:
+        for _, _, lists, stepped in calls:
             lists.write_back(stepped)
         return loss
 
@@ -227,11 +226,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
 
-def _seed(group: dict[str, Any], index: int, state_format: str) -> int | None:
+def _seed(group: dict[str, Any], index: int, lists: CallLists) -> int | None:
     """Return the seed of stochastic rounding of one call: no two calls of a step share one."""
     if not group["bf16_stochastic_round"]:
         return None
-    return (group["rounding_seed"] + len(STATE_FORMATS) * index + STATE_FORMATS[state_format]) & LARGEST_SEED
+    call = len(STATE_FORMATS) * index + STATE_FORMATS[lists.state_format]
+    return (group["rounding_seed"] + call + (lists.place << 32)) & LARGEST_SEED
 
 
 def _format_of_bits(optim_bits: int) -> str:

@@ -63,7 +63,7 @@ def load(target: Target, torch_load: Callable[[dict[str, Any]], None], state_dic
 
 def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
     call = f"{target.name}.load_state_dict"
-    _check_outline(state_dict, call)
+    check_outline(state_dict, call)
     saved_groups, groups = state_dict["param_groups"], target.optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
         return state_dict  # torch's loader says what is wrong
@@ -87,7 +87,7 @@ def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": merged}
 
 
-def _check_outline(state_dict: Any, call: str) -> None:
+def check_outline(state_dict: Any, call: str) -> None:
     """Raise ValueError unless this is a state dict: groups that list parameters, and states."""
     groups, state = (
         state_dict.get(name) if isinstance(state_dict, dict) else None for name in ("param_groups", "state")

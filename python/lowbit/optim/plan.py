@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of one param group needs, found once: lists of the tensors themselves, by state format.
+"""What a step of one param group needs, found once: lists of the tensors themselves, by state format and device.
 
 A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into
 them is followed. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
@@ -22,9 +22,11 @@ from lowbit.optim.state_format import Layout, has_codes
 
 
 @dataclass(frozen=True, slots=True)
-class FormatLists:
-    """The parameters whose moments are in one state format: the lists of a call, without gradients."""
+class CallLists:
+    """The parameters on one device whose moments are in one state format: the lists of a call, without gradients."""
 
+    state_format: str
+    place: int  # of the device among those of the plan
     members: list[Tensor]  # parameters, as the gradients are found on them
     is_sharded: bool  # one or more are DTensors
     params: list[Tensor]  # local
@@ -35,8 +37,13 @@ class FormatLists:
 
     @classmethod
     def of(
-        cls, params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layout], moments: Sequence[str]
-    ) -> FormatLists:
+        cls,
+        place: int,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
+        layouts: list[Layout],
+        moments: Sequence[str],
+    ) -> CallLists:
         local = [sharding.local(param) for param in params]
         if torch.compiler.is_compiling():
             local = [param.detach() for param in local]
@@ -52,6 +59,8 @@ class FormatLists:
         values = [[moment[0] for moment in by_param] for by_param in zip(*stored, strict=True)]
         scales = [[moment[1] for moment in by_param] for by_param in zip(*stored, strict=True)]
         return cls(
+            state_format=layouts[0].state_format,
+            place=place,
             members=params,
             is_sharded=any(map(sharding.is_dtensor, params)),
             params=local,
@@ -82,7 +91,7 @@ class FormatLists:
 class Plan:
     """The lists of a step, and what they were made from."""
 
-    by_format: dict[str, FormatLists]
+    calls: list[CallLists]
     options: StateOptions
     param_ids: list[int]
     held: list[list[Any]]  # the entries of the states: an identity must not be given to another tensor
@@ -102,16 +111,16 @@ class Plan:
 
 def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layout], options: StateOptions) -> Plan:
     """Return the lists of ``params``, whose ``states`` lie as ``layouts`` say; ``options`` are those of their group."""
-    by_format = {}
-    for state_format in dict.fromkeys(layout.state_format for layout in layouts):
-        chosen = [place for place, layout in enumerate(layouts) if layout.state_format == state_format]
-        each = ([values[place] for place in chosen] for values in (params, states, layouts))
-        by_format[state_format] = FormatLists.of(*each, options.moments)
+    calls, devices = [], list(dict.fromkeys(layout.device for layout in layouts))
+    for kind in dict.fromkeys((layout.state_format, layout.device) for layout in layouts):
+        chosen = [index for index, layout in enumerate(layouts) if (layout.state_format, layout.device) == kind]
+        each = ([values[index] for index in chosen] for values in (params, states, layouts))
+        calls.append(CallLists.of(devices.index(kind[1]), *each, options.moments))
     pairs = zip(params, states, strict=True)
     tensors = [tensor for param, state in pairs if sharding.is_dtensor(param) for tensor in (param, *state.values())]
     sharded = [tensor for tensor in tensors if sharding.is_dtensor(tensor)]
     return Plan(
-        by_format=by_format,
+        calls=calls,
         options=options,
         param_ids=[*map(id, params)],
         held=[[*state.values()] for state in states],
