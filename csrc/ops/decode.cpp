@@ -103,16 +103,6 @@ void check_args(DecodeArgs& args) {
 void check_args(KvQuantizeArgs& args) { check_cache_conversion("kv_quantize", args); }
 void check_args(KvDequantizeArgs& args) { check_cache_conversion("kv_dequantize", args); }
 
-void decode(const DecodeArgs& args) {
-  if (args.out.numel()) run(args);
-}
-void kv_quantize(const KvQuantizeArgs& args) {
-  if (args.x.numel()) run(args);
-}
-void kv_dequantize(const KvDequantizeArgs& args) {
-  if (args.x.numel()) run(args);
-}
-
 // Keys that a window hides are not read.
 Call describe(const DecodeArgs& args) {
   const int64_t length = args.kv_length(), seen = args.window > 0 ? std::min(length, args.window) : length;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode: attention of a few queries over a long key-value cache, which is read once, in splits of 256 keys, whatever
-// the number of threads. An op beside attention, which has what no cache asks for (dropout, block masks, gradients) and
-// neither codes nor a position.
+// the number of threads. It is no case of attention, because either would have to refuse half of the other's arguments:
+// a cache has codes with scales, a position and a window, attention has dropout, a block mask and a backward.
 //   s = score_mod(scale * q k^T), -inf where mask_mod, causality, the window or a bool mask say no, + a float mask; out
 //   = softmax(s) v
 // k and v are float, or codes with scales (kv_quantize):
@@ -16,7 +16,6 @@
 
 namespace lowbit {
 
-struct AttentionForwardArgs;
 struct ScoreCall;
 
 struct DecodeArgs {
@@ -70,11 +69,6 @@ struct KvDequantizeArgs {
 LOWBIT_API void check_args(DecodeArgs& args);
 LOWBIT_API void check_args(KvQuantizeArgs& args);
 LOWBIT_API void check_args(KvDequantizeArgs& args);
-// Of arguments that were checked.
-LOWBIT_API void decode(const DecodeArgs& args);
-LOWBIT_API void kv_quantize(const KvQuantizeArgs& args);
-LOWBIT_API void kv_dequantize(const KvDequantizeArgs& args);
-
 LOWBIT_API Call describe(const DecodeArgs& args);
 LOWBIT_API Call describe(const KvQuantizeArgs& args);
 LOWBIT_API Call describe(const KvDequantizeArgs& args);

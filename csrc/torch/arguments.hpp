@@ -12,6 +12,7 @@
 #include <bit>
 #include <utility>
 
+#include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
 #include "torch/described.hpp"
 #include "torch/ops.hpp"
@@ -160,6 +161,17 @@ template <std::size_t count>
 void give(StableIValue* stack, std::array<Tensor, count>&& results) {
   for (Tensor& result : results) *stack++ = to_value(std::move(result));
 }
+
+// The `run` of an op whose result is one tensor of its arguments; a row runs where there is something in `read`.
+template <class Op, auto result, auto read = result>
+struct Returns {
+  static Tensor run(Arguments<Op>& given) {
+    auto args = Op::args_of(given);
+    Tensor tensor = Tensor::empty(given.op, args.*result);
+    if ((args.*read).numel() > 0) lowbit::run(args);
+    return tensor;
+  }
+};
 
 template <class Op>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {

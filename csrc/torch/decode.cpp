@@ -3,12 +3,13 @@
 // cache is made of.
 #include "ops/decode.hpp"
 
+#include "ops/attention.hpp"
 #include "torch/arguments.hpp"
 
 namespace lowbit::torch {
 namespace {
 
-struct Decode {
+struct Decode : Returns<Decode, &DecodeArgs::out> {
   static constexpr Text schema =
       "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
       "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor";
@@ -22,26 +23,25 @@ struct Decode {
                     .v_scale = dense_view<"v_scale">(given),
                     .out = {},
                     .lse = {},
-                    .mask = view<"mask">(given),
+                    .mask = {},
                     .sink = contiguous_view<"sink">(given),
                     .scale = get<"scale">(given),
                     .causal = get<"causal">(given),
                     .position = get<"position">(given),
                     .window = get<"window">(given),
                     .rotated = get<"rotated">(given)};
+    args.mask = stretched(view<"mask">(given), args.q, args.k);
     const int64_t shape[] = {args.q.shape[0], args.q.shape[1], args.q.shape[2], get<"v_columns">(given)};
     args.out = contiguous_view(args.q.device, args.q.dtype, 4, shape);
     check_args(args);
     return args;
   }
-
-  static Tensor run(Arguments<Decode>& given) {
-    DecodeArgs args = args_of(given);
-    Tensor out = Tensor::empty(given.op, args.out);
-    decode(args);
-    return out;
-  }
 };
+
+template <class Args>
+void run_rows(const Args& args) {
+  if (args.x.numel() > 0) lowbit::run(args);
+}
 
 struct KvQuantize {
   static constexpr Text schema = "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()";
@@ -56,7 +56,7 @@ struct KvQuantize {
     return args;
   }
 
-  static void run(Arguments<KvQuantize>& given) { kv_quantize(args_of(given)); }
+  static void run(Arguments<KvQuantize>& given) { run_rows(args_of(given)); }
 };
 
 struct KvDequantize {
@@ -72,7 +72,7 @@ struct KvDequantize {
     return args;
   }
 
-  static void run(Arguments<KvDequantize>& given) { kv_dequantize(args_of(given)); }
+  static void run(Arguments<KvDequantize>& given) { run_rows(args_of(given)); }
 };
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace lowbit::torch {
 namespace {
 
-struct Dequantize {
+struct Dequantize : Returns<Dequantize, &DequantizeArgs::out> {
   static constexpr Text schema =
       "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor";
 
@@ -19,13 +19,6 @@ struct Dequantize {
     const int64_t shape[] = {spec.n, spec.k};
     args.out = contiguous_view(args.packed.device, DType::float32, 2, shape);
     return args;
-  }
-
-  static Tensor run(Arguments<Dequantize>& given) {
-    DequantizeArgs args = args_of(given);
-    Tensor result = Tensor::empty(given.op, args.out);
-    lowbit::run(args);
-    return result;
   }
 };
 

@@ -6,7 +6,7 @@
 namespace lowbit::torch {
 namespace {
 
-struct RmsNorm {
+struct RmsNorm : Returns<RmsNorm, &RmsNormArgs::y> {
   static constexpr Text schema =
       "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor";
 
@@ -17,13 +17,6 @@ struct RmsNorm {
         rms_norm_args(x, weight, get<"eps">(given), get<"offset">(given), contiguous_view<"add">(given));
     args.y = contiguous_view(x.device, x.dtype, x.rank, x.shape.data());
     return args;
-  }
-
-  static Tensor run(Arguments<RmsNorm>& given) {
-    RmsNormArgs args = args_of(given);
-    Tensor y = Tensor::empty(given.op, args.y);
-    if (args.x.numel() > 0) lowbit::run(args);
-    return y;
   }
 };
 

@@ -6,7 +6,7 @@
 namespace lowbit::torch {
 namespace {
 
-struct RopeAppend {
+struct RopeAppend : Returns<RopeAppend, &RopeAppendArgs::rotated, &RopeAppendArgs::qkv> {
   static constexpr Text schema =
       "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
       "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor";
@@ -28,13 +28,6 @@ struct RopeAppend {
     const int64_t shape[] = {args.batch(), args.heads(), args.tokens(), args.e()};
     args.rotated = contiguous_view(args.qkv.device, args.qkv.dtype, 4, shape);
     return args;
-  }
-
-  static Tensor run(Arguments<RopeAppend>& given) {
-    RopeAppendArgs args = args_of(given);
-    Tensor rotated = Tensor::empty(given.op, args.rotated);
-    if (args.qkv.numel() > 0) lowbit::run(args);
-    return rotated;
   }
 };
 

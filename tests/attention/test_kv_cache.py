@@ -156,6 +156,9 @@ def test_bad_arguments_are_named() -> None:
             cache.attend(0, normal(*shape))
     with pytest.raises(TypeError, match="query must be float32"):
         cache.attend(0, normal(2, 8, 1, 64).double())
+    for shape in ((299,), (2, 3, 1, 300), (1, 2, 8, 1, 300)):
+        with pytest.raises(ValueError, match="decode: mask must have "):
+            cache.attend(0, normal(2, 8, 1, 64), mask=torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

@@ -152,10 +152,10 @@ class QuantizedKVLayer:
             refuse_tangents("QuantizedKVCache", (query, mask, sink))
         query = query.detach() if query.stride(-1) == 1 else query.detach().contiguous()
         scale = 1 / math.sqrt(e) if scale is None else float(scale)
-        q_length, position = query.shape[2], length - query.shape[2]
         if mask is not None:
-            mask = mask.detach().expand(batch, query.shape[1], q_length, length)
+            mask = mask.detach()[(None,) * (4 - mask.dim())]
         (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
+        position = length - query.shape[2]
         return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
 
     def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
