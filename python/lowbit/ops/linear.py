@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from lowbit.ops.input_gradient import input_gradient
 from lowbit.ops.registration import register
 
 register()
@@ -114,8 +115,7 @@ def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ w.T + bias; backward: grad_out @ w in float32, from the weight decoded again (nothing but the packed
-    form is kept)."""
+    """x @ w.T + bias; backward: grad_out @ w, from the weight decoded again (nothing but the packed form is kept)."""
 
     generate_vmap_rule = True
 
@@ -136,8 +136,7 @@ class _Linear(torch.autograd.Function):
         *weight_args, _ = ctx.op_args
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            dense = _dequantize_op(weight, *weight_args)
-            grad_x = (grad_out.float() @ dense).to(ctx.x_dtype)
+            grad_x = input_gradient(grad_out, weight, weight_args).to(ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_out.float().reshape(-1, grad_out.shape[-1]).sum(0).to(ctx.bias_dtype)
         return grad_x, None, grad_bias, None, None

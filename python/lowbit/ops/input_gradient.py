@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of `linear` to its input: grad_out @ w, of a packed weight, on a CPU a slice of the weight at a time.
+
+A slice is some panels of 16 columns, decoded in float32. Gradients in bfloat16 are multiplied in bfloat16, with sums in
+float32, where the CPU has such products: slices are rounded into one bfloat16 weight then. Else the product is in
+float32 and each slice adds to it, so that no decoded weight is in memory.
+
+A weight of 5632 x 2048 in nf4 on one thread of a Xeon with AMX, 512 rows: 31 ms in bfloat16 and 96 in float32, 114
+with the whole weight decoded first. Adding slices in bfloat16 took 41 to 50 ms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+
+_dequantize_op = torch.ops.lowbit.dequantize.default
+_PANEL = 16  # columns
+_SLICE = 2**20  # weights: 4 MB of float32, which stay in the cache until they are read again
+
+_BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # torch's are slower than float32 elsewhere
+
+WeightArgs = tuple[int, int, int, int, bool]
+"""(n, k, format, group_size, asymmetric), as the op dequantize takes them."""
+
+
+def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) -> Tensor:
+    """Return ``grad_out`` [..., n] times the weight, [..., k], in bfloat16 or float32."""
+    n, k, *rest = weight_args
+    in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and _BFLOAT16_PRODUCTS
+    dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+    grad_out = grad_out.to(dtype)
+    panels = max(1, _SLICE // (_PANEL * k))
+    if torch.compiler.is_compiling() or not weight.is_cpu or panels >= weight.shape[0]:
+        return grad_out @ _dequantize_op(weight, n, k, *rest).to(dtype)
+    slices = [(start, min(start + _PANEL * panels, n)) for start in range(0, n, _PANEL * panels)]
+    decoded = (
+        _dequantize_op(weight[start // _PANEL : -(-stop // _PANEL)], stop - start, k, *rest) for start, stop in slices
+    )
+    if in_bfloat16:
+        dense = torch.empty((n, k), dtype=dtype, device=weight.device)
+        for (start, stop), columns in zip(slices, decoded, strict=True):
+            dense[start:stop] = columns
+        return grad_out @ dense
+    rows, total = grad_out.reshape(-1, n), None
+    for (start, stop), columns in zip(slices, decoded, strict=True):
+        part = rows[:, start:stop]
+        total = part @ columns if total is None else total.addmm_(part, columns)
+    return total.view(*grad_out.shape[:-1], k)
