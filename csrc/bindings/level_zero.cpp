@@ -3,10 +3,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"
-#include "level_zero/runtime/columns.hpp"
 #include "level_zero/runtime/driver.hpp"
 #include "level_zero/runtime/memory.hpp"
-#include "level_zero/runtime/program.hpp"
+#include "level_zero/runtime/modules.hpp"
 
 namespace lowbit {
 namespace {
@@ -20,19 +19,10 @@ py::dict facts() {
   return facts;
 }
 
-py::bytes bytes_of(const std::vector<uint32_t>& words) {
-  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(uint32_t)};
-}
-
 py::bytes module_of(const std::string& name) {
   const std::vector<uint32_t> words = level_zero::module_words(name);
   if (words.empty()) throw py::key_error("level_zero.module: there is none of the name '" + name + "'");
-  return bytes_of(words);
-}
-
-py::bytes from_columns(const py::bytes& columns) {
-  const std::string_view bytes = columns;
-  return bytes_of(level_zero::from_columns({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}));
+  return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(uint32_t)};
 }
 
 }  // namespace
@@ -45,7 +35,8 @@ void register_level_zero(py::module_& parent) {
   m.def("modules", level_zero::module_names, "Names of the modules of SPIR-V in this library.");
   m.def("module", module_of, py::arg("name"),
         "A module as SPIR-V, its constants not specialised; KeyError if there is none.");
-  m.def("from_columns", from_columns, py::arg("columns"), "SPIR-V of its columns, as tools/spirv writes them.");
+  m.def("modules_compiler", level_zero::modules_compiler, "What compiled them; '' in a build without modules.");
+  m.def("modules_missing", level_zero::modules_missing, "Why this build has no modules; '' if it has them.");
 }
 
 }  // namespace lowbit

@@ -7,9 +7,16 @@
 
 #include "core/once.hpp"
 #include "level_zero/runtime/driver.hpp"
+#include "level_zero/runtime/modules.hpp"
 
 namespace lowbit::level_zero {
 namespace {
+
+// Why rows cannot run there; "" if they can.
+const std::string& cannot_run(Device device) {
+  const std::string& no_gpu = unavailable(device);
+  return no_gpu.empty() ? modules_missing() : no_gpu;
+}
 
 // What a row has given to the device is done when its call returns: the host and torch's own queues read the results.
 void run_and_wait(const Place& place, const std::function<void()>& row) {
@@ -26,8 +33,8 @@ WaitForTorch wait_for_torch() {
 
 const std::string& no_xpu = *new std::string("this torch is not built for xpu, or has no syncStreamsOnDevice");
 
-const std::string& unavailable_to_torch(Device device) {
-  return wait_for_torch() ? unavailable(device) : no_xpu;
+const std::string& cannot_run_for_torch(Device device) {
+  return wait_for_torch() ? cannot_run(device) : no_xpu;
 }
 
 void run_between_waits(const Place& place, const std::function<void()>& row) {
@@ -36,7 +43,7 @@ void run_between_waits(const Place& place, const std::function<void()>& row) {
 }
 
 Backend make_backend() {
-  Backend backend{.name = "level_zero", .device = DeviceType::level_zero, .unavailable = unavailable,
+  Backend backend{.name = "level_zero", .device = DeviceType::level_zero, .unavailable = cannot_run,
                   .guard = run_and_wait};
   add_attention_rows(backend), add_decode_rows(backend), add_linear_rows(backend),
       add_optim_rows(backend), add_pack_rows(backend), add_quantize_rows(backend);
@@ -48,7 +55,7 @@ Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
   const auto named = [&](std::string_view name) { return std::string_view(names.emplace_back(concat(name, "_xpu"))); };
   Backend backend = ours;
   backend.name = named(ours.name), backend.device = DeviceType::xpu;
-  backend.unavailable = unavailable_to_torch, backend.guard = run_between_waits;
+  backend.unavailable = cannot_run_for_torch, backend.guard = run_between_waits;
 #define LOWBIT_OP(op, Args) \
   for (Kernel<Args>& row : backend.op) row.name = named(row.name);
   LOWBIT_OPS(LOWBIT_OP)

@@ -73,3 +73,11 @@ def test_public_names_are_all_there() -> None:
     for name in lowbit.__all__:
         assert getattr(lowbit, name) is not None
     assert set(lowbit.__all__) <= set(dir(lowbit))
+
+
+def test_info_says_which_modules_for_intel_gpus_are_in_the_build_or_how_to_get_them() -> None:
+    said, count = lowbit.info()["level_zero modules"], len(_C.level_zero.modules())
+    if count:
+        assert said == f"{count}, by {_C.level_zero.modules_compiler()}" and not _C.level_zero.modules_missing()
+    else:
+        assert said.startswith("none: this build has no SPIR-V modules: install clang")

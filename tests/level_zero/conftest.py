@@ -23,6 +23,13 @@ POCL = Path("/etc/OpenCL/vendors/pocl.icd")
 TRANSLATOR = "llvm-spirv-15"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def modules() -> None:
+    """Run tests of this folder with a library that has the modules."""
+    if reason := _C.level_zero.modules_missing():
+        pytest.skip(reason)
+
+
 def missing_intel() -> str:
     """Why Intel's OpenCL is not here, or nothing."""
     folder = os.environ.get("LOWBIT_LEVEL_ZERO_OPENCL")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from modules import ROOT
 
 from lowbit import _C
 
-FILES = sorted((ROOT / "csrc" / "level_zero" / "spirv").glob("*.columns"))
-MOST_BYTES = 450_000
+SOURCES = sorted((ROOT / "csrc" / "level_zero").glob("*/*.spirv.cpp"))
+NAMES = [path.name.removesuffix(".spirv.cpp") for path in SOURCES]
+MOST_BYTES = 500_000
 """Of all modules as a wheel has them, deflated."""
 
 
@@ -34,41 +37,51 @@ def tool() -> ModuleType:
     return made
 
 
-def test_modules_are_small() -> None:
-    assert FILES and sum(len(zlib.compress(path.read_bytes())) for path in FILES) < MOST_BYTES
+def clang_tools() -> dict[str, str]:
+    """The tools that made the modules of this library, where they are still here."""
+    version = _C.level_zero.modules_compiler().split()[-1]
+    names = {name: f"{name}-{version}" for name in ("clang", "opt", "llvm-spirv")} | {"spirv-opt": "spirv-opt"}
+    if missing := [name for name in names.values() if not shutil.which(name)]:
+        pytest.skip(f"{' and '.join(missing)} not found, to compile modules again (clang-15, llvm-spirv-15 or newer, spirv-tools)")
+    return {name.replace("-", "_"): path for name, path in names.items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_library_reads_what_the_tool_wrote(path: Path, tool: ModuleType) -> None:
-    """Columns are written in one way alone: the same columns are the same words."""
-    module = _C.level_zero.module(path.stem)
-    assert tool.by_columns(module) == path.read_bytes()
-    version = bytes([0, 2, 1, 0])  # 1.2: what old drivers read
-    assert module[:4] == bytes.fromhex("03022307") and module[4:8] <= version
-
-
-def test_every_number_comes_back(tool: ModuleType) -> None:
-    """Also what no module has: differences of 2^31 and more, in words that are as large."""
-    words = [0x07230203, 0x10200, 0, 0xFFFFFFFF, 0x80000000]
-    words += [4 << 16 | 43, 1, 0x7FFFFFFF, 0x80000000, 4 << 16 | 43, 0xFFFFFFFF, 0, 0x80000001, 11 << 16 | 0xFFFF, *range(2**32 - 10, 2**32)]
-    module = b"".join(word.to_bytes(4, "little") for word in words)
-    assert _C.level_zero.from_columns(tool.by_columns(module)) == module
-
-
-def test_columns_that_are_cut_off_are_told(tool: ModuleType) -> None:
-    columns = FILES[0].read_bytes()
-    for length in (0, 1, 2, 100, len(columns) - 1):
-        with pytest.raises(RuntimeError, match="level_zero: the columns of a module are cut off"):
-            _C.level_zero.from_columns(columns[:length])
-
-
-def test_a_module_that_is_not_there_is_told() -> None:
-    assert _C.level_zero.modules() == [path.stem for path in FILES]
+def test_every_source_is_a_module() -> None:
+    assert _C.level_zero.modules() == NAMES
     with pytest.raises(KeyError, match="there is none of the name 'nothing'"):
         _C.level_zero.module("nothing")
 
 
-@pytest.mark.skipif(shutil.which("llvm-spirv-15") is None or shutil.which("clang-15") is None, reason="clang-15 or llvm-spirv-15 is not there")
-def test_modules_are_what_their_sources_give() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "spirv"), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_modules_are_small(tool: ModuleType) -> None:
+    assert sum(len(zlib.compress(tool.packed(_C.level_zero.module(name)))) for name in NAMES) < MOST_BYTES
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=NAMES)
+def test_a_module_is_what_its_source_gives(source: Path, tool: ModuleType, tmp_path: Path) -> None:
+    """To the last bit, made again in another folder: so what the library unpacks is what the tool packed."""
+    given = argparse.Namespace(source=source, output=tmp_path / "module", **clang_tools())
+    module = _C.level_zero.module(source.name.removesuffix(".spirv.cpp"))
+    assert tool.compiled(given, tmp_path) == module
+    version = bytes([0, 2, 1, 0])  # 1.2: what old drivers read
+    assert module[:4] == bytes.fromhex("03022307") and module[4:8] <= version
+    depends = (tmp_path / "module.d").read_text()
+    assert str(source) in depends and "level_zero/device/prelude.hpp" in depends and str(tmp_path / "array") not in depends
+
+
+def test_a_build_without_the_tools_says_how_to_get_them(tmp_path: Path) -> None:
+    (tmp_path / "level_zero").mkdir()
+    (tmp_path / "level_zero" / "modules.inc").touch()
+    (tmp_path / "main.cpp").write_text("""
+#include <cstdio>
+#include "level_zero/runtime/modules.hpp"
+using namespace lowbit::level_zero;
+int main() {
+  std::puts(module_names().empty() && module_words("pack").empty() && modules_compiler().empty() ? "none" : "some");
+  std::puts(modules_missing().c_str());
+}
+""")
+    sources = [tmp_path / "main.cpp", ROOT / "csrc" / "level_zero" / "runtime" / "modules.cpp"]
+    command = ["g++", "-std=c++20", '-DLOWBIT_MODULES_BY=""', f"-I{tmp_path}", f"-I{ROOT / 'csrc'}", *sources, "-o", tmp_path / "program"]
+    subprocess.run(command, check=True)
+    said = subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0] == "none" and re.match("this build has no SPIR-V modules: install clang, .*apt install clang-15", said[1])

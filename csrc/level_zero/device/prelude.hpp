@@ -16,10 +16,15 @@
 
 // A kernel takes one struct by value. Every module says LOWBIT_LANES, the size of its sub-groups: tools/spirv asks the
 // device for it.
+#if __clang_major__ < 19
+#define LOWBIT_ASSUME(text) __attribute__((assume(text)))
+#else
+#define LOWBIT_ASSUME(text) [[omp::assume(text)]]
+#endif
 #define LOWBIT_TEXT_OF(value) #value
 #define LOWBIT_TEXT(value) LOWBIT_TEXT_OF(value)
 #define LOWBIT_KERNEL(name, threads, Args) \
-  extern "C" __global__ __attribute__((assume("lowbit_lanes=" LOWBIT_TEXT(LOWBIT_LANES)))) void name(const Args args)
+  extern "C" LOWBIT_ASSUME("lowbit_lanes=" LOWBIT_TEXT(LOWBIT_LANES)) __global__ void name(const Args args)
 #define LOWBIT_SHARED(Type, name, extents) __shared__ Type name extents __attribute__((aligned(16)))
 
 using int8_t = signed char;
@@ -144,3 +149,6 @@ LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
 }
 
 }  // namespace lowbit::gpu
+
+// Functions without a word of CUDA are for the device, too.
+#pragma clang force_cuda_host_device begin

@@ -100,8 +100,6 @@ void decode(const DecodeStateArgs& args) { convert(args, "decode_state"); }
 template <StateFormat kFormat, class Args>
 std::string_view refuses(const Args& args) {
   if (args.format != kFormat) return "another state format";
-  if constexpr (std::is_same_v<Args, OptimStepArgs>)
-    if (!modules_lack(args.rule).empty()) return modules_lack(args.rule);
   if (!has_codes(kFormat)) return "";
   return args.block_size == block_of(kFormat) ? "" : "blocks of another size than 256, or 128 of 4 bits";
 }

@@ -41,7 +41,7 @@ LOWBIT_API int device_count();  // 0 where there is no loader, no driver or no G
 
 inline int dpas_lanes(const Place& place) { return gpu(place.device).dpas_lanes; }
 
-// Why our kernels cannot run there; "" if they can.
+// Why there is no such GPU; "" if there is one.
 const std::string& unavailable(Device device);
 
 // An Error that says what was tried and what the result means, unless it is success.

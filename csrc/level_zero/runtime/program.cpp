@@ -5,6 +5,7 @@
 
 #include "core/disk_cache.hpp"
 #include "core/once.hpp"
+#include "level_zero/runtime/modules.hpp"
 #include "level_zero/runtime/specialise.hpp"
 
 namespace lowbit::level_zero {

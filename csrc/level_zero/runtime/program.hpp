@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modules of SPIR-V that came with the library (level_zero/spirv), specialised and built for one device, each once in a
-// process; what a driver made of one is kept on disk.
+// Modules of SPIR-V (modules.hpp), specialised and built for one device, each once in a process; what a driver made of
+// one is kept on disk.
 #pragma once
 
 #include <map>
@@ -10,10 +10,7 @@
 #include <vector>
 
 #include "core/place.hpp"
-#include "formats/list.hpp"
 #include "level_zero/runtime/driver.hpp"
-#include "level_zero/spirv/made_of.hpp"
-#include "rules/list.hpp"
 
 namespace lowbit::level_zero {
 
@@ -48,17 +45,5 @@ struct Build {
 
 // One of the library's modules.
 const Program& program(const Place& place, std::string_view module, const Build& build = {});
-
-// The words of a module of the library by its name; empty if there is none.
-LOWBIT_API std::vector<uint32_t> module_words(std::string_view name);
-LOWBIT_API std::vector<std::string_view> module_names();
-
-// Why the modules do not serve a format or a rule; "" if they do. Lists grow at their ends.
-constexpr std::string_view modules_lack(Format format) {
-  return static_cast<int>(format) < kFormatsOfModules ? "" : "the SPIR-V modules lack this format: run tools/spirv";
-}
-constexpr std::string_view modules_lack(Rule rule) {
-  return static_cast<int>(rule) < kRulesOfModules ? "" : "the SPIR-V modules lack this rule: run tools/spirv";
-}
 
 }  // namespace lowbit::level_zero

@@ -54,6 +54,7 @@ def info() -> Info:
     facts["oneDNN"] = _onednn()
     facts |= _cuda()
     facts["level_zero"] = _level_zero()
+    facts["level_zero modules"] = _modules()
     return facts
 
 
@@ -106,3 +107,10 @@ def _level_zero() -> str:
     else:
         known = "xpu" if torch.version.xpu else "not enabled (lowbit.devices.level_zero.enable())"
     return f"{', '.join(found['names'])}; {found['path']}; for torch: {known}"
+
+
+def _modules() -> str:
+    """The SPIR-V modules of this build with what compiled them, or why it has none."""
+    if reason := _C.level_zero.modules_missing():
+        return f"none: {reason}"
+    return f"{len(_C.level_zero.modules())}, by {_C.level_zero.modules_compiler()}"
