@@ -45,6 +45,7 @@ SECTIONS = {
     "Optimizers": "lowbit.optim: *",
     "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint compare_checkpoints Comparison",
     "transformers": "lowbit.integrations.transformers: QuantizedCache",
+    "transformers: optimizers of the Trainer": "lowbit: trainer_optimizer",
     "Weights of bitsandbytes": "lowbit.integrations.bitsandbytes: from_bitsandbytes to_bitsandbytes replace_linear4bit "
     "layer_of_blocks",
     "Weights of torchao": "lowbit.integrations.torchao: from_torchao",

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from lowbit.integrations.quantize_checkpoint import quantize_checkpoint
     from lowbit.integrations.rotate import rotate_
     from lowbit.integrations.smooth import smooth_
+    from lowbit.integrations.trainer_optimizer import trainer_optimizer
     from lowbit.ops.linear import linear
     from lowbit.quant import (
         Calibration,
@@ -128,6 +129,7 @@ _HOME = {
         "lowbit.integrations.gguf": "load_gguf",
         "lowbit.integrations.lowbit_config": "LowbitConfig",
         "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
+        "lowbit.integrations.trainer_optimizer": "trainer_optimizer",
         "lowbit.devices.warmup": "warmup",
     }.items()
     for name in names.split()
@@ -207,6 +209,7 @@ __all__ = [
     "rotate_",
     "scaled_dot_product_attention",
     "smooth_",
+    "trainer_optimizer",
     "warmup",
 ]
 
