@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lowbit.attention.kv_cache import QuantizedKVCache
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.autotune import Plan, autoquant
+    from lowbit.compile.blocks import compile_blocks
     from lowbit.devices.warmup import warmup
     from lowbit.diagnostics.compare import Comparison, compare_checkpoints
     from lowbit.diagnostics.explain import explain
@@ -130,6 +131,7 @@ _HOME = {
         "lowbit.integrations.lowbit_config": "LowbitConfig",
         "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
         "lowbit.integrations.trainer_optimizer": "trainer_optimizer",
+        "lowbit.compile.blocks": "compile_blocks",
         "lowbit.devices.warmup": "warmup",
     }.items()
     for name in names.split()
@@ -174,6 +176,7 @@ __all__ = [
     "backends",
     "calibrate",
     "compare_checkpoints",
+    "compile_blocks",
     "create_block_mask",
     "create_mask",
     "dequantize_",

@@ -42,13 +42,14 @@ PYTHON_ARROWS = {
     "attention": {"attention", "score", "devices", "ops", "_C"},
     "autotune": {"autotune", "quant", "formats", "attention", "devices", "documents", "tables", "_C"},
     "integrations": {"integrations", "attention", "optim", "score", "quant", "formats", "devices", "ops", "tables", "_C"},
+    "compile": {"compile", "integrations", "ops", "tables"},
     "devices": {"devices", "ops", "_C"},
     "backends": {"backends", "devices", "_C"},
     "diagnostics": {"diagnostics", "backends", "integrations", "devices", "attention", "quant", "formats", "ops", "tables", "_C"},
     "recorder": {"recorder", "documents", "tables", "_C"},
     "testing": {"testing", "backends", "ops", "reference", "_C"},
     "__main__.py": {"", "integrations", "recorder"},
-    "__init__.py": {"ops", "backends", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "_C"},
+    "__init__.py": {"ops", "backends", "compile", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 
