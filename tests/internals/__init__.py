@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -49,7 +50,8 @@ def loaded() -> ModuleType:
     def make(folder: Path) -> None:
         libraries = ["-x", "none", f"-L{LIBRARY}", "-l:liblowbit.so", f"-Wl,-rpath,{LIBRARY}"]
         command = ["g++", *" ".join(FLAGS).split(), "-x", "c++", "-", *libraries, "-o", str(folder / "internals.so")]
-        subprocess.run(command, input=whole, text=True, check=True)
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # of tools/sanitize
+        subprocess.run(command, input=whole, text=True, check=True, env=environment)
 
     sources += CSRC.rglob("*.hpp")
     path = str(kept.folder("internals", sources, FLAGS, make=make) / "internals.so")
