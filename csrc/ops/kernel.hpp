@@ -24,6 +24,9 @@ namespace lowbit {
   X(repack, RepackArgs) \
   X(dequantize, DequantizeArgs) \
   X(all_finite, AllFiniteArgs) \
+  X(fake_quantize, FakeQuantizeArgs) \
+  X(fake_quantize_backward, FakeQuantizeBackwardArgs) \
+  X(fake_quantize_activations, FakeQuantizeActivationsArgs) \
   X(blocks_linear, BlocksLinearArgs) \
   X(blocks_dequantize, BlocksDequantizeArgs) \
   X(int8_linear, Int8LinearArgs) \

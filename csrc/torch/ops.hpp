@@ -22,6 +22,9 @@ struct RegisteredOp {
   X(linear) \
   X(dequantize) \
   X(embedding) \
+  X(fake_quantize) \
+  X(fake_quantize_backward) \
+  X(fake_quantize_activations) \
   X(attention_forward) \
   X(attention_backward) \
   X(decode) \

@@ -6,6 +6,7 @@
 #include "core/parallel.hpp"
 #include "core/arena.hpp"
 #include "core/scratch.hpp"
+#include "cpu/activation_codes.hpp"
 #include "cpu/linear/epilogue.hpp"
 #include "cpu/panel.hpp"
 
@@ -14,31 +15,6 @@ namespace {
 
 // To prepare an activation takes as long as eight products: AVX2 quantizes about 4 per ns.
 LOWBIT_INLINE int threads_for(int64_t activations) { return threads_worth(8 * activations); }
-
-// q = round(x * inverse + zero_point)
-struct Range {
-  float scale, inverse, zero_point;
-};
-
-// scale = amax / most; a nan or inf in the range makes the scale nan, and so every result of the row.
-LOWBIT_INLINE Range symmetric_range(const float* x, int64_t k, float most) {
-  f32x16 amax = set1(0.0f), poison = set1(0.0f);
-  for (int64_t i = 0; i < k; i += 16) {
-    const f32x16 v = load(x + i);
-    amax = max(amax, abs(v));
-    poison = fma(v, set1(0.0f), poison);
-  }
-  const float scale = largest(amax) / most + sum(poison);
-  return {scale, scale >= 0x1p-126f ? 1.0f / scale : 0.0f, 0.0f};
-}
-
-// x as float8_e4m3fn times one scale.
-LOWBIT_INLINE void round_to_float8(float* x, int64_t k) {
-  const Range range = symmetric_range(x, k, E4M3::largest);
-  const f32x16 inverse = set1(range.inverse), scale = set1(range.scale);
-  for (int64_t i = 0; i < k; i += 16)
-    store(x + i, mul(E4M3::decode(E4M3::encode(mul(load(x + i), inverse))), scale));
-}
 
 // Row `row` of x as the float32 that enter the product or are rounded to int8 for it, followed by zeros up to padded_k.
 // Returns x itself where it can be used as it is.
@@ -92,20 +68,6 @@ struct Int8Rows {
   float* offset;     // [rows], asymmetric activations only, else null
 };
 
-// x = scale * (q - zero_point) with q in -127..127 and a range that contains 0. For torchao parity, and
-// rare: plain code.
-inline Range asymmetric_range(const float* x, int64_t k) {
-  float lowest = 0.0f, highest = 0.0f, poison = 0.0f;
-  for (int64_t i = 0; i < k; i++) {
-    lowest = x[i] < lowest ? x[i] : lowest;
-    highest = x[i] > highest ? x[i] : highest;
-    poison += x[i] * 0.0f;
-  }
-  const float scale = (highest - lowest) / 254.0f + poison;
-  if (!(scale >= 0x1p-126f)) return {scale, 0.0f, 0.0f};
-  return {scale, 1.0f / scale, __builtin_nearbyintf(-127.0f - lowest / scale)};
-}
-
 template <class Dot, class Step>
 LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const Int8Rows<Step>& rows, int64_t row) {
   const WeightSpec& spec = args.weight_spec;
@@ -119,12 +81,10 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
   for (int64_t s = 0; s < rows.sum_count; s++) {
     const int64_t begin = s * sum_k, end = smaller(padded, begin + sum_k);
     if (!per_row) range = symmetric_range(x + begin, end - begin, 127.0f);
-    const f32x16 inverse = set1(range.inverse), shift = set1(range.zero_point), limit = set1(127.0f);
+    const f32x16 inverse = set1(range.inverse), shift = set1(range.zero_point);
     i32x16 total = set1(int32_t{0});
     for (int64_t i = begin; i < end; i += 16) {
-      f32x16 scaled = fma(load(x + i), inverse, shift);
-      scaled = max(sub(set1(0.0f), limit), min(scaled, limit));  // nan, whose scale is nan, has a code too
-      const i32x16 code = to_int(scaled);
+      const i32x16 code = int8_codes(load(x + i), inverse, shift);
       store_i8(q + i, code);
       total = add(total, code);
     }

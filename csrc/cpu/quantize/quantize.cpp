@@ -6,12 +6,12 @@
 #include "core/arena.hpp"
 #include "core/scratch.hpp"
 #include "cpu/panel.hpp"
+#include "cpu/quantize/group_scales.hpp"
 #include "cpu/rows.hpp"
 #include "cpu/simd/math.hpp"
 #include "cpu/vector_io.hpp"
 #include "formats/layout.hpp"
 #include "formats/scale_search.hpp"
-#include "formats/scales.hpp"
 #include "ops/quantize.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -35,30 +35,13 @@ struct PlainPanel {
   }
 };
 
-// Splits the scales of one column into column_scale and f16 group scales, and rounds `scale` to what is stored. A power
-// of two as column_scale keeps every f16 scale of an imported checkpoint exact, and gives weights of any magnitude the
-// full precision of f16.
+// Stores the scales of one column, and rounds `scale` to what is stored.
 LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = plain.spec;
-  float* scale = plain.scale + column * spec.groups();
-  float* column_scale = reinterpret_cast<float*>(panel + spec.column_scale_at()) + column;
-  if (spec.group_size == 0) {
-    *column_scale = scale[0];
-    return;
-  }
-  float largest_scale = 0.0f;
-  for (int64_t g = 0; g < spec.groups(); g++) {  // the search makes negative ones
-    const float size = __builtin_fabsf(scale[g]);
-    largest_scale = size > largest_scale ? size : largest_scale;
-  }
-  const float factor = power_of_two_below(largest_scale), inverse = factor > 0.0f ? 1.0f / factor : 0.0f;
   uint16_t* group_scale = reinterpret_cast<uint16_t*>(panel + spec.group_scale_at());
-  *column_scale = factor;
-  for (int64_t g = 0; g < spec.groups(); g++) {
-    const uint16_t half = float16_from_float(scale[g] * inverse);
-    group_scale[g * 16 + column] = half;
-    scale[g] = float_from_float16(half) * factor;
-  }
+  reinterpret_cast<float*>(panel + spec.column_scale_at())[column] =
+      round_scales(spec, plain.scale + column * spec.groups(),
+                   [&](int64_t g, uint16_t half) { group_scale[g * 16 + column] = half; });
 }
 
 template <Format kFormat>
@@ -103,20 +86,6 @@ LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
     }
 }
 
-// Scale of x[0..count) before rounding to what is stored.
-template <class Codec>
-LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float code_max) {
-  f32x16 low = set1(0.0f), high = set1(0.0f);  // a range contains 0, and padding is 0
-  for (int64_t i = 0; i < count; i += 16) low = min(low, load(x + i)), high = max(high, load(x + i));
-  return scale_of_range<Codec>(-largest(sub(set1(0.0f), low)), largest(high), mapping, code_max);
-}
-
-LOWBIT_INLINE float choose_zero(const float* x, int64_t count, float scale, float code_max) {
-  float low = 0.0f;
-  for (int64_t i = 0; i < count; i++) low = x[i] < low ? x[i] : low;
-  return zero_of_range(low, scale, code_max);
-}
-
 // A group of each of 16 columns, for the search of their scales.
 struct PanelGroup {
   static constexpr bool kSparesClamps = true;
@@ -139,18 +108,11 @@ struct PanelGroup {
 template <Format kFormat>
 LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x, int64_t column,
                                 uint8_t* panel) {
-  using Codec = codec_of<kFormat>;
-  const WeightSpec& spec = args.spec;
-  const int64_t groups = spec.groups(), group_k = spec.group_k(), padded = spec.padded_k();
-  const float levels = static_cast<float>(code_max(spec.format));
-  float *scale = plain.scale + column * groups, *zero = plain.zero + column * groups;
-  auto length = [&](int64_t g) { return smaller(group_k, padded - g * group_k); };
-  for (int64_t g = 0; g < groups; g++)
-    scale[g] = choose_scale<Codec>(x + g * group_k, length(g), args.mapping, levels);
+  const int64_t groups = args.spec.groups();
+  float* scale = plain.scale + column * groups;
+  choose_scales<codec_of<kFormat>>(args.spec, x, args.mapping, scale);
   store_scales(plain, column, panel);
-  for (int64_t g = 0; g < groups; g++)
-    zero[g] = spec.asymmetric ? choose_zero(x + g * group_k, length(g), scale[g], levels)
-                              : static_cast<float>(symmetric_zero(spec.format));
+  choose_zeros(args.spec, x, scale, plain.zero + column * groups);
 }
 
 // Rounds it. Errors count as much as the importance [padded_k] of their k says, all the same where there is none.

@@ -85,6 +85,11 @@ class LinearSpec:
         """Arguments that follow ``weight`` in ``torch.ops.lowbit.dequantize``."""
         return n, k, _C.FORMATS[self.format], self.group_size, self.asymmetric
 
+    @property
+    def fake_quantize_args(self) -> tuple[int, int, int]:
+        """The numbers of the format that ``torch.ops.lowbit.fake_quantize`` takes behind ``weight``."""
+        return _C.FORMATS[self.format], self.group_size, _C.MAPPINGS[self.mapping]
+
     def groups(self, k: int) -> int:
         return -(-k // self.group_size) if self.group_size else 1
 

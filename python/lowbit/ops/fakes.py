@@ -50,6 +50,21 @@ def embedding(weight: Tensor, indices: Tensor, like: Tensor, k: int, **_: Any) -
     return weight.new_empty((*indices.shape, k), dtype=like.dtype)
 
 
+def fake_quantize(weight: Tensor, group_size: int, codes: bool, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    scale = weight.new_empty((n, -(-k // group_size) if group_size else 1), dtype=torch.float32)
+    return weight.new_empty((n, k), dtype=torch.uint8 if codes else weight.dtype), scale, torch.empty_like(scale)
+
+
+def fake_quantize_backward(weight: Tensor, scale: Tensor, scale_wanted: bool, **_: Any) -> tuple[Tensor, Tensor]:
+    n, groups = scale.shape
+    return weight.new_empty(weight.shape), scale.new_empty((n if scale_wanted else 0, groups))
+
+
+def fake_quantize_activations(x: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype as errors show it."""
     return str(dtype).removeprefix("torch.")
@@ -59,6 +74,9 @@ _FAKES = {
     "linear": linear,
     "dequantize": dequantize,
     "embedding": embedding,
+    "fake_quantize": fake_quantize,
+    "fake_quantize_backward": fake_quantize_backward,
+    "fake_quantize_activations": fake_quantize_activations,
     "attention_forward": attention_fakes.forward,
     "attention_backward": attention_fakes.backward,
     "decode": attention_fakes.decode,

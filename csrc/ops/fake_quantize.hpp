@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// fake_quantize: what a float weight [n, k] is after quantize and dequantize, with nothing packed; its gradient; and
+// the same of activations. Scales, codes and their rounding are those of quantize and of the kernels of linear.
+//
+//   out = scale * (code - zero),  code = nearest(weight / scale + zero),  a lookup format: scale * level[code]
+//   backward (straight through): grad_weight = grad where the code was not clipped, else 0
+//     grad_scale = sum over a group of grad * (code - zero - ratio), ratio = weight / scale, or 0 where it was clipped
+//
+// A code is clipped if it would round past the ends of the format; of a lookup format, if weight / scale is past its
+// range by more than the 2^-10 that rounding the scale may take. Activations are never clipped, as their scales are
+// those of their own ranges: their gradient is that of the result, and needs no op.
+#pragma once
+
+#include "core/tensor_view.hpp"
+#include "formats/format.hpp"
+#include "formats/scales.hpp"
+#include "ops/kernel.hpp"
+#include "ops/linear_formats.hpp"
+
+namespace lowbit {
+
+struct FakeQuantizeArgs {
+  Place place{};
+  WeightSpec spec;
+  Mapping mapping = Mapping::symmetric;
+  TensorView weight;         // [n, k] float32, bfloat16 or float16, contiguous
+  TensorView given_scale{};  // float32 [n, groups], contiguous; or none: that of the range of each group
+  TensorView given_zero{};   // likewise, with given_scale of an asymmetric weight
+  TensorView out{};          // [n, k] dtype of weight, or uint8: the codes; written
+  TensorView scale{};        // float32 [n, groups]: written, as they are stored
+  TensorView zero{};         // likewise
+};
+
+struct FakeQuantizeBackwardArgs {
+  Place place{};
+  WeightSpec spec;
+  TensorView grad, weight;   // [n, k] of one dtype, contiguous
+  TensorView scale, zero;    // as fake_quantize wrote them
+  TensorView grad_weight{};  // [n, k] dtype of weight: written
+  TensorView grad_scale{};   // float32 [n, groups]: written; or none
+};
+
+struct FakeQuantizeActivationsArgs {
+  Place place{};
+  XFormat x_format = XFormat::int8_row;
+  int64_t group_size = 0;  // of int8_group; 0: per row
+  TensorView x;            // [..., k] float32, bfloat16 or float16, contiguous
+  TensorView out{};        // shape and dtype of x: written
+};
+
+// All of the arguments but what is written, checked. mapping and x_format are numbers of their lists.
+LOWBIT_API FakeQuantizeArgs fake_quantize_args(const TensorView& weight, int64_t format, int64_t group_size,
+                                               int64_t mapping, const TensorView& scale, const TensorView& zero);
+LOWBIT_API FakeQuantizeBackwardArgs fake_quantize_backward_args(const TensorView& grad, const TensorView& weight,
+                                                                const TensorView& scale, const TensorView& zero,
+                                                                int64_t format, int64_t group_size);
+LOWBIT_API FakeQuantizeActivationsArgs fake_quantize_activations_args(const TensorView& x, int64_t x_format,
+                                                                      int64_t group_size);
+
+LOWBIT_API Call describe(const FakeQuantizeArgs& args);
+LOWBIT_API Call describe(const FakeQuantizeBackwardArgs& args);
+LOWBIT_API Call describe(const FakeQuantizeActivationsArgs& args);
+
+}  // namespace lowbit
