@@ -32,7 +32,7 @@ from lowbit._C import version as __version__
 _C.look_in(sys.path)  # where pip has NVIDIA's libraries and oneDNN, if it has; nothing is opened here
 
 if TYPE_CHECKING:
-    from lowbit import attention, backends, devices, optim, recorder
+    from lowbit import attention, backends, devices, optim, recorder, training
     from lowbit.attention.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from lowbit.attention.flex import AuxOutput, AuxRequest, flex_attention
     from lowbit.attention.kv_cache import QuantizedKVCache
@@ -138,6 +138,7 @@ _HOME = {
 }
 _MODULES = (
     "attention", "autotune", "backends", "devices", "formats", "integrations", "optim", "quant", "recorder", "testing",
+    "training",
 )  # fmt: skip
 __all__ = [
     "AuxOutput",
@@ -213,6 +214,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "smooth_",
     "trainer_optimizer",
+    "training",
     "warmup",
 ]
 

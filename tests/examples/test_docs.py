@@ -150,7 +150,7 @@ def test_api_page_is_current() -> None:
     pytest.importorskip("transformers")
     api_page = module_in("tools", "api_page")
     listed = [name for names in api_page.SECTIONS.values() if names.startswith("lowbit: ") for name in names.split()[1:]]
-    assert sorted([*listed, "__version__", "attention", "backends", "devices", "optim", "recorder"]) == sorted(lowbit.__all__), "a public name is in no section"
+    assert sorted([*listed, "__version__", "attention", "backends", "devices", "optim", "recorder", "training"]) == sorted(lowbit.__all__), "a public name is in no section"
     assert api_page.page() == api_page.PAGE.read_text()
 
 

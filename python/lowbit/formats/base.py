@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from lowbit import _C
 from lowbit.formats.algorithms import HQQ, Algorithm, algorithm_of
@@ -85,6 +86,16 @@ class FormatConfig:
             if name == "group_size" or value != default[name]
         )
         return f"{self.function}({told})"
+
+
+class TrainingConfig:
+    """Base of the configurations that ``quantize_`` takes and that leave layers to be trained (`lowbit.training`)."""
+
+    __slots__ = ()
+
+    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> Any:
+        """Do to ``model`` what ``quantize_`` was asked for, after every check, and return its report."""
+        raise NotImplementedError
 
 
 def _short(value: Any) -> str:

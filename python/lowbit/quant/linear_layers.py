@@ -33,6 +33,12 @@ def is_scaled_embedding(module: nn.Module) -> bool:
     return home.startswith("transformers.models.gemma") and name.endswith("TextScaledWordEmbedding")
 
 
+def is_fake_quantized(module: nn.Module) -> bool:
+    """Whether `lowbit.training.QATConfig` prepared this layer, known by the name and home of its class."""
+    home, name = type(module).__module__, type(module).__name__
+    return home == "lowbit.training.layers" and name in ("FakeQuantizedLinear", "FakeQuantizedEmbedding")
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
     """Return (n, k): the features that come out and go in, of an embedding its rows and their length."""
     if is_embedding(module):

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from lowbit import _C
 from lowbit.formats.spec import StoredWeight
 from lowbit.quant.layout import numbers_of, repack_weight
+from lowbit.quant.linear_layers import is_fake_quantized
 from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 
 
 def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse entries that are not the packed weights of the QuantLinear and QuantEmbedding layers under ``module``.
-    Those that are one tensor are still one in the layout that is loaded.
+    """Refuse entries that are not the packed weights of the QuantLinear and QuantEmbedding layers under ``module``, or
+    are packed where a layer is being trained. Those that are one tensor are still one in the layout that is loaded.
 
     Raises:
         ValueError: names every such layer with what it wants and what the state dict holds.
@@ -25,13 +26,17 @@ def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     layers = {
         f"{prefix}{name}." if name else prefix: child
         for name, child in module.named_modules(remove_duplicate=False)
-        if isinstance(child, (QuantLinear, QuantEmbedding))
+        if _is_checked(child)
     }
     problems = [text for at, layer in layers.items() if (text := layer.state_dict_problem(state_dict, at))]
     if problems:
         rest = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError("load_state_dict: " + "; ".join(problems[:3]) + rest)
-    _repack_shared(layers, state_dict)
+    _repack_shared({at: layer for at, layer in layers.items() if not is_fake_quantized(layer)}, state_dict)
+
+
+def _is_checked(module: nn.Module) -> bool:
+    return isinstance(module, (QuantLinear, QuantEmbedding)) or is_fake_quantized(module)
 
 
 def _repack_shared(layers: dict[str, QuantLinear | QuantEmbedding], state_dict: dict[str, Any]) -> None:
@@ -61,7 +66,7 @@ def check_state_dicts_of(model: nn.Module) -> None:
     holders = {
         prefix
         for name, child in model.named_modules(remove_duplicate=False)
-        if isinstance(child, (QuantLinear, QuantEmbedding))
+        if _is_checked(child)
         for prefix in _ancestors(name)
     }
     for name in holders:

