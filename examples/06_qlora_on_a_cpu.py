@@ -62,12 +62,10 @@ def train(model: nn.Module, text: Tensor, steps: int, lr: float, folder: str) ->
     """Run the Trainer with our 8-bit AdamW on what is trainable, and return its seconds a step."""
     arguments = TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, lr_scheduler_type="cosine",
-        use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        optim="adamw_8bit", optim_args="min_8bit_size=1",  # these adapters are small: 8 bits all the same
+        learning_rate=lr, use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    optimizer = (
-        lowbit.optim.AdamW8bit,
-        {"lr": lr, "min_8bit_size": 1},
-    )  # these adapters are small: 8 bits all the same
+    optimizer = lowbit.trainer_optimizer(arguments)
     data = Pieces(text, steps * BATCH, seed=0)
     start = time.perf_counter()
     trainer = Trainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=optimizer)

@@ -200,6 +200,14 @@ def load_into_others(rank: int, port: int, folder: str) -> None:
         assert other.optimizer.param_groups[0]["state_format"] == "float8"
         for ours, saved in zip(moments(other.optimizer), moments(run.optimizer), strict=True):
             torch.testing.assert_close(ours, saved, rtol=2**-4, atol=2**-9 * float(saved.abs().max()))
+
+        other = Run(NF4, optim.Lion8bit, seed=5, mesh=mesh)  # has a part of the states of AdamW, by the same names
+        state_dict = other.saved(False)
+        dcp.load(state_dict, checkpoint_id=folder)
+        with pytest.raises(
+            ValueError, match=r"Lion8bit.load_state_dict: param group 0: Invalid rule value: 'adamw', must be 'lion'"
+        ):
+            other.load(state_dict)
         dist.barrier()
     finally:
         dist.destroy_process_group()

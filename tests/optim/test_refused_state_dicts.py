@@ -115,6 +115,7 @@ def test_every_tensor_of_every_parameter(trained: torch.optim.Optimizer) -> None
 
 
 GROUP: dict[str, list[Any]] = {
+    "rule": [None, "x", 3],
     "lr": [None, "x", -1.0, float("nan"), [1e-3], torch.zeros(2), torch.zeros((), device="meta"), 1j],
     "betas": [None, "ab", 0.9, (0.9,), (0.9, 0.9, 0.9), (None, 0.9), (0.9, "x"), (1.0, 0.9), (0.9, -0.1)],
     "eps": [None, "x", -1.0, float("nan"), (1e-8,)],

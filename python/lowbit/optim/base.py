@@ -61,6 +61,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 warnings.warn(f"{type(self).__name__}: {name}={value!r} has no effect here", stacklevel=3)
         defaults = {
             **defaults,
+            "rule": self.RULE,  # tells a checkpoint of another one, of which torch.distributed.checkpoint reads a part
             "maximize": maximize,
             "state_format": state_format if optim_bits is None else _format_of_bits(optim_bits),
             "block_size": block_size,
@@ -86,6 +87,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for options out of range, in torch's words. A rule with options of its own extends this."""
+        if group["rule"] != self.RULE:
+            raise ValueError(f"Invalid rule value: {group['rule']!r}, must be {self.RULE!r} of a {type(self).__name__}")
         check_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
