@@ -104,6 +104,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path: Path) ->
     run, other = Run("AdamW8bit"), Run("Lion8bit")
     run.train(0, 1)
     run.accelerator.save_state(str(tmp_path))
-    with pytest.raises(ValueError, match="Lion8bit.load_state_dict: parameter 2 has exp_avg_sq, exp_avg_sq_scale"):
+    with pytest.raises(ValueError, match="Lion8bit.load_state_dict: param group 0: Invalid rule value: 'adamw'"):
         other.accelerator.load_state(str(tmp_path))
     assert all(float(state["step"]) == 0 for state in other.optimizer.state.values())
