@@ -39,6 +39,12 @@ struct Decode : Returns<Decode, &DecodeArgs::out> {
 };
 
 template <class Args>
+Args checked(Args args) {
+  check_args(args);
+  return args;
+}
+
+template <class Args>
 void run_rows(const Args& args) {
   if (args.x.numel() > 0) lowbit::run(args);
 }
@@ -48,12 +54,8 @@ struct KvQuantize {
 
   template <class Given>
   static KvQuantizeArgs args_of(Given& given) {
-    KvQuantizeArgs args{.x = dense_view<"x">(given),
-                        .codes = written_view<"codes">(given),
-                        .scale = written_view<"scale">(given),
-                        .rotate = get<"rotate">(given)};
-    check_args(args);
-    return args;
+    return checked(KvQuantizeArgs{.x = dense_view<"x">(given), .codes = written_view<"codes">(given),
+                                  .scale = written_view<"scale">(given), .rotate = get<"rotate">(given)});
   }
 
   static void run(Arguments<KvQuantize>& given) { run_rows(args_of(given)); }
@@ -64,12 +66,8 @@ struct KvDequantize {
 
   template <class Given>
   static KvDequantizeArgs args_of(Given& given) {
-    KvDequantizeArgs args{.codes = view<"codes">(given),
-                          .scale = view<"scale">(given),
-                          .x = written_view<"x">(given),
-                          .rotated = get<"rotated">(given)};
-    check_args(args);
-    return args;
+    return checked(KvDequantizeArgs{.codes = view<"codes">(given), .scale = view<"scale">(given),
+                                    .x = written_view<"x">(given), .rotated = get<"rotated">(given)});
   }
 
   static void run(Arguments<KvDequantize>& given) { run_rows(args_of(given)); }

@@ -19,9 +19,7 @@ class Lion8bit(LowBitOptimizer):
         lr: learning rate, a float or a 0-dim tensor; a third to a tenth of AdamW's.
         betas: of the step's direction, and of the moment, each in [0, 1).
         weight_decay: shrinks the parameter by lr * weight_decay.
-        block_size: elements that share a scale, a power of two from 32 to 4096.
-        bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
-        options: maximize; min_8bit_size=4096 (smaller parameters keep a float32 moment); optim_bits=32, 16, 8 or 4.
+        block_size, bf16_stochastic_round, options: as of `AdamW8bit`.
 
     Raises:
         ValueError: an option out of range, or a parameter of another dtype or device.

@@ -22,9 +22,7 @@ class SGD8bit(LowBitOptimizer):
         dampening: of the gradient in the momentum, from the second step on.
         weight_decay: is added to the gradient.
         nesterov: needs momentum and no dampening.
-        block_size: elements that share a scale, a power of two from 32 to 4096.
-        bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
-        options: maximize; min_8bit_size=4096 (smaller parameters keep a float32 momentum); optim_bits=32, 16, 8 or 4.
+        block_size, bf16_stochastic_round, options: as of `AdamW8bit`.
 
     Raises:
         ValueError: an option out of range, or a parameter of another dtype or device.
