@@ -31,8 +31,8 @@ struct Codes {
 
 void check_codes(std::string_view op, const Codes& of, KvFormat format, const std::array<int64_t, 4>& shape) {
   const auto [batch, heads, length, columns] = shape;
-  check(columns >= 1 && columns <= 512, value, op, ": head dimensions of codes must be 1..512, got ",
-        columns);  // 512 * 127 * 32767 < 2^31
+  check(columns >= 1 && columns <= kMostKvColumns, value, op, ": head dimensions of codes must be 1..", kMostKvColumns,
+        ", got ", columns);
   check_rows(op, of.name, of.codes, {batch, heads, length, kv_row_bytes(format, columns)});
   check(of.scale.dtype == DType::float32 || of.scale.dtype == DType::float16, type, op, ": ", of.scale_name,
         " must be float32 or float16, got ", name_of(of.scale.dtype));

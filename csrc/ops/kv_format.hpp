@@ -9,6 +9,7 @@ namespace lowbit {
 // How keys and values are stored. Rows of codes are padded with zeros to a multiple of 32 elements.
 enum class KvFormat : int { floating, int8, int4 };
 constexpr int64_t kKvGroup = 32;  // elements of a scale of int4, and what rows are padded to
+constexpr int64_t kMostKvColumns = 512;  // of codes: 512 * 127 * 32767 < 2^31
 
 constexpr int64_t kv_padded(int64_t columns) { return (columns + kKvGroup - 1) / kKvGroup * kKvGroup; }
 constexpr int64_t kv_row_bytes(KvFormat format, int64_t columns) {

@@ -54,30 +54,8 @@ void register_decode(py::module_& m) {
         arg("window") = 0, arg("mask") = py::none(), arg("sink") = py::none(), arg("lse") = py::none(),
         arg("score_mod") = Code(), arg("score_captured") = py::list(), arg("mask_mod") = Code(),
         arg("mask_captured") = py::list(),
-        R"(Write the attention of a few queries over a long key-value cache into ``out``.
-
-The cache is read once, in splits of 256 tokens: results are the same for any number of threads and in any batch. Many
-queries over codes, a prompt, go through the tiles of attention_forward.
-
-Args:
-    q: ``[B, Hq, L, E]`` float32, bfloat16 or float16.
-    k, v: ``[B, Hkv, S, E]`` and ``[B, Hkv, S, Ev]`` of a float type, or codes of ``lowbit::kv_quantize_``: int8
-        ``[B, Hkv, S, E rounded up to 32]``, or uint8 with two int4 codes a byte. Any strides with a dense last
-        dimension, so token-major caches too.
-    out: ``[B, Hq, L, Ev]``, dtype of ``q``.
-    scale: what ``q k^T`` is multiplied by.
-    k_scale, v_scale: float32 or float16 ``[B, Hkv, S, groups]`` of codes: 1 group for int8, E / 32 rounded up for int4.
-    rotated: the keys were rotated by ``lowbit::kv_quantize_``; the queries are then rotated here.
-    causal: query i stands at ``position + i`` and sees no later key.
-    window: if positive, nor a key that is ``window`` or more before it.
-    mask: bool or floating ``[B, Hq, L, S]`` of any strides, or None.
-    sink: float32 ``[Hq]``: a score without a value, or None.
-    lse: float32 ``[B, Hq, L]``, written, or None.
-    score_mod, score_captured, mask_mod, mask_captured: score programs and their tensors; their q is ``position + i``.
-
-Raises:
-    ValueError, TypeError: an argument does not fit; the text names it.
-    NotImplementedError: no kernel row fits, or not the forced one.)");
+        "Write into ``out`` what lowbit::decode returns, and into ``lse`` the log-sum-exp of each row; mods are score "
+        "programs and their tensors, whose q is ``position + i``.");
 }
 
 }  // namespace lowbit

@@ -120,30 +120,16 @@ void register_score_tiles(py::module_& m) {
   using py::arg;
   m.def("score_program_eval", eval_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"), arg("k0"),
         arg("scores"),
-        R"(Run a score program over one tile: ``scores`` becomes the modified scores, for a mask the score or -inf.
-
-Args:
-    code: the program (lowbit.score.program).
-    captured: its captured tensors.
-    b, h: batch and query head of the tile.
-    q0, k0: query and key of ``scores[0, 0]``.
-    scores: float32 or float64 ``[rows, cols]``, contiguous, written.
-
-Raises:
-    ValueError, TypeError: the code or a tensor does not fit; the text says where.
-    IndexError: a gather is out of range.)");
+        "Run a program over float32 or float64 ``scores [rows, cols]``, of which the first is query q0 and key k0: "
+        "they become the modified scores, for a mask the score or -inf.");
   m.def(
       "score_program_backward", program_backward_into, arg("code"), arg("captured"), arg("b"), arg("h"), arg("q0"),
       arg("k0"), arg("scores"), arg("gradient"), arg("captured_gradients"),
-      R"(Differentiate a score program over one tile: ``gradient``, of the modified scores, becomes that of the raw
-``scores``.
-
-``captured_gradients`` has per captured tensor None, or a contiguous tensor of its shape and the dtype of
-``scores`` that its gradient is added to.)");
+      "``gradient``, of the modified scores, becomes that of the raw ``scores``. ``captured_gradients`` has for each "
+      "captured tensor None, or a tensor of its shape and the dtype of ``scores`` that its gradient is added to.");
   m.def("score_programs_spirv", programs_spirv, arg("functions"),
-        R"(Return a module of SPIR-V 1.2 that exports functions of programs: csrc/score/spirv.hpp.
-
-``functions`` has tuples (exported name, code, captured tensors, whether of the gradient).)");
+        "Return a module of SPIR-V that exports functions of programs (csrc/score/spirv.hpp): tuples of exported name, "
+        "code, captured tensors, whether of the gradient.");
 }
 
 }  // namespace lowbit

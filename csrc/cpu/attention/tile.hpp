@@ -122,8 +122,7 @@ LOWBIT_INLINE void rotate_row(float* row, int64_t columns) {
 // widen_rows of codes.
 inline void widen_codes(const HeadView& head, int64_t first, int64_t rows, int64_t columns, float factor,
                         Matrix<float> to) {
-  constexpr int64_t kMostColumns = 512;  // ops/decode.cpp refuses more
-  alignas(64) float row[kMostColumns];
+  alignas(64) float row[kMostKvColumns];
   const int64_t last_scale = head.scale->size(3) - 1;
   for (int64_t r = 0; r < rows; r++) {
     const uint8_t* codes = reinterpret_cast<const uint8_t*>(head.data) + (first + r) * head.stride;

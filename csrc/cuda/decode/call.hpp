@@ -10,7 +10,6 @@ namespace lowbit::cuda {
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32;
 constexpr int kKeyTile = 64;         // tokens in shared memory
 constexpr int64_t kLeastSplit = 128, kMostSplits = 64;
-constexpr int kMostKvColumns = 512;  // of codes (ops/decode.cpp)
 
 // How a call of decode is specialised. cache: int8, uint8 (int4 codes) or a 16-bit float; groups: of 32 columns of keys
 // and of values; parts: of a query, in the 16-bit float that it is multiplied in; tiles: of 8 rows of a CTA.

@@ -62,10 +62,7 @@ struct Range {
   }
 };
 
-// Bytes and half bytes of codes come out in pairs of k 0, 2 and 1, 3 (fragments.cuh), floats as they lie.
-template <Format kFormat>
-constexpr bool kSwapsInner = !is_float(kFormat);
-
+// kSwapped: bytes and half bytes of codes come out in pairs of k 0, 2 and 1, 3 (fragments.cuh), floats as they lie.
 // kAlone: a weight of several parts, whose lower ones would make nan of inf.
 template <int kParts, bool kSwapped, bool kAlone>
 LOWBIT_INLINE void order_floats(const LinearCall& call) {
