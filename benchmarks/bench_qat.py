@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of quantization-aware training beside one in float, and beside torchao's QAT: forward and backward of linear
-layers of a 1B-shaped block, without the optimizer, which does the same for all.
+"""A step of quantization-aware training beside one in float, and beside torchao's QAT: forward and backward of what a
+1B-shaped block has, a linear layer and a gated MLP, without the optimizer, which does the same for all.
 
     python benchmarks/bench_qat.py
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.training import QATConfig
 
+FEATURES = 2048
 CONFIGS: dict[str, tuple[Any, bool]] = {  # with learned scales
     "W4A8 g32": (lowbit.int8_dynamic_activation_int4_weight(32), False),
     "W4A8 g32, learned scales": (lowbit.int8_dynamic_activation_int4_weight(32), True),
@@ -49,21 +50,39 @@ def peers(dense: nn.Module) -> dict[str, nn.Module]:
     return made
 
 
-def step_of(layer: nn.Module, x: Tensor) -> Callable[[], None]:
-    inputs, grad = x.clone().requires_grad_(), torch.randn(x.shape[0], layer[0].out_features, dtype=x.dtype)
+class GatedMLP(nn.Module):
+    """As in Llama-3.2-1B."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(FEATURES, 4 * FEATURES, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * FEATURES, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False)),
+    "gated MLP": GatedMLP,
+}
+
+
+def step_of(block: nn.Module, x: Tensor) -> Callable[[], None]:
+    inputs, grad = x.clone().requires_grad_(), torch.randn_like(x)
 
     def step() -> None:
         inputs.grad = None
-        for parameter in layer.parameters():
+        for parameter in block.parameters():
             parameter.grad = None
-        layer(inputs).backward(grad)
+        block(inputs).backward(grad)
 
     return step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--features", type=int, nargs="+", default=[2048, 8192], help="out; 2048 go in")
+    parser.add_argument("--blocks", default=",".join(BLOCKS))
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=8)
@@ -74,22 +93,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     run, results, rows = Run(), {}, {}
-    for features in args.features:
-        dense = nn.Sequential(nn.Linear(2048, features, bias=False, dtype=getattr(torch, args.dtype)))
-        x = torch.randn(args.tokens, 2048).to(dense[0].weight.dtype)
-        layers = {"float": dense}
+    for block in args.blocks.split(","):
+        dense = BLOCKS[block]().to(getattr(torch, args.dtype))
+        x = torch.randn(args.tokens, FEATURES).to(getattr(torch, args.dtype))
+        models = {"float": dense}
         for name, (config, learned_scales) in CONFIGS.items():
             if args.only in name:
-                layers[name] = copy.deepcopy(dense)
-                lowbit.quantize_(layers[name], QATConfig(config, learned_scales=learned_scales))
-        layers |= peers(dense)
-        times = interleave({name: step_of(layer, x) for name, layer in layers.items()}, rounds=args.rounds)
-        for name, timing in times.items():
-            ratio = timing.best_s / times["float"].best_s
+                models[name] = copy.deepcopy(dense)
+                lowbit.quantize_(models[name], QATConfig(config, learned_scales=learned_scales))
+        models |= {name: peer for name, peer in peers(dense).items() if args.only in name}
+        calls = {name: step_of(model, x) for name, model in models.items()}
+        for name, timing in interleave(calls, rounds=args.rounds, warmup=1, slow_s=60).items():
+            results[f"{name}, {block}"] = timing.best_s
+            ratio = timing.best_s / results[f"float, {block}"]
             rows.setdefault(name, []).extend([duration(timing.best_s), f"{ratio:.2f}x"])
-            results[f"{name}, 2048 to {features}"] = [timing.best_s, ratio]
     print(f"{args.tokens} tokens, {args.dtype}, {args.threads} threads, best of {args.rounds} interleaved rounds")
-    columns = [text for features in args.features for text in (f"2048 to {features}", "of float")]
+    columns = [text for block in args.blocks.split(",") for text in (block, "of float")]
     print(table(["forward and backward", *columns], [[name, *cells] for name, cells in rows.items()]))
     run.end(args.out, results)
 

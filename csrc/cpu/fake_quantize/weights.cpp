@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/arena.hpp"
+#include "core/huge_pages.hpp"
 #include "core/parallel.hpp"
 #include "core/scratch.hpp"
 #include "cpu/loops.hpp"
@@ -139,6 +140,7 @@ LOWBIT_INLINE void for_each_row(const WeightSpec& spec, Body&& body) {
 }
 
 void run_fake_quantize(const FakeQuantizeArgs& args) {
+  prefer_huge_pages(args.out.data, bytes_of(args.out));
   for_each_row(args.spec, [&]<class Codec>(int64_t row) {
     Arena arena = RowMemory::arena(args.spec);
     round_row<Codec>(args, RowMemory(args.spec, arena), row);
@@ -146,6 +148,7 @@ void run_fake_quantize(const FakeQuantizeArgs& args) {
 }
 
 void run_fake_quantize_backward(const FakeQuantizeBackwardArgs& args) {
+  prefer_huge_pages(args.grad_weight.data, bytes_of(args.grad_weight));
   for_each_row(args.spec, [&]<class Codec>(int64_t row) {
     if (args.grad_scale) gradient_of_row<Codec, true>(args, row);
     else gradient_of_row<Codec, false>(args, row);
