@@ -75,8 +75,8 @@ Call describe(const FakeQuantizeArgs& args) {
 
 Call describe(const FakeQuantizeBackwardArgs& args) {
   Call call{.read = bytes_of(args.grad) + bytes_of(args.weight) + bytes_of(args.scale) + bytes_of(args.zero),
-            .written = bytes_of(args.grad_weight) + bytes_of(args.grad_scale)};
-  call.add(args.grad), call.add(args.weight), call.add(args.grad_weight);
+            .written = bytes_of(args.grad) + bytes_of(args.grad_scale)};
+  call.add(args.grad), call.add(args.weight);
   return call;
 }
 

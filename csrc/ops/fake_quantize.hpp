@@ -34,10 +34,9 @@ struct FakeQuantizeArgs {
 struct FakeQuantizeBackwardArgs {
   Place place{};
   WeightSpec spec;
-  TensorView grad, weight;   // [n, k] of one dtype, contiguous
-  TensorView scale, zero;    // as fake_quantize wrote them
-  TensorView grad_weight{};  // [n, k] dtype of weight: written
-  TensorView grad_scale{};   // float32 [n, groups]: written; or none
+  TensorView grad, weight;  // [n, k] of one dtype, contiguous; grad becomes grad_weight, in place
+  TensorView scale, zero;   // as fake_quantize wrote them
+  TensorView grad_scale{};  // float32 [n, groups]: written; or none
 };
 
 struct FakeQuantizeActivationsArgs {

@@ -37,27 +37,25 @@ struct FakeQuantize {
 
 struct FakeQuantizeBackward {
   static constexpr Text schema =
-      "fake_quantize_backward(Tensor grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
-      "bool scale_wanted) -> (Tensor, Tensor)";
+      "fake_quantize_backward_(Tensor(a!) grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
+      "bool scale_wanted) -> Tensor";
 
   template <class Given>
   static FakeQuantizeBackwardArgs args_of(Given& given) {
     FakeQuantizeBackwardArgs args = fake_quantize_backward_args(
-        contiguous_view<"grad">(given), contiguous_view<"weight">(given), contiguous_view<"scale">(given),
+        written_view<"grad">(given), contiguous_view<"weight">(given), contiguous_view<"scale">(given),
         contiguous_view<"zero">(given), get<"format">(given), get<"group_size">(given));
-    const TensorView& weight = args.weight;
     const int64_t shape[] = {get<"scale_wanted">(given) ? args.spec.n : 0, args.spec.groups()};
-    args.grad_weight = contiguous_view(weight.device, weight.dtype, 2, weight.shape.data());
-    args.grad_scale = contiguous_view(weight.device, DType::float32, 2, shape);
+    args.grad_scale = contiguous_view(args.weight.device, DType::float32, 2, shape);
     return args;
   }
 
-  static std::array<Tensor, 2> run(Arguments<FakeQuantizeBackward>& given) {
+  static Tensor run(Arguments<FakeQuantizeBackward>& given) {
     FakeQuantizeBackwardArgs args = args_of(given);
-    std::array<Tensor, 2> results{Tensor::empty(given.op, args.grad_weight), Tensor::empty(given.op, args.grad_scale)};
+    Tensor grad_scale = Tensor::empty(given.op, args.grad_scale);
     if (!get<"scale_wanted">(given)) args.grad_scale = {};
     lowbit::run(args);
-    return results;
+    return grad_scale;
   }
 };
 

@@ -95,9 +95,10 @@ def test_every_row_gives_the_straight_through_gradient_and_that_of_the_scale(row
         previous = _C.force_kernel(row)
         try:
             args = weight, scale, zero, *spec.fake_quantize_args[:2]
-            grad_weight, grad_scale = torch.ops.lowbit.fake_quantize_backward(grad, *args, True)
+            grad_weight, alone = grad.clone(), grad.clone()
+            grad_scale = torch.ops.lowbit.fake_quantize_backward_(grad_weight, *args, True)
             assert _C.last_kernel("fake_quantize_backward") == row
-            alone, none = torch.ops.lowbit.fake_quantize_backward(grad, *args, False)
+            none = torch.ops.lowbit.fake_quantize_backward_(alone, *args, False)
         finally:
             _C.force_kernel(previous)
         wanted, of_scale, size = gradients_of(weight, grad, scale, zero, spec)
@@ -216,6 +217,6 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(ops.fake_quantize.default, (weight, *INT4))
     torch.library.opcheck(ops.fake_quantize.default, (weight, *ASYMMETRIC, scale, torch.full((6, 2), 7.0), True))
     for wanted in (True, False):
-        args = (weight, weight, scale, torch.full((6, 2), 8.0), *INT4[:2], wanted)
-        torch.library.opcheck(ops.fake_quantize_backward.default, args)
+        args = (torch.randn(6, 64).to(dtype), weight, scale, torch.full((6, 2), 8.0), *INT4[:2], wanted)
+        torch.library.opcheck(ops.fake_quantize_backward_.default, args)
     torch.library.opcheck(ops.fake_quantize_activations.default, (weight, 1, 32))

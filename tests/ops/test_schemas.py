@@ -21,8 +21,8 @@ SCHEMAS = (
     "int layout) -> Tensor",
     "fake_quantize(Tensor weight, int format, int group_size, int mapping, Tensor? scale=None, Tensor? zero=None, "
     "bool codes=False) -> (Tensor, Tensor, Tensor)",
-    "fake_quantize_backward(Tensor grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
-    "bool scale_wanted) -> (Tensor, Tensor)",
+    "fake_quantize_backward_(Tensor(a!) grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
+    "bool scale_wanted) -> Tensor",
     "fake_quantize_activations(Tensor x, int x_format, int group_size) -> Tensor",
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SCORES}{_MASKS}bool want_max_scores=False, bool real_out=False) "
     "-> (Tensor, Tensor, Tensor)",

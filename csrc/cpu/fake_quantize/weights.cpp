@@ -102,7 +102,7 @@ LOWBIT_INLINE f32x16 where(i32x16 mask, f32x16 a) { return float_of(bit_and(mask
 
 template <class Codec, bool kScale>
 LOWBIT_INLINE void gradient_of_row(const FakeQuantizeBackwardArgs& args, int64_t row) {
-  const auto& [place, spec, grad, weight, scales, zeros, grad_weight, grad_scale] = args;
+  const auto& [place, spec, grad, weight, scales, zeros, grad_scale] = args;
   const int64_t groups = spec.groups(), k = spec.k;
   const float most = static_cast<float>(code_max(spec.format));
   for (int64_t g = 0; g < groups; g++) {
@@ -116,7 +116,7 @@ LOWBIT_INLINE void gradient_of_row(const FakeQuantizeBackwardArgs& args, int64_t
       const f32x16 slope = load_as_float(grad.data, grad.dtype, at, count),
                    ratio = div(load_as_float(weight.data, weight.dtype, at, count), divisor), v = add(ratio, z);
       const i32x16 inside = not_clipped<Codec>(v, most);
-      store_from_float(grad_weight.data, grad_weight.dtype, at, count, where(inside, slope));
+      store_from_float(grad.data, grad.dtype, at, count, where(inside, slope));
       if constexpr (kScale) {
         const f32x16 level = Codec::level_of(nearest_code<Codec>(v, most));
         total = fma(slope, sub(sub(level, z), where(inside, ratio)), total);
@@ -148,7 +148,6 @@ void run_fake_quantize(const FakeQuantizeArgs& args) {
 }
 
 void run_fake_quantize_backward(const FakeQuantizeBackwardArgs& args) {
-  prefer_huge_pages(args.grad_weight.data, bytes_of(args.grad_weight));
   for_each_row(args.spec, [&]<class Codec>(int64_t row) {
     if (args.grad_scale) gradient_of_row<Codec, true>(args, row);
     else gradient_of_row<Codec, false>(args, row);

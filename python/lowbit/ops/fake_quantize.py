@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lowbit.ops.registration import register
 
 register()
 _weight_op = torch.ops.lowbit.fake_quantize.default
-_gradient_op = torch.ops.lowbit.fake_quantize_backward.default
+_gradient_op = torch.ops.lowbit.fake_quantize_backward_.default
 _activations_op = torch.ops.lowbit.fake_quantize_activations.default
 
 WeightFormat = tuple[int, int, int]
@@ -46,6 +47,24 @@ def fake_quantize_weight(
     return _Weight.apply(weight, scale, zero, *format)
 
 
+def fake_quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: WeightFormat,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+) -> Tensor:
+    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, with the memory of one weight less.
+
+    Args:
+        x: ``[..., k]``, of the dtype of weight, or of autocast's.
+        weight, format, scale, zero: as of `fake_quantize_weight`.
+        bias: ``[n]`` or None.
+    """
+    return _Linear.apply(x, weight, bias, scale, zero, *format)
+
+
 def quantize_weight(
     weight: Tensor, format: WeightFormat, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,20 +89,64 @@ def fake_quantize_activations(x: Tensor, x_format: int, group_size: int) -> Tens
 
 class _Weight(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, scale: Tensor | None, zero: Tensor | None, format: int, group_size: int, mapping: int
-    ) -> Tensor:
-        out, used_scale, used_zero = _weight_op(weight, format, group_size, mapping, scale, zero)
+    def forward(ctx: Any, weight: Tensor, scale: Tensor | None, zero: Tensor | None, *format: int) -> Tensor:
+        out, used_scale, used_zero = _weight_op(weight, *format, scale, zero)
         ctx.save_for_backward(weight, used_scale, used_zero)
-        ctx.format = format, group_size
+        ctx.format = format
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, zero = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
-        grad_weight, grad_scale = _gradient_op(grad, weight, scale, zero, *ctx.format, wanted)
-        return grad_weight, grad_scale if wanted else None, None, None, None, None
+        grad_weight = grad.clone(memory_format=torch.contiguous_format)  # others may hold grad
+        grad_scale = _masked(ctx, grad_weight, *ctx.saved_tensors, ctx.needs_input_grad[1])
+        return grad_weight, grad_scale, None, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """x @ fake_quantize(weight).T + bias. In one with the product, the gradient of the rounded weight has no other owner
+    and becomes that of the weight in place: memory of its size that is new costs more than what is computed in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        zero: Tensor | None,
+        *format: int,
+    ) -> Tensor:
+        rounded, used_scale, used_zero = _weight_op(weight, *format, scale, zero)
+        if torch.is_autocast_enabled(x.device.type):
+            rounded = rounded.to(x.dtype)
+        for_x, for_weight, _, for_scale, *_ = ctx.needs_input_grad
+        trained = for_weight or for_scale
+        ctx.save_for_backward(x if trained else None, rounded if for_x else None, weight, used_scale, used_zero)
+        ctx.format, ctx.bias_dtype = format, None if bias is None else bias.dtype
+        return functional.linear(x, rounded, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, rounded, weight, scale, zero = ctx.saved_tensors
+        for_x, for_weight, for_bias, for_scale = ctx.needs_input_grad[:4]
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_weight = grad_scale = None
+        if for_weight or for_scale:
+            grad_weight = (rows.T @ x.reshape(-1, x.shape[-1])).to(weight.dtype).contiguous()
+            grad_scale = _masked(ctx, grad_weight, weight, scale, zero, for_scale)
+        return (
+            grad @ rounded if for_x else None,
+            grad_weight if for_weight else None,
+            rows.sum(0).to(ctx.bias_dtype) if for_bias else None,
+            grad_scale,
+            *(None,) * 4,
+        )
+
+
+def _masked(ctx: Any, grad: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, scale_wanted: bool) -> Tensor | None:
+    """Make the gradient of the rounded weight that of the weight, in place; return that of the scale."""
+    grad_scale = _gradient_op(grad, weight, scale, zero, *ctx.format[:2], scale_wanted)
+    return grad_scale if scale_wanted else None
 
 
 class _Activations(torch.autograd.Function):

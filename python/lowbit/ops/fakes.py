@@ -56,9 +56,9 @@ def fake_quantize(weight: Tensor, group_size: int, codes: bool, **_: Any) -> tup
     return weight.new_empty((n, k), dtype=torch.uint8 if codes else weight.dtype), scale, torch.empty_like(scale)
 
 
-def fake_quantize_backward(weight: Tensor, scale: Tensor, scale_wanted: bool, **_: Any) -> tuple[Tensor, Tensor]:
+def fake_quantize_backward(scale: Tensor, scale_wanted: bool, **_: Any) -> Tensor:
     n, groups = scale.shape
-    return weight.new_empty(weight.shape), scale.new_empty((n if scale_wanted else 0, groups))
+    return scale.new_empty((n if scale_wanted else 0, groups))
 
 
 def fake_quantize_activations(x: Tensor, **_: Any) -> Tensor:
@@ -75,7 +75,7 @@ _FAKES = {
     "dequantize": dequantize,
     "embedding": embedding,
     "fake_quantize": fake_quantize,
-    "fake_quantize_backward": fake_quantize_backward,
+    "fake_quantize_backward_": fake_quantize_backward,
     "fake_quantize_activations": fake_quantize_activations,
     "attention_forward": attention_fakes.forward,
     "attention_backward": attention_fakes.backward,

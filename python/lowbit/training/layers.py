@@ -22,6 +22,7 @@ from lowbit.ops.fake_quantize import (
     WeightFormat,
     fake_quantize_activations,
     fake_quantize_weight,
+    fake_quantized_linear,
     quantize_weight,
 )
 from lowbit.quant.layout import text_of
@@ -91,9 +92,10 @@ class FakeQuantizedLinear(FakeQuantized, nn.Linear):
     """An nn.Linear with the numbers of a `QuantLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _in_autocast_dtype(x)
         if self.x_format:
-            x = fake_quantize_activations(_in_autocast_dtype(x), self.x_format, self.weight_format[1])
-        return functional.linear(x, self.fake_quantized_weight(), self.bias)
+            x = fake_quantize_activations(x, self.x_format, self.weight_format[1])
+        return fake_quantized_linear(x, self.matrix(), self.bias, self.weight_format, *self.scales())
 
 
 class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
