@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.autotune import Plan, autoquant
     from lowbit.compile.blocks import compile_blocks
+    from lowbit.compile.options import compile_options
     from lowbit.devices.warmup import warmup
     from lowbit.diagnostics.compare import Comparison, compare_checkpoints
     from lowbit.diagnostics.explain import explain
@@ -132,6 +133,7 @@ _HOME = {
         "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
         "lowbit.integrations.trainer_optimizer": "trainer_optimizer",
         "lowbit.compile.blocks": "compile_blocks",
+        "lowbit.compile.options": "compile_options",
         "lowbit.devices.warmup": "warmup",
     }.items()
     for name in names.split()
@@ -178,6 +180,7 @@ __all__ = [
     "calibrate",
     "compare_checkpoints",
     "compile_blocks",
+    "compile_options",
     "create_block_mask",
     "create_mask",
     "dequantize_",

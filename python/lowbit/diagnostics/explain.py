@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row serves each quantized layer of a module, and why the others do not; and what a mod
-of flex_attention becomes."""
+"""Which kernel row serves each quantized layer of a module, and why the others do not; what a mod of flex_attention
+becomes; what a compilation has folded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from lowbit import _C
 from lowbit.backends.report import added_by, named
+from lowbit.compile.options import fold_report
 from lowbit.devices import places
 from lowbit.tables.folding import folded, label
 from lowbit.tables.table import Table
@@ -75,16 +76,18 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
     """Say which kernel row serves each ``QuantLinear`` inside a module, and why the others do not.
 
     A score_mod, a mask_mod or a BlockMask is explained as what it becomes: its program, and its blocks.
+    The options of `compile_options` are explained as what was folded into the linear ops that were compiled with them.
 
     Args:
-        module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask.
+        module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask; or
+            the dict of ``compile_options``.
         m: rows of the activations (tokens).
         dtype: dtype of the activations.
         options: for a mask_mod ``q_len``, ``kv_len``, ``block_size`` that its blocks are counted for.
 
     Returns:
-        ``Explanation``, a list with an entry per layer, or ``ModExplanation``. Both print as text; ``source("cuda")``
-        or ``source("opencl")`` of the latter is the program as device functions in CUDA C or OpenCL C.
+        ``Explanation``, a list with an entry per layer, ``FoldReport`` or ``ModExplanation``. All print as text;
+        ``source("cuda")`` or ``source("opencl")`` of the last is the program as device functions in CUDA C or OpenCL C.
 
     Raises:
         TypeError: ``module`` is none of these.
@@ -93,6 +96,9 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
         from lowbit.attention.explain_mod import explain_mod
 
         return explain_mod(module, **options)
+    folded = fold_report(module) if isinstance(module, dict) else None
+    if folded is not None and not options:
+        return folded
     if not isinstance(module, nn.Module) or options:
         raise TypeError(f"explain: module must be a torch.nn.Module, got {type(module).__name__}")
     return Explanation(

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lowbit.compile_options: what torch.compile is told so that it folds post-ops into our ops."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+_HOOK = "post_grad_custom_pre_pass"
+
+
+def compile_options() -> dict[str, Any]:
+    """Return the ``options`` of ``torch.compile`` by which Inductor folds what follows a quantized linear
+    layer into it.
+
+    Bias, relu, gelu (both), silu, a product and a sum with a tensor of the shape of the result become arguments of
+    ``lowbit::linear``, in this order: the post-op chain of the op, which ``lowbit.fuse`` uses in eager mode. What does
+    not fit the chain is compiled as it would be otherwise. Nothing outside of the compilation changes, and Inductor's
+    cache knows the pass. ``lowbit.explain(options)`` says what was folded.
+
+    Where torch has no hook for such a pass, the options are empty; this is said once.
+
+    Raises:
+        ValueError: ``torch._inductor.config`` has a pass of somebody else, which the options would replace.
+
+    Example:
+        >>> compiled = torch.compile(model, options=lowbit.compile_options())
+    """
+    from torch._inductor import config
+
+    if not hasattr(config, _HOOK):
+        _say_once(f"compile_options: torch {torch.__version__} has no {_HOOK}; models are compiled, nothing is folded")
+        return {}
+    if getattr(config, _HOOK) is not None:
+        raise ValueError(f"compile_options: torch._inductor.config.{_HOOK} must be None, got a pass that would be lost")
+    from lowbit.compile.post_ops import FoldPostOps
+
+    return {_HOOK: FoldPostOps()}
+
+
+def fold_report(options: dict[str, Any]) -> Any:
+    """Return what the pass in these options did, or None where they are not of `compile_options`."""
+    return getattr(options.get(_HOOK), "report", None)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=3)
