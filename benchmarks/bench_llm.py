@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("docs/quantize.md", "docs/architecture.md", "docs/troubleshooting.md", "docs/recorder.md")
@@ -65,19 +67,28 @@ def run_transformers(name: str, path: Path, tokens: list[int], contexts: list[in
             logits = model(window).logits[0, :-1].float()
             losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:]).item())
         result["perplexity"] = math.exp(sum(losses) / len(losses))
-        for context in contexts:
-            prompt = torch.tensor([(tokens * (context // len(tokens) + 1))[:context]])
-            for _ in range(2):
-                begin = time.perf_counter()
-                model(prompt, logits_to_keep=1)
-                prefill = time.perf_counter() - begin
-                result[f"prompt {context}"] = max(result.get(f"prompt {context}", 0), context / prefill)
-                clock = Clock()
-                options = dict(do_sample=False, min_new_tokens=ANSWER, max_new_tokens=ANSWER, pad_token_id=0)
-                model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **options)
-                answer = (ANSWER - 1) / (clock.times[-1] - clock.times[-ANSWER])
-                result[f"answer {context}"] = max(result.get(f"answer {context}", 0), answer)
+        result |= speeds_of(model, tokens, contexts)
     return result
+
+
+def speeds_of(model: Any, tokens: list[int], contexts: list[int]) -> dict[str, float]:
+    """Tokens a second of prompts of these lengths, and of the answers to them; the better of two."""
+    import torch
+
+    found: dict[str, float] = {}
+    for context in contexts:
+        prompt = torch.tensor([(tokens * (context // len(tokens) + 1))[:context]])
+        for _ in range(2):
+            begin = time.perf_counter()
+            model(prompt, logits_to_keep=1)
+            prefill = time.perf_counter() - begin
+            found[f"prompt {context}"] = max(found.get(f"prompt {context}", 0), context / prefill)
+            clock = Clock()
+            options = dict(do_sample=False, min_new_tokens=ANSWER, max_new_tokens=ANSWER, pad_token_id=0)
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **options)
+            answer = (ANSWER - 1) / (clock.times[-1] - clock.times[-ANSWER])
+            found[f"answer {context}"] = max(found.get(f"answer {context}", 0), answer)
+    return found
 
 
 class Clock:
@@ -139,12 +150,12 @@ def peak_mib() -> float:
 # ---- all of them ---------------------------------------------------------------------------------------------------
 
 
-def tokens_of(path: Path, count: int) -> list[int]:
-    """The first tokens of the text, as transformers' tokenizer of the file cuts it."""
+def tokens_of(path: Path, count: int, pages: Iterable[str | Path] = TEXT) -> list[int]:
+    """The first tokens of the text of these pages, as transformers' tokenizer of the file cuts it."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    text = "\n".join((ROOT / page).read_text() for page in TEXT)
+    text = "\n".join((ROOT / page).read_text() for page in pages)
     return tokenizer(text)["input_ids"][:count]
 
 
@@ -180,17 +191,23 @@ def main() -> None:
         for _ in range(options.rounds):
             for name in wanted:
                 python = options.llama_python if name == "llama.cpp" else sys.executable
-                command = [python, __file__, "--file", options.file, "--context", options.context]
-                command += ["--threads", str(options.threads), "--run", f"{name}|{file.name}"]
-                done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise SystemExit(f"bench_llm: {name} failed\n{done.stderr[-2000:]}")
-                best(found.setdefault(name, {}), json.loads(done.stdout.splitlines()[-1]))
+                arguments = name, options.file, Path(file.name), options.context, options.threads
+                best(found.setdefault(name, {}), in_process(python, *arguments))
     print(table(found, contexts))
     if options.out:
         import harness
 
         harness.save(options.out, harness.header() | {"file": options.file.name}, found)
+
+
+def in_process(python: str, name: str, path: Path, tokens: Path, contexts: str, threads: int) -> dict[str, float]:
+    """The figures of a candidate on a file, taken in a process of its own."""
+    command = [python, __file__, "--file", path, "--context", contexts, "--threads", threads]
+    command += ["--run", f"{name}|{tokens}"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"bench_llm: {name} failed\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def best(kept: dict[str, float], new: dict[str, float]) -> None:
