@@ -24,12 +24,12 @@ from lowbit import _C
 
 
 @contextlib.contextmanager
-def forced(row: str) -> Iterator[None]:
-    """Force a kernel row; the last call of its op inside has run it."""
-    with lowbit.force_kernel(row):
+def forced(row: str | None) -> Iterator[None]:
+    """Force a kernel row, which the last call of its op inside must have run; None: lowbit chooses."""
+    with lowbit.force_kernel(row) if row else contextlib.nullcontext():
         yield
-    op = max((op for op in _C.OPS if row.startswith(f"{op}_")), key=len)
-    assert _C.last_kernel(op) == row
+    op = row and max((op for op in _C.OPS if row.startswith(f"{op}_")), key=len)
+    assert row is None or _C.last_kernel(op) == row
 
 
 @contextlib.contextmanager
