@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from row_fixture import fixture_of
+from settings import same_for_any_threads
 
 from lowbit import _C, testing
 from lowbit.reference import optim as reference
@@ -88,17 +89,12 @@ def test_rows_of_a_format_agree_bit_for_bit(format: str, name: str) -> None:
 @pytest.mark.parametrize("format", STATE_FORMATS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_result_does_not_depend_on_the_number_of_threads(format: str, seed: int | None) -> None:
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            problem = Problem("adamw", format, 256, (100_003, 17, 40_000), DTYPES)
-            problem.run(seed=seed)
-            results.append(problem.everything())
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    def stepped() -> list[torch.Tensor]:
+        problem = Problem("adamw", format, 256, (100_003, 17, 40_000), DTYPES)
+        problem.run(seed=seed)
+        return problem.everything()
+
+    same_for_any_threads(stepped, (1, 2, 5))
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
