@@ -45,31 +45,15 @@ def check_next_step(case: Case, optimizer: torch.optim.Optimizer, params: list[n
         assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-def swap_param_data(optimizer: Any, params: list[nn.Parameter]) -> None:
-    params[0].data = params[0].data.clone() + 1
-
-
-def same_address_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
-    params[0].data.mul_(2)
-
-
-def swap_state_data(optimizer: Any, params: list[nn.Parameter]) -> None:
+def swap_states(optimizer: Any, change: Callable[[torch.Tensor], torch.Tensor], names: Callable[[str], bool] = lambda name: True) -> None:
     for state in states(optimizer):
-        for value in state.values():
-            value.data = value.data.clone()
-
-
-def swap_state_data_for_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
-    for state in states(optimizer):
-        for name, value in state.items():
-            if name != "step":
-                value.data = value.data.flip(0).contiguous()
+        for name in filter(names, state):
+            state[name].data = change(state[name].data)
 
 
 def new_state_tensors(optimizer: Any, params: list[nn.Parameter]) -> None:
     for state in states(optimizer):
-        for name in state:
-            state[name] = state[name].clone()
+        state.update({name: value.clone() for name, value in state.items()})
 
 
 def new_state_dicts(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -77,29 +61,10 @@ def new_state_dicts(optimizer: Any, params: list[nn.Parameter]) -> None:
         optimizer.state[p] = {name: value.clone() for name, value in optimizer.state[p].items()}
 
 
-def state_in_place(optimizer: Any, params: list[nn.Parameter]) -> None:
-    for state in states(optimizer):
-        for name, value in state.items():
-            if "scale" in name:
-                value.mul_(2)
-
-
-def load_its_own(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
 def load_an_older_one(optimizer: Any, params: list[nn.Parameter]) -> None:
     older = copy.deepcopy(optimizer.state_dict())
     run(optimizer, params, 2, seed=3)
     optimizer.load_state_dict(older)
-
-
-def new_lr(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
-
-
-def new_lr_value(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.param_groups[0]["lr"] = 0.3
 
 
 def fewer_gradients(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -126,19 +91,28 @@ def other_addresses_of_the_same_size(optimizer: Any, params: list[nn.Parameter])
     params[0].data = kept
 
 
-def another_memory_order(optimizer: Any, params: list[nn.Parameter]) -> None:
-    """What is saved before the next step has the order too."""
-    params[0].data = params[0].data.t().contiguous().t()
+CHANGES: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
+    "data of a parameter": lambda optimizer, params: setattr(params[0], "data", params[0].data.clone() + 1),
+    "a parameter in place": lambda optimizer, params: params[0].data.mul_(2),
+    "data of the states": lambda optimizer, params: swap_states(optimizer, torch.clone),
+    "data of the states, other values": lambda optimizer, params: swap_states(optimizer, lambda t: t.flip(0).contiguous(), lambda name: name != "step"),
+    "states in place": lambda optimizer, params: swap_states(optimizer, lambda t: t.mul_(2), lambda name: "scale" in name),
+    "new state tensors": new_state_tensors,
+    "new state dicts": new_state_dicts,
+    "its own state_dict": lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "an older state_dict": load_an_older_one,
+    "lr of another type": lambda optimizer, params: optimizer.param_groups[0].update(lr=torch.tensor(0.2)),
+    "another lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.3),
+    "fewer gradients": fewer_gradients,
+    "frozen and back": frozen_and_back,
+    "another dtype": another_dtype,
+    "other addresses of the same size": other_addresses_of_the_same_size,
+    # What is saved before the next step has the order too.
+    "another memory order": lambda optimizer, params: setattr(params[0], "data", params[0].data.t().contiguous().t()),
+}  # fmt: skip
 
 
-CHANGES: list[Callable[[Any, list[nn.Parameter]], None]] = [
-    swap_param_data, same_address_other_values, swap_state_data, swap_state_data_for_other_values, new_state_tensors, new_state_dicts, state_in_place,
-    load_its_own, load_an_older_one, new_lr, new_lr_value, fewer_gradients, frozen_and_back, another_dtype, other_addresses_of_the_same_size,
-    another_memory_order,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_steps_is_followed(case: Case, change: Callable[[Any, list[nn.Parameter]], None]) -> None:
     params, optimizer = trained(case.make)
     change(optimizer, params)
