@@ -272,11 +272,8 @@ def bad_calls() -> list[tuple[str, type[Exception], str]]:
         ("grads[1] = torch.zeros(99)", ValueError, r"grads\[1\] must have .*\[100\], got \[99\]"),
         ("params[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"params\[1\] must be dense"),
         ("grads[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"grads\[1\] must have"),
-        ("grads.pop()", ValueError, r"grads must have 2 entries, got 1"),
-        ("steps.pop()", ValueError, r"steps must have 2 entries, got 1"),
-        ("states.pop()", ValueError, r"states must have 2 entries, got 1"),
-        ("states[1].pop()", ValueError, r"states must have 2 entries, got 1"),
-        ("scales[0].pop()", ValueError, r"scales must have 2 entries, got 1"),
+        *((f"{given}.pop()", ValueError, f"{given.partition('[')[0]} must have 2 entries, got 1")
+          for given in ("grads", "steps", "states", "states[1]", "scales[0]")),
         ("states[0][1] = torch.zeros(100)", TypeError, r"states\[0\]\[1\] must be uint8, got float32"),
         ("states[0][1] = torch.zeros(50, dtype=torch.uint8)", ValueError, r"states\[0\]\[1\] must have 100 elements, got \[50\]"),
         ("scales[1][1] = torch.zeros(1)", ValueError, r"states\[1\]\[1\] scale must have 2 elements, got \[1\]"),
