@@ -114,10 +114,8 @@ def fine_tune(name: str, folder: str, options: argparse.Namespace) -> str:
     after = loss_of(model, held_out)
     merged = model.merge_and_unload()
     layers = sum(isinstance(module, lowbit.QuantLinear) for module in merged.modules())
-    return (
-        f"{name:10}{size / 1e6:10.2f}{before:10.3f}{after:10.3f}{loss_of(merged, held_out):10.3f}"
-        f"{layers:10}{1e3 * seconds:10.0f}"
-    )
+    losses = f"{before:10.3f}{after:10.3f}{loss_of(merged, held_out):10.3f}"
+    return f"{name:10}{size / 1e6:10.2f}{losses}{layers:10}{1e3 * seconds:10.0f}"
 
 
 def main() -> None:

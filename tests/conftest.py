@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from gated_mlp import GatedMLP  # noqa: E402
 from row_fixture import fixture_of  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -63,18 +64,6 @@ def served(kernel: str) -> Callable[[Iterable[testing.LinearCase]], list[testing
         return taken
 
     return of
-
-
-class GatedMLP(nn.Module):
-    """As in transformers' decoders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from settings import forced
 from torch import Tensor
 
 from lowbit import _C
@@ -41,14 +42,10 @@ class QuantizeCall:
         packed = torch.full_like(empty_packed(*self.weight.shape, self.format, self.group_size, asymmetric), 0xAB).to(device)
         importance = None if self.importance is None else self.importance.to(device)
         choice = _C.MAPPINGS[self.mapping], _C.SCALE_CHOICES[self.scale]
-        previous = _C.force_kernel(row)
-        try:
+        with forced(row):
             sums = _C.quantize(
                 self.weight.to(device), packed, _C.FORMATS[self.format], self.group_size, asymmetric, *choice, importance
             )
-        finally:
-            _C.force_kernel(previous)
-        assert _C.last_kernel("quantize") == row
         return packed.cpu(), torch.tensor(sums, dtype=torch.float64)
 
 

@@ -1,49 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: every row of attention_forward and attention_backward."""
+"""Fixtures: every row of attention_forward and attention_backward, forced; those for one dtype alone too, or of float32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from row_fixture import name_or_skip
 
 import lowbit
 from lowbit import testing
 
-
 KINDS = ("float32", "bfloat16", "float16")
 
 
-def _rows(op: str, kinds: tuple[str, ...]) -> list[dict[str, object]]:
-    return [row for row in testing.rows(op) if str(row["name"]).startswith(tuple(f"{op}_{kind}" for kind in kinds))]
+def _forcing(op: str, *kinds: str) -> Any:
+    rows = [row for row in testing.rows(op) if str(row["name"]).startswith(tuple(f"{op}_{kind}" for kind in kinds))]
+
+    @pytest.fixture(params=rows, ids=lambda row: str(row["name"]))
+    def row(request: pytest.FixtureRequest) -> Iterator[str]:
+        name = name_or_skip(request.param)
+        with lowbit.force_kernel(name):
+            yield name
+
+    return row
 
 
-@pytest.fixture(params=_rows("attention_forward", ("float32",)), ids=lambda row: str(row["name"]))
-def forward_row(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Force one row of the forward for float32; a row that this machine cannot run is a skip with its reason."""
-    yield from _force(request.param)
-
-
-@pytest.fixture(params=_rows("attention_forward", KINDS), ids=lambda row: str(row["name"]))
-def any_forward_row(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Force one row of the forward, of those for one dtype alone too (`testing.attention_dtypes`)."""
-    yield from _force(request.param)
-
-
-@pytest.fixture(params=_rows("attention_backward", KINDS), ids=lambda row: str(row["name"]))
-def any_backward_row(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Force one row of the backward, likewise."""
-    yield from _force(request.param)
-
-
-@pytest.fixture(params=_rows("attention_backward", ("float32",)), ids=lambda row: str(row["name"]))
-def backward_row(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Force one row of the backward for float32."""
-    yield from _force(request.param)
-
-
-def _force(row: dict[str, object]) -> Iterator[str]:
-    if not row["available"]:
-        pytest.skip(f"{row['name']}: {row['reason']}")
-    with lowbit.force_kernel(str(row["name"])):
-        yield str(row["name"])
+forward_row, any_forward_row = _forcing("attention_forward", "float32"), _forcing("attention_forward", *KINDS)
+backward_row, any_backward_row = _forcing("attention_backward", "float32"), _forcing("attention_backward", *KINDS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import same_for_any_threads
 from torch import Tensor
 
 import lowbit
@@ -153,17 +154,12 @@ def test_result_is_the_same_for_any_number_of_threads() -> None:
     q, k, v = (torch.randn(1, 2, 300, 32, requires_grad=True) for _ in range(3))
     bias = torch.randn(600, requires_grad=True)
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300)
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i - j + 299], mask, dropout_p=0.0)
-            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def run() -> list[Tensor]:
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i - j + 299], mask, dropout_p=0.0)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v, bias))]
+
+    same_for_any_threads(run)
 
 
 def test_a_batch_of_one_of_keys_serves_all_with_a_block_mask() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from settings import ambient
 from torch import Tensor
 
 import lowbit
@@ -197,13 +198,9 @@ def test_other_defaults_of_torch_change_nothing(format: str) -> None:
         cache.append(0, k, v)
         return [cache.attend(0, few), cache.attend(0, many, window=50), cache.layers[0].keys()]
 
-    wanted, before = results(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("meta"):
-            again = results()
-    finally:
-        torch.set_default_dtype(before)
+    wanted = results()
+    with ambient("default dtype float64"), ambient("default device meta"):
+        again = results()
     assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
 
 

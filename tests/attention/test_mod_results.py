@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from settings import ambient
 from torch import Tensor
 from torch.nn import functional
 
@@ -78,16 +79,9 @@ def test_a_mask_that_is_a_captured_tensor(value: bool) -> None:
     assert per_head.sparsity() == 50
 
 
-@pytest.fixture
-def defaults() -> Iterator[None]:
-    yield
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("through_torch", [False, True])
-@pytest.mark.parametrize("what", ["device", "dtype"])
-def test_torchs_defaults_do_not_matter(defaults: None, what: str, through_torch: bool) -> None:
+@pytest.mark.parametrize("setting", ["device meta", "dtype float64"])
+def test_torchs_defaults_do_not_matter(setting: str, through_torch: bool) -> None:
     inputs, bias = [torch.randn(1, 2, 40, 16) for _ in range(3)], torch.randn(2, 40)
     ids = torch.arange(40) // 10
 
@@ -102,11 +96,8 @@ def test_torchs_defaults_do_not_matter(defaults: None, what: str, through_torch:
 
     program_cache._warned.clear()
     wanted = run()
-    if what == "device":
-        torch.set_default_device("meta")
-    else:
-        torch.set_default_dtype(torch.float64)
-    found = run()
+    with ambient(f"default {setting}"):
+        found = run()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from settings import ambient, same_for_any_threads
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,16 +23,10 @@ sdpa = lowbit.scaled_dot_product_attention
 FACTOR = {torch.float64: 1.0, torch.float32: 3.0, torch.bfloat16: 1.1, torch.float16: 1.1}
 # B, Hq, Hkv, L, S, E, Ev: tiles are 128 x 128 forward and 64 x 128 backward, vectors 16, rows of a register tile 6 or 12.
 SHAPES = (
-    (1, 1, 1, 1, 1, 1, 1),
-    (2, 4, 2, 5, 7, 3, 5),
-    (1, 2, 2, 128, 128, 64, 64),
-    (1, 2, 1, 130, 257, 40, 72),
-    (1, 1, 1, 65, 127, 128, 96),
-    (2, 3, 3, 17, 300, 59, 16),
-    (1, 6, 2, 129, 31, 17, 33),
-    (1, 2, 1, 70, 33, 16, 200),
+    (1, 1, 1, 1, 1, 1, 1), (2, 4, 2, 5, 7, 3, 5), (1, 2, 2, 128, 128, 64, 64), (1, 2, 1, 130, 257, 40, 72),
+    (1, 1, 1, 65, 127, 128, 96), (2, 3, 3, 17, 300, 59, 16), (1, 6, 2, 129, 31, 17, 33), (1, 2, 1, 70, 33, 16, 200),
     (1, 4, 2, 45, 300, 80, 96),
-)
+)  # fmt: skip
 
 
 def make(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,17 +228,13 @@ def test_nan_and_inf_reach_the_rows_that_see_them_only() -> None:
 def test_the_bits_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...], options: dict[str, object]) -> None:
     tensors = make(shape, torch.float32)
     mask = None if options else torch.randn(1, shape[1], 1, shape[4])
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            torch.manual_seed(5)
-            grad_out = torch.randn(*shape[:2], shape[3], shape[6])
-            results.append(run(sdpa, (*tensors, mask), grad_out, torch.float32, enable_gqa=True, **options))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def call() -> list[Tensor]:
+        torch.manual_seed(5)  # of dropout too
+        grad_out = torch.randn(*shape[:2], shape[3], shape[6])
+        return run(sdpa, (*tensors, mask), grad_out, torch.float32, enable_gqa=True, **options)
+
+    same_for_any_threads(call)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 200, 2100, 16, 24), (1, 2, 1, 300, 1300, 17, 16), (1, 6, 3, 70, 1100, 16, 16)], ids=str)
@@ -252,15 +243,7 @@ def test_heads_cut_into_chunks_of_keys_have_the_gradients_of_whole_heads(backwar
     """Beyond 1024 keys one thread takes whole heads, two share a head by chunks of keys, and many make two passes: each to the bit the same."""
     q, k, v = make(shape, torch.float32)
     grad_out = torch.randn(*shape[:2], shape[3], shape[6])
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 5, 16):
-            torch.set_num_threads(threads)
-            results.append(run(sdpa, (q, k, v), grad_out, torch.float32, enable_gqa=True, is_causal=causal))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    same_for_any_threads(lambda: run(sdpa, (q, k, v), grad_out, torch.float32, enable_gqa=True, is_causal=causal), (1, 2, 3, 5, 16))
     assert_as_good_as_torch((q, k, v), grad_out=grad_out, enable_gqa=True, is_causal=causal)
 
 
@@ -341,12 +324,7 @@ def test_other_defaults_of_torch_change_nothing() -> None:
     q, k, v = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 30, 16), torch.randn(2, 2, 30, 16)
     biases = (None, causal_lower_right(20, 30), torch.randn(20, 30))
     wanted = [sdpa(q, k, v, bias, enable_gqa=True) for bias in biases]
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("meta"):
-            results = [sdpa(q, k, v, bias, enable_gqa=True) for bias in biases]
-            dropped = sdpa(q, k, v, dropout_p=0.5, enable_gqa=True)
-    finally:
-        torch.set_default_dtype(before)
+    with ambient("default dtype float64"), ambient("default device meta"):
+        results = [sdpa(q, k, v, bias, enable_gqa=True) for bias in biases]
+        dropped = sdpa(q, k, v, dropout_p=0.5, enable_gqa=True)
     assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True)) and dropped.device.type == "cpu" and dropped.isfinite().all()

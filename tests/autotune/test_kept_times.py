@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from settings import ambient
 
 import lowbit
 from lowbit import _C
@@ -45,10 +46,8 @@ def test_the_key_changes_with_the_machine(tmp_path, monkeypatch, change):
     before = KeptTimes(False).key(layer="64x64", x="1 x float32")
     assert KeptTimes(False).key(layer="64x64", x="1 x float32") == before
     if change == "threads":
-        threads = torch.get_num_threads()
-        torch.set_num_threads(threads + 1)
-        after = KeptTimes(False).key(layer="64x64", x="1 x float32")
-        torch.set_num_threads(threads)
+        with ambient(f"threads {torch.get_num_threads() + 1}"):
+            after = KeptTimes(False).key(layer="64x64", x="1 x float32")
     else:
         if change == "isa":
             monkeypatch.setattr(_C, "isa", lambda: {"chosen": "abacus"})

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from settings import forced
 from torch import Tensor
 
 import lowbit
-from lowbit import _C
 from lowbit.score.program_cache import bind
 
 Mod = Callable[..., Tensor]
@@ -113,17 +113,13 @@ def run(case: AttentionCase, data: AttentionData, device: str, suffix: str = "")
     programs = [score.code if score else [], [t.to(device) for t in score.captured] if score else []]
     masks = [mask.code if mask else [], [t.to(device) for t in mask.captured] if mask else [], lists, case.block_size, call(data.sink)]
     options = [scale, case.causal, call(data.bias), case.dropout_p, call(data.seed)]
-    try:
-        _C.force_kernel(names[0])
+    with forced(names[0]):
         out, lse, largest = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, True, True)
         narrow = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, False, False)[0]
-        _C.force_kernel(names[1])
-        needs = [True] * len(programs[1])
+    needs = [True] * len(programs[1])
+    with forced(names[1]):
         grads = torch.ops.lowbit.attention_backward(q, k, v, out, lse, call(data.grad_out.float()), call(data.grad_lse), *options, *programs,
                                                     needs, *masks, False, case.sink)  # fmt: skip
-    finally:
-        _C.force_kernel(None)
-    assert (_C.last_kernel("attention_forward"), _C.last_kernel("attention_backward")) == names
     order = ["grad_q", "grad_k", "grad_v", *["grad_sink"] * case.sink, *(f"captured {i}" for i in range(len(captured)))]
     return {"out": out.cpu(), "narrow": narrow.cpu(), "lse": lse.cpu(), "largest": largest.cpu()} | {
         name: grad.cpu() for name, grad in zip(order, grads, strict=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from settings import forced
 from tests import internals
 from torch import Tensor
 
-from lowbit import _C
 from lowbit.reference import decode as reference
 from lowbit.score.program_cache import bind
 
@@ -143,12 +143,8 @@ def run(case: DecodeCase, data: DecodeData, device: str, suffix: str = "") -> tu
             bound = call.pop(name)
             call |= {name: bound.code, name.replace("_mod", "_captured"): [t.to(device) for t in bound.captured]}
     out, lse = torch.full(data.out.shape, 7.0, dtype=case.dtype).to(device), torch.full(data.lse.shape, 7.0).to(device)
-    previous = _C.force_kernel(ROW[case.cache] + suffix)
-    try:
+    with forced(ROW[case.cache] + suffix):
         internals.decode(data.q.to(device), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
-    finally:
-        _C.force_kernel(previous or None)
-    assert _C.last_kernel("decode") == ROW[case.cache] + suffix
     return out.cpu(), lse.cpu()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from settings import forced
 from torch import Tensor
 
 from lowbit import _C
@@ -71,10 +72,6 @@ def run(case: LinearCase, device: str, row: str, data: LinearData | None = None)
     data = cached_data(case) if data is None else data
     there = [None if tensor is None else tensor.to(device) for tensor in (data.x, data.packed, data.bias, data.mul, data.add)]
     x, packed, bias, mul, add = there
-    _C.force_kernel(row)
-    try:
+    with forced(row):
         y = torch.ops.lowbit.linear(x, packed, *case.op_args, bias, _C.ACTIVATIONS[case.activation], mul, add)
-    finally:
-        _C.force_kernel(None)
-    assert _C.last_kernel("linear") == row
     return y.cpu()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from settings import forced
 
 from lowbit import _C
 from lowbit.testing import HYPER, Moment, moments_of
@@ -40,11 +41,7 @@ def step(row: str, name: str, format: str, block_size: int, device: str, **more:
     by_moment = [states[i : i + len(NUMELS)] for i in range(0, len(states), len(NUMELS))]
     scales = [scales[i : i + len(NUMELS)] for i in range(0, len(scales), len(NUMELS))]
     more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
-    _C.force_kernel(row)
-    try:
+    with forced(row):
         _C.OptimStep(_C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size, params, grads, by_moment, scales, steps,
                      dict(RULES[name]), **more).run()  # fmt: skip
-    finally:
-        _C.force_kernel(None)
-    assert _C.last_kernel("optim_step") == row
     return [tensor.cpu() for each in lists for tensor in each]

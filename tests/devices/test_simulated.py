@@ -78,17 +78,14 @@ print(x.sum().item())
         assert (done.returncode, done.stdout) == ((-6, "") if words else (0, "100\n")) and words in done.stderr, done
 
 
-def test_the_environment_enables_it_at_import_and_autoload_never_does() -> None:
+def test_the_environment_enables_it_at_import_and_autoload_never_does(python: Callable[..., str]) -> None:
     name = "print(torch._C._get_privateuse1_backend_name())"
     code = f"import torch; {name}; import lowbit; {name}"
     for environment, named in ({"LOWBIT_SIM": "1"}, "lowbit_sim"), ({}, "privateuseone"):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0 and done.stdout.split() == ["privateuseone", named], done  # with its errors
+        assert python(code, **environment).split() == ["privateuseone", named]
 
 
-def test_enabling_too_late_says_so() -> None:
+def test_enabling_too_late_says_so(python: Callable[..., str]) -> None:
     code = """
 import torch
 from lowbit.devices import simulated
@@ -98,11 +95,10 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "simulated.enable: must come before the first backward() of the process"
+    assert python(code).strip() == "simulated.enable: must come before the first backward() of the process"
 
 
-def test_without_a_compiler_nothing_is_registered_and_the_error_says_what_is_needed(tmp_path: Path) -> None:
+def test_without_a_compiler_nothing_is_registered_and_the_error_says_what_is_needed(python: Callable[..., str], tmp_path: Path) -> None:
     code = """
 import torch
 from lowbit.devices import simulated
@@ -111,6 +107,5 @@ try:
 except RuntimeError as error:
     print(error, torch._C._get_privateuse1_backend_name(), simulated.enabled())
 """
-    environment = os.environ | {"LOWBIT_CACHE": str(tmp_path), "PATH": "", "CXX": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "needs a C++ compiler once" in done.stdout and done.stdout.strip().endswith("privateuseone False")
+    told = python(code, LOWBIT_CACHE=str(tmp_path), PATH="", CXX="")
+    assert "needs a C++ compiler once" in told and told.strip().endswith("privateuseone False")

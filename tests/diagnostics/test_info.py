@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from settings import ambient
 
 import lowbit
 from lowbit import _C
@@ -43,12 +44,8 @@ def test_a_machine_has_only_a_lesser_set_than_the_one_it_lacks() -> None:
 
 
 def test_threads_are_those_of_torch() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with ambient("threads 1"):
         assert _C.threads()["count"] == 1
-    finally:
-        torch.set_num_threads(threads)
     assert "torch" in _C.threads()["source"]
 
 

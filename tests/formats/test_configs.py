@@ -15,12 +15,8 @@ import torch
 import lowbit
 from lowbit.formats import FORMATS, LinearSpec, MappingType, PerGroup, PerRow
 
-GROUPED = [
-    lowbit.int8_weight_only,
-    lowbit.int4_weight_only,
-    lowbit.int8_dynamic_activation_int8_weight,
-    lowbit.int8_dynamic_activation_int4_weight,
-]
+DYNAMIC_INT8, DYNAMIC_INT4 = lowbit.int8_dynamic_activation_int8_weight, lowbit.int8_dynamic_activation_int4_weight
+GROUPED = [lowbit.int8_weight_only, lowbit.int4_weight_only, DYNAMIC_INT8, DYNAMIC_INT4]
 
 
 def spec(config) -> LinearSpec:
@@ -68,9 +64,7 @@ def test_every_group_size_is_taken(make, group_size):
 @pytest.mark.parametrize("make", GROUPED)
 @pytest.mark.parametrize("group_size", [48, 0, -1, 16, 512, 32.0, True, "32"])
 def test_a_bad_group_size_names_function_argument_wanted_and_got(make, group_size):
-    text = (
-        rf"{make.__name__}: group_size must be 32, 64, 128, 256 or None \(per channel\), got group_size={group_size!r}$"
-    )
+    text = rf"{make.__name__}: group_size must be 32, 64, 128, 256 or None \(per channel\), got group_size={group_size!r}$"
     with pytest.raises(ValueError, match=text):
         make(group_size=group_size)
 
@@ -102,18 +96,15 @@ def test_an_unknown_mapping_is_refused(make):
 @pytest.mark.parametrize(
     ("config", "x_format"),
     [
-        (lowbit.int8_dynamic_activation_int8_weight(), "int8_row"),
-        (lowbit.int8_dynamic_activation_int8_weight(64), "int8_group"),
-        (lowbit.int8_dynamic_activation_int8_weight(act_mapping_type=MappingType.ASYMMETRIC), "int8_row_asymmetric"),
-        (
-            lowbit.int8_dynamic_activation_int8_weight(64, act_mapping_type=MappingType.ASYMMETRIC),
-            "int8_row_asymmetric",
-        ),
+        (DYNAMIC_INT8(), "int8_row"),
+        (DYNAMIC_INT8(64), "int8_group"),
+        (DYNAMIC_INT8(act_mapping_type=MappingType.ASYMMETRIC), "int8_row_asymmetric"),
+        (DYNAMIC_INT8(64, act_mapping_type=MappingType.ASYMMETRIC), "int8_row_asymmetric"),
         (lowbit.Int8DynamicActivationInt8WeightConfig(granularity=PerGroup(128)), "int8_group"),
         (lowbit.Int8DynamicActivationInt8WeightConfig(granularity=(PerRow(), PerGroup(128))), "int8_row"),
-        (lowbit.int8_dynamic_activation_int4_weight(128), "int8_group"),
-        (lowbit.int8_dynamic_activation_int4_weight(None), "int8_row"),
-        (lowbit.int8_dynamic_activation_int4_weight(act_mapping_type=MappingType.ASYMMETRIC), "int8_row_asymmetric"),
+        (DYNAMIC_INT4(128), "int8_group"),
+        (DYNAMIC_INT4(None), "int8_row"),
+        (DYNAMIC_INT4(act_mapping_type=MappingType.ASYMMETRIC), "int8_row_asymmetric"),
         (lowbit.Int8DynamicActivationInt4WeightConfig(act_granularity=PerRow()), "int8_row"),
     ],
     ids=str,
@@ -146,12 +137,10 @@ def test_torchaos_granularity_classes_are_understood_and_others_refused():
 @pytest.mark.parametrize(
     ("cls", "option"),
     [
-        (lowbit.Int8WeightOnlyConfig, {"version": 1}),
-        (lowbit.Int4WeightOnlyConfig, {"version": 1}),
+        *((cls, {"version": 1}) for cls in (lowbit.Int8WeightOnlyConfig, lowbit.Int4WeightOnlyConfig, lowbit.Int8DynamicActivationInt8WeightConfig)),
         (lowbit.Int4WeightOnlyConfig, {"int4_packing_format": "tile_packed_to_4d"}),
         (lowbit.Int4WeightOnlyConfig, {"int4_choose_qparams_algorithm": "awq"}),
         (lowbit.Int4WeightOnlyConfig, {"int4_tile_packed_ntile": 4}),
-        (lowbit.Int8DynamicActivationInt8WeightConfig, {"version": 1}),
         (lowbit.Int8DynamicActivationInt8WeightConfig, {"weight_only_decode": True}),
         (lowbit.Int8DynamicActivationInt8WeightConfig, {"reduce_range": True}),
     ],
@@ -182,16 +171,10 @@ def test_set_inductor_config_is_accepted_because_both_values_mean_the_same_here(
     [
         ({"act_mapping_type": "symmetric_no_clipping_err"}, "act_mapping_type must be one of"),
         ({"granularity": PerGroup(64), "act_mapping_type": "asymmetric"}, "asymmetric activations must be per row"),
-        (
-            {"granularity": (PerGroup(32), PerGroup(64))},
-            "groups of activations must be those of the weight, got 32 and 64",
-        ),
-        (
-            {"granularity": (PerGroup(32), PerRow())},
-            "groups of activations must be those of the weight, got 32 and per channel",
-        ),
+        ({"granularity": (PerGroup(32), PerGroup(64))}, "groups of activations must be those of the weight, got 32 and 64"),
+        ({"granularity": (PerGroup(32), PerRow())}, "groups of activations must be those of the weight, got 32 and per channel"),
         ({"granularity": (PerRow(),)}, "granularity must be one or a pair"),
-    ],
+    ],  # fmt: skip
 )
 def test_activations_that_no_kernel_takes_are_refused(option, text):
     with pytest.raises(ValueError, match=f"int8_dynamic_activation_int8_weight: {text}"):

@@ -14,9 +14,7 @@ from lowbit.formats import LinearSpec
 from lowbit.formats.torchao import INSTEAD, from_torchao
 
 
-@pytest.mark.parametrize(
-    "granularity", [None, lowbit.PerRow(), lowbit.PerRow(dim=-1), lowbit.PerAxis(0), lowbit.PerToken()]
-)
+@pytest.mark.parametrize("granularity", [None, lowbit.PerRow(), lowbit.PerRow(dim=-1), lowbit.PerAxis(0), lowbit.PerToken()])
 def test_every_way_to_say_per_row(granularity):
     assert lowbit.Int8WeightOnlyConfig(granularity=granularity).spec(torch.float32) == LinearSpec("int8")
     dynamic = lowbit.Int8DynamicActivationInt8WeightConfig(granularity=granularity)
@@ -69,10 +67,8 @@ def test_an_unknown_name_is_refused_as_python_refuses_it():
 def test_what_is_told_to_use_exists():
     for name, text in INSTEAD.items():
         words = [word.strip("`,;:()") for word in text.replace("(", " ").split()]
-        assert any(
-            word.removeprefix("lowbit.").split(".")[0] in (*dir(lowbit), "docs/recipes/add_a_format", "torch")
-            for word in words
-        ), name
+        known = (*dir(lowbit), "docs/recipes/add_a_format", "torch")
+        assert any(word.removeprefix("lowbit.").split(".")[0] in known for word in words), name
         assert not hasattr(lowbit, name)
 
 
@@ -85,52 +81,28 @@ def test_every_public_name_of_torchao_is_here_or_says_what_to_take():
         assert name in INSTEAD, name
 
 
-def read(config: object) -> LinearSpec:
-    return from_torchao(config).spec(torch.float32)
-
-
 def test_torchaos_own_objects_are_read():
     ao = pytest.importorskip("torchao.quantization")
+    group, symmetric, asymmetric = ao.PerGroup, ao.MappingType.SYMMETRIC, ao.MappingType.ASYMMETRIC
+    intx, dynamic_intx, dynamic_int8 = ao.IntxWeightOnlyConfig, ao.Int8DynamicActivationIntxWeightConfig, ao.Int8DynamicActivationInt8WeightConfig
     cases = [
         (ao.Int8WeightOnlyConfig(), LinearSpec("int8")),
-        (ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(64)), LinearSpec("int8", 64)),
+        (ao.Int8WeightOnlyConfig(granularity=group(64)), LinearSpec("int8", 64)),
         (ao.Int4WeightOnlyConfig(), LinearSpec("int4", 128, scale="absmax")),
         (ao.Int4WeightOnlyConfig(group_size=32), LinearSpec("int4", 32, scale="absmax")),
-        (ao.Int8DynamicActivationInt8WeightConfig(), LinearSpec("int8", x_format="int8_row")),
-        (
-            ao.Int8DynamicActivationInt8WeightConfig(granularity=[ao.PerRow(), ao.PerRow()]),
-            LinearSpec("int8", x_format="int8_row"),
-        ),
-        (ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(32)), LinearSpec("int4", 32, scale="absmax")),
-        (ao.IntxWeightOnlyConfig(torch.int8), LinearSpec("int8")),
-        (ao.IntxWeightOnlyConfig(torch.int3, ao.PerGroup(64)), LinearSpec("int3", 64, scale="absmax")),
-        (
-            ao.Int8DynamicActivationIntxWeightConfig(torch.int6, act_mapping_type=ao.MappingType.SYMMETRIC),
-            LinearSpec("int6", 32, x_format="int8_group", scale="absmax"),
-        ),
-        (
-            ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(64), ao.MappingType.ASYMMETRIC),
-            LinearSpec("int4", 64, True, mapping="asymmetric", scale="absmax"),
-        ),
-        (
-            ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(32)),
-            LinearSpec("int4", 32, x_format="int8_row_asymmetric", scale="absmax"),
-        ),
-        (
-            ao.Int8DynamicActivationIntxWeightConfig(
-                torch.int4, ao.PerGroup(32), act_mapping_type=ao.MappingType.SYMMETRIC
-            ),
-            LinearSpec("int4", 32, x_format="int8_group", scale="absmax"),
-        ),
-        (
-            ao.Int8DynamicActivationIntxWeightConfig(
-                torch.int8, ao.PerAxis(0), act_mapping_type=ao.MappingType.SYMMETRIC
-            ),
-            LinearSpec("int8", x_format="int8_row"),
-        ),
-    ]
+        (dynamic_int8(), LinearSpec("int8", x_format="int8_row")),
+        (dynamic_int8(granularity=[ao.PerRow(), ao.PerRow()]), LinearSpec("int8", x_format="int8_row")),
+        (intx(torch.int4, group(32)), LinearSpec("int4", 32, scale="absmax")),
+        (intx(torch.int8), LinearSpec("int8")),
+        (intx(torch.int3, group(64)), LinearSpec("int3", 64, scale="absmax")),
+        (intx(torch.int4, group(64), asymmetric), LinearSpec("int4", 64, True, mapping="asymmetric", scale="absmax")),
+        (dynamic_intx(torch.int6, act_mapping_type=symmetric), LinearSpec("int6", 32, x_format="int8_group", scale="absmax")),
+        (dynamic_intx(torch.int4, group(32)), LinearSpec("int4", 32, x_format="int8_row_asymmetric", scale="absmax")),
+        (dynamic_intx(torch.int4, group(32), act_mapping_type=symmetric), LinearSpec("int4", 32, x_format="int8_group", scale="absmax")),
+        (dynamic_intx(torch.int8, ao.PerAxis(0), act_mapping_type=symmetric), LinearSpec("int8", x_format="int8_row")),
+    ]  # fmt: skip
     for config, wanted in cases:
-        assert read(config) == wanted, config
+        assert spec_of(from_torchao(config)) == wanted, config
         model = nn.Sequential(nn.Linear(64, 32))
         report = lowbit.quantize_(model, config)
         assert report.rows[0].format == model[0].spec.name == wanted.name
@@ -140,24 +112,14 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
     ao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 32))
     for config, kind, text in [
-        (
-            ao.Float8DynamicActivationInt4WeightConfig(),
-            TypeError,
-            "got torchao's Float8DynamicActivationInt4WeightConfig; use int8_dynamic_activation_int4_weight",
-        ),
+        (ao.Float8DynamicActivationInt4WeightConfig(), TypeError,
+         "got torchao's Float8DynamicActivationInt4WeightConfig; use int8_dynamic_activation_int4_weight"),
         (ao.FqnToConfig({"0": ao.Int8WeightOnlyConfig()}), TypeError, "FqnToConfig; use quantize_ once per format"),
-        (
-            ao.IntxWeightOnlyConfig(torch.int1),
-            ValueError,
-            "IntxWeightOnlyConfig: weight_dtype must be torch.int2 to torch.int8, got weight_dtype=torch.int1",
-        ),
+        (ao.IntxWeightOnlyConfig(torch.int1), ValueError,
+         "IntxWeightOnlyConfig: weight_dtype must be torch.int2 to torch.int8, got weight_dtype=torch.int1"),
         (ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), ValueError, "int4_packing_format must be 'plain'"),
-        (
-            ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()),
-            ValueError,
-            r"must be PerRow\(\) or PerGroup\(n\), got .*less precise",
-        ),
-    ]:
+        (ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()), ValueError, r"must be PerRow\(\) or PerGroup\(n\), got .*less precise"),
+    ]:  # fmt: skip
         with pytest.raises(kind, match=text):
             lowbit.quantize_(model, config)
     assert type(model[0]) is nn.Linear
@@ -170,10 +132,7 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
         ("0", "got str"),
         (lambda module: True, r"got one of \(module\)"),
         (lambda a, b, c: True, r"got one of \(a, b, c\)"),
-        (
-            lambda module, name: "0" in name or not name,
-            "got the model itself: Sequential; it is asked about every module",
-        ),
+        (lambda module, name: "0" in name or not name, "got the model itself: Sequential; it is asked about every module"),
     ],
 )
 def test_a_filter_that_cannot_work_is_refused(filter_fn, text):

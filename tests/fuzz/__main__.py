@@ -63,18 +63,10 @@ def _fuzz(server: Server, options: argparse.Namespace) -> int:
     start = random.SystemRandom().randrange(1 << 30) if options.start is None else options.start
     streams = {op: itertools.count(start) for op in ops}
     known: set[tuple[str, str]] = set()
-    slice_seconds = min(30.0, options.minutes * 60 / len(ops))
+    how = {"isa": options.isa, "seconds": min(30.0, options.minutes * 60 / len(ops)), "shrink_seconds": options.shrink}
     while time.monotonic() - began < options.minutes * 60:
         for op in ops:
-            for found in findings(
-                server,
-                op,
-                streams[op],
-                isa=options.isa,
-                seconds=slice_seconds,
-                shrink_seconds=options.shrink,
-                known=known,
-            ):
+            for found in findings(server, op, streams[op], known=known, **how):
                 count += 1
                 print(f"[{time.monotonic() - began:.0f} s] finding {count}\n{found}", flush=True)
     tried = ", ".join(f"{op} {next(stream) - start}" for op, stream in streams.items())

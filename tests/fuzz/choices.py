@@ -41,6 +41,10 @@ class Choices:
         """Return one of the options; repeat one to make it likelier."""
         return options[self.below(len(options))]
 
+    def one_of(self, *makers: Callable[[], T]) -> T:
+        """Return what one of the functions makes; the others are not called, and choose nothing."""
+        return self.pick(*makers)()
+
     def chance(self, percent: int) -> bool:
         """Return True in so many of 100 cases."""
         return self.below(100) >= 100 - percent

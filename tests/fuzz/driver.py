@@ -15,19 +15,8 @@ from typing import Any
 from .choices import shrink
 
 ROOT = Path(__file__).parents[2]
-OPS = (
-    "flex",
-    "flex_state",
-    "sdpa",
-    "decode",
-    "kv_cache",
-    "linear",
-    "quantize",
-    "optim",
-    "optim_state",
-    "score_program",
-    "library",
-    "boundary",
+OPS = tuple(
+    "flex flex_state sdpa decode kv_cache linear quantize optim optim_state score_program library boundary".split()
 )
 ISAS = ("", "avx2", "scalar", "avx512")  # "" is the best that the machine has; one that it lacks is the next lower
 BATCH = 16
@@ -66,12 +55,9 @@ class Server:
         self, op: str, cases: Sequence[dict[str, Any]], isa: str = "", seconds: float = CASE_SECONDS
     ) -> list[dict[str, Any]]:
         if self._process is None:
+            command = [sys.executable, "-m", "tests.fuzz.server"]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.server"],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"op": op, "isa": isa, "seconds": seconds, "cases": list(cases)}) + "\n")

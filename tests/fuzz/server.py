@@ -40,14 +40,8 @@ def main() -> None:
     for op in OPS:
         importlib.import_module(f"tests.fuzz.ops.{op}")
     torch.vmap(torch.sin)(torch.zeros(1))  # imports what is imported at first use
-    for name in (
-        "flex_attention",
-        "create_block_mask",
-        "scaled_dot_product_attention",
-        "QuantizedKVCache",
-        "linear",
-        "optim",
-    ):
+    names = "flex_attention create_block_mask scaled_dot_product_attention QuantizedKVCache linear optim"
+    for name in names.split():
         getattr(lowbit, name)
     internals.loaded()
     answers = os.fdopen(os.dup(1), "w")
@@ -133,17 +127,14 @@ def _run(op: str, case: dict[str, Any], answer: Any) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(compile(text, name, "exec", dont_inherit=True), {"__name__": "fuzz_case"})  # our annotations are not theirs
+            exec(
+                compile(text, name, "exec", dont_inherit=True), {"__name__": "fuzz_case"}
+            )  # our annotations are not theirs
     except Exception as error:
         detail = "".join(traceback.format_exception(error))
         signature = f"{type(error).__name__}: {_without_numbers(str(error))}"
-        return {
-            **known,
-            "status": "fail",
-            "signature": signature,
-            "detail": detail[-6000:],
-            "seconds": time.monotonic() - began,
-        }
+        seconds = time.monotonic() - began
+        return {**known, "status": "fail", "signature": signature, "detail": detail[-6000:], "seconds": seconds}
     return {"status": "ok", "seconds": time.monotonic() - began}
 
 

@@ -20,6 +20,28 @@ def header(choices: Choices) -> str:
     return f"import torch\nimport lowbit\nfrom tests.fuzz import check\n\ntorch.manual_seed({choices.below(10000)})\n"
 
 
+def under(choices: Choices, percent: int, *settings: str) -> list[str]:
+    """The option of a call that is made under one of these settings of torch, in so many of 100 cases."""
+    settings = ("default dtype float64", "default device meta", "threads 2", *settings)
+    return [f"under={choices.pick(*settings)!r}"] if choices.chance(percent) else []
+
+
+def attention_inputs(choices: Choices, sizes: Sequence[int], dtype: str, gradients: int) -> str:
+    """Lines that make q, k and v in any layout, from sizes of (batch, heads, heads of k, queries, keys, columns); each
+    wants a gradient in so many of 100 cases."""
+    batch, heads, kv_heads, queries, keys, columns = sizes
+    shapes = {
+        "q": (heads, queries, columns),
+        "k": (kv_heads, keys, columns),
+        "v": (kv_heads, keys, choices.pick(columns, 5)),
+    }
+    text = ""
+    for name, shape in shapes.items():
+        made = layout(choices, lambda sizes: normal(sizes, dtype), (batch, *shape))
+        text += f"{name} = ({made}){'.requires_grad_()' if gradients and choices.chance(gradients) else ''}\n"
+    return text
+
+
 def normal(shape: Sequence[int], dtype: str = "float32") -> str:
     return f"torch.randn({_sizes(shape)}, dtype=torch.{dtype})"
 

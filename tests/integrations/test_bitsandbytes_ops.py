@@ -108,7 +108,7 @@ print((p[:, ::2] - 1).abs().max().item(), (p[:, 1::2] - 1).abs().max().item() > 
 def test_no_update_is_longer_than_ten_learning_rates_and_the_loss_is_theirs(with_bitsandbytes):
     """Where a second moment rounds to 0 beside a first moment that does not, the next update is 1e5 learning rates."""
     code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "optim")!r})
+import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[1] / "optim")!r}]
 from small_training import train
 import bitsandbytes as bnb
 print(*train(lambda params, lr: bnb.optim.AdamW8bit(params, lr=lr)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import calls_of_layers, logits, made, prompt, transformers
+from decoders import answer, calls_of_layers, logits, made, prompt, transformers
 from torch import nn
 
 import lowbit
@@ -75,7 +75,19 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "another scale": lambda model: setattr(attention(model), "scaling", 1.0),
     "another soft cap": lambda model: setattr(attention(model), "attn_logit_softcapping", 1e-3),
     "every token sees all": lambda model: setattr(attention(model), "is_causal", False),
-    "another number of layers": lambda model: setattr(model.config, "num_hidden_layers", 1),
+    "fewer layers": lambda model: setattr(model.model, "layers", model.model.layers[:2]),
+    "a layer twice": lambda model: model.model.layers.__setitem__(1, model.model.layers[0]),
+    "layers in another order": lambda model: setattr(model.model, "layers", nn.ModuleList(list(model.model.layers)[::-1])),
+    "another norm": lambda model: setattr(model.model.layers[1], "input_layernorm", nn.Identity()),
+    "another MLP": lambda model: setattr(model.model.layers[2], "mlp", nn.Identity()),
+    "another o_proj": lambda model: setattr(model.model.layers[2].self_attn, "o_proj", nn.Linear(64, 64)),
+    "other values of a norm": lambda model: model.model.layers[1].input_layernorm.weight.data.add_(1.0),
+    "another bias": lambda model: setattr(model.model.layers[0].mlp.down_proj, "bias", nn.Parameter(torch.ones(64))),
+    "a layer that changes its result": lambda model: model.model.layers[0].register_forward_hook(lambda m, a, y: y * 2),
+    "a layer that changes its input": lambda model: model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
+    "a hook of attention": lambda model: model.model.layers[1].self_attn.register_forward_hook(lambda m, a, y: (y[0] * 2, None)),
+    "another forward": lambda model: setattr(model.model.layers[1], "forward", lambda x, **_: x * 2),
+    "fewer layers by the configuration": lambda model: setattr(model.config, "num_hidden_layers", 1),
 }  # fmt: skip
 ONLY = {"another eps of heads": "qwen3", "another soft cap": "gemma2"}
 
@@ -86,16 +98,20 @@ def test_a_change_counts(change: str, implementation: str, monkeypatch: pytest.M
     if change == "another soft cap":
         implementation = "eager" if implementation == "sdpa" else "lowbit"
     name = ONLY.get(change, "llama")
-    model, other = (made(name, attention=implementation) for _ in range(2))
+    model, other = (made(name, attention=implementation, num_hidden_layers=3) for _ in range(2))
     lowbit.fuse(model)
     before = logits(model, prompt())
     torch.testing.assert_close(before, logits(other, prompt()), rtol=1e-4, atol=1e-4)
     for changed in (model, other):
-        CHANGES[change](changed)
+        torch.manual_seed(4)
+        with torch.no_grad():
+            CHANGES[change](changed)
     wanted = logits(other, prompt())
     assert not torch.allclose(wanted, before, atol=1e-4), "it changes nothing"
     for _ in range(2):
         torch.testing.assert_close(logits(model, prompt()), wanted, rtol=1e-4, atol=1e-4)
+    if "layers" not in change and change != "a layer twice":  # whose caches have other indices
+        assert torch.equal(answer(model, prompt()), answer(other, prompt()))
 
 
 def test_what_is_changed_back_is_as_fast_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

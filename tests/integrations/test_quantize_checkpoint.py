@@ -58,13 +58,9 @@ def test_the_folder_is_what_from_pretrained_makes(name, shard, tmp_path, capsys)
 def test_a_plan_from_a_file(flat, tmp_path):
     folder = save("llama", tmp_path)
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"model.layers.0.mlp.up_proj": "int8_weight_only()", "lm_head": None} if flat else {
-        "lowbit_plan": 1,
-        "rows": [
-            {"layer": "model.layers.0.mlp.up_proj", "spec": dataclasses.asdict(lowbit.int8_weight_only().spec(torch.float32))},
-            {"layer": "lm_head", "spec": None},
-        ],
-    }))
+    of_layer, spec = "model.layers.0.mlp.up_proj", dataclasses.asdict(lowbit.int8_weight_only().spec(torch.float32))
+    rows = [{"layer": of_layer, "spec": spec}, {"layer": "lm_head", "spec": None}]
+    plan.write_text(json.dumps({of_layer: "int8_weight_only()", "lm_head": None} if flat else {"lowbit_plan": 1, "rows": rows}))
     report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG, plan=plan)
     formats = {row.layer: row.format for row in report.rows}
     assert formats["model.layers.0.mlp.up_proj"] == "int8 per-channel" and formats["lm_head"] == ""
@@ -162,9 +158,12 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
     monkeypatch.setattr(os, "replace", lambda source, target: (written.append(Path(target).name), replace(source, target)))
     report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
     assert sorted(name for name in written if name.endswith(".safetensors")) == sorted(set(shards) - set(done))
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+    assert bytes_of(tmp_path / "packed") == bytes_of(tmp_path / "whole")
     assert len(report.quantized) == 15
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def flip(path: Path) -> None:
@@ -204,8 +203,7 @@ def test_a_damaged_file_of_an_interrupted_run_is_refused_and_the_remedy_works(fi
         lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
     shutil.rmtree(partial) if "folder" in match else path.unlink()
     report = lowbit.quantize_checkpoint(folder, tmp_path / "packed", CONFIG)
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+    assert bytes_of(tmp_path / "packed") == bytes_of(tmp_path / "whole")
     assert len(report.quantized) == 15
 
 
@@ -223,9 +221,7 @@ def test_a_process_that_is_killed_can_be_taken_up(tmp_path):
     if not (tmp_path / "packed").exists():
         (progress.parent / "progress.json.1-1.tmp").write_text("{")  # as a run that was killed while it wrote
         assert main(command[3:]) == 0
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == {path.name for path in (tmp_path / "packed").iterdir()}
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "packed" / path.name).read_bytes()
+    assert bytes_of(tmp_path / "packed") == bytes_of(tmp_path / "whole")
 
 
 def test_a_shard_that_reads_back_otherwise_is_refused(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.ops import test_decode as on_the_cpu
 
-from lowbit import _C
 from lowbit.testing import assert_within
 
 pytestmark = pytest.mark.skipif(bool(opencl.missing()), reason=opencl.missing())

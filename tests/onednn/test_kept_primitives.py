@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
+from settings import ambient
 from tests import internals
 
 import lowbit
@@ -15,13 +15,6 @@ from lowbit import _C
 from lowbit.testing import LinearCase, assert_within, make_data, run_linear
 
 ROW = "linear_float32_onednn"
-
-
-@pytest.fixture
-def threads() -> Iterator[int]:
-    before = torch.get_num_threads()
-    yield before
-    torch.set_num_threads(before)
 
 
 def case_of(m: int, n: int, k: int, **more: object) -> LinearCase:
@@ -33,14 +26,14 @@ def check(case: LinearCase) -> None:
     assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, str(case))
 
 
-def test_a_number_of_threads_has_a_primitive_of_its_own(onednn: None, threads: int) -> None:
+def test_a_number_of_threads_has_a_primitive_of_its_own(onednn: None) -> None:
     case = case_of(65, 256, 192)
     data = make_data(case)
     kept = []
     for count in (1, 3, 2, 1, 3):
-        torch.set_num_threads(count)
-        assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, f"{count} threads")
-        assert torch.get_num_threads() == count
+        with ambient(f"threads {count}"):
+            assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, f"{count} threads")
+            assert torch.get_num_threads() == count
         kept.append(internals.kept_primitives())
     assert kept[0] < kept[1] < kept[2] == kept[3] == kept[4] or kept[-1] == internals.MOST_KEPT
 
@@ -87,22 +80,14 @@ def test_a_state_dict_that_is_loaded_in_place(onednn: None) -> None:
 
 def test_threads_that_call_at_once(onednn: None) -> None:
     cases = [case_of(m, 130, 192, activation="silu") for m in (1, 20, 33, 64)]
-    errors: list[BaseException] = []
 
     def work(case: LinearCase) -> None:
         data = make_data(case)
-        try:
-            for _ in range(10):
-                assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, str(case))
-        except BaseException as error:  # told to the thread that the test is
-            errors.append(error)
+        for _ in range(10):
+            assert_within(run_linear(case, data, ROW), data.wanted, data.allowed, str(case))
 
-    workers = [threading.Thread(target=work, args=(case,)) for case in cases * 2]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors[0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, cases * 2))
 
 
 def test_it_runs_on_the_threads_that_torch_has(onednn: None, python: Callable[..., str]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from settings import ambient, in_child
 from test_vector_registers import IN_USE, machine_code
 from torch import Tensor
 
@@ -43,34 +44,33 @@ def result(case: testing.LinearCase, data: testing.LinearData) -> Tensor:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_between_calls_of_torch_that_use_it(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     a, b = torch.randn(96, 128, dtype=torch.bfloat16), torch.randn(128, 160, dtype=torch.bfloat16)
-    product, datas = a @ b, [testing.make_data(case) for case in CASES]
-    wanted = [result(case, data) for case, data in zip(CASES, datas, strict=True)]  # that it is right: test_linear.py
-    for _ in range(3):
-        for case, data, right in zip(CASES, datas, wanted, strict=True):
+    with ambient(f"threads {threads}"):
+        product, datas = a @ b, [testing.make_data(case) for case in CASES]
+        wanted = [result(case, data) for case, data in zip(CASES, datas, strict=True)]  # that it is right: test_linear.py
+        for case, data, right in list(zip(CASES, datas, wanted, strict=True)) * 3:
             assert torch.equal(result(case, data), right)
             assert torch.equal(a @ b, product)
-    torch.set_num_threads(before)
 
 
-@pytest.mark.skipif("xgetbv1" not in Path("/proc/cpuinfo").read_text(), reason="the CPU does not say what is in use")
-def test_a_call_leaves_it_as_it_was() -> None:
-    in_use, threads = machine_code(IN_USE), torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture
+def in_use() -> Iterator[Callable[[], int]]:
+    """What is in use, for a test that runs on one thread."""
+    if "xgetbv1" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the CPU does not say what is in use")
+    with ambient("threads 1"):
+        yield machine_code(IN_USE)
+
+
+def test_a_call_leaves_it_as_it_was(in_use: Callable[[], int]) -> None:
     for case in CASES:
         data = testing.make_data(case)
         assert not in_use() & TILES
         result(case, data)
         assert not in_use() & TILES, case
-    torch.set_num_threads(threads)
 
 
-@pytest.mark.skipif("xgetbv1" not in Path("/proc/cpuinfo").read_text(), reason="the CPU does not say what is in use")
-def test_attention_between_calls_of_torch_leaves_it_as_it_was() -> None:
-    in_use, threads = machine_code(IN_USE), torch.get_num_threads()
-    torch.set_num_threads(1)
+def test_attention_between_calls_of_torch_leaves_it_as_it_was(in_use: Callable[[], int]) -> None:
     q, k, v = (torch.randn(1, 2, 70, 40).bfloat16().requires_grad_() for _ in range(3))
     a, b = torch.randn(96, 128, dtype=torch.bfloat16), torch.randn(128, 160, dtype=torch.bfloat16)
     product, results = a @ b, []
@@ -83,7 +83,6 @@ def test_attention_between_calls_of_torch_leaves_it_as_it_was() -> None:
     assert lowbit._C.last_kernel("attention_forward") == "attention_forward_bfloat16_amx"
     assert lowbit._C.last_kernel("attention_backward") == "attention_backward_bfloat16_amx"
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
-    torch.set_num_threads(threads)
 
 
 def test_in_a_forked_child_and_under_a_signal() -> None:
@@ -110,11 +109,7 @@ def test_in_a_forked_child_and_under_a_signal() -> None:
         signal.signal(signal.SIGALRM, old)
     assert handled and all(torch.equal(made, wanted[0]) for made in handled)
 
-    child = os.fork()
-    if child == 0:
-        same = all(torch.equal(call(), right) for call, right in zip(calls, wanted, strict=True))
-        os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(map(torch.equal, in_child(lambda: [call() for call in calls]), wanted))
 
 
 def test_fewer_rows_than_a_tile_go_to_vectors() -> None:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from row_fixture import fixture_of
+from settings import same_for_any_threads
 from torch import Tensor
 
 import lowbit
@@ -147,17 +147,14 @@ def test_sink_and_captured_tensors_pass_gradcheck() -> None:
 def test_gradients_of_programs_have_the_same_bits_for_any_number_of_threads(heads: int, kv_heads: int) -> None:
     q, k, v = (torch.randn(2, n, 200, 16, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     bias, table = torch.randn(heads, 200, 200, requires_grad=True), torch.randn(1000, requires_grad=True)
-    before, found = torch.get_num_threads(), []
-    for captured_grad, threads in itertools.product((True, False), (1, 2, 3)):
-        try:
-            torch.set_num_threads(threads)
-            captured = [x if captured_grad else x.detach() for x in (bias, table)]
-            out, *_ = attention(q, k, v, scale=0.3, score_mod=bias_program(), score_captured=captured)
-            found.append(torch.autograd.grad(out.square().sum(), [q, k, v, *([bias, table] if captured_grad else [])]))
-        finally:
-            torch.set_num_threads(before)
-    for other in found:  # with and without captured gradients the schedules differ, the order of every sum does not
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+    def gradients(*captured: Tensor) -> tuple[Tensor, ...]:
+        out, *_ = attention(q, k, v, scale=0.3, score_mod=bias_program(), score_captured=list(captured))
+        return torch.autograd.grad(out.square().sum(), [x for x in (q, k, v, *captured) if x.requires_grad])
+
+    both = same_for_any_threads(lambda: gradients(bias, table))
+    alone = same_for_any_threads(lambda: gradients(bias.detach(), table.detach()))
+    assert all(map(torch.equal, both[:3], alone)), "the schedules differ, the order of every sum does not"
 
 
 def call_with(**changes: object) -> Callable[[], object]:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from row_fixture import fixture_of
+from settings import same_for_any_threads
 from torch import Tensor
 
 import lowbit
@@ -137,19 +138,16 @@ def test_a_mod_whose_derivative_is_infinite_at_0_has_finite_gradients_under_a_ma
 
 @pytest.mark.parametrize("name", ["islands", "window", "sparse"])
 def test_gradients_under_a_mask_have_the_same_bits_for_any_number_of_threads(backward_row: str, name: str) -> None:
-    keep, results, before = masks(300, 290)[name], [], torch.get_num_threads()
+    keep = masks(300, 290)[name]
     q, k, v = (random(backward_row, 1, 1, n, 24).requires_grad_() for n in (300, 290, 290))
     grad = random(backward_row, 1, 1, 300, 24)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            with lowbit.force_kernel(backward_row):
-                out, *_ = attention(q, k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep])
-                results.append(torch.autograd.grad(out, (q, k, v), grad))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def gradients() -> tuple[Tensor, ...]:
+        with lowbit.force_kernel(backward_row):
+            out, *_ = attention(q, k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep])
+            return torch.autograd.grad(out, (q, k, v), grad)
+
+    same_for_any_threads(gradients, (1, 2, 5))
 
 
 @pytest.mark.parametrize("step", [0.001, 0.03, 0.05, 1.0, 50.0])

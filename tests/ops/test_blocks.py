@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import settings
 import torch
 from torch import Tensor
 
@@ -24,13 +25,8 @@ def forced(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Call a function of `_C` with the row of an instruction set of this machine."""
 
     def call(op: str, format: str, *arguments: object) -> None:
-        row = "_".join([op, format, str(request.param)] if format else [op, str(request.param)])
-        previous = _C.force_kernel(row)
-        try:
+        with settings.forced("_".join([op, format, str(request.param)] if format else [op, str(request.param)])):
             getattr(_C, op)(*arguments)
-        finally:
-            _C.force_kernel(previous)
-        assert _C.last_kernel(op) == row
 
     return call
 

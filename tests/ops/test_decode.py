@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from row_fixture import fixture_of
+from settings import forced, same_for_any_threads
 from tests import internals
 from torch import Tensor
 
@@ -151,15 +150,6 @@ def budget(case: Case, q: Tensor, k: Tensor, v: Tensor, scale: float, p: Tensor,
     return allowed + rounding * (out.abs() + allowed) + 1e-30, (score[..., 0] + (keys + 16) * U + U * lse.abs().nan_to_num())
 
 
-@contextlib.contextmanager
-def forced(row: str | None) -> Iterator[None]:
-    previous = _C.force_kernel(row)
-    try:
-        yield
-    finally:
-        _C.force_kernel(previous)
-
-
 def run(data: Data, row: str | None = None, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
     q = data.q if q is None else q
     out = torch.full((*q.shape[:3], data.out.shape[-1]), 7.0, dtype=q.dtype)
@@ -205,19 +195,10 @@ def test_rows_of_all_instruction_sets_agree_bit_for_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_threads_or_batch(kind: str) -> None:
     data = make(Case((3, 8, 2, 2, 1500, 64, 64), "plain", kind))
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(data))
-    finally:
-        torch.set_num_threads(threads)
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    together, _ = same_for_any_threads(lambda: run(data))
     alone = {name: value[1:2] if isinstance(value, Tensor) else value for name, value in data.call.items()}
     out, _ = run(Data(alone, data.q[1:2], data.out, data.lse, data.allowed, data.allowed_lse))
-    assert torch.equal(out, results[0][0][1:2])
+    assert torch.equal(out, together[1:2])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 from row_fixture import fixture_of
-from test_decode import OPTIONS, Case, Data, U, forced, kind_of, make, run
+from settings import forced, same_for_any_threads
+from test_decode import OPTIONS, Case, Data, U, kind_of, make, run
 from tests import internals
 from torch import Tensor
 
@@ -78,19 +79,10 @@ def test_every_row_is_within_budget_of_float64(row: str) -> None:
 
 def test_results_do_not_depend_on_threads_or_batch(row: str) -> None:
     data = make(Case((3, 8, 2, 70, 500, 64, 64), "causal", "int8", dtype_of(row)))
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(data, row))
-    finally:
-        torch.set_num_threads(threads)
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    together, _ = same_for_any_threads(lambda: run(data, row))
     alone = {name: value[1:2] if isinstance(value, Tensor) else value for name, value in data.call.items()}
     out, _ = run(Data(alone, data.q[1:2], data.out, data.lse, data.allowed, data.allowed_lse), row)
-    assert torch.equal(out, results[0][0][1:2])
+    assert torch.equal(out, together[1:2])
 
 
 @pytest.mark.parametrize("format", FORMATS)

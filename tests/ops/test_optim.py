@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from row_fixture import fixture_of
+from settings import same_for_any_threads
 
 from lowbit import _C, testing
 from lowbit.reference import optim as reference
@@ -88,17 +89,12 @@ def test_rows_of_a_format_agree_bit_for_bit(format: str, name: str) -> None:
 @pytest.mark.parametrize("format", STATE_FORMATS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_result_does_not_depend_on_the_number_of_threads(format: str, seed: int | None) -> None:
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            problem = Problem("adamw", format, 256, (100_003, 17, 40_000), DTYPES)
-            problem.run(seed=seed)
-            results.append(problem.everything())
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    def stepped() -> list[torch.Tensor]:
+        problem = Problem("adamw", format, 256, (100_003, 17, 40_000), DTYPES)
+        problem.run(seed=seed)
+        return problem.everything()
+
+    same_for_any_threads(stepped, (1, 2, 5))
 
 
 @pytest.mark.parametrize("format", STATE_FORMATS)
@@ -276,11 +272,8 @@ def bad_calls() -> list[tuple[str, type[Exception], str]]:
         ("grads[1] = torch.zeros(99)", ValueError, r"grads\[1\] must have .*\[100\], got \[99\]"),
         ("params[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"params\[1\] must be dense"),
         ("grads[1] = torch.zeros(100, 2)[:, 0]", ValueError, r"grads\[1\] must have"),
-        ("grads.pop()", ValueError, r"grads must have 2 entries, got 1"),
-        ("steps.pop()", ValueError, r"steps must have 2 entries, got 1"),
-        ("states.pop()", ValueError, r"states must have 2 entries, got 1"),
-        ("states[1].pop()", ValueError, r"states must have 2 entries, got 1"),
-        ("scales[0].pop()", ValueError, r"scales must have 2 entries, got 1"),
+        *((f"{given}.pop()", ValueError, f"{given.partition('[')[0]} must have 2 entries, got 1")
+          for given in ("grads", "steps", "states", "states[1]", "scales[0]")),
         ("states[0][1] = torch.zeros(100)", TypeError, r"states\[0\]\[1\] must be uint8, got float32"),
         ("states[0][1] = torch.zeros(50, dtype=torch.uint8)", ValueError, r"states\[0\]\[1\] must have 100 elements, got \[50\]"),
         ("scales[1][1] = torch.zeros(1)", ValueError, r"states\[1\]\[1\] scale must have 2 elements, got \[1\]"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from settings import forced, same_for_any_threads
 from torch import Tensor
 
 import lowbit
@@ -26,10 +27,8 @@ SHAPES = ((1, 1), (17, 70), (3, 300), (21, 130))
 
 @pytest.fixture(params=ROWS)
 def row(request: pytest.FixtureRequest) -> Iterator[str]:
-    previous = _C.force_kernel(request.param)
-    yield request.param
-    _C.force_kernel(previous)
-    assert _C.last_kernel("quantize") == request.param
+    with forced(request.param):
+        yield request.param
 
 
 def weights(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
@@ -157,10 +156,5 @@ def test_signal_and_noise_are_those_of_what_was_packed(row: str, mapping: str) -
 
 
 def test_any_number_of_threads_gives_the_same_bytes() -> None:
-    weight, threads = torch.randn(200, 96), torch.get_num_threads()
-    packed = testing.pack_weight(weight, "int4", 32, "symmetric", "search")
-    try:
-        torch.set_num_threads(1)
-        assert torch.equal(testing.pack_weight(weight, "int4", 32, "symmetric", "search"), packed)
-    finally:
-        torch.set_num_threads(threads)
+    weight = torch.randn(200, 96)
+    same_for_any_threads(lambda: testing.pack_weight(weight, "int4", 32, "symmetric", "search"))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from settings import forced
 from torch import Tensor
 
 from lowbit import _C, testing
@@ -31,13 +32,8 @@ def isa(request: pytest.FixtureRequest) -> str:
 
 
 def run(isa: str, format: str, call: Callable[..., None], *arguments: object) -> None:
-    row = f"{call.__name__}_{format}_{isa}"
-    previous = _C.force_kernel(row)
-    try:
+    with forced(f"{call.__name__}_{format}_{isa}"):
         call(*arguments)
-    finally:
-        _C.force_kernel(previous)
-    assert _C.last_kernel(call.__name__) == row
 
 
 def encode(isa: str, values: Tensor, format: str, signed: bool, block_size: int) -> tuple[Tensor, Tensor]:

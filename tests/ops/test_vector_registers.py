@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import ambient
 
 import lowbit
 from lowbit import _C, testing
@@ -44,16 +45,15 @@ def machine_code(code: bytes) -> Callable[[], int]:
 @pytest.fixture
 def leaves_in_use() -> Iterator[Callable[[Callable[[], object]], int]]:
     """A function that runs one on one thread and returns which upper halves are in use behind it."""
-    clear, in_use, threads = machine_code(CLEAR), machine_code(IN_USE), torch.get_num_threads()
+    clear, in_use = machine_code(CLEAR), machine_code(IN_USE)
 
     def of(run: Callable[[], object]) -> int:
         clear()
         run()
         return in_use() & UPPER_HALVES
 
-    torch.set_num_threads(1)
-    yield of
-    torch.set_num_threads(threads)
+    with ambient("threads 1"):
+        yield of
 
 
 def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from settings import ambient
 from torch import Tensor, nn
 
 WORDS, CONTEXT, LR = 64, 8, 3e-3
@@ -24,16 +25,8 @@ def text(words: int = 20_000) -> Tensor:
     return torch.tensor(drawn)
 
 
+@ambient("threads 1")  # products of 32 rows: more threads beside other work take 20 times as long
 def train(make: Callable[[Iterator[nn.Parameter], float], torch.optim.Optimizer]) -> tuple[float, float]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products of 32 rows: more threads beside other work take 20 times as long
-    try:
-        return _train(make)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _train(make: Callable[[Iterator[nn.Parameter], float], torch.optim.Optimizer]) -> tuple[float, float]:
     words = text()
     torch.manual_seed(0)
     model = nn.Sequential(

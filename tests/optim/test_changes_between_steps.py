@@ -10,15 +10,17 @@ import copy
 import itertools
 import os
 import pickle
-import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from settings import in_child
 from torch import nn
-from twins import Case, copies, equal, parameters, run, set_grads, states
+from twins import Case, copies, equal, parameters, run, set_grads, states, trained
 
 from lowbit import optim
 from lowbit._C import STATE_FORMATS
@@ -43,31 +45,15 @@ def check_next_step(case: Case, optimizer: torch.optim.Optimizer, params: list[n
         assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-def swap_param_data(optimizer: Any, params: list[nn.Parameter]) -> None:
-    params[0].data = params[0].data.clone() + 1
-
-
-def same_address_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
-    params[0].data.mul_(2)
-
-
-def swap_state_data(optimizer: Any, params: list[nn.Parameter]) -> None:
+def swap_states(optimizer: Any, change: Callable[[torch.Tensor], torch.Tensor], names: Callable[[str], bool] = lambda name: True) -> None:
     for state in states(optimizer):
-        for value in state.values():
-            value.data = value.data.clone()
-
-
-def swap_state_data_for_other_values(optimizer: Any, params: list[nn.Parameter]) -> None:
-    for state in states(optimizer):
-        for name, value in state.items():
-            if name != "step":
-                value.data = value.data.flip(0).contiguous()
+        for name in filter(names, state):
+            state[name].data = change(state[name].data)
 
 
 def new_state_tensors(optimizer: Any, params: list[nn.Parameter]) -> None:
     for state in states(optimizer):
-        for name in state:
-            state[name] = state[name].clone()
+        state.update({name: value.clone() for name, value in state.items()})
 
 
 def new_state_dicts(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -75,29 +61,10 @@ def new_state_dicts(optimizer: Any, params: list[nn.Parameter]) -> None:
         optimizer.state[p] = {name: value.clone() for name, value in optimizer.state[p].items()}
 
 
-def state_in_place(optimizer: Any, params: list[nn.Parameter]) -> None:
-    for state in states(optimizer):
-        for name, value in state.items():
-            if "scale" in name:
-                value.mul_(2)
-
-
-def load_its_own(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
 def load_an_older_one(optimizer: Any, params: list[nn.Parameter]) -> None:
     older = copy.deepcopy(optimizer.state_dict())
     run(optimizer, params, 2, seed=3)
     optimizer.load_state_dict(older)
-
-
-def new_lr(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.2)
-
-
-def new_lr_value(optimizer: Any, params: list[nn.Parameter]) -> None:
-    optimizer.param_groups[0]["lr"] = 0.3
 
 
 def fewer_gradients(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -124,32 +91,37 @@ def other_addresses_of_the_same_size(optimizer: Any, params: list[nn.Parameter])
     params[0].data = kept
 
 
-def another_memory_order(optimizer: Any, params: list[nn.Parameter]) -> None:
-    """What is saved before the next step has the order too."""
-    params[0].data = params[0].data.t().contiguous().t()
+CHANGES: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
+    "data of a parameter": lambda optimizer, params: setattr(params[0], "data", params[0].data.clone() + 1),
+    "a parameter in place": lambda optimizer, params: params[0].data.mul_(2),
+    "data of the states": lambda optimizer, params: swap_states(optimizer, torch.clone),
+    "data of the states, other values": lambda optimizer, params: swap_states(optimizer, lambda t: t.flip(0).contiguous(), lambda name: name != "step"),
+    "states in place": lambda optimizer, params: swap_states(optimizer, lambda t: t.mul_(2), lambda name: "scale" in name),
+    "new state tensors": new_state_tensors,
+    "new state dicts": new_state_dicts,
+    "its own state_dict": lambda optimizer, params: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "an older state_dict": load_an_older_one,
+    "lr of another type": lambda optimizer, params: optimizer.param_groups[0].update(lr=torch.tensor(0.2)),
+    "another lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.3),
+    "fewer gradients": fewer_gradients,
+    "frozen and back": frozen_and_back,
+    "another dtype": another_dtype,
+    "other addresses of the same size": other_addresses_of_the_same_size,
+    # What is saved before the next step has the order too.
+    "another memory order": lambda optimizer, params: setattr(params[0], "data", params[0].data.t().contiguous().t()),
+}  # fmt: skip
 
 
-CHANGES: list[Callable[[Any, list[nn.Parameter]], None]] = [
-    swap_param_data, same_address_other_values, swap_state_data, swap_state_data_for_other_values, new_state_tensors, new_state_dicts, state_in_place,
-    load_its_own, load_an_older_one, new_lr, new_lr_value, fewer_gradients, frozen_and_back, another_dtype, other_addresses_of_the_same_size,
-    another_memory_order,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_steps_is_followed(case: Case, change: Callable[[Any, list[nn.Parameter]], None]) -> None:
-    params = parameters()
-    optimizer = case.make(params, lr=0.01)
-    run(optimizer, params, 2)
+    params, optimizer = trained(case.make)
     change(optimizer, params)
     check_next_step(case, optimizer, params)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
 def test_a_copy_steps_its_own_parameters_and_states(case: Case, clone: Any) -> None:
-    params = parameters()
-    optimizer = case.make(params, lr=0.01)
-    run(optimizer, params, 2)
+    params, optimizer = trained(case.make)
     before = copies(params)
     twin_params, twin = clone((params, optimizer))
     check_next_step(case, twin, twin_params)
@@ -178,9 +150,7 @@ def test_a_group_that_is_added_or_taken_away(case: Case) -> None:
 
 def test_a_parameter_put_in_the_place_of_another_takes_over_its_state(case: Case) -> None:
     """As scripts do that prune or grow a model."""
-    params = parameters()
-    optimizer = case.make(params, lr=0.01)
-    run(optimizer, params, 2)
+    params, optimizer = trained(case.make)
     old, new = params[0], nn.Parameter(params[0].detach().clone())
     optimizer.state[new] = optimizer.state.pop(old)
     optimizer.param_groups[0]["params"][0] = new
@@ -244,16 +214,14 @@ def test_options_of_the_state_may_change_in_a_group() -> None:
 
 
 def test_a_state_that_lost_a_moment_is_not_begun_anew() -> None:
-    p = nn.Parameter(torch.randn(64, 128))
-    optimizer = optim.AdamW8bit([p])
-    run(optimizer, [p], 1)
-    del optimizer.state[p]["exp_avg_sq"]
-    with pytest.raises(ValueError, match="the state of a parameter has no exp_avg_sq"):
-        run(optimizer, [p], 1)
-    optimizer = optim.AdamW8bit([p])
-    del optimizer.state[p]["exp_avg_scale"]
-    with pytest.raises(TypeError, match="scales must be .* got NoneType"):
-        run(optimizer, [p], 1)
+    for lost, error, words in (
+        ("exp_avg_sq", ValueError, "the state of a parameter has no exp_avg_sq"),
+        ("exp_avg_scale", TypeError, "scales must be .* got NoneType"),
+    ):
+        params, optimizer = trained(optim.AdamW8bit, 1)
+        del optimizer.state[params[0]][lost]
+        with pytest.raises(error, match=words):
+            run(optimizer, params, 1)
 
 
 @pytest.mark.parametrize("kind", ["float32", "transposed", "expanded", "negated"])
@@ -275,11 +243,7 @@ def test_gradients_of_another_kind(case: Case, kind: str) -> None:
 
 
 def test_gradients_are_let_go_after_a_step(case: Case) -> None:
-    import weakref
-
-    params = parameters()
-    optimizer = case.make(params)
-    run(optimizer, params, 2)
+    params, optimizer = trained(case.make)
     grads = [weakref.ref(p.grad) for p in params]
     optimizer.zero_grad()
     assert all(grad() is None for grad in grads)
@@ -298,48 +262,31 @@ def test_a_step_that_is_refused_changes_no_group() -> None:
 
 
 def test_another_thread_and_two_at_once(case: Case) -> None:
-    pairs = []
-    for _ in range(2):
-        params = parameters()
-        pairs.append((params, case.make(params, lr=0.01)))
-    for params, optimizer in pairs:
-        run(optimizer, params, 1)
-    threads = [threading.Thread(target=run, args=(optimizer, params, 3, 5)) for params, optimizer in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    params = parameters()
-    alone = case.make(params, lr=0.01)
-    run(alone, params, 1)
+    pairs = [trained(case.make, 1) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda pair: run(pair[1], pair[0], 3, 5), pairs))
+    params, alone = trained(case.make, 1)
     run(alone, params, 3, seed=5)
     assert equal(params, pairs[0][0]) and equal(params, pairs[1][0])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_goes_on_alone(case: Case) -> None:
-    params = parameters()
-    optimizer = case.make(params, lr=0.01)
-    run(optimizer, params, 2)
+    params, optimizer = trained(case.make)
     expected_params, expected = copy.deepcopy((params, optimizer))
     run(expected, expected_params, 1, seed=9)
     before = copies(params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)  # torch's own fork rule: its OpenMP threads do not exist in a child
-            run(optimizer, params, 1, seed=9)
-            status = 0 if equal(params, expected_params) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def step() -> list[nn.Parameter]:
+        torch.set_num_threads(1)  # torch's own fork rule: its OpenMP threads do not exist in a child
+        run(optimizer, params, 1, seed=9)
+        return params
+
+    assert equal(in_child(step), expected_params)
     assert equal(params, before)
 
 
-@pytest.mark.parametrize("first, then", itertools.permutations(STATE_FORMATS, 2))
+@pytest.mark.parametrize("first, then", list(itertools.permutations(STATE_FORMATS, 2)))
 def test_a_training_goes_on_in_another_state_format(first: str, then: str) -> None:
     """With gradients whose squares are twelve decades apart: no update is far longer than torch's."""
     torch.manual_seed(0)

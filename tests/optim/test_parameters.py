@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from settings import ambient
 from torch import nn
 from twins import Case, copies, equal, parameters, run, set_grads, states
 
@@ -155,31 +155,23 @@ def test_overlapping_parameters_are_refused_when_they_are_added(case: Case, over
         case.make([nn.Parameter(overlapping)])
 
 
-@pytest.mark.parametrize("setting", ["float64", "bfloat16", "float16", "meta"])
+@pytest.mark.parametrize("setting", ["dtype float64", "dtype bfloat16", "dtype float16", "device meta"])
 def test_default_dtype_and_device_do_not_matter(case: Case, setting: str) -> None:
     params, other_params = parameters(), parameters()
     reference = case.make(other_params, lr=0.01)
     run(reference, other_params, 2)
-    try:
-        torch.set_default_device("meta") if setting == "meta" else torch.set_default_dtype(getattr(torch, setting))
+    with ambient(f"default {setting}"):
         optimizer = case.make(params, lr=0.01)
         for p, q in zip(params, other_params, strict=True):
             p.grad = q.grad
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
     run_params = copies(params)
     second = case.make(run_params, lr=0.01)
     for seed in range(2):
         set_grads(params, run_params, seed=seed)
         second.step()
-        try:
-            torch.set_default_device("meta") if setting == "meta" else torch.set_default_dtype(getattr(torch, setting))
+        with ambient(f"default {setting}"):
             optimizer.step()
-        finally:
-            torch.set_default_device(None)
-            torch.set_default_dtype(torch.float32)
     assert equal(params, run_params) and equal(params, other_params)
     assert all(state["step"].dtype == torch.float32 and state["step"].device.type == "cpu" for state in states(optimizer))
 
@@ -200,7 +192,7 @@ def test_a_copy_on_write_is_not_written_through(case: Case) -> None:
     assert not any(torch.equal(tensor, clone) for tensor, clone in zip(params, lazy, strict=False))
 
 
-def test_the_optimizers_of_a_quantized_model_in_a_new_process() -> None:
+def test_the_optimizers_of_a_quantized_model_in_a_new_process(python: Callable[..., str]) -> None:
     code = "import torch; torch.set_default_dtype(torch.float64); from lowbit import optim; p = torch.nn.Parameter(torch.ones(4096).float()); " \
            "p.grad = torch.ones_like(p); optim.AdamW8bit([p]).step(); assert (p != 1).all()"  # fmt: skip
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python(code)

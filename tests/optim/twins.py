@@ -84,6 +84,14 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int
         optimizer.step()
 
 
+def trained(make: Callable[..., torch.optim.Optimizer], steps: int = 2) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Parameters and an optimizer that has made so many steps."""
+    params = parameters()
+    optimizer = make(params, lr=0.01)
+    run(optimizer, params, steps)
+    return params, optimizer
+
+
 def equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 

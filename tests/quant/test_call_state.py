@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import threading
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from settings import in_child
 from torch import nn
 
 import lowbit
@@ -27,39 +29,32 @@ X = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
 
 
 def weight_data(module: QuantLinear, other: QuantLinear) -> None:
-    module.weight.data = other.weight.data.clone()
-    module.bias.data = other.bias.data.clone()
+    module.weight.data, module.bias.data = other.weight.data.clone(), other.bias.data.clone()
 
 
+@torch.no_grad()
 def in_place(module: QuantLinear, other: QuantLinear) -> None:
-    with torch.no_grad():
-        module.weight.copy_(other.weight)
-        module.bias.copy_(other.bias)
-
-
-def state_dict(module: QuantLinear, other: QuantLinear) -> None:
-    module.load_state_dict(other.state_dict())
-
-
-def assigned_state_dict(module: QuantLinear, other: QuantLinear) -> None:
-    module.load_state_dict(other.state_dict(), assign=True)
+    module.weight.copy_(other.weight)
+    module.bias.copy_(other.bias)
 
 
 def parameters(module: QuantLinear, other: QuantLinear) -> None:
     module.weight, module.bias = other.weight, other.bias
 
 
-def whole_dictionary(module: QuantLinear, other: QuantLinear) -> None:
-    module._parameters = other._parameters
+CHANGES: dict[str, Callable[[QuantLinear, QuantLinear], Any]] = {
+    "weight.data": weight_data,
+    "in place": in_place,
+    "state_dict": lambda module, other: module.load_state_dict(other.state_dict()),
+    "assigned state_dict": lambda module, other: module.load_state_dict(other.state_dict(), assign=True),
+    "parameters": parameters,
+    "whole dictionary": lambda module, other: setattr(module, "_parameters", other._parameters),
+}
 
 
-@pytest.mark.parametrize(
-    "change", [weight_data, in_place, state_dict, assigned_state_dict, parameters, whole_dictionary]
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_other_values_are_seen_however_they_came(
-    change: Callable[[QuantLinear, QuantLinear], None], compiled: bool
-) -> None:
+def test_other_values_are_seen_however_they_came(change: Callable[[QuantLinear, QuantLinear], Any], compiled: bool) -> None:
     module, other = layer(0), layer(1)
     call = torch.compile(module, backend="aot_eager") if compiled else module
     for grad in (False, True):
@@ -177,40 +172,30 @@ def test_torch_func_transforms_after_plain_calls_and_before():
 
 def test_other_threads_see_the_layer_as_it_is():
     module, wanted = layer(0), [layer(0)(X), layer(1)(X)]
-    results: list[torch.Tensor] = []
 
-    def call() -> None:
-        with torch.no_grad():
-            results.extend(module(X) for _ in range(20))
+    @torch.no_grad()
+    def calls(_: int) -> list[torch.Tensor]:
+        return [module(X) for _ in range(20)]
 
     for expected in wanted:
-        results.clear()
-        threads = [threading.Thread(target=call) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            results = sum(pool.map(calls, range(4)), [])
         assert len(results) == 80 and all(torch.equal(result, expected) for result in results)
         in_place(module, layer(1))
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_changes_its_own_layer():
     module = layer(0)
     before = module(X)
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
 
-    def child() -> None:
+    def child() -> list[torch.Tensor]:
         torch.set_num_threads(1)
-        same = torch.equal(module(X), before)
+        same = module(X)
         in_place(module, layer(1))
-        queue.put((same, torch.equal(module(X), layer(1)(X))))
+        return [same, module(X)]
 
-    process = context.Process(target=child)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0 and queue.get() == (True, True)
+    assert all(map(torch.equal, in_child(child), (before, layer(1)(X))))
     assert torch.equal(module(X), before)
 
 

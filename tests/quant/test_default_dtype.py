@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from settings import ambient
 from torch import nn
 
 import lowbit
@@ -15,18 +16,10 @@ from lowbit.reference import layout
 from lowbit.reference import quantize as reference
 
 
-@pytest.fixture(params=["float64", "bfloat16", "meta"])
+@pytest.fixture(params=["dtype float64", "dtype bfloat16", "device meta"])
 def other_default(request) -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    if request.param == "meta":
-        torch.set_default_device("meta")
-    else:
-        torch.set_default_dtype(getattr(torch, request.param))
-    try:
+    with ambient(f"default {request.param}"):
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
 
 
 def weights() -> torch.Tensor:

@@ -7,6 +7,7 @@ import copy
 import io
 from collections.abc import Callable
 
+import gated_mlp
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,9 @@ import lowbit
 from lowbit.quant.gated_mlp import FusedGatedMLP
 
 
-class GatedMLP(nn.Module):
-    """As in transformers' decoders."""
-
+class GatedMLP(gated_mlp.GatedMLP):
     def __init__(self, act_fn: nn.Module, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(96, 160, bias=bias)
-        self.up_proj = nn.Linear(96, 160, bias=bias)
-        self.down_proj = nn.Linear(160, 96, bias=bias)
-        self.act_fn = act_fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        super().__init__(96, 160, act_fn, bias)
 
 
 class AnotherFormula(GatedMLP):

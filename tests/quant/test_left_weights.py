@@ -38,9 +38,7 @@ def test_conv1d_of_gpt2_becomes_a_quant_linear_with_the_transposed_weight(config
         wanted = model(ids).logits
         report = lowbit.quantize_(model, config)
         y = model(ids).logits
-    assert (
-        isinstance(layer, QuantLinear) and (layer.in_features, layer.out_features) == (48, 144) and layer.bias is bias
-    )
+    assert isinstance(layer, QuantLinear) and (layer.in_features, layer.out_features) == (48, 144) and layer.bias is bias
     table = isinstance(model.transformer.wte, lowbit.QuantEmbedding)  # with 8 bits, as the head of fewer has
     assert len(report.quantized) == 9 + table and not report.skipped
     spec = layer.spec
@@ -96,39 +94,20 @@ def test_another_class_named_conv1d_is_left_and_reported():
 
 
 def test_weights_in_no_linear_layer_are_said_with_their_size():
-    model = nn.ModuleDict(
-        {
-            "embed": nn.Embedding(500, 64),
-            "positions": nn.Embedding(20, 64),
-            "experts": Experts(),
-            "conv": nn.Conv2d(3, 8, 3),
-            "norm": nn.LayerNorm(64),
-            "attention": nn.MultiheadAttention(64, 2),
-            "fc": nn.Linear(64, 64),
-        }
-    )
+    model = nn.ModuleDict({
+        "embed": nn.Embedding(500, 64), "positions": nn.Embedding(20, 64), "experts": Experts(), "conv": nn.Conv2d(3, 8, 3),
+        "norm": nn.LayerNorm(64), "attention": nn.MultiheadAttention(64, 2), "fc": nn.Linear(64, 64),
+    })  # fmt: skip
     report = lowbit.quantize_(model, lowbit.int8_weight_only())
     assert [(weight.name, weight.bytes) for weight in report.left] == [
-        ("embed.weight", 128000),
-        ("positions.weight", 5120),
-        ("experts.gate_up_proj", 32768),
-        ("conv.weight", 864),
-        ("attention.in_proj_weight", 49152),
-    ]
+        ("embed.weight", 128000), ("positions.weight", 5120), ("experts.gate_up_proj", 32768), ("conv.weight", 864), ("attention.in_proj_weight", 49152),
+    ]  # fmt: skip
     text = repr(report)
-    assert (
-        "stays float: 133.12 kB in Embedding, no linear layer: embed.weight [500, 64], positions.weight [20, 64]"
-        in text
-    )
+    assert "stays float: 133.12 kB in Embedding, no linear layer: embed.weight [500, 64], positions.weight [20, 64]" in text
     assert "stays float: 32.77 kB in Experts, no linear layer: experts.gate_up_proj [4, 32, 64]" in text
     assert text.index("Embedding") < text.index("MultiheadAttention,") < text.index("Experts")
     assert "experts.gate_up_proj" in report._repr_html_()
-    assert report.to_dict()["left"][2] == {
-        "name": "experts.gate_up_proj",
-        "kind": "Experts",
-        "shape": [4, 32, 64],
-        "bytes": 32768,
-    }
+    assert report.to_dict()["left"][2] == {"name": "experts.gate_up_proj", "kind": "Experts", "shape": [4, 32, 64], "bytes": 32768}
 
 
 def test_a_weight_shared_by_many_is_said_once_and_many_are_counted():

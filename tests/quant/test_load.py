@@ -41,9 +41,8 @@ def test_a_file_comes_back_bit_for_bit(config, model, x, tmp_path, suffix, devic
     fresh = build(device)
     first = fresh[0]
     assert lowbit.load(fresh, file) == ["0", "2.0", "2.2"]
-    assert (
-        fresh[0] is first and type(first) is QuantLinear and first.spec.layout(33, 100) == model[0].spec.layout(33, 100)
-    )
+    assert fresh[0] is first and type(first) is QuantLinear
+    assert first.spec.layout(33, 100) == model[0].spec.layout(33, 100)
     assert torch.equal(fresh(x), model(x))
     assert not any(tensor.is_meta for tensor in fresh.state_dict().values())
     assert first.bias.requires_grad and not first.weight.requires_grad
@@ -100,49 +99,22 @@ def test_a_head_untied_from_its_embedding_by_quantizing_stays_untied():
         lowbit.load(Tied(), state)
 
 
-def without_layout(state):
-    del state["0.layout"]
-
-
-def another_layer(state):
+def from_another_layer(state: dict) -> None:
     state["0.weight"], state["0.layout"] = state["2.2.weight"], state["2.2.layout"]
 
 
-def another_version(state):
-    state["0.layout"] = state["0.layout"] + torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
+WRONG = {
+    "without layout": (lambda state: state.pop("0.layout"), r"0.weight must be a packed weight of n=33 k=100 with its layout, got uint8 .* without one"),
+    "of another layer": (from_another_layer, "0.weight must be a packed weight of n=33 k=100 .*n=7 k=65"),
+    "another version": (lambda state: state["0.layout"][0].add_(1), "0.weight must be .* layout version 3, known are 1 to 2"),
+    "another layout": (lambda state: state["0.layout"][-1].add_(9), "0.weight must be .* layout 9, known are 0 x86-panel-16x64, 1 row-major"),
+    "cut short": (lambda state: state.update({"0.weight": state["0.weight"][:1]}), r"0.weight must be .*got uint8 \[1, "),
+    "a name is missing": (lambda state: state.pop("2.2.bias"), "names must be those of the model, missing 2.2.bias, unexpected none"),
+    "an unknown name": (lambda state: state.update({"7.weight": torch.zeros(1)}), "names must be those of the model, missing none, unexpected 7.weight"),
+}  # fmt: skip
 
 
-def another_way_to_lie(state):
-    state["0.layout"] = state["0.layout"] + torch.tensor([0, 0, 0, 0, 0, 0, 0, 9])
-
-
-def missing_name(state):
-    del state["2.2.bias"]
-
-
-def unknown_name(state):
-    state["7.weight"] = torch.zeros(1)
-
-
-def cut_short(state):
-    state["0.weight"] = state["0.weight"][:1]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            without_layout,
-            r"0.weight must be a packed weight of n=33 k=100 with its layout, got uint8 .* without one",
-        ),
-        (another_layer, "0.weight must be a packed weight of n=33 k=100 .*n=7 k=65"),
-        (another_version, "0.weight must be .* layout version 3, known are 1 to 2"),
-        (another_way_to_lie, "0.weight must be .* layout 9, known are 0 x86-panel-16x64, 1 row-major"),
-        (cut_short, r"0.weight must be .*got uint8 \[1, "),
-        (missing_name, "names must be those of the model, missing 2.2.bias, unexpected none"),
-        (unknown_name, "names must be those of the model, missing none, unexpected 7.weight"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), WRONG.values(), ids=WRONG)
 def test_a_wrong_file_is_refused_and_the_model_stays_as_it_was(model, x, change, text):
     lowbit.quantize_(model, lowbit.int8_weight_only())
     state = model.state_dict()

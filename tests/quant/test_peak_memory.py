@@ -7,8 +7,6 @@ In a process of its own: the high-water mark of this one knows other tests.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -45,11 +43,8 @@ with torch.no_grad():
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("call", ["int8_weight_only()", "int8_dynamic_activation_int4_weight()"])
-def test_quantizing_peaks_below_two_layers_and_use_adds_no_copy_of_the_weights(call):
-    script = SCRIPT.replace("CONFIG_TEXT", f"lowbit.{call}")
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    mb = json.loads(run.stdout.splitlines()[-1])
+def test_quantizing_peaks_below_two_layers_and_use_adds_no_copy_of_the_weights(python, call):
+    mb = json.loads(python(SCRIPT.replace("CONFIG_TEXT", f"lowbit.{call}")).splitlines()[-1])
     assert mb["peak"] - mb["start"] < 2 * LAYER_MB, mb
     float_weights = LAYERS * LAYER_MB
     assert mb["start"] - mb["quantized"] > 0.8 * (float_weights - mb["packed"]), mb

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
+from settings import in_thread
 from torch import nn
 
 import lowbit
@@ -75,16 +75,7 @@ def test_a_forced_row_comes_before_it(layer):
 def test_the_layer_carries_it_not_the_thread(layer):
     *_, last = rows_of(layer.config, 20)
     layer.prefer(last)
-    ran = []
-
-    def call():
-        layer(torch.randn(20, 96))
-        ran.append(_C.last_kernel("linear"))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert ran == [last]
+    assert in_thread(lambda: (layer(torch.randn(20, 96)), _C.last_kernel("linear"))[1]) == last
 
 
 def test_copies_and_pickles_keep_it_and_state_dicts_do_not_know_it(layer):

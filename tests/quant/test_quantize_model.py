@@ -78,10 +78,7 @@ def test_a_layer_used_in_two_places_is_quantized_once_and_stays_one(x):
 def test_filter_fn_selects_by_module_and_name_and_the_rest_is_reported(model):
     report = quantize_(model, lowbit.int8_weight_only(), lambda module, name: name == "2.0")
     assert type(model[0]) is nn.Linear and isinstance(model[2][0], QuantLinear)
-    assert [(row.layer, row.note) for row in report.skipped] == [
-        ("0", "not selected by filter_fn"),
-        ("2.2", "not selected by filter_fn"),
-    ]
+    assert [(row.layer, row.note) for row in report.skipped] == [(layer, "not selected by filter_fn") for layer in ("0", "2.2")]
 
 
 def test_layers_can_have_different_formats_by_two_calls_with_filters(model, x):
@@ -110,15 +107,9 @@ class OtherForward(nn.Linear):
 
 
 def test_layers_whose_weight_others_may_read_are_skipped_and_reported_with_the_reason():
-    model = nn.ModuleDict(
-        {
-            "own": OwnLinear(8, 8),
-            "attention": nn.MultiheadAttention(8, 2),
-            "norm": torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-            "patched": nn.Linear(8, 8),
-            "plain": nn.Linear(8, 8),
-        }
-    )
+    norm = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    attention = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"own": OwnLinear(8, 8), "attention": attention, "norm": norm, "patched": nn.Linear(8, 8), "plain": nn.Linear(8, 8)})
     model["patched"].forward = lambda x: x
     report = quantize_(model, lowbit.int8_weight_only())
     assert [row.layer for row in report.quantized] == ["plain"]
@@ -141,81 +132,42 @@ def test_a_subclass_that_computes_like_linear_is_taken_when_asked_for_and_others
     model = nn.ModuleDict({"own": OwnLinear(8, 8)})
     quantize_(model, lowbit.int8_weight_only(), lambda module, _: isinstance(module, nn.Linear))
     assert isinstance(model["own"], QuantLinear)
-    for module, reason in (
-        (OtherForward(8, 8), "OtherForward is a subclass"),
-        (nn.MultiheadAttention(8, 2), "MultiheadAttention"),
-    ):
+    for module, reason in ((OtherForward(8, 8), "OtherForward is a subclass"), (nn.MultiheadAttention(8, 2), "MultiheadAttention")):
         with pytest.raises(ValueError, match=f"cannot be quantized: .*{reason}"):
             quantize_(nn.ModuleDict({"m": module}), lowbit.int8_weight_only(), lambda m, _: isinstance(m, nn.Linear))
 
 
-def with_nan(model: nn.Module) -> None:
-    model[2][2].weight.data[3, 5] = math.nan
+def quantized_already(layer: nn.Module) -> None:
+    quantize_(layer, lowbit.int4_weight_only())
 
 
-def with_float64(model: nn.Module) -> None:
-    model[2][2].double()
-
-
-def with_float64_bias(model: nn.Module) -> None:
-    model[2][2].bias.data = model[2][2].bias.data.double()
-
-
-def with_another_shape(model: nn.Module) -> None:
-    model[2][2].weight = nn.Parameter(torch.zeros(6, 65))
-
-
-def quantized_already(model: nn.Module) -> None:
-    quantize_(model, lowbit.int4_weight_only(), lambda module, name: name == "2.2")
+OF_ARGUMENTS = [
+    ({"config": "int8"}, TypeError, "config must be a configuration such as .*, got str"),
+    ({"config": lowbit.int8_weight_only}, TypeError, "config must .*, got int8_weight_only"),
+    ({"config": lowbit.Int8WeightOnlyConfig}, TypeError, "config must .*, got Int8WeightOnlyConfig"),
+    ({"filter_fn": lambda m, n: True}, TypeError, "filter_fn must select nn.Linear and nn.Embedding layers only, got the model itself: Seq"),
+    ({"filter_fn": lambda m, n: n != "" and "2" not in n}, TypeError, "filter_fn must select .*, got 1: ReLU"),
+    ({"device": "cuda"}, ValueError, "device must be \"cpu\" or None, got device='cuda'"),
+]  # fmt: skip
+OF_LAYERS = [
+    (lambda layer: layer.weight.data[3].fill_(math.nan), ValueError, "weight of 2.2 must be finite, got inf or nan"),
+    (lambda layer: layer.double(), TypeError, "weight of 2.2 must be float32, bfloat16 or float16, got torch.float64"),
+    (lambda layer: setattr(layer.bias, "data", layer.bias.data.double()), TypeError, "bias of 2.2 must be float32, bfloat16 or float16, got torch.float64"),
+    (lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros(6, 65))), ValueError, r"weight of 2.2 must have shape \[7, 65\], got \[6, 65\]"),
+    (quantized_already, ValueError, "2.2 is already quantized as int4 g128"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("prepare", "arguments", "kind", "text"),
-    [
-        (None, {"config": "int8"}, TypeError, "quantize_: config must be a configuration such as .*, got str"),
-        (None, {"config": lowbit.int8_weight_only}, TypeError, "quantize_: config must .*, got int8_weight_only"),
-        (
-            None,
-            {"config": lowbit.Int8WeightOnlyConfig},
-            TypeError,
-            "quantize_: config must .*, got Int8WeightOnlyConfig",
-        ),
-        (
-            None,
-            {"filter_fn": lambda m, n: True},
-            TypeError,
-            "filter_fn must select nn.Linear and nn.Embedding layers only, got the model itself: Seq",
-        ),
-        (
-            None,
-            {"filter_fn": lambda m, n: n != "" and "2" not in n},
-            TypeError,
-            "filter_fn must select .*, got 1: ReLU",
-        ),
-        (None, {"device": "cuda"}, ValueError, "quantize_: device must be \"cpu\" or None, got device='cuda'"),
-        (with_nan, {}, ValueError, "quantize_: weight of 2.2 must be finite, got inf or nan"),
-        (
-            with_float64,
-            {},
-            TypeError,
-            "quantize_: weight of 2.2 must be float32, bfloat16 or float16, got torch.float64",
-        ),
-        (
-            with_float64_bias,
-            {},
-            TypeError,
-            "quantize_: bias of 2.2 must be float32, bfloat16 or float16, got torch.float64",
-        ),
-        (with_another_shape, {}, ValueError, r"quantize_: weight of 2.2 must have shape \[7, 65\], got \[6, 65\]"),
-        (quantized_already, {}, ValueError, "quantize_: 2.2 is already quantized as int4 g128"),
-    ],
+    [(None, *case) for case in OF_ARGUMENTS] + [(prepare, {}, *rest) for prepare, *rest in OF_LAYERS],
 )
 def test_a_refused_call_names_the_culprit_and_leaves_the_model_untouched(model, x, prepare, arguments, kind, text):
     if prepare:
-        prepare(model)
+        prepare(model[2][2])
     before = copy.deepcopy(model.state_dict())
     types = [type(module) for module in model.modules()]
-    with pytest.raises(kind, match=text):
+    with pytest.raises(kind, match=f"quantize_: {text}"):
         quantize_(model, **{"config": lowbit.int8_weight_only()} | arguments)
     assert types == [type(module) for module in model.modules()]
     after = model.state_dict()

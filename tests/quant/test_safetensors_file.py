@@ -8,15 +8,8 @@ import json
 import pytest
 import torch
 
-from lowbit.quant.safetensors_file import (
-    DTYPES,
-    Entry,
-    SafetensorsFile,
-    bytes_of,
-    file_checksum,
-    safetensors_files,
-    write_safetensors,
-)
+from lowbit.quant import safetensors_file
+from lowbit.quant.safetensors_file import DTYPES, Entry, SafetensorsFile, bytes_of, file_checksum, safetensors_files
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -39,7 +32,7 @@ def test_the_package_reads_what_is_written(tmp_path):
     file = tmp_path / "a.safetensors"
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries = {name: Entry(names[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in STATE.items()}
-    crc = write_safetensors(file, entries, ([bytes_of(tensor)] for tensor in STATE.values()), {"format": "pt"})
+    crc = safetensors_file.write_safetensors(file, entries, ([bytes_of(tensor)] for tensor in STATE.values()), {"format": "pt"})
     assert file_checksum(file) == crc and SafetensorsFile(file).entries == entries
     assert int.from_bytes(file.read_bytes()[:8], "little") % 64 == 56
     loaded = safetensors.load_file(file)
@@ -50,7 +43,7 @@ def test_the_package_reads_what_is_written(tmp_path):
 
 def test_a_wrong_number_of_bytes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a must have 8 bytes, got 4"):
-        write_safetensors(tmp_path / "a", {"a": Entry("F32", (2,), 8)}, [[b"1234"]], {})
+        safetensors_file.write_safetensors(tmp_path / "a", {"a": Entry("F32", (2,), 8)}, [[b"1234"]], {})
 
 
 def header(text: object, data: bytes = b"") -> bytes:
@@ -60,18 +53,10 @@ def header(text: object, data: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"1234567",
-        (1 << 60).to_bytes(8, "little") + b"{}",
-        header(b"{"),
-        header([]),
-        header({"a": {"dtype": "F32"}}),
-        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345678"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, -4]}}, b"12345678"),
-        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}}, b"1234"),
+    [b"", b"1234567", (1 << 60).to_bytes(8, "little") + b"{}", header(b"{"), header([]), header({"a": {"dtype": "F32"}})]
+    + [
+        header({"a": {"dtype": "F32", "shape": [size], "data_offsets": [begin, end]}}, b"12345678"[:held])
+        for size, begin, end, held in ((2, 0, 8, 4), (1, 4, 8, 8), (1, 0, 4, 8), (1, 0, -4, 8), (1, "0", 4, 4))
     ],
 )
 def test_what_is_no_safetensors_file_is_refused(content, tmp_path):

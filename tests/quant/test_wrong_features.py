@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gated_mlp import GatedMLP
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -65,22 +66,8 @@ def test_the_meta_device_refuses_too(config):
         model(torch.randn(2, 192, device="meta"))
 
 
-class GatedMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-            nn.Linear(K, 40),
-            nn.Linear(K, 40),
-            nn.Linear(40, K),
-            nn.SiLU(),
-        )
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 def test_a_fused_gated_mlp_refuses_too(config):
-    model = nn.ModuleDict({"mlp": GatedMLP()}).eval()
+    model = nn.ModuleDict({"mlp": GatedMLP(K, 40)}).eval()
     lowbit.quantize_(model, config)
     assert lowbit.fuse_gated_mlps(model) == ["mlp"]
     for grad in (False, True):

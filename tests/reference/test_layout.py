@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from settings import forced
 
 from lowbit import _C, force_kernel, testing
 from lowbit.reference import layout
@@ -76,8 +77,7 @@ def test_codes_scales_and_zeros_become_panels_and_come_back(format: str, group_s
 @pytest.mark.parametrize("format, group_size, mapping", [case[:3] for case in testing.format_cases() if case[3] == "float"])
 def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
     asymmetric, is_float = mapping == "asymmetric", _C.FORMAT_FACTS[format]["kind"] == "float"
-    previous = _C.force_kernel(row)
-    try:
+    with forced(row):
         for n, k in SHAPES:
             panels = testing.pack_weight(torch.randn(n, k) * 10.0 ** torch.randint(-9, 9, (n, 1)), format, group_size, mapping)
             weight = (n, k, format, group_size, asymmetric)
@@ -93,9 +93,6 @@ def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str
                 middle = testing.repack(rows, "row-major", name, *weight)
                 assert torch.equal(testing.repack(middle, name, "row-major", *weight), rows)
                 assert torch.equal(testing.repack(middle, name, "x86-panel-16x64", *weight), panels)
-        assert _C.last_kernel("repack") == row
-    finally:
-        _C.force_kernel(previous)
 
 
 def test_zero_points_between_and_beyond_the_codes_stay_what_they_are() -> None:

@@ -8,18 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from row_fixture import name_or_skip
+from settings import forced
 
-from lowbit import _C, testing
+from lowbit import testing
 
 
 @pytest.fixture(params=testing.rows("score_program"), ids=lambda row: str(row["name"]))
 def score_row(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every row of the op, forced; what ran is checked."""
     name = name_or_skip(request.param)
-    previous = _C.force_kernel(name)
-    yield name
-    _C.force_kernel(previous)
-    assert _C.last_kernel("score_program") == name
+    with forced(name):
+        yield name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

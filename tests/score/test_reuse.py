@@ -1,55 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program is reused only where it still fits: whatever a mod reads, and however, results and gradients are those of the mod called score by score.
 
-Each probe makes an object, a mod that reads it through one Python protocol, and a change of it. The mod is run, changed, run again, made anew from
-the same code, copied, and run in another thread.
+Each probe is an object, a mod that reads it through one Python protocol, and a change of it: those of the fuzzer, here as variables of a closure,
+and some where the mod itself is what changes. The mod is run, changed, run again, made anew from the same code, copied, and run in another thread.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
-import os
-import random
-import threading
+import textwrap
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy
 import pytest
-import reuse_probes
 import torch
-from reuse_probes import (
-    PROBES,
-    STATE,
-    TABLE,
-    Caches,
-    Config,
-    E,
-    H,
-    L,
-    Mod,
-    Probe,
-    Relative,
-    Slotted,
-    first_of_table,
-    parameter,
-)
-from reuse_protocols import Protocols
+from settings import ambient
+from tests.fuzz.ops.flex_state import AXES, ENTERED, IMPORTS, with_value
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as torch_flex
 
 import lowbit
 from lowbit.score import program_cache
 
+H, L, E = 2, 5, 4
+Mod = Callable[..., Tensor]
+Probe = tuple[Mod, Callable[[], Any]]
+SCORE, MASK = "s, b, h, q, k", "b, h, q, k"
+
+
+@functools.cache
+def maker(name: str, body: str, arguments: str = SCORE) -> Callable[[], Probe]:
+    """What makes the mod of an axis, whose ``body`` has "{}" where it reads, and its change; each call has the same code."""
+    axis = AXES[name]
+    scope = "global" if name == "globals" else "nonlocal"
+    stored = {node.id for node in ast.walk(ast.parse(axis.change)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    declared = f"{scope} {', '.join(sorted(stored))}\n" if stored else ""
+    read = body.replace("{}", axis.read)
+    parts = [
+        with_value(declared * (scope == "global") + axis.make, 2),
+        f"def mod({arguments}):\n    return {read}",
+        "def change():\n" + textwrap.indent(declared + with_value(axis.change, 5), "    "),
+        "return mod, change",
+    ]
+    known: dict[str, Any] = {"torch": torch, "numpy": numpy} | {module: __import__(module) for module in IMPORTS.split(", ")}
+    exec(ENTERED + "def make():\n" + textwrap.indent("\n\n".join(parts), "    "), known)
+    return known["make"]
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+class Relative(nn.Module):
+    """A bias per distance, held in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = nn.ParameterList([parameter(H), parameter(H), parameter()])
+        self.layer, self.gain = 0, 1.0
+
+    def forward(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * self.gain + self.biases[self.layer][h]
+
+
+def hooked(module: Relative) -> Callable[[], None]:
+    gain = [1.0]
+    module.register_forward_hook(lambda module, args, result: result * gain[0])
+    return lambda: gain.__setitem__(0, 3.0)
+
+
+OF_MODULES: dict[str, Callable[[Relative], Callable[[], Any]]] = {
+    "another layer": lambda module: lambda: setattr(module, "layer", 1),
+    "another parameter": lambda module: lambda: module.biases.__setitem__(0, parameter(H)),
+    "gain of a module": lambda module: lambda: setattr(module, "gain", 1.7),
+    "another forward": lambda module: lambda: setattr(module, "forward", lambda s, b, h, q, k: s * 0.25),
+    "a forward hook": hooked,
+}
+
+
+def of_module(name: str) -> Callable[[], Probe]:
+    def make() -> Probe:
+        module = Relative()
+        return module, OF_MODULES[name](module)
+
+    return make
+
+
+def attribute_of_the_mod() -> Probe:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s * mod.gain
+
+    mod.gain = 1.0
+    return mod, lambda: setattr(mod, "gain", 1.3)
+
+
+def default_argument() -> Probe:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: float = 1.0) -> Tensor:
+        return s * gain
+
+    return mod, lambda: setattr(mod, "__defaults__", (1.3,))
+
+
+def negative_zero() -> Probe:
+    zeros = [0.0]
+    return (lambda s, b, h, q, k: torch.where(torch.atan(zeros[0] / s.abs()) * 0 + 1 / torch.tensor(zeros[0]) > 0, s, -s)), lambda: zeros.__setitem__(0, -0.0)
+
+
+def numbers_in_the_default_dtype() -> Probe:
+    return (lambda s, b, h, q, k: s + (q / 3).to(torch.float32)), lambda: None
+
+
+PROBES: dict[str, Callable[[], Probe]] = {
+    **{name: maker(name, "s * {}") for name in AXES},
+    **{f"{name}, itself": maker(name, "{}") for name, axis in AXES.items() if axis.kind == "tensor"},
+    **{name: of_module(name) for name in OF_MODULES},
+    **{make.__name__: make for make in (attribute_of_the_mod, default_argument, negative_zero, numbers_in_the_default_dtype)},
+}
+
 
 @pytest.fixture(autouse=True)
-def state() -> Iterator[None]:
-    random.seed(0)
-    STATE["gain"], Caches.shared, TABLE[0] = 1.0, 1.0, 1.0
-    reuse_probes.GAIN = 1.0
-    yield
+def default_dtype_comes_back() -> Any:
+    with ambient():
+        yield
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -118,23 +196,12 @@ def test_a_mod_that_changed_is_not_served_by_its_old_program(name: str) -> None:
     check(mod)
 
 
-@pytest.mark.parametrize("name", ["parameter_list_by_attribute", "getitem", "context_variable", "captured_tensor_itself"])
+@pytest.mark.parametrize("name", ["another layer", "__getitem__", "contextvar", "tensor in a list, itself"])
 def test_another_thread_gets_its_own(name: str) -> None:
     mod, change = PROBES[name]()
     check(mod)
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            change()
-            check(mod)
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failed, failed
+    with ThreadPoolExecutor(1) as pool:  # of a thread without our context variables
+        pool.submit(lambda: (change(), check(mod))).result()
     check(mod)
 
 
@@ -142,42 +209,13 @@ def mask_of(mask_mod: Mod) -> Tensor:
     return lowbit.create_block_mask(mask_mod, None, None, 256, 256, BLOCK_SIZE=16).to_dense()
 
 
-MASKS: dict[str, Callable[[], Probe]] = {}
-
-
-def mask_probe(make: Callable[[], Probe]) -> Callable[[], Probe]:
-    MASKS[make.__name__] = make
-    return make
-
-
-@mask_probe
-def length_of_an_object() -> Probe:
-    thing = Protocols()
-    return (lambda b, h, q, k: q - k < len(thing) * 5), lambda: setattr(thing, "values", [9.0])
-
-
-@mask_probe
-def length_of_a_list() -> Probe:
-    thing = [0] * 20
-    return (lambda b, h, q, k: q - k < len(thing)), lambda: thing.extend([0] * 80)
-
-
-@mask_probe
 def a_captured_bool() -> Probe:
     flag = torch.tensor(True)
     return (lambda b, h, q, k: flag), lambda: flag.logical_not_()
 
 
-@mask_probe
-def a_window_of_an_object() -> Probe:
-    config = Config(30.0)
-    return (lambda b, h, q, k: q - k < config.gain), lambda: setattr(config, "gain", 100.0)
-
-
-@mask_probe
-def an_environment() -> Probe:
-    os.environ["LOWBIT_TEST_GAIN"] = "30"
-    return (lambda b, h, q, k: q - k < int(os.environ["LOWBIT_TEST_GAIN"])), lambda: os.environ.update(LOWBIT_TEST_GAIN="100")
+BODIES = {"number": "q - k < {} * 20", "tensor": "q - k < {}.detach() * 20"}
+MASKS = {name: maker(name, BODIES[axis.kind], MASK) for name, axis in AXES.items()} | {"a captured bool": a_captured_bool}
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -192,14 +230,15 @@ def test_a_block_mask_is_never_stale(name: str) -> None:
 
 def test_what_is_known_is_traced_once() -> None:
     """Else every call of an ordinary mod would be traced."""
-    module, config = Relative(), Config()
-    slotted, caches, space = Slotted(), Caches(), types.SimpleNamespace(gain=2.0)
+    module, space = Relative(), types.SimpleNamespace(gain=2.0)
+    read = [maker(name, "s + {}")()[0] for name in ("dataclass", "__slots__", "property", "method", "a helper's list", "a module's attribute")]
     bias, ids = parameter(H, L, L), torch.arange(L)
     partial = functools.partial(lambda gain, s, b, h, q, k: s * gain, 2.0)
     mods: list[Mod] = [
         module,
         module.forward,
-        lambda s, b, h, q, k: s * config.gain + slotted.gain + caches.doubled + caches.method() + space.gain + reuse_probes.GAIN + first_of_table(),
+        *read,
+        lambda s, b, h, q, k: s * space.gain,
         lambda s, b, h, q, k: torch.where(ids[q] == ids[k], s + bias[h, q, k], -torch.inf),
         lambda s, b, h, q, k: nn.functional.softplus(s).to(torch.float32).abs() + max(1, 2) + sum([0.5 for _ in range(3)]),
         lambda s, b, h, q, k: partial(s, b, h, q, k),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import ambient
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -34,16 +35,8 @@ HQQ, GPTQ = lowbit.int4_weight_only(32, algorithm=lowbit.HQQ()), lowbit.int4_wei
 @contextlib.contextmanager
 def default(name: str) -> Iterator[None]:
     """With another default dtype, or with meta as the default device."""
-    if name == "meta":
-        with torch.device("meta"):
-            yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
-    try:
+    with ambient(f"default {'device' if name == 'meta' else 'dtype'} {name}"):
         yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

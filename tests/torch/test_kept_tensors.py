@@ -32,71 +32,14 @@ def bias() -> Tensor:
     return torch.randn(8, 512)
 
 
-def unknown_op_in_score_mod() -> Any:
-    return lowbit.flex_attention(*qkv(), lambda s, b, h, i, j: torch.special.bessel_j0(s))
+def flex(mod: Any, mask_mod: Any = None, **options: Any) -> Tensor:
+    mask = mask_mod and lowbit.create_block_mask(mask_mod, None, None, 8, 512)
+    return lowbit.flex_attention(*qkv(**options), mod, mask)
 
 
-def unknown_op_in_score_mod_that_captures() -> Any:
-    table = bias()
-    return lowbit.flex_attention(*qkv(), lambda s, b, h, i, j: torch.special.bessel_j0(s) + table[i, j])
-
-
-def gradient_through_torch() -> None:
-    out = lowbit.flex_attention(*qkv(requires_grad=True), lambda s, b, h, i, j: torch.special.bessel_j0(s))
-    out.sum().backward()
-
-
-def unknown_op_in_mask_mod() -> Any:
-    table = bias()
-    made = lowbit.create_block_mask(lambda b, h, i, j: torch.special.bessel_j0(table[i, j]) > 0, None, None, 8, 512)
-    return lowbit.flex_attention(*qkv(), None, made)
-
-
-def unknown_op_explained() -> Any:
-    table = bias()
-    return lowbit.explain(lambda s, b, h, i, j: torch.special.bessel_j0(s) + table[i, j])
-
-
-def score_mod_that_captures() -> Any:
-    table = bias()
-    return lowbit.flex_attention(*qkv(), lambda s, b, h, i, j: s + table[i, j])
-
-
-def score_mod_that_makes_a_tensor() -> Any:
-    table = bias()
-    return lowbit.flex_attention(*qkv(), lambda s, b, h, i, j: s + (table * 2)[i, j])
-
-
-def gradient_of_a_captured_tensor() -> None:
-    table = bias().requires_grad_()
-    lowbit.flex_attention(*qkv(requires_grad=True), lambda s, b, h, i, j: s + table[i, j]).sum().backward()
-
-
-def mask_mod_that_captures() -> Any:
-    table = bias() > 0
-    return lowbit.flex_attention(
-        *qkv(), None, lowbit.create_block_mask(lambda b, h, i, j: table[i, j], None, None, 8, 512)
-    )
-
-
-def score_mod_that_raises() -> None:
-    table = bias()
-    with pytest.raises(RuntimeError, match="data-dependent"):
-        lowbit.flex_attention(*qkv(), lambda s, b, h, i, j: s if s > 0 else table[i, j])
-
-
-def attention() -> Any:
-    return lowbit.scaled_dot_product_attention(*qkv(), bias())
-
-
-def gradient_of_attention() -> None:
-    lowbit.scaled_dot_product_attention(*qkv(requires_grad=True)).sum().backward()
-
-
-def attention_of_another_length() -> None:
-    q, k, v = qkv()
-    with pytest.raises(ValueError, match="value must have shape"):
-        lowbit.scaled_dot_product_attention(q, k, v[:, :, 1:])
+def refused(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=text):
+        call()
 
 
 def layer() -> nn.Module:
@@ -106,10 +49,8 @@ def layer() -> nn.Module:
 
 
 LAYER = layer()
-
-
-def linear() -> Any:
-    return LAYER(torch.randn(512, 64))
+PARAMETER = nn.Parameter(torch.randn(256, 256))
+OPTIMIZER = lowbit.optim.AdamW8bit([PARAMETER])
 
 
 def gradient_of_linear() -> None:
@@ -117,14 +58,9 @@ def gradient_of_linear() -> None:
     LAYER.bias.grad = None
 
 
-def linear_of_another_width() -> None:
-    with pytest.raises(RuntimeError, match="last dimension"):
-        LAYER(torch.randn(512, 65))
-
-
-def linear_of_a_dtype_without_kernels() -> None:
-    with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
-        LAYER(torch.randn(512, 64, dtype=torch.float64))
+def attention_of_another_length() -> None:
+    q, k, v = qkv()
+    refused(ValueError, "value must have shape", lambda: lowbit.scaled_dot_product_attention(q, k, v[:, :, 1:]))
 
 
 def layers_made_and_dropped() -> None:
@@ -136,22 +72,16 @@ def layers_made_and_dropped() -> None:
     lowbit.dequantize_(other)
 
 
-def optimizer_with_new_parameters() -> None:
-    parameter = nn.Parameter(torch.randn(256, 256))
-    optimizer = lowbit.optim.AdamW8bit([parameter])
+def steps(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         parameter.grad = torch.randn(256, 256)
         optimizer.step()
+    parameter.grad = None
 
 
-PARAMETER = nn.Parameter(torch.randn(256, 256))
-OPTIMIZER = lowbit.optim.AdamW8bit([PARAMETER])
-
-
-def optimizer_with_new_gradients() -> None:
-    PARAMETER.grad = torch.randn(256, 256)
-    OPTIMIZER.step()
-    PARAMETER.grad = None
+def optimizer_with_new_parameters() -> None:
+    parameter = nn.Parameter(torch.randn(256, 256))
+    steps(parameter, lowbit.optim.AdamW8bit([parameter]))
 
 
 def cache() -> Any:
@@ -162,21 +92,37 @@ def cache() -> Any:
     return made.attend(0, q)
 
 
-def per_sample() -> Any:
-    return torch.func.vmap(torch.func.grad(lambda x: LAYER(x).sum()))(torch.randn(512, 64))
-
-
-PATHS = [
-    unknown_op_in_score_mod, unknown_op_in_score_mod_that_captures, gradient_through_torch, unknown_op_in_mask_mod,
-    unknown_op_explained, score_mod_that_captures, score_mod_that_makes_a_tensor, gradient_of_a_captured_tensor,
-    mask_mod_that_captures, score_mod_that_raises, attention, gradient_of_attention, attention_of_another_length, linear,
-    gradient_of_linear, linear_of_another_width, linear_of_a_dtype_without_kernels, layers_made_and_dropped,
-    optimizer_with_new_parameters, optimizer_with_new_gradients, cache, per_sample,
-]  # fmt: skip
+OF_A_BIAS: dict[str, Callable[[Tensor], Any]] = {
+    "unknown op in a score_mod that captures": lambda bias: flex(lambda s, b, h, i, j: torch.special.bessel_j0(s) + bias[i, j]),
+    "unknown op in a mask_mod": lambda bias: flex(None, lambda b, h, i, j: torch.special.bessel_j0(bias[i, j]) > 0),
+    "unknown op explained": lambda bias: lowbit.explain(lambda s, b, h, i, j: torch.special.bessel_j0(s) + bias[i, j]),
+    "score_mod that captures": lambda bias: flex(lambda s, b, h, i, j: s + bias[i, j]),
+    "score_mod that makes a tensor": lambda bias: flex(lambda s, b, h, i, j: s + (bias * 2)[i, j]),
+    "gradient of a captured tensor": lambda bias: flex(lambda s, b, h, i, j: s + bias.requires_grad_()[i, j], requires_grad=True).sum().backward(),
+    "mask_mod that captures": lambda bias: flex(None, lambda b, h, i, j: bias[i, j] > 0),
+    "score_mod that raises": lambda bias: refused(RuntimeError, "data-dependent", lambda: flex(lambda s, b, h, i, j: s if s > 0 else bias[i, j])),
+    "attention": lambda bias: lowbit.scaled_dot_product_attention(*qkv(), bias),
+}  # fmt: skip
+PATHS: dict[str, Callable[[], Any]] = {
+    **{name: lambda call=call: call(bias()) for name, call in OF_A_BIAS.items()},
+    "unknown op in a score_mod": lambda: flex(lambda s, b, h, i, j: torch.special.bessel_j0(s)),
+    "gradient through torch": lambda: flex(lambda s, b, h, i, j: torch.special.bessel_j0(s), requires_grad=True).sum().backward(),
+    "gradient of attention": lambda: lowbit.scaled_dot_product_attention(*qkv(requires_grad=True)).sum().backward(),
+    "attention of another length": attention_of_another_length,
+    "linear": lambda: LAYER(torch.randn(512, 64)),
+    "gradient of linear": gradient_of_linear,
+    "linear of another width": lambda: refused(RuntimeError, "last dimension", lambda: LAYER(torch.randn(512, 65))),
+    "linear of a dtype without kernels": lambda: refused(TypeError, "float32, bfloat16 or float16", lambda: LAYER(torch.randn(512, 64).double())),
+    "layers made and dropped": layers_made_and_dropped,
+    "optimizer with new parameters": optimizer_with_new_parameters,
+    "optimizer with new gradients": lambda: steps(PARAMETER, OPTIMIZER),
+    "cache": cache,
+    "per sample": lambda: torch.func.vmap(torch.func.grad(lambda x: LAYER(x).sum()))(torch.randn(512, 64)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*runs through torch")
-@pytest.mark.parametrize("call", PATHS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", PATHS.values(), ids=PATHS)
 def test_no_call_keeps_its_tensors(call: Callable[[], Any]) -> None:
     for _ in range(10):
         call()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import same_for_any_threads
 
 import lowbit
 from lowbit import testing
@@ -45,15 +46,7 @@ def test_forcing_a_row_in_one_thread_does_not_touch_another() -> None:
 
 
 def test_result_does_not_depend_on_the_number_of_threads() -> None:
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(run_linear(CASE, cached_data(CASE)))
-        assert all(torch.equal(y, results[0]) for y in results)
-    finally:
-        torch.set_num_threads(threads)
+    same_for_any_threads(lambda: run_linear(CASE, cached_data(CASE)), (1, 2, 5))
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])

@@ -55,7 +55,8 @@ def fake_quantized_linear(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, with the memory of one weight less.
+    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, with the memory of
+    one weight less.
 
     Args:
         x: ``[..., k]``, of the dtype of weight, or of autocast's.
@@ -103,8 +104,9 @@ class _Weight(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x @ fake_quantize(weight).T + bias. In one with the product, the gradient of the rounded weight has no other owner
-    and becomes that of the weight in place: memory of its size that is new costs more than what is computed in it."""
+    """x @ fake_quantize(weight).T + bias. In one with the product, the gradient of the rounded weight has no
+    other owner and becomes that of the weight in place: memory of its size that is new costs more than what is
+    computed in it."""
 
     @staticmethod
     def forward(

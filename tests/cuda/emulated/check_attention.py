@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_calls import CASES, ROWS, AttentionCase, assert_right, expected, make_data, run
+from settings import forced
 
 import lowbit
 from lowbit import _C
@@ -24,12 +25,8 @@ NO_MODS = ([], [], [], [], [], (128, 128), None, True, False)
 
 @contextlib.contextmanager
 def row(name: str) -> Iterator[None]:
-    _C.force_kernel(name + "_sim")  # of this thread, in which autograd is to stay
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        _C.force_kernel(None)
+    with forced(name + "_sim"), torch.autograd.set_multithreading_enabled(False):  # of this thread, in which autograd is to stay
+        yield
 
 
 def forward(*tensors: torch.Tensor, scale: float = 0.125, causal: bool = False, mods: tuple[object, ...] = NO_MODS) -> tuple[torch.Tensor, ...]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from decode_calls import CASES, DecodeCase, assert_right, make_data, run
+from settings import forced
 from torch import Tensor
 
 import lowbit
-from lowbit import _C
 from lowbit.devices import simulated
 from lowbit.score.program_cache import bind
 
@@ -92,13 +92,10 @@ def test_codes_have_the_bits_of_the_cpu(format: str, rotate: bool, columns: int,
     for device, suffix in (("cpu", "scalar"), (DEVICE, "cuda_sim")):
         codes, scale = (torch.zeros(2, 2, 3, size, dtype=kind).to(device) for size, kind in sizes)
         back = torch.zeros(x.shape).to(device)
-        try:
-            _C.force_kernel(f"kv_quantize_{suffix}")
+        with forced(f"kv_quantize_{suffix}"):
             torch.ops.lowbit.kv_quantize_(x.to(device), codes, scale, rotate=rotate)
-            _C.force_kernel(f"kv_dequantize_{suffix}")
+        with forced(f"kv_dequantize_{suffix}"):
             torch.ops.lowbit.kv_dequantize_(codes, scale, back, rotate)
-        finally:
-            _C.force_kernel(None)
         results.append([t.cpu() for t in (codes, scale, back)])
     for here, there in zip(*results, strict=True):
         assert torch.equal(here.nan_to_num(12345.0), there.nan_to_num(12345.0))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from linear_calls import CASES, CODE_TILES, row_of, run
+from settings import forced
 
 import lowbit
 from lowbit import _C, testing
@@ -70,11 +71,8 @@ def test_dequantize_gives_what_the_cpu_gives(format: str) -> None:
         packed = testing.pack_weight(torch.randn(19, 150), format, group_size, mapping)
         numbers = 19, 150, _C.FORMATS[format], group_size, mapping == "asymmetric"
         wanted = torch.ops.lowbit.dequantize(packed, *numbers)
-        _C.force_kernel("dequantize_panels_cuda_sim")
-        try:
+        with forced("dequantize_panels_cuda_sim"):
             there = torch.ops.lowbit.dequantize(packed.to(DEVICE), *numbers).cpu()
-        finally:
-            _C.force_kernel(None)
         torch.testing.assert_close(there, wanted, rtol=2.0**-22, atol=0)
 
 
@@ -225,11 +223,8 @@ def test_many_rows_of_a_wide_weight_go_in_parts(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("LOWBIT_EMULATED_NO_PRODUCTS", "1")
     monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
     x = torch.zeros(256, 600_000, dtype=torch.bfloat16)
-    _C.force_kernel("linear_decoded_cublas_sim")
-    try:
+    with forced("linear_decoded_cublas_sim"):
         y = torch.ops.lowbit.linear(x.to(DEVICE), packed.to(DEVICE), *case.op_args, None, 0, None, None)
-    finally:
-        _C.force_kernel(None)
     launches = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("launch")]
     assert launches == ["decode_columns", "finish_products"] * 2 and not y.cpu().any()
 
@@ -268,11 +263,8 @@ def test_a_layer_moves_there_and_back_as_it_is() -> None:
     x = torch.randn(5, 96)
     wanted, packed = model(x), model[0].weight.clone()
     model.to(DEVICE)
-    _C.force_kernel("linear_int4_cuda_sim")
-    try:
+    with forced("linear_int4_cuda_sim"):
         there = model(x.to(DEVICE)).cpu()
-    finally:
-        _C.force_kernel(None)
     torch.testing.assert_close(there, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(model.cpu()[0].weight, packed)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from optim_steps import RULES, step, tensors
+from settings import forced
 
 import lowbit
 from lowbit import _C
@@ -63,12 +64,9 @@ def test_more_tensors_than_a_launch_takes(tmp_path: Path, monkeypatch: pytest.Mo
         params = [torch.full((i % 5,), 1.0 + i / 700, dtype=torch.bfloat16).to(device) for i in range(700)]
         grads = [torch.ones_like(p) for p in params]
         steps = [torch.zeros((), device=device) for _ in params]
-        _C.force_kernel(row)
-        try:
+        with forced(row):
             _C.OptimStep(_C.OPTIM_RULES["sgd"]["number"], _C.STATE_FORMATS["float32"], 256, params, grads, [], [], steps,
                          {"lr": 1e-3}, seed=5).run()  # fmt: skip
-        finally:
-            _C.force_kernel(None)
         return [t.cpu() for t in params + steps]
 
     here, there = run("cpu", "optim_step_float32_scalar"), run(DEVICE, "optim_step_float32_cuda_sim")
@@ -88,11 +86,8 @@ def rows_of(backend: str) -> Iterator[None]:
             self.row, self.step = f"optim_step_{names[format]}_{backend}", step_of(rule, format, *rest)
 
         def run(self) -> None:
-            _C.force_kernel(self.row)
-            try:
+            with forced(self.row):
                 self.step.run()
-            finally:
-                _C.force_kernel(None)
 
     _C.OptimStep = Forced
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import forced
 from tests import internals
 
 import lowbit
@@ -18,23 +19,15 @@ simulated.enable()
 DEVICE = "lowbit_sim:1"
 
 
-def encode(block_size: int, row: str = "encode_state_float8_cuda_sim") -> torch.Tensor:
+LINE = torch.linspace(-1, 1, 100)
+
+
+def encode(block_size: int, backend: str = "cuda_sim", format: str = "float8", signed: bool = True, values: torch.Tensor = LINE) -> torch.Tensor:
     """A call whose program is one for each block size, and so not yet loaded at the first."""
-    return encoded(torch.linspace(-1, 1, 100), "float8", True, block_size, row)
-
-
-def encode_ones(format: str, is_signed: bool) -> torch.Tensor:
-    return encoded(torch.ones(8), format, is_signed, 256, f"encode_state_{format}_cuda_sim")
-
-
-def encoded(values: torch.Tensor, format: str, is_signed: bool, block_size: int, row: str) -> torch.Tensor:
     codes = torch.zeros(len(values), dtype=torch.uint8, device=DEVICE)
     scale = torch.zeros(-(-len(values) // block_size), device=DEVICE)
-    _C.force_kernel(row)
-    try:
-        _C.encode_state(values.to(DEVICE), _C.STATE_FORMATS[format], is_signed, block_size, codes, scale)
-    finally:
-        _C.force_kernel(None)
+    with forced(f"encode_state_{format}_{backend}"):
+        _C.encode_state(values.to(DEVICE), _C.STATE_FORMATS[format], signed, block_size, codes, scale)
     return codes.cpu()
 
 
@@ -63,7 +56,7 @@ def test_a_kept_file_that_is_no_code_is_made_anew(capfd: pytest.CaptureFixture[s
     right = Path(made).read_bytes()
     Path(made).write_bytes(b"lowbit code 2\n" + b"no code")
     capfd.readouterr()
-    codes = encode_ones("float8", is_signed=False)
+    codes = encode(256, signed=False, values=torch.ones(8))
     assert "compiled conversion of unsigned float8" in capfd.readouterr().err
     assert len(Path(made).read_bytes()) == len(right) and codes.tolist() == [0x7E] * 8
 
@@ -75,7 +68,7 @@ def test_code_that_came_with_the_package_is_found_first(capfd: pytest.CaptureFix
     try:
         made.rename(pack / made.name)
         capfd.readouterr()
-        codes = encode_ones("dynamic8", is_signed=True)
+        codes = encode(256, format="dynamic8", values=torch.ones(8))
         assert capfd.readouterr().err == "" and not made.exists() and codes.any()
     finally:
         (pack / made.name).unlink()
@@ -99,7 +92,7 @@ def test_a_failure_names_kernel_grid_and_device(fail: str, words: str, monkeypat
         encode(block_size)
     monkeypatch.delenv("LOWBIT_EMULATED_FAIL")
     right = encode(block_size)  # the process goes on, and so does the CPU
-    assert torch.equal(right, encode(block_size, "encode_state_float8_scalar_sim"))
+    assert torch.equal(right, encode(block_size, "scalar_sim"))
 
 
 def test_a_capture_takes_what_is_loaded_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

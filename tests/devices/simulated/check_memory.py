@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,7 +122,6 @@ def test_threads_run_and_free_at_once() -> None:
             if (x * 2).sum().item() != 2 * 257 * i or x.cpu()[-1].item() != i:
                 wrong.append((device, i))
 
-    threads = [threading.Thread(target=work, args=(f"lowbit_sim:{i % 2}",)) for i in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, [f"lowbit_sim:{i % 2}" for i in range(6)]))
     assert not wrong

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from tests.settings import ambient, in_child, in_thread
+
 from .attention import attention, flex, flex_now, sdpa
 from .caches import cache, decode
-from .compare import Wrong, ambient, in_child, in_thread, refused, within
+from .compare import Wrong, refused, within
 from .library import alibi, block_diffusion, mask, softcap
 from .linears import feature_size, large_k, linear, quantized
 from .optimizers import dynamic_map, loads, refuses_state, same_as_fresh, trains

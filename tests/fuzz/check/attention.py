@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tests.settings import ambient, here, in_child
 from torch import Tensor
 from torch.nn import functional
 
 import lowbit
 from lowbit.ops.attention import attention as attention_op
 
-from .compare import UNIT, Wrong, ambient, here, in_child, taken_by, unit_of_sums, within
+from .compare import UNIT, Wrong, taken_by, unit_of_sums, within
 from .reference import Mod, Result, attend, budget, copied, doubles, gradient_tolerance, score_error
 
 Call = Callable[..., Tensor]
@@ -52,33 +53,22 @@ def attention(
 
 
 def _derivatives(
-    ours: Call,
-    wanted: Callable[..., Result],
-    inputs: tuple[Tensor | None, ...],
-    scale: float,
-    order: int,
-    how: str,
-    under: str,
+    ours: Call, wanted: Callable[..., Result], inputs: tuple[Tensor | None, ...], scale: float, order: int, how: str, under: str
 ) -> None:
     q, k, v, mask = inputs
     assert q is not None and k is not None and v is not None
     exact_inputs = [doubles(tensor) for tensor in inputs]
     exact = wanted(*exact_inputs)
-    row = score_error(
-        q.detach(), k.detach(), scale, exact, None if mask is None else mask.detach(), None, q.dtype
-    ).detach()
+    plain_mask = None if mask is None else mask.detach()
+    row = score_error(q.detach(), k.detach(), scale, exact, plain_mask, None, q.dtype).detach()
     allowed, _ = budget(q.detach(), v.detach(), exact, row, q.dtype)
     with ambient(under):
         out = ours(*inputs)
     if out.dtype != q.dtype:
         raise Wrong(f"out is {out.dtype}, wanted {q.dtype}")
     within(out, exact.out, allowed, "out")
-    if (
-        order == 0
-        or not out.requires_grad
-        or not exact.out.isfinite().all()
-        or float(row.amax() if row.numel() else 0) > 0.02
-    ):
+    worst = float(row.amax()) if row.numel() else 0.0
+    if order == 0 or not out.requires_grad or not exact.out.isfinite().all() or worst > 0.02:
         return
     tolerance = gradient_tolerance(q.dtype, exact, row, q.shape[-1])
     leaves = [index for index, tensor in enumerate(inputs) if tensor is not None and tensor.requires_grad]
@@ -131,10 +121,8 @@ def _grad(loss: Tensor, leaves: list[Tensor], create_graph: bool = False) -> lis
 
 
 def _dot(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    return sum(
-        ((tensor.double() * weight).sum() for tensor, weight in zip(tensors, weights, strict=True)),
-        torch.zeros((), dtype=torch.float64),
-    )
+    products = [(tensor.double() * weight).sum() for tensor, weight in zip(tensors, weights, strict=True)]
+    return sum(products, torch.zeros((), dtype=torch.float64))
 
 
 def flex(
@@ -174,16 +162,8 @@ def flex(
         if make_mask is not None:
             mask = lowbit.create_block_mask(make_mask(*mask_captured), *per, q.shape[2], k.shape[2], BLOCK_SIZE=block)
         score_mod = None if make is None else make(*captured)
-        out, aux = lowbit.flex_attention(
-            q,
-            k,
-            v,
-            score_mod,
-            mask,
-            scale,
-            q.shape[1] != k.shape[1],
-            return_aux=lowbit.AuxRequest(lse=True, max_scores=True),
-        )
+        request = lowbit.AuxRequest(lse=True, max_scores=True)
+        out, aux = lowbit.flex_attention(q, k, v, score_mod, mask, scale, q.shape[1] != k.shape[1], return_aux=request)
     _compare_flex(q, k, v, factor, out, aux, exact, rough, what)
     finite = exact.out.isfinite().all() and (exact.lse.isfinite() | (exact.lse == -torch.inf)).all()
     if gradients and leaves and finite and not overflows:
@@ -197,15 +177,7 @@ def _apart(one: Result, other: Result) -> Tensor:
 
 
 def _compare_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: float,
-    out: Tensor,
-    aux: Any,
-    exact: Result,
-    rough: Result | None,
-    what: str,
+    q: Tensor, k: Tensor, v: Tensor, factor: float, out: Tensor, aux: Any, exact: Result, rough: Result | None, what: str
 ) -> None:
     row = score_error(q.detach(), k.detach(), factor, exact, None, rough, q.dtype).detach()
     allowed, allowed_lse = budget(q.detach(), v.detach(), exact, row, q.dtype)
@@ -214,12 +186,8 @@ def _compare_flex(
     within(aux.lse, lse, allowed_lse, f"{what}lse")
     if exact.scores.shape[-1] and not exact.scores.isnan().any():
         largest = exact.scores.detach().amax(-1)
-        within(
-            aux.max_scores,
-            largest,
-            row + 4 * unit_of_sums(q.dtype) * largest.abs().nan_to_num(0, 0, 0),
-            f"{what}max_scores",
-        )
+        of_largest = row + 4 * unit_of_sums(q.dtype) * largest.abs().nan_to_num(0, 0, 0)
+        within(aux.max_scores, largest, of_largest, f"{what}max_scores")
 
 
 def _flex_gradients(
@@ -262,11 +230,8 @@ def flex_now(
     rough = attend(*(tensor.detach().float() for tensor in (q, k, v)), factor, score_mod=score_mod, mask_mod=mask_mod)
 
     def call() -> Any:
-        mask = (
-            None
-            if mask_mod is None
-            else lowbit.create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], BLOCK_SIZE=16)
-        )
+        lengths = q.shape[2], k.shape[2]
+        mask = mask_mod and lowbit.create_block_mask(mask_mod, None, None, *lengths, BLOCK_SIZE=16)
         request = lowbit.AuxRequest(lse=True, max_scores=True)
         out, aux = lowbit.flex_attention(q, k, v, score_mod, mask, None, q.shape[1] != k.shape[1], return_aux=request)
         return (out.detach(), aux.lse.detach(), aux.max_scores) if where is in_child else (out, aux.lse, aux.max_scores)

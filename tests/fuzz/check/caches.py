@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from tests import internals
+from tests.settings import ambient
 from torch import Tensor
 
 import lowbit
 from lowbit.reference import decode as reference
 
-from .compare import UNIT, Wrong, ambient, within
+from .compare import UNIT, Wrong, within
 
 _INT16 = 2.0**-16  # a probability or a query as int16: half a step of largest / 32767
 
@@ -35,13 +36,10 @@ def decode(
         stored = {"k": k, "v": v}
         wide_k, wide_v, wide_q = k.double(), v.double(), q.double()
     else:
-        stored = _stored(k, "k", codes, rotated, memory, expanded, shared) | _stored(
-            v, "v", codes, False, memory, expanded, shared
-        )
-        wide_k, wide_v = (
-            reference.decoded(stored["k"], stored["k_scale"]),
-            reference.decoded(stored["v"], stored["v_scale"])[..., :ev],
-        )
+        how = (memory, expanded, shared)
+        stored = _stored(k, "k", codes, rotated, *how) | _stored(v, "v", codes, False, *how)
+        wide_k = reference.decoded(stored["k"], stored["k_scale"])
+        wide_v = reference.decoded(stored["v"], stored["v_scale"])[..., :ev]
         wide_q = reference.rotate(q) if rotated else reference.pad(q.double())
         call["rotated"] = rotated
     scale = call.pop("scale", 1 / math.sqrt(e))
@@ -66,16 +64,11 @@ def _stored(
     padded = -(-columns // 32) * 32
     sizes = (padded, 1) if kind == "int8" else (padded // 2, padded // 32)
     dtypes = (torch.int8, torch.float32) if kind == "int8" else (torch.uint8, torch.float16)
-    stored = []
-    for size, dtype in zip(sizes, dtypes, strict=True):
-        if memory == "token-major":
-            stored.append(torch.zeros(batch, length, heads, size, dtype=dtype).transpose(1, 2))
-        else:
-            stored.append(torch.zeros(batch, heads, length, size, dtype=dtype))
-    originals = []
-    if shared:
-        originals = stored
-        stored = [torch._lazy_clone(tensor) for tensor in originals]
+    order = (batch, length, heads) if memory == "token-major" else (batch, heads, length)
+    stored = [torch.zeros(*order, size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    stored = [tensor.transpose(1, 2) for tensor in stored] if memory == "token-major" else stored
+    originals = stored if shared else []
+    stored = [torch._lazy_clone(tensor) for tensor in originals] or stored
     torch.ops.lowbit.kv_quantize_(made.contiguous(), *stored, rotate)
     for original in originals:
         if original.any():
@@ -83,11 +76,8 @@ def _stored(
     back = reference.decoded(*stored)
     back = back[..., :columns] if not rotate else back
     exact = reference.rotate(made) if rotate else made.double()
-    step = (
-        stored[1]
-        .double()
-        .repeat_interleave(reference.decoded(*stored).shape[-1] // stored[1].shape[-1], -1)[..., : exact.shape[-1]]
-    )
+    spread = reference.decoded(*stored).shape[-1] // stored[1].shape[-1]
+    step = stored[1].double().repeat_interleave(spread, -1)[..., : exact.shape[-1]]
     steps = 0.52 if kind == "int8" else 1.02  # int4 has -8 and no 8
     within(back, exact, step.abs() * steps + 2.0**-10 * exact.abs() + 1e-6, f"codes of {name}")
     if expanded == "codes":
@@ -108,9 +98,8 @@ def _compare(
     out: Tensor, got_lse: Tensor, wanted: Tensor, lse: Tensor, v: Tensor, row: Tensor, codes: bool, dtype: torch.dtype
 ) -> None:
     keys, largest = v.shape[2], float(v.abs().amax())
-    allowed = ((2 * row.clamp(max=1) + (keys + 32) * 2.0**-24 + (2 * _INT16 * keys if codes else 0)) * largest)[
-        ..., None
-    ]
+    allowed = (2 * row.clamp(max=1) + (keys + 32) * 2.0**-24 + (2 * _INT16 * keys if codes else 0)) * largest
+    allowed = allowed[..., None]
     within(out, wanted, allowed + UNIT[dtype] * (wanted.abs() + allowed) + 1e-7, "out")
     size = lse.abs().nan_to_num(0, 0, 0)
     within(got_lse, lse, row + (keys + 32) * 2.0**-24 + 4 * 2.0**-24 * size + (2 * _INT16 if codes else 0), "lse")
@@ -168,12 +157,8 @@ def _should_work(held: list[Any], name: str, arguments: list[Any], made: int) ->
         layer, key, value = arguments
         good = key.shape[:3] == value.shape[:3] and 1 <= key.shape[3] <= 512 and 1 <= value.shape[3] <= 512
         old = held[layer]
-        return good and (
-            old is None
-            or all(
-                a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3] for a, b in zip(old, (key, value), strict=True)
-            )
-        )
+        fits = [a.shape[:2] == b.shape[:2] and a.shape[3] == b.shape[3] for a, b in zip(old or (), (key, value))]
+        return good and all(fits)
     if name == "crop":
         lengths = [0 if pair is None else pair[0].shape[2] for pair in held[:made]]
         return all(abs(arguments[0]) <= length for length in lengths)
@@ -199,20 +184,16 @@ def _attended(
     wanted, lse, _ = reference.decode(query.double(), keys, values, scale, **exact)
     wanted = torch.where((lse == -math.inf)[..., None], 0.0, wanted)
     row = _row_error(query.double(), keys, scale, query.shape[-1], True, None) * 4
-    allowed = ((2 * row.clamp(max=1) + (length + 32) * 2.0**-24 + 4 * _INT16 * length) * float(values.abs().amax()))[
-        ..., None
-    ]
+    allowed = (2 * row.clamp(max=1) + (length + 32) * 2.0**-24 + 4 * _INT16 * length) * float(values.abs().amax())
+    allowed = allowed[..., None]
     within(out, wanted, allowed + UNIT[query.dtype] * (wanted.abs() + allowed) + 1e-6, "attend")
 
 
 def _contents(made: Any) -> list[Any]:
-    contents: list[Any] = []
-    for layer in made.layers:
-        if layer.shape is None:
-            contents.append(None)
-        else:
-            contents.append((layer.shape, layer.keys().clone(), layer.values().clone()))
-    return contents
+    def of(layer: Any) -> Any:
+        return None if layer.shape is None else (layer.shape, layer.keys().clone(), layer.values().clone())
+
+    return [of(layer) for layer in made.layers]
 
 
 def _same(before: list[Any], after: list[Any], what: str) -> None:
@@ -220,9 +201,6 @@ def _same(before: list[Any], after: list[Any], what: str) -> None:
     if len(before) != len(after):
         raise Wrong(f"{what}: a layer is there that was not")
     for old, new in zip(before, after, strict=True):
-        if (old is None) != (new is None) or (
-            old is not None and (old[0] != new[0] or not torch.equal(old[1], new[1]) or not torch.equal(old[2], new[2]))
-        ):
-            raise Wrong(
-                f"{what}: the cache has changed, {None if old is None else old[0]} became {None if new is None else new[0]}"
-            )
+        same = old[0] == new[0] and all(map(torch.equal, old[1:], new[1:])) if old and new else old is new
+        if not same:
+            raise Wrong(f"{what}: the cache has changed, {old and old[0]} became {new and new[0]}")

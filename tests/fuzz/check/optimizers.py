@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.settings import ambient
 from torch import Tensor, nn
 
 from lowbit import optim
 from lowbit.reference import optim as reference
 
-from .compare import UNIT, Wrong, ambient, taken_by, within
+from .compare import UNIT, Wrong, taken_by, within
 
 DRIFT = 2e-5
 """How far a step from the same moments may be from torch's, relative to the largest step that torch's takes: float32 arithmetic."""
@@ -46,11 +47,8 @@ class _Lion(torch.optim.Optimizer):
 
 
 def _twin(name: str, params: list[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
-    kept = {
-        key: value
-        for key, value in options.items()
-        if key in ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov")
-    }
+    known = ("lr", "weight_decay", "betas", "eps", "amsgrad", "maximize", "momentum", "nesterov")
+    kept = {key: value for key, value in options.items() if key in known}
     if name.startswith("AdamW"):
         return torch.optim.AdamW(params, **{"lr": 1e-3, "weight_decay": 1e-2} | kept)
     if name.startswith("Adam"):
@@ -159,13 +157,7 @@ def _after_two_steps(
     return leaves, ours
 
 
-def same_as_fresh(
-    name: str,
-    params: list[Tensor],
-    change: Callable[[torch.optim.Optimizer, list[nn.Parameter]], Any],
-    what: str,
-    **options: Any,
-) -> None:
+def same_as_fresh(name: str, params: list[Tensor], change: Callable[..., Any], what: str, **options: Any) -> None:
     """After two steps and a change to state or parameters, a third step is that of a new optimizer that loads this state dict."""
     leaves, ours = _after_two_steps(name, params, options)
     ours = change(ours, leaves) or ours

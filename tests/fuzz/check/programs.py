@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from tests import internals
@@ -14,6 +14,7 @@ from lowbit.ops.attention import attention
 from lowbit.reference import score_program as reference
 
 from .compare import Wrong, within
+from .processes import no_crash
 
 _B, _H = 1, 2
 
@@ -32,7 +33,7 @@ def program(
         try:
             wanted = reference.evaluate(code, _C.SCORE_OPS, leaves, wide, b=_B, h=_H, q0=q0, k0=k0)
         except (IndexError, RuntimeError):
-            _either(lambda: internals.score_program_eval(code, list(captured), _B, _H, q0, k0, scores))
+            no_crash(lambda: internals.score_program_eval(code, list(captured), _B, _H, q0, k0, scores))
             return
         memory = torch.full((rows * cols + 128,), 3.0, dtype=dtype)
         result = memory[64 : 64 + rows * cols].view(rows, cols).copy_(scores)
@@ -60,7 +61,7 @@ def _through_attention(code: list[int], captured: Sequence[Tensor], rows: int, c
             [reference.evaluate(code, _C.SCORE_OPS, captured, raw[b, h], b=b, h=h) for h in range(3)] for b in range(2)
         ]
     except (IndexError, RuntimeError):  # for another b or h; what the result does not need may still be left out
-        _either(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
+        no_crash(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
         return
     scores = torch.stack([torch.stack(each) for each in heads])
     if not scores.isfinite().all() or scores.abs().max() > 50:
@@ -70,13 +71,6 @@ def _through_attention(code: list[int], captured: Sequence[Tensor], rows: int, c
     within(out, scores.softmax(-1) @ k.double(), 5e-2, "attention of a score program")
 
 
-def _either(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
-        pass
-
-
 def hostile(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -> None:
     """A list that may be no program: refuse it, or run it without touching what is beside the scores and the captured tensors."""
     before = [tensor.clone() for tensor in captured]
@@ -84,32 +78,16 @@ def hostile(code: list[int], captured: Sequence[Tensor], rows: int, cols: int) -
     scores = memory[64 : 64 + rows * cols].view(rows, cols).normal_()
     gradient = torch.randn(rows, cols)
     q, k = torch.randn(2, 3, rows, 8), torch.randn(2, 3, cols, 8)
-    _either(lambda: internals.score_program_eval(code, list(captured), _B, _H, 0, 0, scores))
-    _either(
-        lambda: internals.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, [None] * len(captured))
-    )
-    _either(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
-    _either(lambda: attention(q, k, k, scale=1.0, mask_mod=code, mask_captured=list(captured)))
-    _either(
-        lambda: _C.block_classes(
-            code,
-            list(captured),
-            1,
-            1,
-            rows,
-            cols,
-            16,
-            16,
-            torch.empty(1, 1, -(-rows // 16), -(-cols // 16), dtype=torch.uint8),
-        )
-    )
-    _either(lambda: _C.score_program_explain(code))
+    no_crash(lambda: internals.score_program_eval(code, list(captured), _B, _H, 0, 0, scores))
+    nothing = [None] * len(captured)
+    no_crash(lambda: internals.score_program_backward(code, list(captured), _B, _H, 0, 0, scores, gradient, nothing))
+    no_crash(lambda: attention(q, k, k, scale=1.0, score_mod=code, score_captured=list(captured)))
+    no_crash(lambda: attention(q, k, k, scale=1.0, mask_mod=code, mask_captured=list(captured)))
+    classes = torch.empty(1, 1, -(-rows // 16), -(-cols // 16), dtype=torch.uint8)
+    no_crash(lambda: _C.block_classes(code, list(captured), 1, 1, rows, cols, 16, 16, classes))
+    no_crash(lambda: _C.score_program_explain(code))
     if not ((memory[:64] == 3.0).all() and (memory[64 + rows * cols :] == 3.0).all()):
         raise Wrong("a hostile score program wrote beside its scores")
-    if not all(
-        torch.equal(
-            old.nan_to_num() if old.is_floating_point() else old, new.nan_to_num() if new.is_floating_point() else new
-        )
-        for old, new in zip(before, captured, strict=True)
-    ):
+    pairs = zip(before, captured, strict=True)
+    if not all(torch.equal(old.nan_to_num(), new.nan_to_num()) for old, new in pairs):
         raise Wrong("a hostile score program wrote to a captured tensor")

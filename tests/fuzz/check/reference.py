@@ -113,19 +113,12 @@ def attend(
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.to(scores.dtype)
     scores = scores.masked_fill(hidden, -torch.inf)
-    joined = (
-        scores
-        if sink is None
-        else torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
-    )
+    joined = scores
+    if sink is not None:
+        joined = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
     if joined.shape[-1] == 0:
-        return Result(
-            q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * q.sum(),
-            q.new_full(q.shape[:3], -torch.inf),
-            products,
-            scores,
-            scores,
-        )
+        out = q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * q.sum()
+        return Result(out, q.new_full(q.shape[:3], -torch.inf), products, scores, scores)
     empty = (joined == -torch.inf).all(-1, keepdim=True)
     p = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)[..., : scores.shape[-1]]
     top = joined.detach().amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # beside -1e38 the rest of lse, and its gradient, is lost
@@ -147,9 +140,8 @@ def score_error(
     if mask is not None and mask.dtype != torch.bool:
         size = mask.double().abs().expand(magnitude.shape)
         lost = exact.products.detach().abs()
-        error = error + torch.where(
-            size * 2.0**-54 > lost, 0.0, torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6))
-        )
+        of_mask = torch.minimum(4 * u * size, 2 * lost + 4 * u * size.clamp(max=1e6))
+        error = error + torch.where(size * 2.0**-54 > lost, 0.0, of_mask)
     if rough is not None:
         off = (rough.scores.double() - exact.scores.detach()).abs().nan_to_num(0.0, 0.0, 0.0)
         error = error + 8 * off * (u / UNIT[torch.float32])

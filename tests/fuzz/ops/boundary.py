@@ -29,20 +29,9 @@ def generate(choices: Choices) -> str:
     c = choices
     if c.chance(25):
         return f"{header(c)}\n{_FORKS[c.pick(*_FORKS)]}"
-    shapes = [c.pick("(3,)", "(0,)", "()", "(3, 0)", "(3, 3)", "(1, 2, 3, 32)", "(1, 2, 3, 0)") for _ in range(2)]
-    arrays = [
-        f"numpy.zeros({shape}, dtype={c.pick(*_DTYPES)}){c.pick('', '', '[::-1]', '[..., ::2]', '.T')}"
-        for shape in shapes
-    ]
-    text = (
-        header(c)
-        .replace("import torch\n", "import numpy\nimport torch\n")
-        .replace("import lowbit\n", "import lowbit\nfrom lowbit import _C\nfrom tests import internals\n")
-    )
-    arrays = [
-        array.replace("[::-1]", "") if "()" in shape else array for array, shape in zip(arrays, shapes, strict=True)
-    ]
-    arrays = [
-        array.replace("[..., ::2]", "") if "()" in shape else array for array, shape in zip(arrays, shapes, strict=True)
-    ]
-    return f"{text}\na = {arrays[0]}\nb = {arrays[1]}\ncheck.no_crash(lambda: {c.pick(*_CALLS).format('a', 'b')})\n"
+    text = f"import numpy\n{header(c)}from lowbit import _C\nfrom tests import internals\n\n"
+    for name in "ab":
+        shape = c.pick("(3,)", "(0,)", "()", "(3, 0)", "(3, 3)", "(1, 2, 3, 32)", "(1, 2, 3, 0)")
+        view = c.pick("", "", "[::-1]", "[..., ::2]", ".T") if shape != "()" else ""
+        text += f"{name} = numpy.zeros({shape}, dtype={c.pick(*_DTYPES)}){view}\n"
+    return f"{text}check.no_crash(lambda: {c.pick(*_CALLS).format('a', 'b')})\n"

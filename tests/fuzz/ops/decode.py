@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..choices import Choices
-from ..tensors import EXTREMES, INFINITY, booleans, header, layout, normal
+from ..tensors import EXTREMES, INFINITY, booleans, header, layout, normal, under
 
 
 def generate(choices: Choices) -> str:
@@ -32,24 +32,20 @@ def generate(choices: Choices) -> str:
         options.append("mask=mask")
     if c.chance(15):
         options.append(f"sink=torch.randn({heads})")
-    if c.chance(10):
-        options.append(f"under={c.pick('threads 2', 'default dtype float64', 'default device meta')!r}")
+    options += under(c, 10)
     return f"{text}check.decode({', '.join(['q', 'k', 'v', *options])})\n"
 
 
 def _dense_rows(c: Choices, shape: tuple[int, ...], dtype: str) -> str:
     """Any layout whose last dimension is dense: what the op takes."""
-    kind = c.pick("dense", "token-major", "offset", "tokens of stride 0", "heads of stride 0")
     batch, heads, length, columns = shape
-    if kind == "token-major":
-        return f"{normal((batch, length, heads, columns), dtype)}.transpose(1, 2)"
-    if kind == "offset":
-        return f"{normal((batch, heads, length + 3, columns + 8), dtype)}[:, :, 2:{2 + length}, 3:{3 + columns}]"
-    if kind == "tokens of stride 0":
-        return f"{normal((batch, heads, 1, columns), dtype)}.expand{shape}"
-    if kind == "heads of stride 0":
-        return f"{normal((batch, 1, length, columns), dtype)}.expand{shape}"
-    return normal(shape, dtype)
+    return c.pick(
+        normal(shape, dtype),
+        f"{normal((batch, length, heads, columns), dtype)}.transpose(1, 2)",
+        f"{normal((batch, heads, length + 3, columns + 8), dtype)}[:, :, 2:{2 + length}, 3:{3 + columns}]",
+        f"{normal((batch, heads, 1, columns), dtype)}.expand{shape}",
+        f"{normal((batch, 1, length, columns), dtype)}.expand{shape}",
+    )
 
 
 def _mask(c: Choices, kind: str, full: tuple[int, ...]) -> str:

@@ -7,7 +7,7 @@ import re
 
 from ..choices import Choices
 from ..expressions import Mod
-from ..tensors import header, layout, normal
+from ..tensors import attention_inputs, header, under
 
 _LENGTHS = (16, 1, 2, 5, 17, 33, 64, 24, 128, 136)
 
@@ -20,15 +20,7 @@ def generate(choices: Choices) -> str:
     heads = kv_heads * group
     gradients = c.chance(50)
     sizes = {"b": batch, "h": heads, "i": queries, "j": keys}
-    shapes = {
-        "q": (batch, heads, queries, columns),
-        "k": (batch, kv_heads, keys, columns),
-        "v": (batch, kv_heads, keys, c.pick(columns, 5)),
-    }
-    text = header(c)
-    for name, shape in shapes.items():
-        made = layout(c, lambda sizes: normal(sizes, dtype), shape)
-        text += f"{name} = ({made}){'.requires_grad_()' if gradients and c.chance(60) else ''}\n"
+    text = header(c) + attention_inputs(c, (batch, heads, kv_heads, queries, keys, columns), dtype, 60 * gradients)
     arguments = ["q", "k", "v"]
     which = c.pick("score", "score", "mask", "both")
     if which != "mask":
@@ -38,20 +30,13 @@ def generate(choices: Choices) -> str:
         text += _function(mod := Mod(c, sizes), "mask_mod", "b, h, i, j", mod.mask(), "mask_captured")
         body = text.rpartition("return mask_mod")[0].rpartition("return ")[2]
         per = f"{batch}, {heads}" if c.chance(50) or re.search(r"\b[bh]\b", body) else "None, None"
-        arguments += [
-            "make_mask=make_mask_mod",
-            "mask_captured=mask_captured",
-            f"per=({per})",
-            f"block={c.pick('16', '128', '(32, 16)', '(1, 7)')}",
-        ]
+        block = c.pick("16", "128", "(32, 16)", "(1, 7)")
+        arguments += ["make_mask=make_mask_mod", "mask_captured=mask_captured", f"per=({per})", f"block={block}"]
     if c.chance(20):
         arguments.append(f"scale={c.pick('1.0', '0.0', '-0.5', '3.0')}")
     if gradients:
         arguments.append("gradients=True")
-    if c.chance(15):
-        arguments.append(
-            f"under={c.pick('default dtype float64', 'default device meta', 'threads 2', 'default dtype bfloat16')!r}"
-        )
+    arguments += under(c, 15, "default dtype bfloat16")
     return f"{text}\ncheck.flex({', '.join(arguments)})\n"
 
 

@@ -110,6 +110,21 @@ AXES = {
     "itertools": Axis("store = [V]", "next(itertools.islice(store, 1))", "store[0] = V"),
     "map": Axis("store = [V]", "list(map(float, store))[0]", "store[0] = V"),
     "enumerate": Axis("store = [0, V]", "dict(enumerate(store))[1]", "store[1] = V"),
+    "sum of a set": Axis("held = {1.5}", "sum(held)", "held.add(V)"),
+    "order of a dict": Axis("held = collections.OrderedDict(x=1.0, y=5.0)", "next(iter(held.values()))", "held.move_to_end('x')"),
+    "deque that is rotated": Axis("held = collections.deque([V, 2.5])", "held[0]", "held.rotate()"),
+    "a helper's list": Axis("store = [V]\n\n\ndef held():\n    return store[0]", "held()", "store[0] = V"),
+    "__dict__": Axis("held = types.SimpleNamespace(value=V)", "held.__dict__['value']", "held.value = V"),
+    "method": Axis(_class("    def read(self):\n        return self.value"), "held.read()", "held.value = V"),
+    "static method": Axis("class Held:\n    @staticmethod\n    def read():\n        return store[0]\n\n\nstore = [V]\nheld = Held()", "held.read()", "store[0] = V"),
+    "attribute of the type": Axis("class Held:\n    value = V\n\n\nheld = Held()", "type(held).value", "Held.value = V"),
+    "property of the type": Axis("class Meta(type):\n    @property\n    def scale(cls):\n        return store[0]\n\n\nclass Held(metaclass=Meta):\n    pass\n\n\nstore = [V]",
+                                 "Held.scale", "store[0] = V"),
+    "equal dataclasses": Axis("@dataclasses.dataclass\nclass Held:\n    value: float = V\n\n\nheld, other = Held(), Held()", "(1.0 if held == other else 5.0)", "held.value = V"),
+    "a new namedtuple": Axis("Held = collections.namedtuple('Held', 'value')\nheld = [Held(V)]", "held[0].value", "held[0] = Held(V)"),
+    "another member of an enum": Axis("class Held(enum.Enum):\n    A = 1\n    B = 2\n\n\nheld = [Held.A]", "(1.0 if held[0] is Held.A else 5.0)", "held[0] = Held.B"),
+    "date": Axis("held = types.SimpleNamespace(now=datetime.datetime(2000, 1, 1))", "(held.now.year / 1000)", "held.now = datetime.datetime(4000, 1, 1)"),
+    "random number of a seed": Axis("held = [V]", "random.Random(held[0]).random()", "held[0] = V"),
     "format": Axis("store = [V]", "float(f'{store[0]}')", "store[0] = V"),
     "dataclass": Axis("@dataclasses.dataclass\nclass Held:\n    value: float = V\n\n\nheld = Held()", "held.value", "held.value = V"),
     "namedtuple": Axis("Held = collections.namedtuple('Held', 'value')\nheld = Held([V])", "held.value[0]", "held.value[0] = V"),
@@ -119,6 +134,8 @@ AXES = {
     "requires_grad": Axis("held = torch.ones(())", "(1.0 if held.requires_grad else 5.0)", "held.requires_grad_()"),
     "a tensor's attribute": Axis("held = torch.ones(())\nheld.value = V", "held.value", "held.value = V"),
     "module.training": Axis("held = torch.nn.Module()", "(1.0 if held.training else 5.0)", "held.eval()"),
+    "strides of a tensor": Axis("held = [torch.arange(6.0).view(2, 3)]", "held[0].stride(0)", "held[0] = held[0].t()"),
+    "truth of a tensor": Axis("held = torch.tensor([1.0, V])", "(1.0 if held.sum() > 5.5 else 5.0)", "held.fill_(V)"),
     "tensor": Axis("held = torch.tensor(float(V))", "held", "held = torch.tensor(float(V))", "tensor"),
     "tensor in place": Axis("held = torch.tensor(float(V))", "held", "held.fill_(V)", "tensor"),
     "tensor .data": Axis("held = torch.tensor(float(V))", "held", "held.data = torch.tensor(float(V))", "tensor"),
@@ -142,6 +159,10 @@ AXES = {
     "buffer": Axis("held = torch.nn.Module()\nheld.register_buffer('value', torch.tensor(float(V)))", "held.value", "held.value = torch.tensor(float(V))", "tensor"),
     "load_state_dict": Axis("held = torch.nn.ParameterList([torch.tensor(float(V))])", "held[0]", "held.load_state_dict({'0': torch.tensor(float(V))})", "tensor"),
     "deepcopy": Axis("held = torch.nn.ParameterList([torch.tensor(float(V))])", "held[0]", "held = copy.deepcopy(held); held[0].data.fill_(V)", "tensor"),
+    "ModuleList by an index": Axis("held, at = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]), [0]", "held[at[0]].weight[0, 0]", "at[0] = 1", "tensor"),
+    "ModuleDict by a name": Axis("held, at = torch.nn.ModuleDict({'x': torch.nn.Linear(1, 1), 'y': torch.nn.Linear(1, 1)}), ['x']", "held[at[0]].bias[0]", "at[0] = 'y'", "tensor"),
+    "function of a tensor": Axis("held = torch.tensor([0.5, float(V)])", "torch.softmax(held, 0)[0]", "held.fill_(V)", "tensor"),
+    "rows chosen by a mask": Axis("held = torch.tensor([True, False, True])", "torch.arange(3.0)[held].sum()", "held.fill_(True)", "tensor"),
     "another instance": Axis("held = torch.nn.ParameterList([torch.tensor(float(V))])", "held[0]", "held = torch.nn.ParameterList([torch.tensor(float(V))])", "tensor"),
 }  # fmt: skip
 _SCORES = (
@@ -153,7 +174,8 @@ _SCORES = (
     "{} * 0.1 + (i - j) * 0.3",
 )
 _MASKS = ("i - j < {}", "(i - j).abs() <= {}", "(j <= i) | (j < {})", "((i >= j) if {} > 3 else (i <= j))")
-_IMPORTS = "array, collections, contextvars, copy, ctypes, dataclasses, enum, functools, itertools, math, operator, os, sys, threading, types, weakref"
+ENTERED = "def entered(held):\n    with held as value:\n        return value\n\n\n"
+IMPORTS = "array, collections, contextvars, copy, ctypes, dataclasses, datetime, enum, functools, itertools, math, operator, os, random, sys, threading, types, weakref"
 
 
 def generate(choices: Choices) -> str:
@@ -174,19 +196,19 @@ def text_of(c: Choices, name: str) -> str:
         body = body.replace(axis.read, axis.read + ".detach()")
     first, second = c.pick(2, 1, 3), c.pick(5, 4, 7)
     call = f"check.flex_now(q, k, v, {'mask_mod=mod' if is_mask else 'score_mod=mod'}{'' if is_mask else f', leaves=[{leaves}]'}, what={name!r})"
-    imports = "import " + "\nimport ".join(_IMPORTS.split(", ")) + "\n\nimport numpy\n"
+    imports = "import " + "\nimport ".join(IMPORTS.split(", ")) + "\n\nimport numpy\n"
     text = header(c).replace("import torch\n", f"{imports}import torch\n", 1)
     text += "\nq, k, v = (torch.randn(1, 2, 17, 8, dtype=torch.float32) for _ in range(3))\nq.requires_grad_()\n\n"
-    text += "def entered(held):\n    with held as value:\n        return value\n\n\n" if name == "__enter__" else ""
-    text = _with_value(f"{text}{axis.make}\n\n\ndef mod({arguments}):\n    return {body}\n\n\n", first)
+    text += ENTERED if name == "__enter__" else ""
+    text = with_value(f"{text}{axis.make}\n\n\ndef mod({arguments}):\n    return {body}\n\n\n", first)
     again = c.pick("this thread", "this thread", "this thread", "another thread", "a forked child", "a new function")
-    change = _with_value(axis.change, second)
+    change = with_value(axis.change, second)
     if again == "a new function":
-        change += f"\n\n\ndef mod({arguments}):\n    return {_with_value(body, second)}\n\n"
+        change += f"\n\n\ndef mod({arguments}):\n    return {with_value(body, second)}\n\n"
     text += f"{call}\n{change}\n"
     where = {"another thread": ", where=check.in_thread", "a forked child": ", where=check.in_child"}.get(again, "")
     return f"{text}{call[:-1]}{where})\n"
 
 
-def _with_value(text: str, value: int) -> str:
+def with_value(text: str, value: int) -> str:
     return re.sub(r"\bV\b", str(value), text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from lowbit import testing
 
 from ..choices import Choices
-from ..tensors import header, layout, normal
+from ..tensors import header, layout, normal, under
 
 _FORMATS = tuple(testing.format_cases())
 
@@ -19,17 +19,11 @@ def generate(choices: Choices) -> str:
 
 def _call(c: Choices) -> str:
     format, group_size, mapping, x_format = c.pick(*_FORMATS)
-    m, n, k = (
-        c.pick(1, 2, 5, 0, 8, 16, 17, 33),
-        c.pick(1, 7, 16, 17, 33, 48),
-        c.pick(32, 1, 3, 31, 33, 64, 65, 100, 128, 257),
-    )
+    m, n = c.pick(1, 2, 5, 0, 8, 16, 17, 33), c.pick(1, 7, 16, 17, 33, 48)
+    k = c.pick(32, 1, 3, 31, 33, 64, 65, 100, 128, 257)
     dtype = c.pick("float32", "bfloat16", "float16")
     x = layout(c, lambda sizes: normal(sizes, dtype), [*c.pick((), (1,), (2,)), m, k])
-    options = [
-        f"{name}={value!r}"
-        for name, value in (("group_size", group_size), ("mapping", mapping), ("x_format", x_format))
-    ]
+    options = [f"{group_size=}", f"{mapping=}", f"{x_format=}"]
     if c.chance(60):
         bias_dtype = c.pick("float32", dtype, "bfloat16", "float16")
         bias = layout(c, lambda sizes: normal(sizes, bias_dtype), [n])
@@ -41,10 +35,7 @@ def _call(c: Choices) -> str:
             options.append(f"{name}={c.pick('1', '2')}")
     if c.chance(40):
         options.append("x_gradient=True")
-    if c.chance(15):
-        options.append(
-            f"under={c.pick('default dtype float64', 'threads 2', 'inference mode', 'default device meta')!r}"
-        )
+    options += under(c, 15, "inference mode")
     values = c.pick("normal", "normal", "ones", "large", "outliers")
     return f"check.linear({x}, {n}, {format!r}, {', '.join(options)}, values={values!r})\n"
 

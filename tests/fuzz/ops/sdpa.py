@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..choices import Choices
-from ..tensors import EXTREMES, INFINITY, booleans, header, layout, normal
+from ..tensors import EXTREMES, INFINITY, attention_inputs, booleans, header, layout, normal, under
 
 _LENGTHS = (5, 1, 2, 16, 17, 33, 64, 0, 130)
 _EXTREME = tuple(value for value in EXTREMES if value != INFINITY)
@@ -21,16 +21,9 @@ def generate(choices: Choices) -> str:
     queries, keys = c.pick(*_LENGTHS), c.pick(*_LENGTHS)
     columns = c.pick(8, 1, 16, 17, 3, 0)
     columns = max(columns, 1) if op == "attention" else columns
-    shapes = {
-        "q": (batch, heads, queries, columns),
-        "k": (batch, kv_heads, keys, columns),
-        "v": (batch, kv_heads, keys, c.pick(columns, 5)),
-    }
     order = c.pick(0, 1, 1, 2)
-    text = header(c)
-    for name, shape in shapes.items():
-        made = layout(c, lambda sizes: normal(sizes, dtype), shape)
-        text += f"{name} = ({made}){'.requires_grad_()' if order and c.chance(70) else ''}\n"
+    sizes = (batch, heads, kv_heads, queries, keys, columns)
+    text = header(c) + attention_inputs(c, sizes, dtype, 70 if order else 0)
     options = []
     kind = c.pick("none", "bool", "float", "rows", "columns", "rows")
     causal = c.chance(30 if op == "sdpa" else 60)
@@ -48,10 +41,7 @@ def generate(choices: Choices) -> str:
         options.append(f"how={c.pick('grad', 'create_graph', 'func')!r}")
     if op == "sdpa" and c.chance(15):
         options.append("installed=True")
-    if c.chance(10):
-        options.append(
-            f"under={c.pick('default dtype float64', 'threads 2', 'default dtype bfloat16', 'default device meta')!r}"
-        )
+    options += under(c, 10, "default dtype bfloat16")
     return f"{text}check.{op}({', '.join(['q', 'k', 'v', *options])})\n"
 
 

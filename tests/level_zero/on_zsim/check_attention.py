@@ -74,12 +74,7 @@ def test_a_gather_out_of_range_is_an_index_error() -> None:
 def test_decode_is_within_budget_of_float64(kind: str) -> None:
     for case in on_the_cpu.cases(kind)[1:6]:
         data = on_the_cpu.make(case)
-        out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
-        call = {name: there(value) for name, value in data.call.items()}
-        internals.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call)
-        assert _C.last_kernel("decode") == "decode_splits_level_zero"
-        assert_within(out.cpu(), data.out, data.allowed, str(case))
-        assert_within(lse.cpu(), data.lse, data.allowed_lse, f"lse of {case}")
+        assert_decoded(data, data.call, str(case))
 
 
 MODS = [("int8", (1, 32, 8, 16, 300, 64, 64)), ("int4", (2, 20, 5, 4, 1289, 64, 48))]
@@ -90,7 +85,7 @@ def test_decode_with_a_score_mod_is_decode_with_that_mask(kind: str, shape: tupl
     data = on_the_cpu.make(on_the_cpu.Case(shape, "float mask", kind, token_major=True))
     call, added = dict(data.call), data.call["mask"][0, :, 0].to(DEVICE)
     call.pop("mask")
-    assert_decoded(data, call, score_mod=bind("test", lambda s, b, h, q, k: s + added[h, k], mask=False, dtype=data.q.dtype))
+    assert_decoded(data, call, "score_mod", score_mod=bind("test", lambda s, b, h, q, k: s + added[h, k], mask=False, dtype=data.q.dtype))
 
 
 @pytest.mark.parametrize("kind, shape", MODS)
@@ -98,17 +93,17 @@ def test_decode_with_a_mask_mod_is_decode_with_that_window(kind: str, shape: tup
     data = on_the_cpu.make(on_the_cpu.Case(shape, "window", kind))
     call, window = dict(data.call), data.call["window"]
     call |= {"causal": False, "window": 0}
-    assert_decoded(data, call, mask_mod=bind("test", lambda b, h, q, k: (k <= q) & (q - k < window), mask=True))
+    assert_decoded(data, call, "mask_mod", mask_mod=bind("test", lambda b, h, q, k: (k <= q) & (q - k < window), mask=True))
 
 
-def assert_decoded(data: on_the_cpu.Data, call: dict[str, object], **mods: BoundProgram) -> None:
+def assert_decoded(data: on_the_cpu.Data, call: dict[str, object], what: str, **mods: BoundProgram) -> None:
     out, lse = torch.empty(data.out.shape, dtype=data.q.dtype, device=DEVICE), torch.empty(data.lse.shape, device=DEVICE)
     call = {name: there(value) for name, value in call.items()}
     programs = {name: mod.code for name, mod in mods.items()} | {name.replace("mod", "captured"): mod.captured for name, mod in mods.items()}
     internals.decode(data.q.to(DEVICE), call.pop("k"), call.pop("v"), out, call.pop("scale"), lse=lse, **call, **programs)
     assert _C.last_kernel("decode") == "decode_splits_level_zero"
-    assert_within(out.cpu(), data.out, data.allowed, "out")
-    assert_within(lse.cpu(), data.lse, data.allowed_lse, "lse")
+    assert_within(out.cpu(), data.out, data.allowed, what)
+    assert_within(lse.cpu(), data.lse, data.allowed_lse, f"lse of {what}")
 
 
 def there(value: object) -> object:

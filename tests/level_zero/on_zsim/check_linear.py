@@ -11,6 +11,7 @@ import os
 
 import pytest
 import torch
+from tests.cuda.linear_calls import run
 
 from lowbit import _C, testing
 from lowbit.devices import level_zero
@@ -48,16 +49,7 @@ def row_of(case: LinearCase) -> str:
 
 
 def on_gpu(case: LinearCase, data: LinearData | None = None) -> torch.Tensor:
-    data = cached_data(case) if data is None else data
-    there = [None if tensor is None else tensor.to(DEVICE) for tensor in (data.x, data.packed, data.bias, data.mul, data.add)]
-    x, packed, bias, mul, add = there
-    _C.force_kernel(row_of(case))
-    try:
-        y = torch.ops.lowbit.linear(x, packed, *case.op_args, bias, _C.ACTIVATIONS[case.activation], mul, add)
-    finally:
-        _C.force_kernel(None)
-    assert _C.last_kernel("linear") == row_of(case)
-    return y.cpu()
+    return run(case, DEVICE, row_of(case), data)
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: "-".join(map(str, kind)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 
+import another_device
 import pytest
 import torch
 from another_device import CONFIGS, check_against_the_cpu, model
@@ -35,25 +35,15 @@ def test_torch_knows_the_gpus_by_their_names() -> None:
     assert not any("lowbit_ze" in name or "xpu" in name for name in lowbit.info())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", another_device.DTYPES)
 def test_values_survive_the_way_there_and_back(dtype: torch.dtype) -> None:
-    here = (torch.randn(4, 6) * 4).to(dtype)
-    there = here.to(DEVICE)
-    assert there.device == torch.device(DEVICE) and there.dtype == dtype and there.stride() == here.stride()
-    assert torch.equal(there.clone().cpu().view(torch.uint8), here.view(torch.uint8))
+    another_device.check_values(dtype, DEVICE)
 
 
 def test_factories_and_views() -> None:
+    another_device.check_views(DEVICE)
     x = torch.zeros(4, 6, device="lowbit_ze")
     assert x.device == torch.device(DEVICE) and torch.full_like(x, 2).sum().item() == 48
-    for view in (x[1], x.t()[:, 2], x.view(24)[12:15], x.unfold(1, 2, 2)[3], x.as_strided((2,), (12,), 5)):
-        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        view.add_(1)
-    assert x.sum().item() == 6 + 6 + 3 + 6 + 2
-    x.T.copy_(torch.arange(24.0).view(6, 4))
-    assert x.cpu()[1].tolist() == [1, 5, 9, 13, 17, 21]
-    out = torch.empty(0, device=DEVICE)
-    assert torch.add(x, 1, out=out) is out and torch.equal(out, x + 1)
     assert torch.empty(0, 3, device=DEVICE).clone().shape == (0, 3)
 
 
@@ -77,19 +67,7 @@ def test_devices_do_not_mix_and_a_number_does() -> None:
 
 
 def test_a_model_trains_as_on_the_cpu() -> None:
-    torch.manual_seed(0)
-    here = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2))
-    there = copy.deepcopy(here).to("lowbit_ze")
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (here, there)]
-    for _ in range(3):
-        x = torch.randn(5, 8)
-        for network, optimizer, device in zip((here, there), optimizers, ("cpu", DEVICE), strict=True):
-            network(x.to(device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
-        assert theirs.device == torch.device(DEVICE)
-        torch.testing.assert_close(theirs.cpu(), mine)
+    another_device.check_training(DEVICE)
 
 
 def test_ops_without_kernels_here_run_on_the_cpus() -> None:
@@ -101,16 +79,7 @@ def test_ops_without_kernels_here_run_on_the_cpus() -> None:
 
 
 def test_saving_loading_and_copying() -> None:
-    x = torch.randn(6, device=DEVICE)
-    file = io.BytesIO()
-    torch.save({"x": x, "part": x[2:4]}, file)
-    file.seek(0)
-    loaded = torch.load(file)
-    assert loaded["x"].device == torch.device(DEVICE) and torch.equal(loaded["x"], x)
-    file.seek(0)
-    assert torch.equal(torch.load(file, map_location="cpu")["part"], x.cpu()[2:4])
-    copied = copy.deepcopy(x)
-    assert torch.equal(copied, x) and copied.data_ptr() != x.data_ptr()
+    another_device.check_files_and_copies(DEVICE)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -97,10 +97,6 @@ ze_result_t create_context(ze_driver_handle_t, const ze_context_desc_t*, ze_cont
   *to = new _ze_context_handle_t;
   return ZE_RESULT_SUCCESS;
 }
-ze_result_t destroy_context(ze_context_handle_t context) {
-  delete context;
-  return ZE_RESULT_SUCCESS;
-}
 
 ze_result_t allocate(std::size_t bytes, std::size_t alignment, void** to) {
   const std::lock_guard lock(everything);
@@ -150,15 +146,13 @@ ze_result_t create_list(ze_context_handle_t, ze_device_handle_t, const ze_comman
   *to = new _ze_command_list_handle_t{false, false};
   return ZE_RESULT_SUCCESS;
 }
-ze_result_t destroy_list(ze_command_list_handle_t list) {
-  delete list;
-  return ZE_RESULT_SUCCESS;
-}
 ze_result_t close_list(ze_command_list_handle_t) { return ZE_RESULT_SUCCESS; }
 ze_result_t reset_list(ze_command_list_handle_t list) {
   list->waiting.assign(1, {});
   return ZE_RESULT_SUCCESS;
 }
+
+ze_result_t nothing() { return ZE_RESULT_SUCCESS; }
 
 // `work`, after the events `before`, and then `signal`.
 ze_result_t append(ze_command_list_handle_t list, std::function<ze_result_t()> work, ze_event_handle_t signal,
@@ -200,15 +194,15 @@ ze_result_t append_barrier(ze_command_list_handle_t list, ze_event_handle_t sign
                            ze_event_handle_t* before) {
   const std::lock_guard lock(everything);
   list->add_barrier();
-  const ze_result_t result = append(list, [] { return ZE_RESULT_SUCCESS; }, signal, count, before);
+  const ze_result_t result = append(list, nothing, signal, count, before);
   list->add_barrier();
   return result;
 }
 ze_result_t append_signal(ze_command_list_handle_t list, ze_event_handle_t event) {
-  return append(list, [] { return ZE_RESULT_SUCCESS; }, event, 0, nullptr);
+  return append(list, nothing, event, 0, nullptr);
 }
 ze_result_t append_wait(ze_command_list_handle_t list, uint32_t count, ze_event_handle_t* events) {
-  const ze_result_t result = append(list, [] { return ZE_RESULT_SUCCESS; }, nullptr, count, events);
+  const ze_result_t result = append(list, nothing, nullptr, count, events);
   list->add_barrier();
   return result;
 }
@@ -216,10 +210,6 @@ ze_result_t append_wait(ze_command_list_handle_t list, uint32_t count, ze_event_
 ze_result_t create_queue(ze_context_handle_t, ze_device_handle_t, const ze_command_queue_desc_t* description,
                          ze_command_queue_handle_t* to) {
   *to = new _ze_command_queue_handle_t{description->mode == ZE_COMMAND_QUEUE_MODE_SYNCHRONOUS, {}};
-  return ZE_RESULT_SUCCESS;
-}
-ze_result_t destroy_queue(ze_command_queue_handle_t queue) {
-  delete queue;
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t synchronize_queue(ze_command_queue_handle_t queue, uint64_t) {
@@ -240,17 +230,9 @@ ze_result_t create_pool(ze_context_handle_t, const ze_event_pool_desc_t* descrip
   *to = new _ze_event_pool_handle_t{description->count};
   return ZE_RESULT_SUCCESS;
 }
-ze_result_t destroy_pool(ze_event_pool_handle_t pool) {
-  delete pool;
-  return ZE_RESULT_SUCCESS;
-}
 ze_result_t create_event(ze_event_pool_handle_t pool, const ze_event_desc_t* description, ze_event_handle_t* to) {
   if (description->index >= pool->count) return ZE_RESULT_ERROR_INVALID_ARGUMENT;
   *to = new _ze_event_handle_t;
-  return ZE_RESULT_SUCCESS;
-}
-ze_result_t destroy_event(ze_event_handle_t event) {
-  delete event;
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t wait_for_event(ze_event_handle_t event, uint64_t) {
@@ -263,12 +245,9 @@ ze_result_t wait_for_event(ze_event_handle_t event, uint64_t) {
 ze_result_t query_event(ze_event_handle_t event) {
   return event->is_signalled ? ZE_RESULT_SUCCESS : ZE_RESULT_NOT_READY;
 }
-ze_result_t signal_event(ze_event_handle_t event) {
-  event->is_signalled = true;
-  return ZE_RESULT_SUCCESS;
-}
-ze_result_t reset_event(ze_event_handle_t event) {
-  event->is_signalled = false;
+template <bool is_signalled>
+ze_result_t set_event(ze_event_handle_t event) {
+  event->is_signalled = is_signalled;
   return ZE_RESULT_SUCCESS;
 }
 ze_result_t timestamp(ze_event_handle_t event, ze_kernel_timestamp_result_t* to) {
@@ -294,32 +273,33 @@ ZSIM_TABLE(zeGetDeviceProcAddrTable, ze_device_dditable_t, to->pfnGet = get_devi
            to->pfnGetModuleProperties = module_properties, to->pfnGetCommandQueueGroupProperties = queue_groups,
            to->pfnGetMemoryProperties = device_memory)
 ZSIM_TABLE(zeGetContextProcAddrTable, ze_context_dditable_t, to->pfnCreate = create_context,
-           to->pfnDestroy = destroy_context)
+           to->pfnDestroy = destroy)
 ZSIM_TABLE(zeGetMemProcAddrTable, ze_mem_dditable_t, to->pfnAllocShared = allocate_shared,
            to->pfnAllocDevice = allocate_device, to->pfnAllocHost = allocate_host, to->pfnFree = free_memory,
            to->pfnGetAllocProperties = memory_properties)
 ZSIM_TABLE(zeGetModuleProcAddrTable, ze_module_dditable_t, to->pfnCreate = create_module,
-           to->pfnDestroy = destroy_module, to->pfnGetNativeBinary = native_binary)
-ZSIM_TABLE(zeGetModuleBuildLogProcAddrTable, ze_module_build_log_dditable_t, to->pfnDestroy = destroy_log,
+           to->pfnDestroy = destroy, to->pfnGetNativeBinary = native_binary)
+ZSIM_TABLE(zeGetModuleBuildLogProcAddrTable, ze_module_build_log_dditable_t, to->pfnDestroy = destroy,
            to->pfnGetString = read_log)
 ZSIM_TABLE(zeGetKernelProcAddrTable, ze_kernel_dditable_t, to->pfnCreate = create_kernel,
-           to->pfnDestroy = destroy_kernel, to->pfnSetGroupSize = set_group_size,
+           to->pfnDestroy = destroy, to->pfnSetGroupSize = set_group_size,
            to->pfnSetArgumentValue = set_argument, to->pfnSetIndirectAccess = set_indirect_access,
            to->pfnGetProperties = kernel_properties)
 ZSIM_TABLE(zeGetCommandListProcAddrTable, ze_command_list_dditable_t, to->pfnCreate = create_list,
-           to->pfnCreateImmediate = create_immediate, to->pfnDestroy = destroy_list, to->pfnClose = close_list,
+           to->pfnCreateImmediate = create_immediate, to->pfnDestroy = destroy, to->pfnClose = close_list,
            to->pfnReset = reset_list, to->pfnAppendLaunchKernel = append_launch,
            to->pfnAppendMemoryCopy = append_copy, to->pfnAppendMemoryFill = append_fill,
            to->pfnAppendBarrier = append_barrier, to->pfnAppendSignalEvent = append_signal,
            to->pfnAppendWaitOnEvents = append_wait)
 ZSIM_TABLE(zeGetCommandQueueProcAddrTable, ze_command_queue_dditable_t, to->pfnCreate = create_queue,
-           to->pfnDestroy = destroy_queue, to->pfnExecuteCommandLists = execute,
+           to->pfnDestroy = destroy, to->pfnExecuteCommandLists = execute,
            to->pfnSynchronize = synchronize_queue)
 ZSIM_TABLE(zeGetEventPoolProcAddrTable, ze_event_pool_dditable_t, to->pfnCreate = create_pool,
-           to->pfnDestroy = destroy_pool)
-ZSIM_TABLE(zeGetEventProcAddrTable, ze_event_dditable_t, to->pfnCreate = create_event, to->pfnDestroy = destroy_event,
-           to->pfnHostSynchronize = wait_for_event, to->pfnQueryStatus = query_event, to->pfnHostSignal = signal_event,
-           to->pfnHostReset = reset_event, to->pfnQueryKernelTimestamp = timestamp)
+           to->pfnDestroy = destroy)
+ZSIM_TABLE(zeGetEventProcAddrTable, ze_event_dditable_t, to->pfnCreate = create_event, to->pfnDestroy = destroy,
+           to->pfnHostSynchronize = wait_for_event, to->pfnQueryStatus = query_event,
+           to->pfnHostSignal = set_event<true>, to->pfnHostReset = set_event<false>,
+           to->pfnQueryKernelTimestamp = timestamp)
 
 extern "C" __attribute__((visibility("default"))) void zsim_fail(const char* kind, int after) {
   const std::lock_guard lock(zsim::everything);

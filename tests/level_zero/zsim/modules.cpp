@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -211,29 +212,20 @@ ze_result_t create_module(ze_context_handle_t, ze_device_handle_t, const ze_modu
   return ZE_RESULT_SUCCESS;
 }
 
-ze_result_t destroy_module(ze_module_handle_t module) {
-  const std::lock_guard lock(everything);
-  opencl()->clReleaseProgram(module->program);
-  delete module;
+// As much of `from` as `to` holds, if it is given; `bytes` is then the size of all.
+static ze_result_t give(const char* from, std::size_t size, std::size_t* bytes, void* to) {
+  if (to) std::memcpy(to, from, std::min(*bytes, size));
+  *bytes = size;
   return ZE_RESULT_SUCCESS;
 }
 
 ze_result_t native_binary(ze_module_handle_t module, std::size_t* bytes, uint8_t* to) {
   const std::string image = native_of(*module);
-  if (to) std::memcpy(to, image.data(), *bytes < image.size() ? *bytes : image.size());
-  *bytes = image.size();
-  return ZE_RESULT_SUCCESS;
+  return give(image.data(), image.size(), bytes, to);
 }
 
 ze_result_t read_log(ze_module_build_log_handle_t log, std::size_t* bytes, char* to) {
-  if (to) std::memcpy(to, log->text.c_str(), *bytes < log->text.size() + 1 ? *bytes : log->text.size() + 1);
-  *bytes = log->text.size() + 1;
-  return ZE_RESULT_SUCCESS;
-}
-
-ze_result_t destroy_log(ze_module_build_log_handle_t log) {
-  delete log;
-  return ZE_RESULT_SUCCESS;
+  return give(log->text.c_str(), log->text.size() + 1, bytes, to);
 }
 
 ze_result_t create_kernel(ze_module_handle_t module, const ze_kernel_desc_t* description, ze_kernel_handle_t* to) {
@@ -242,13 +234,6 @@ ze_result_t create_kernel(ze_module_handle_t module, const ze_kernel_desc_t* des
   cl_kernel kernel = opencl()->clCreateKernel(module->program, description->pKernelName, &failed);
   if (failed) return ZE_RESULT_ERROR_INVALID_KERNEL_NAME;
   *to = new _ze_kernel_handle_t{kernel, description->pKernelName, module->has_large_registers};
-  return ZE_RESULT_SUCCESS;
-}
-
-ze_result_t destroy_kernel(ze_kernel_handle_t kernel) {
-  const std::lock_guard lock(everything);
-  opencl()->clReleaseKernel(kernel->kernel);
-  delete kernel;
   return ZE_RESULT_SUCCESS;
 }
 

@@ -53,6 +53,7 @@ struct _ze_module_handle_t {
   cl_program program;
   std::vector<std::string> spirv;  // of each module that was linked
   bool has_large_registers;
+  ~_ze_module_handle_t() { zsim::opencl()->clReleaseProgram(program); }
 };
 struct _ze_kernel_handle_t {
   cl_kernel kernel;
@@ -60,6 +61,7 @@ struct _ze_kernel_handle_t {
   bool has_large_registers;
   std::size_t group[3] = {1, 1, 1};
   bool is_indirect = false;
+  ~_ze_kernel_handle_t() { zsim::opencl()->clReleaseKernel(kernel); }
 };
 
 struct _ze_command_list_handle_t;
