@@ -55,8 +55,7 @@ def fake_quantized_linear(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, with the memory of
-    one weight less.
+    """Return ``linear(x, fake_quantize_weight(weight, format, scale, zero), bias)``, in less memory.
 
     Args:
         x: ``[..., k]``, of the dtype of weight, or of autocast's.
