@@ -67,26 +67,6 @@ def test_compiled_step_is_the_eager_step(case: Case, fullgraph: bool) -> None:
     assert equal(params, reference)
 
 
-def test_compiled_step_with_a_scheduled_tensor_lr_is_compiled_once() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    params = parameters()
-    reference = copies(params)
-    optimizer, plain = (optim.AdamW8bit(each, lr=torch.tensor(0.01)) for each in (params, reference))
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 1 / (epoch + 1)) for each in (optimizer, plain)]
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda: optimizer.step(), backend=counter)
-    for seed in range(4):
-        set_grads(params, reference, seed=seed)
-        compiled()
-        plain.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert counter.frame_count == 1
-    assert equal(params, reference)
-
-
 def test_trainer_takes_it_through_optimizer_cls_and_kwargs(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

@@ -61,7 +61,7 @@ class Step:
         torch.ops.lowbit.optim_step_(
             _C.OPTIM_RULES[self.rule]["number"], _C.STATE_FORMATS[self.state_format], self.block_size,
             lists.params, lists.grads, _flat(lists.states), _flat(lists.scales), lists.steps,
-            lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64, device="cpu"),
+            lr if isinstance(lr, Tensor) else torch.zeros((), dtype=torch.float64, device="cpu") + lr,
             [float(self.hyper.get(name, 0.0)) for name in HYPER], self.grad_scale, self.found_inf, self.seed,
         )  # fmt: skip
 
@@ -79,7 +79,7 @@ def _checked_lr(lr: Any) -> float | Tensor:
     if isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_complex():
         return lr
     if isinstance(lr, Real):
-        return float(lr)
+        return lr if torch.compiler.is_compiling() else float(lr)
     got = f"a tensor {list(lr.shape)} of {lr.dtype}" if isinstance(lr, Tensor) else repr(lr)
     raise TypeError(f"optim_step: lr must be a number or a tensor of one number, got {got}")
 
@@ -128,6 +128,6 @@ def _split(tensors: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
 if not torch._C._dispatch_has_kernel("lowbit::optim_step_"):  # another copy of the package may have been there first
     _library = keep(torch.library.Library("lowbit", "FRAGMENT"))
     _library.define(SCHEMA)
-    for _key in ("CPU", "PrivateUse1"):
+    for _key in ("CPU", "CUDA", "XPU", "PrivateUse1"):
         _library.impl("optim_step_", _op, _key)
     torch.library.register_fake("lowbit::optim_step_", lambda *arguments, **options: None, lib=_library)
