@@ -36,6 +36,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "06_qlora_on_a_cpu.py",
         "07_on_a_gpu.py",
         "08_qat.py",
+        "09_compile_blocks.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -125,6 +126,14 @@ def test_qat_comes_nearer_to_the_float_model_than_rounding_and_converts() -> Non
     assert row, text
     rounded, trained, converted = map(float, row.groups())
     assert trained < 0.9 * rounded and abs(converted / trained - 1) < 0.01, text
+
+
+def test_blocks_are_compiled_beside_eager_mode_and_the_whole_model() -> None:
+    pytest.importorskip("transformers")
+    text = run(EXAMPLES / "09_compile_blocks.py", *"--layers 3 --hidden 192 --tokens 8 --rounds 1".split())
+    assert "layers.* x 3" in text
+    rows = {match[1]: float(match[2]) for match in re.finditer(r"^(eager|regional|full) +([\d.]+) +[\d.]+$", text, re.MULTILINE)}
+    assert list(rows) == ["eager", "regional", "full"] and all(float(off) < 0.05 for off in re.findall(r"off eager mode by (\S+)", text))
 
 
 def test_on_a_gpu_runs_its_calls_on_a_cpu_too() -> None:
