@@ -126,7 +126,7 @@ def test_our_cache_is_written_by_one_graph_of_all_blocks() -> None:
     assert len(backend.graphs) <= 4  # an empty cache, a first token, tokens of any length of cache; not one for a layer
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "quantized", "growing", "fused"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "quantized", "growing", "fused", "in another order"])
 def test_caches_of_transformers_make_no_graph_for_a_layer(cache: str) -> None:
     transformers = pytest.importorskip("transformers")
     import lowbit.integrations.transformers as ours
@@ -141,6 +141,9 @@ def test_caches_of_transformers_make_no_graph_for_a_layer(cache: str) -> None:
     lowbit.quantize_(model, lowbit.int8_weight_only())
     if cache == "fused":
         lowbit.fuse(model)
+    if cache == "in another order":  # a block's place in the model is not its place in the cache
+        for place, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = BLOCKS - 1 - place
     made = {
         "static": lambda: transformers.StaticCache(config=config, max_cache_len=32),
         "quantized": lambda: ours.QuantizedCache("int8"),
@@ -153,6 +156,9 @@ def test_caches_of_transformers_make_no_graph_for_a_layer(cache: str) -> None:
         for x, want in zip(inputs, wanted, strict=True):
             torch.testing.assert_close(model(x, past_key_values=caches[1]).logits, want, rtol=1e-4, atol=1e-5)
     assert caches[1].get_seq_length() == 12 and len(caches[1].layers) == BLOCKS
+    if cache == "in another order":
+        for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-5)
     assert 0 < len(backend.graphs) <= 3
 
 

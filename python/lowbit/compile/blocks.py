@@ -53,8 +53,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> LayerNames:
             "compile_blocks: model must have two blocks of one class and structure in an nn.ModuleList or "
             f"nn.Sequential, got {type(model).__name__} without"
         )
-    for name, block in blocks.items():
-        block._compiled_call_impl = _compiled(block, int(name.rpartition(".")[2]), options)
+    for block in blocks.values():
+        block._compiled_call_impl = _compiled(block, options)
     return LayerNames(blocks)
 
 
@@ -89,9 +89,14 @@ def _structure(block: nn.Module) -> Hashable:
     )
 
 
-def _compiled(block: nn.Module, index: int, options: dict[str, Any]) -> Callable[..., Any]:
-    """The call of a block, its forward and hooks, as `nn.Module.compile` makes it."""
+def _compiled(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """The call of a block, its forward and hooks, as `nn.Module.compile` makes it; with its own layer of the cache
+    where it says which that is."""
     call = torch.compile(block._call_impl, **options)
+    indices = {module.layer_idx for module in block.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    if len(indices) != 1:
+        return call
+    (index,) = indices
 
     def with_own_cache(*args: Any, **kwargs: Any) -> Any:
         if "transformers" in sys.modules and kwargs.get("past_key_values") is not None:
