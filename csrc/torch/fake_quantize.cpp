@@ -59,7 +59,7 @@ struct FakeQuantizeBackward {
   }
 };
 
-struct FakeQuantizeActivations {
+struct FakeQuantizeActivations : Returns<FakeQuantizeActivations, &FakeQuantizeActivationsArgs::out> {
   static constexpr Text schema = "fake_quantize_activations(Tensor x, int x_format, int group_size) -> Tensor";
 
   template <class Given>
@@ -68,13 +68,6 @@ struct FakeQuantizeActivations {
         contiguous_view<"x">(given), get<"x_format">(given), get<"group_size">(given));
     args.out = contiguous_view(args.x.device, args.x.dtype, args.x.rank, args.x.shape.data());
     return args;
-  }
-
-  static Tensor run(Arguments<FakeQuantizeActivations>& given) {
-    FakeQuantizeActivationsArgs args = args_of(given);
-    Tensor out = Tensor::empty(given.op, args.out);
-    if (args.x.numel() > 0) lowbit::run(args);
-    return out;
   }
 };
 
