@@ -35,7 +35,7 @@ void open_in(const std::vector<std::string>& folders, const LibrarySearch& searc
     for (const std::string& name : split(search.names, ' ')) {
       const std::string path = folder + "/" + name;
       if (library.handle || !fs::exists(path, ignored)) continue;
-      if (search.before_open) search.before_open(folder, name);
+      if (search.open_companions) search.open_companions(folder, name);
       library.handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
       if (library.handle) library.path = path_of(library.handle, path);
       else if (const char* reason = dlerror()) library.missing += concat(path, " cannot be loaded: ", reason, "; ");
@@ -46,7 +46,9 @@ void open_by_name(int flags, const LibrarySearch& search, Library& library) {
   for (const std::string& name : split(search.names, ' ')) {
     if (library.handle) return;
     library.handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
-    if (library.handle) library.path = path_of(library.handle, name);
+    if (!library.handle) continue;
+    library.path = path_of(library.handle, name);
+    if (search.open_companions) search.open_companions(fs::path(library.path).parent_path().string(), name);
   }
 }
 

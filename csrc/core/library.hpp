@@ -25,7 +25,8 @@ struct LibrarySearch {
   std::string_view names;   // of the file, the best first, with spaces between them
   std::string_view source;  // what installs it
   std::vector<std::string> own, packages, home;
-  void (*before_open)(const std::string& folder, std::string_view name) = nullptr;
+  // Opens what the library itself opens by name: called with the folder that it lies in, before it is used.
+  void (*open_companions)(const std::string& folder, std::string_view name) = nullptr;
 };
 Library open_library(const LibrarySearch& search);
 

@@ -75,7 +75,10 @@ def test_a_machine_that_cannot_says_why(
     assert told.count(words) >= 2
 
 
-def test_a_gpu_that_is_newer_than_nvrtc_gets_ptx_of_the_newest_it_knows(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpu", "target"), [("sm_130a", "compute_120"), ("sm_103a", "compute_90"), ("sm_86", "compute_80")])
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_nearest_before_it(
+    gpu: str, target: str, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+) -> None:
     code = """
 import sys, torch
 from lowbit import _C
@@ -88,9 +91,43 @@ import os; os.dup2(1, 2)
 _C.encode_state(torch.ones(8).to("lowbit_sim:1"), _C.STATE_FORMATS["float8"], True, 64, codes, scale)
 print(codes.cpu().tolist())
 """
-    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_CAPABILITY": "130"})
-    assert "for sm_130a (as compute_120, the newest that NVRTC knows) in " in told
+    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_CAPABILITY": gpu.strip("sm_a")})
+    assert f"for {gpu} (as {target}, the nearest that NVRTC knows) in " in told
     assert len(set(told.splitlines()[-1].strip("[]").split(", "))) == 1 and "[0," not in told
+
+
+def test_what_nvrtc_opens_by_name_is_opened_too_where_another_has_opened_nvrtc(python: Callable[..., str], tmp_path: Path) -> None:
+    for name, source in {
+        "libnvrtc.so.13": "int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }",
+        "libnvrtc-builtins.so.13.0": '#include <unistd.h>\n__attribute__((constructor)) void say() { write(1, "opened\\n", 7); }',
+    }.items():
+        command = ["g++", "-x", "c", "-", "-w", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(tmp_path / name)]
+        subprocess.run(command, input=source, text=True, check=True)
+    code = f"""
+import ctypes
+ctypes.CDLL({str(tmp_path / "libnvrtc.so.13")!r})
+from lowbit import _C
+print(_C.cuda.libraries())
+"""
+    told = python(code, LOWBIT_CUDA_PATH="")
+    assert "opened" in told.splitlines() and str(tmp_path / "libnvrtc.so.13") in told
+
+
+def test_an_nvrtc_that_is_too_old_is_refused(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:
+    code = """
+import torch
+from lowbit import _C
+from lowbit.devices import simulated
+simulated.enable()
+_C.force_kernel("encode_state_float8_cuda_sim")
+codes, scale = torch.zeros(8, dtype=torch.uint8, device="lowbit_sim:1"), torch.zeros(1, device="lowbit_sim:1")
+try:
+    _C.encode_state(torch.ones(8).to("lowbit_sim:1"), _C.STATE_FORMATS["float8"], True, 64, codes, scale)
+except RuntimeError as error:
+    print(error)
+"""
+    told = python(code, **emulated | {"LOWBIT_CACHE_DIR": str(tmp_path), "LOWBIT_EMULATED_NVRTC": "12.1"})
+    assert ": NVRTC is 12.1 (" in told and told.strip().endswith("), wanted 12.6 or later")
 
 
 def test_a_machine_without_a_driver_says_where_it_looked(python: Callable[..., str], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from decode_calls import CASES as DECODE
 from decode_calls import DecodeCase
 from decode_calls import assert_right as assert_decode_right
 from decode_calls import make_data as make_decode_data
+from decode_calls import run as run_decode
 from linear_calls import CASES, row_of, run
 from optim_steps import RULES, step
 
@@ -165,13 +166,9 @@ def attend(case: DecodeCase, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("case", DECODE, ids=str)
 def test_decode_is_within_budget_of_float64(case: DecodeCase) -> None:
     data = make_decode_data(case)
-    call = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in data.call.items()}
-    names = ("k", "v", "scale", "k_scale", "v_scale", "rotated", "causal", "position", "window")
-    defaults = {"rotated": False, "causal": False, "position": 0, "window": 0}
-    arguments = [call.get(name, defaults.get(name)) for name in names]
-    first, second = (torch.ops.lowbit.decode(data.q.cuda(), *arguments, case.shape[6], call.get("mask"), call.get("sink")) for _ in range(2))
-    assert torch.equal(first, second)
-    assert_decode_right(case, data, first.cpu())
+    first, second = (run_decode(case, data, "cuda") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_decode_right(case, data, *first)
 
 
 @pytest.mark.parametrize("case", [case for case in DECODE if isinstance(case.cache, str)], ids=str)

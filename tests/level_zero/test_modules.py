@@ -68,6 +68,25 @@ def test_a_module_is_what_its_source_gives(source: Path, tool: ModuleType, tmp_p
     assert str(source) in depends and "level_zero/device/prelude.hpp" in depends and str(tmp_path / "array") not in depends
 
 
+def barriers_of(module: bytes) -> list[int]:
+    """The memory semantics of each OpControlBarrier, in the order of the module."""
+    words, at, constants, found = memoryview(module).cast("I"), 5, {}, []
+    while at < len(words):
+        size, op = words[at] >> 16, words[at] & 0xFFFF
+        if op == 43:  # OpConstant: type, result, value
+            constants[words[at + 2]] = words[at + 3]
+        elif op == 224:  # OpControlBarrier: execution, memory, semantics
+            found.append(constants[words[at + 3]])
+        at += size
+    return found
+
+
+def test_classes_of_blocks_are_ordered_in_global_memory() -> None:
+    """What one thread of a work-group zeroes there, another one writes: a barrier of local memory does not order that."""
+    found = barriers_of(_C.level_zero.module("attention_prepare"))
+    assert found and all(semantics & 0x200 for semantics in found), found  # CrossWorkgroupMemory
+
+
 def test_a_build_without_the_tools_says_how_to_get_them(tmp_path: Path) -> None:
     (tmp_path / "level_zero").mkdir()
     (tmp_path / "level_zero" / "modules.inc").touch()

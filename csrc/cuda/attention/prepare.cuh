@@ -9,7 +9,7 @@ namespace lowbit::cuda {
 
 LOWBIT_INLINE void attention_prepare(const AttentionCall& call) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && call.fault) *call.fault = 0;
-  if (call.classes) make_classes(call);
+  if (call.classes) make_classes(call, [] { __syncthreads(); });
 }
 
 // D = sum of grad_out * out - grad_lse, a warp for each row; grad_out in 16 bits where it is float32.

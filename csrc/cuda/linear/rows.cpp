@@ -113,17 +113,25 @@ void run_code_tiles(const LinearArgs& args) {
   });
 }
 
+// Why no product here reads the weight, which lanes read 8 and 16 bytes at a time: an address that is not a multiple of
+// that ends the context.
+std::string_view refuses_weight(const LinearArgs& args) {
+  if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
+  if (reinterpret_cast<std::uintptr_t>(args.weight) % 16) return "a weight that does not begin at a multiple of 16 bytes";
+  return "";
+}
+
 template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
-  if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
+  if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
   return "";
 }
 
 std::string_view refuses_code_tiles(const LinearArgs& args) {
-  if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
+  if (const std::string_view reason = refuses_weight(args); !reason.empty()) return reason;
   if (stays_float(args.x_format)) return "float activations";
   if (args.m < kFewestRowsOfTiles) return "fewer than 17 rows";
   if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";

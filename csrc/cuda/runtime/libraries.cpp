@@ -24,8 +24,8 @@ std::vector<std::string> folders_of_packages() {
   return folders;
 }
 
-// The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it by: it is opened before
-// it is wanted.
+// The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it by: it is opened before it is
+// wanted, also where torch has opened NVRTC.
 void open_companions(const std::string& folder, std::string_view soname) {
   if (!soname.starts_with("libnvrtc")) return;
   std::error_code ignored;
@@ -37,7 +37,7 @@ void open_companions(const std::string& folder, std::string_view soname) {
 Library open(std::string_view sonames, std::string_view source) {
   return open_library({.names = sonames, .source = source, .own = folders_of("LOWBIT_CUDA_PATH", ""),
                        .packages = folders_of_packages(), .home = folders_of("CUDA_HOME", "/lib64"),
-                       .before_open = open_companions});
+                       .open_companions = open_companions});
 }
 
 }  // namespace

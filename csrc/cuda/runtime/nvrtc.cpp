@@ -48,8 +48,8 @@ std::string text_of(Handle program, SizeGetter size, Getter get) {
   return get(program, text.data()) == 0 ? text : "";
 }
 
-// What NVRTC is asked for: code, or, for an architecture that is newer than it, PTX of the newest that it knows, which
-// the driver compiles when it loads it.
+// What NVRTC is asked for: code, or, for an architecture that it does not know, PTX of the newest before it that it
+// does know, which the driver compiles when it loads it. NVRTC 12.8 knows 100, 101 and 120, and not 103.
 struct Target {
   std::string architecture;
   bool is_ptx;
@@ -61,9 +61,11 @@ Target target_of(const std::string& architecture) {
   std::vector<int> known(static_cast<std::size_t>(count));
   if (count > 0) nvrtc().known(known.data());
   const int wanted = architecture.starts_with("sm_") ? std::atoi(architecture.c_str() + 3) : 0;
-  const int newest = count > 0 ? *std::max_element(known.begin(), known.end()) : wanted;
-  if (wanted <= newest) return {architecture, false};
-  return {concat("compute_", newest), true};
+  int nearest = 0;
+  for (const int other : known)
+    if (other <= wanted) nearest = std::max(nearest, other);
+  if (nearest == wanted || nearest == 0) return {architecture, false};
+  return {concat("compute_", nearest), true};
 }
 
 // fma is where the source says it, so that a device gives the bits of the CPU's rows.
@@ -84,7 +86,7 @@ const Compiler& compiler() {
     if (!found.handle) return Compiler{};
     int major = 0, minor = 0;
     nvrtc().version(&major, &minor);
-    return Compiler{.version = concat(major, ".", minor), .path = found.path};
+    return Compiler{.version = concat(major, ".", minor), .path = found.path, .number = 1000 * major + 10 * minor};
   });
 }
 
@@ -92,6 +94,9 @@ Compiled compile(const std::string& name, const std::string& source, const std::
   std::vector<const char*> texts, names;
   for (const DeviceHeader& header : device_headers()) texts.push_back(header.text), names.push_back(header.name);
   const std::string text = "#include \"cuda/device/prelude.cuh\"\n" + source;
+  check(compiler().number == 0 || compiler().number >= kOldestNvrtc, ErrorKind::runtime, name, ": NVRTC is ",
+        compiler().version, " (", compiler().path, "), wanted ", kOldestNvrtc / 1000, ".", kOldestNvrtc % 1000 / 10,
+        " or later");
   Handle program = nullptr;
   const int created = nvrtc().create(&program, text.c_str(), name.c_str(), static_cast<int>(names.size()),
                                      texts.data(), names.data());

@@ -15,19 +15,23 @@ struct DeviceHeader {
 };
 std::span<const DeviceHeader> device_headers();
 
-// `version` is that of NVRTC; both are "" where it was not found.
+// Older ones do not know __builtin_bit_cast, which csrc/formats computes tables with.
+inline constexpr int kOldestNvrtc = 12060;  // 12.6
+
+// `version` is that of NVRTC, `number` the same as kOldestNvrtc has it; "" and 0 where it was not found.
 struct Compiler {
   std::string version, path;
+  int number = 0;
 };
 const Compiler& compiler();
 
 struct Compiled {
   std::string image;   // a cubin, or PTX
   std::string log;     // registers, spills and warnings
-  std::string target;  // what NVRTC was asked for: the architecture, or "compute_120" for one that it does not know yet
+  std::string target;  // what NVRTC was asked for: the architecture, or "compute_120" for one that it does not know
 };
 
-// An Error if NVRTC is missing (with where it was looked for), does not know the architecture, or refuses the source.
+// An Error if NVRTC is missing (with where it was looked for) or too old, or refuses the architecture or the source.
 LOWBIT_API Compiled compile(const std::string& name, const std::string& source, const std::string& architecture);
 
 // Everything that code depends on besides source and architecture.

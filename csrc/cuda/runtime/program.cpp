@@ -24,7 +24,7 @@ Compiled compile_into(const std::string& path, const Source& source, const std::
   Compiled made = compile(source.name, source.text, arch);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   const std::string lost = write_cached(path, made.image);
-  const std::string known = made.target == arch ? "" : concat(" (as ", made.target, ", the newest that NVRTC knows)");
+  const std::string known = made.target == arch ? "" : concat(" (as ", made.target, ", the nearest that NVRTC knows)");
   std::fprintf(stderr, "lowbit: compiled %s for %s%s in %.2f s, %s %s\n", source.name.c_str(), arch.c_str(),
                known.c_str(), seconds, lost.empty() ? "kept in" : "not kept:",
                lost.empty() ? path.c_str() : lost.c_str());

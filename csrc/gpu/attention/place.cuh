@@ -82,14 +82,14 @@ LOWBIT_INLINE void read_list(const Call& call, const ListCall& list, uint8_t* ro
   }
 }
 
-// A CTA for each row of blocks.
-template <class Call>
-LOWBIT_INLINE void make_classes(const Call& call) {
+// A CTA for each row of blocks. The barrier orders global memory too, as __syncthreads() does on CUDA.
+template <class Call, class Barrier>
+LOWBIT_INLINE void make_classes(const Call& call, Barrier barrier_of_all_memory) {
   uint8_t* row = call.classes + blockIdx.x * call.class_columns;
   for (int64_t j = threadIdx.x; j < call.class_columns; j += kAttentionThreads) row[j] = 0;
-  __syncthreads();
+  barrier_of_all_memory();
   read_list(call, call.lists[0], row, 1);
-  __syncthreads();  // a block of both lists is full
+  barrier_of_all_memory();  // a block of both lists is full
   read_list(call, call.lists[1], row, 2);
 }
 

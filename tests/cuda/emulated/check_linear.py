@@ -42,6 +42,18 @@ def test_any_number_of_rows(m: int, format: str, x_format: str) -> None:
     assert_within(on_gpu(case), data.wanted, data.allowed, str(case))
 
 
+@pytest.mark.parametrize("m, x_format", [(3, "float"), (3, "int8_row"), (70, "int8_row")])
+def test_a_weight_at_an_odd_address_is_refused_by_name(m: int, x_format: str) -> None:
+    """A view into a flat buffer: lanes read 8 bytes at a time, and a GPU stops at another address."""
+    case = LinearCase(m, 40, 64, "bfloat16", "int8", 0, "symmetric", x_format, None)
+    data = make_data(case)
+    buffer = torch.zeros(data.packed.numel() + 8, dtype=torch.uint8, device=DEVICE)
+    weight = buffer[8:].view(data.packed.shape).copy_(data.packed)
+    refused = pytest.raises(NotImplementedError, match="a weight that does not begin at a multiple of 16 bytes")
+    with refused, forced(row_of(case, "cuda_sim")):
+        lowbit.linear(data.x.to(DEVICE), weight, case.op_args)
+
+
 @pytest.mark.parametrize("factor", [1e-42, 1e-39, 1e30])
 @pytest.mark.parametrize("format", ["float32", "nf4", "int4"])
 def test_tiny_and_huge_activations_keep_their_bits(format: str, factor: float) -> None:
