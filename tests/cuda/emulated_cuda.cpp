@@ -7,7 +7,7 @@
 //   LOWBIT_EMULATED_CAPTURING=1                  streams are being captured
 //   LOWBIT_EMULATED_LOG=<file>                   one line for each launch, load and context
 //   LOWBIT_EMULATED_SEED=<number>                in which order threads run
-//   LOWBIT_EMULATED_WITHOUT_BARRIER=<number>     this barrier of the device sources is taken out
+//   LOWBIT_EMULATED_WITHOUT_WAIT=<number>        this barrier, or wait for copies, of the device sources is taken out
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <regex>
 #include <set>
 #include <sstream>
 #include <string>
@@ -64,11 +65,14 @@ void write(const fs::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
 
-// The barriers of all headers in one numbering, from 0.
-void take_out_barrier(std::string& text, int& number) {
-  const std::string barrier = "__syncthreads();";
-  for (std::size_t at = 0; (at = text.find(barrier, at)) != std::string::npos; at += barrier.size())
-    if (number-- == 0) text.replace(at, barrier.size(), std::string(barrier.size(), ' '));
+// The barriers and waits for copies of all headers in one numbering, from 0.
+void take_out_wait(std::string& text, int& number) {
+  static const std::regex wait(R"((__syncthreads|wait_for_copies)\(\);)");
+  for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
+    if (number-- == 0) {
+      text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');
+      return;
+    }
 }
 
 // The source and what it includes, directly or not: two programs of the same text are the same.
@@ -209,9 +213,9 @@ EMULATED nvrtcCompileProgram(void* handle, int count, const char* const* options
   for (int i = 0; i < count; i++)
     if (std::strstr(options[i], "--gpu-architecture=compute_")) program->is_ptx = true;
   const fs::path folder = fs::path(environment("LOWBIT_CUDA_PATH")) / ("build-" + std::to_string(getpid()));
-  const std::string without = environment("LOWBIT_EMULATED_WITHOUT_BARRIER");
-  int barrier = without.empty() ? -1 : std::stoi(without);
-  for (std::string& text : program->texts) take_out_barrier(text, barrier);
+  const std::string without = environment("LOWBIT_EMULATED_WITHOUT_WAIT");
+  int wait = without.empty() ? -1 : std::stoi(without);
+  for (std::string& text : program->texts) take_out_wait(text, wait);
   const fs::path kept = kept_image(*program);
   if (fs::exists(kept)) return program->image = read(kept), kSuccess;
   for (std::size_t i = 0; i < program->names.size(); i++)
