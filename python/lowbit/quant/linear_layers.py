@@ -39,6 +39,12 @@ def is_fake_quantized(module: nn.Module) -> bool:
     return home == "lowbit.training.layers" and name in ("FakeQuantizedLinear", "FakeQuantizedEmbedding")
 
 
+def is_int8_trained(module: nn.Module) -> bool:
+    """Whether `lowbit.training.Int8MixedPrecisionTrainingConfig` made this layer, known in the same way."""
+    home, name = type(module).__module__, type(module).__name__
+    return (home, name) == ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear")
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
     """Return (n, k): the features that come out and go in, of an embedding its rows and their length."""
     if is_embedding(module):

@@ -30,6 +30,7 @@ from lowbit.quant.linear_layers import (
     is_conv1d,
     is_embedding,
     is_fake_quantized,
+    is_int8_trained,
     is_linear,
     is_scaled_embedding,
     matrix_of,
@@ -140,6 +141,8 @@ def reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
     if not is_linear(module) or isinstance(module, QuantLinear) or is_fake_quantized(module):
         return ""
+    if is_int8_trained(module):
+        return ""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight directly"
     if type(module) is not nn.Linear and not is_conv1d(module):
@@ -188,6 +191,11 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
         raise ValueError(
             f"quantize_: {_label(name)} is being trained as {module.spec.name}; "
             'select others with filter_fn, or end it with lowbit.training.QATConfig(config, step="convert")'
+        )
+    if is_int8_trained(module):
+        raise ValueError(
+            f"quantize_: {_label(name)} is being trained with int8 products; select others with filter_fn, or end it "
+            "with lowbit.training.Int8MixedPrecisionTrainingConfig(False, False, False)"
         )
     if not is_linear(module) and not (embeddings and is_embedding(module)):
         wanted = "nn.Linear and nn.Embedding" if embeddings else "nn.Linear"

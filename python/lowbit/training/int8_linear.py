@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer that is trained with products in int8, each of them or not:
+
+    output        y           = x @ weight.T + bias    int8 codes of rows of x and of rows of weight
+    grad_input    grad_x      = grad_y @ weight        of rows of grad_y and of columns of weight
+    grad_weight   grad_weight = grad_y.T @ x           of columns of grad_y and of x
+
+Parameters, names and state dict are those of the float layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowbit.quant.linear_layers import features_of, is_conv1d
+from lowbit.training.int8_product import int8_product
+
+PRODUCTS = ("output", "grad_input", "grad_weight")
+
+
+class Int8MixedPrecisionLinear(nn.Linear):
+    """An nn.Linear, or a Conv1D of transformers, that multiplies in int8."""
+
+    int8_products: tuple[bool, bool, bool]
+    """Which of `PRODUCTS` are in int8."""
+    float_class: type[nn.Module]
+    transposed: bool
+    """Whether the weight lies as [k, n], as that of a Conv1D does."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        config = "Int8MixedPrecisionTrainingConfig()"
+        raise TypeError(f"{type(self).__name__}: quantize_(model, {config}) makes one of a float layer")
+
+    def forward(self, x: Tensor) -> Tensor:
+        device, weight = x.device.type, self.weight.T if self.transposed else self.weight
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        elif x.dtype is not weight.dtype:
+            raise TypeError(f"{type(self).__name__}: x must be {weight.dtype}, as weight is, got {x.dtype}")
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise ValueError(f"{type(self).__name__}: x must be [..., {self.in_features}], got {list(x.shape)}")
+        y = _Linear.apply(x.reshape(-1, self.in_features), weight, self.bias, *self.int8_products)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        in_int8 = [name for name, wanted in zip(PRODUCTS, self.int8_products, strict=True) if wanted]
+        return f"{super().extra_repr()}, int8 {', '.join(in_int8)}"
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *int8_products: bool) -> Tensor:
+        for_x, for_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        ctx.int8_products, ctx.weight_dtype = int8_products, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if not int8_products[0]:
+            return functional.linear(x, weight, bias)
+        y = int8_product(x, weight)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (for_x, for_weight, for_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        _, int8_input, int8_weight = ctx.int8_products
+        grad_x = grad_weight = grad_bias = None
+        if for_x:
+            grad_x = int8_product(grad, weight.T) if int8_input else grad @ weight.to(grad.dtype)
+        if for_weight and int8_weight:  # rounded to codes from both dtypes, summed in that of the weight
+            grad_weight = int8_product(grad.T.to(ctx.weight_dtype), x.T)
+        elif for_weight:
+            grad_weight = (grad.T @ x).to(ctx.weight_dtype)
+        if for_bias:
+            grad_bias = grad.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def prepare_in_place(module: nn.Module, int8_products: tuple[bool, bool, bool]) -> None:
+    """Turn a float layer into the one that is trained; the object, its parameters and hooks stay the same."""
+    module.float_class, module.transposed = type(module), is_conv1d(module)
+    module.out_features, module.in_features = features_of(module)
+    module.__class__, module.int8_products = Int8MixedPrecisionLinear, int8_products
+
+
+def restore_in_place(module: Int8MixedPrecisionLinear) -> None:
+    """Turn it back into the float layer that it was."""
+    module.__class__ = module.float_class
+    for name in ("float_class", "transposed", "int8_products"):
+        del module.__dict__[name]

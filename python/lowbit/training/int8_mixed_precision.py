@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8MixedPrecisionTrainingConfig: training of float weights, with the products of linear layers in int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from lowbit import devices
+from lowbit.formats.base import TrainingConfig
+from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of
+from lowbit.quant.output_head import INT8
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import select
+from lowbit.training.int8_linear import Int8MixedPrecisionLinear, prepare_in_place, restore_in_place
+
+
+@dataclass(frozen=True, slots=True)
+class Int8MixedPrecisionTrainingConfig(TrainingConfig):
+    """Train with int8 products: ``quantize_(model, Int8MixedPrecisionTrainingConfig())``.
+
+    Weights stay float parameters with their names and state dict, so optimizers and checkpoints of the float model
+    fit. In every step each product rounds its two operands to int8, with one scale for each row, and sums codes
+    exactly. The gradient is that of a float layer. With all three False, layers that were trained so become float
+    layers again.
+
+    Args:
+        output: the forward is in int8, x @ weight.T.
+        grad_input: the gradient of x is, grad_y @ weight.
+        grad_weight: the gradient of the weight is, grad_y.T @ x.
+
+    Raises:
+        TypeError: an argument is no bool.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.training.Int8MixedPrecisionTrainingConfig(grad_weight=False))
+        >>> train(model)
+        >>> lowbit.quantize_(model, lowbit.training.Int8MixedPrecisionTrainingConfig(False, False, False))
+    """
+
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{type(self).__name__}: {field.name} must be True or False, got {value!r}")
+
+    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+        if head not in (None, INT8):
+            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
+        if self.output or self.grad_input or self.grad_weight:
+            report.rows = self._prepare(model, filter_fn, strict)
+            report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
+        else:
+            report.rows = _restore(model, filter_fn)
+        report.notes += [] if report.rows else ["no layer was selected"]
+        report.model_bytes_after = model_bytes(model)
+        return report
+
+    def _prepare(self, model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
+        selected, skipped = select(model, Int8DynamicActivationInt8WeightConfig(), filter_fn, None, strict)
+        for item in selected:
+            name = f"weight of {item.name or 'the model itself'}"
+            devices.check(type(self).__name__, name, item.module.weight.device, meta=True)
+        rows = {}
+        for item in selected:
+            prepare_in_place(item.module, (self.output, self.grad_input, self.grad_weight))
+            size = item.module.weight.nbytes
+            note = "float weight, multiplied in int8"
+            rows[item.name] = ReportRow(item.name, "int8 products", features_of(item.module), size, size, note=note)
+        rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+        return [rows[name] for name, _ in model.named_modules() if name in rows]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{field.name}=False" for field in fields(self) if not getattr(self, field.name))
+        return f"{type(self).__name__}({told})"
+
+
+def _restore(model: nn.Module, filter_fn: Any) -> list[ReportRow]:
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, Int8MixedPrecisionLinear) and (filter_fn is None or filter_fn(module, name)):
+            restore_in_place(module)
+            rows.append(ReportRow.skipped(name, module, "float again"))
+    return rows
