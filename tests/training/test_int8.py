@@ -281,7 +281,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_changes(model: nn.Mod
 @pytest.mark.parametrize("again", [Int8MixedPrecisionTrainingConfig(), lowbit.int8_weight_only()], ids=str)
 def test_a_layer_that_is_trained_is_not_taken_again(model: nn.Module, again: Any) -> None:
     model = prepared(model)
-    with pytest.raises(ValueError, match="0 is being trained with int8 products; select others.*or end it with"):
+    with pytest.raises(
+        ValueError,
+        match="0 is being trained as Int8MixedPrecisionLinear; .*or end it with .*Config.False, False, False.",
+    ):
         lowbit.quantize_(model, again)
     assert type(model[0]) is Int8MixedPrecisionLinear
     lowbit.quantize_(model, FLOAT)

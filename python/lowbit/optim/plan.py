@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.ops.optim import StepLists
 from lowbit.optim import sharding
@@ -30,7 +31,7 @@ class CallLists:
     members: list[Tensor]  # parameters, as the gradients are found on them
     is_sharded: bool  # one or more are DTensors
     params: list[Tensor]  # local
-    gaps: dict[int, Layout]  # places of those that are not dense: they are stepped in a dense copy
+    gaps: dict[int, Layout]  # places of those that are not dense, or no floats: they are stepped in a dense copy
     states: list[list[Tensor]]  # by moment
     scales: list[list[Tensor]]
     steps: list[Tensor]
@@ -140,6 +141,8 @@ def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
 
 
 def _is_dense(local: Tensor, layout: Layout) -> bool:
+    if is_traceable_wrapper_subclass(local):  # of several tensors, such as the codes and scales of an Int8Weight
+        return False
     if layout.stride is None:
         return local.is_contiguous()
     sizes = zip(local.shape, local.stride(), layout.stride, strict=True)

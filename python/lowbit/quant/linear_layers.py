@@ -40,9 +40,12 @@ def is_fake_quantized(module: nn.Module) -> bool:
 
 
 def is_int8_trained(module: nn.Module) -> bool:
-    """Whether `lowbit.training.Int8MixedPrecisionTrainingConfig` made this layer, known in the same way."""
+    """Whether this layer is trained with int8 products or weights (`lowbit.training`), known in the same way."""
     home, name = type(module).__module__, type(module).__name__
-    return (home, name) == ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear")
+    return (home, name) in (
+        ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear"),
+        ("lowbit.training.int8_weight_linear", "Int8WeightLinear"),
+    )
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:

@@ -194,8 +194,8 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
         )
     if is_int8_trained(module):
         raise ValueError(
-            f"quantize_: {_label(name)} is being trained with int8 products; select others with filter_fn, or end it "
-            "with lowbit.training.Int8MixedPrecisionTrainingConfig(False, False, False)"
+            f"quantize_: {_label(name)} is being trained as {type(module).__name__}; select others with filter_fn, or "
+            f"end it with lowbit.training.{module.end}"
         )
     if not is_linear(module) and not (embeddings and is_embedding(module)):
         wanted = "nn.Linear and nn.Embedding" if embeddings else "nn.Linear"

@@ -25,6 +25,7 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 class Int8MixedPrecisionLinear(nn.Linear):
     """An nn.Linear, or a Conv1D of transformers, that multiplies in int8."""
 
+    end = "Int8MixedPrecisionTrainingConfig(False, False, False)"
     int8_products: tuple[bool, bool, bool]
     """Which of `PRODUCTS` are in int8."""
     float_class: type[nn.Module]
@@ -36,19 +37,31 @@ class Int8MixedPrecisionLinear(nn.Linear):
         raise TypeError(f"{type(self).__name__}: quantize_(model, {config}) makes one of a float layer")
 
     def forward(self, x: Tensor) -> Tensor:
-        device, weight = x.device.type, self.weight.T if self.transposed else self.weight
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        elif x.dtype is not weight.dtype:
-            raise TypeError(f"{type(self).__name__}: x must be {weight.dtype}, as weight is, got {x.dtype}")
-        if not x.dim() or x.shape[-1] != self.in_features:
-            raise ValueError(f"{type(self).__name__}: x must be [..., {self.in_features}], got {list(x.shape)}")
+        x = checked_input(self, x)
+        weight = self.weight.T if self.transposed else self.weight
         y = _Linear.apply(x.reshape(-1, self.in_features), weight, self.bias, *self.int8_products)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         in_int8 = [name for name, wanted in zip(PRODUCTS, self.int8_products, strict=True) if wanted]
         return f"{super().extra_repr()}, int8 {', '.join(in_int8)}"
+
+
+def checked_input(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return x in the dtype of autocast, where that is on.
+
+    Raises:
+        TypeError: x has another dtype than the weight.
+        ValueError: another length.
+    """
+    device, name = x.device.type, type(layer).__name__
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    elif x.dtype is not layer.weight.dtype:
+        raise TypeError(f"{name}: x must be {layer.weight.dtype}, as weight is, got {x.dtype}")
+    if not x.dim() or x.shape[-1] != layer.in_features:
+        raise ValueError(f"{name}: x must be [..., {layer.in_features}], got {list(x.shape)}")
+    return x
 
 
 class _Linear(torch.autograd.Function):

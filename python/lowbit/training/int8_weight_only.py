@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Int8WeightOnlyQuantizedTrainingConfig: training of linear layers whose weights are int8, without a float copy."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit import devices
+from lowbit.formats.base import TrainingConfig
+from lowbit.formats.int8 import Int8WeightOnlyConfig
+from lowbit.formats.spec import LinearSpec
+from lowbit.quant.codes import CodedWeight
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of, is_conv1d
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.output_head import INT8
+from lowbit.quant.quant_linear import quantize_in_place
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import Selected, select, serving_kernel
+from lowbit.training.int8_weight import Int8Weight
+from lowbit.training.int8_weight_linear import Int8WeightLinear
+from lowbit.training.qat import STEPS
+
+_SPEC = LinearSpec("int8")
+_ZERO = 128  # of the codes that are packed, which are unsigned
+
+
+@dataclass(frozen=True, slots=True)
+class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
+    """Train int8 weights: ``quantize_(model, Int8WeightOnlyQuantizedTrainingConfig())``, then make the optimizer.
+
+    The weight is int8 codes and one scale a row; there is no float copy. Forward and backward multiply by its values in
+    float, and its gradient is float. What an optimizer writes is rounded stochastically, with torch's generator, so
+    that updates smaller than a step of the codes count in the mean. ``step="convert"`` ends it: ordinary `QuantLinear`
+    of these codes.
+
+    Args:
+        step: "prepare" or "convert".
+
+    Raises:
+        ValueError: step is another.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.training.Int8WeightOnlyQuantizedTrainingConfig())
+        >>> optimizer = lowbit.optim.AdamW8bit(model.parameters())
+        >>> train(model, optimizer)
+        >>> lowbit.quantize_(model, lowbit.training.Int8WeightOnlyQuantizedTrainingConfig(step="convert"))
+    """
+
+    _: KW_ONLY
+    step: str = "prepare"
+
+    def __post_init__(self) -> None:
+        if self.step not in STEPS:
+            raise ValueError(f"{type(self).__name__}: step must be 'prepare' or 'convert', got step={self.step!r}")
+
+    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+        if head not in (None, INT8):
+            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
+        report.rows = _convert(model, filter_fn) if self.step == "convert" else _prepare(model, filter_fn, strict)
+        report.notes += [] if report.rows else ["no layer was selected"]
+        report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
+        check_state_dicts_of(model)
+        report.model_bytes_after = model_bytes(model)
+        return report
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(step={self.step!r})"
+
+
+def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
+    selected, skipped = select(model, Int8WeightOnlyConfig(), filter_fn, None, strict)
+    for item in selected:
+        _check(item)
+    weights: dict[int, nn.Parameter] = {}  # of the float weight, which layers may share
+    rows = {}
+    for item in selected:
+        module, weight = item.module, item.module.weight
+        first = id(weight) not in weights
+        if first:
+            codes = Int8Weight.from_float(weight)
+            weights[id(weight)] = nn.Parameter(codes, requires_grad=weight.requires_grad)
+        before, after = (weight.nbytes, weights[id(weight)].nbytes) if first else (0, 0)
+        module.float_class, module.__class__ = type(module), Int8WeightLinear
+        module.weight = weights[id(weight)]
+        note = "int8 weight, to be trained"
+        rows[item.name] = ReportRow(item.name, "int8 per-channel", features_of(module), before, after, note=note)
+    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+    return [rows[name] for name, _ in model.named_modules() if name in rows]
+
+
+def _check(item: Selected) -> None:
+    label = f"weight of {item.name or 'the model itself'}"
+    devices.check("Int8WeightOnlyQuantizedTrainingConfig", label, item.module.weight.device)
+    if item.note:
+        raise ValueError(f"quantize_: {label} must not be shared with a layer that stays float, got one {item.note}")
+    if is_conv1d(item.module):
+        raise TypeError(f"quantize_: {label} must be of an nn.Linear, got a Conv1D: its scales are of columns")
+
+
+@torch.no_grad()
+def _convert(model: nn.Module, filter_fn: Any) -> list[ReportRow]:
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, Int8WeightLinear) and (filter_fn is None or filter_fn(module, name))
+    ]
+    for name, module in layers:
+        if not module.weight.scale.isfinite().all():
+            raise ValueError(f"quantize_: weight of {name or 'the model itself'} must be finite, got inf or nan")
+    packed: dict[int, nn.Parameter] = {}
+    rows = []
+    for name, module in layers:
+        weight, shape = module.weight, features_of(module)
+        first = id(weight) not in packed
+        if first:
+            codes = (weight.codes.int() + _ZERO).to(torch.uint8)
+            coded = CodedWeight.of(codes, weight.scale.unsqueeze(1), None, _SPEC)
+            packed[id(weight)] = nn.Parameter(coded.pack(), requires_grad=False)
+        kernel = serving_kernel(_SPEC, *shape, weight)
+        module.__class__ = module.__dict__.pop("float_class")
+        quantize_in_place(module, packed[id(weight)], _SPEC)
+        sizes = (weight.nbytes, packed[id(weight)].nbytes) if first else (0, 0)
+        rows.append(ReportRow(name, _SPEC.name, shape, *sizes, kernel=kernel, note="codes as they were trained"))
+    return rows
