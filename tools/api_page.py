@@ -35,7 +35,8 @@ SECTIONS = {
     "Int8DynamicActivationIntxWeightConfig Float8WeightOnlyConfig "
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
-    "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig",
+    "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig "
+    "BitNetTrainingConfig",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
     "or_masks noop_mask BlockMask QuantizedKVCache",

@@ -283,7 +283,7 @@ def test_a_layer_that_is_trained_is_not_taken_again(model: nn.Module, again: Any
     model = prepared(model)
     with pytest.raises(
         ValueError,
-        match="0 is being trained as Int8MixedPrecisionLinear; .*or end it with .*Config.False, False, False.",
+        match="0 is being trained as int8 products; .*or end it with .*Config.False, False, False.",
     ):
         lowbit.quantize_(model, again)
     assert type(model[0]) is Int8MixedPrecisionLinear

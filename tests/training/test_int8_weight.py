@@ -260,7 +260,7 @@ def test_bad_arguments_are_refused_by_name(model: nn.Module, trained: nn.Module)
         Int8WeightOnlyQuantizedTrainingConfig(step="train")
     with pytest.raises(ValueError, match=r"head must be left out with .*\(step='prepare'\), got int8_weight_only"):
         lowbit.quantize_(model, PREPARE, head=lowbit.int8_weight_only())
-    with pytest.raises(ValueError, match="0 is being trained as Int8WeightLinear; .*or end it with .*step=.convert"):
+    with pytest.raises(ValueError, match="0 is being trained as an int8 weight; .*or end it with .*step=.convert"):
         lowbit.quantize_(trained, lowbit.int8_weight_only())
     with pytest.raises(TypeError, match=r"Int8WeightLinear: quantize_\(model, Int8WeightOnlyQuantized"):
         Int8WeightLinear(4, 4)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowbit.quant.linear_layers import is_fake_quantized, is_int8_trained
+from lowbit.quant.linear_layers import is_trained
 from lowbit.quant.quant_linear import QuantLinear
 
 
@@ -56,7 +56,4 @@ def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return any(
-        isinstance(child, QuantLinear) or is_fake_quantized(child) or is_int8_trained(child)
-        for child in module.children()
-    )
+    return any(isinstance(child, QuantLinear) or is_trained(child) for child in module.children())

@@ -34,18 +34,24 @@ def is_scaled_embedding(module: nn.Module) -> bool:
 
 
 def is_fake_quantized(module: nn.Module) -> bool:
-    """Whether `lowbit.training.QATConfig` prepared this layer, known by the name and home of its class."""
-    home, name = type(module).__module__, type(module).__name__
-    return home == "lowbit.training.layers" and name in ("FakeQuantizedLinear", "FakeQuantizedEmbedding")
-
-
-def is_int8_trained(module: nn.Module) -> bool:
-    """Whether this layer is trained with int8 products or weights (`lowbit.training`), known in the same way."""
+    """Whether `lowbit.training` prepared this layer to be trained with rounded weights, known by the name and home of
+    its class."""
     home, name = type(module).__module__, type(module).__name__
     return (home, name) in (
+        ("lowbit.training.layers", "FakeQuantizedLinear"),
+        ("lowbit.training.layers", "FakeQuantizedEmbedding"),
+        ("lowbit.training.bitnet", "BitNetLinear"),
+    )
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether a configuration of `lowbit.training` made this layer, with rounded weights or in int8."""
+    home, name = type(module).__module__, type(module).__name__
+    in_int8 = (
         ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear"),
         ("lowbit.training.int8_weight_linear", "Int8WeightLinear"),
     )
+    return is_fake_quantized(module) or (home, name) in in_int8
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:

@@ -30,9 +30,9 @@ from lowbit.quant.linear_layers import (
     is_conv1d,
     is_embedding,
     is_fake_quantized,
-    is_int8_trained,
     is_linear,
     is_scaled_embedding,
+    is_trained,
     matrix_of,
 )
 from lowbit.quant.output_head import head_layers
@@ -139,9 +139,7 @@ def _check_filter(filter_fn: Any, model: nn.Module) -> None:
 
 def reason_to_skip(module: nn.Module) -> str:
     """Why a linear layer is not safe to take, or an empty string."""
-    if not is_linear(module) or isinstance(module, QuantLinear) or is_fake_quantized(module):
-        return ""
-    if is_int8_trained(module):
+    if not is_linear(module) or isinstance(module, QuantLinear) or is_trained(module):
         return ""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight directly"
@@ -187,15 +185,10 @@ def check_module(name: str, module: nn.Module, device: torch.device | None, *, e
             f"quantize_: {_label(name)} is already quantized as {module.spec.name}; "
             "select others with filter_fn, or go back with lowbit.dequantize_(model)"
         )
-    if is_fake_quantized(module):
+    if is_trained(module):
         raise ValueError(
-            f"quantize_: {_label(name)} is being trained as {module.spec.name}; "
-            'select others with filter_fn, or end it with lowbit.training.QATConfig(config, step="convert")'
-        )
-    if is_int8_trained(module):
-        raise ValueError(
-            f"quantize_: {_label(name)} is being trained as {type(module).__name__}; select others with filter_fn, or "
-            f"end it with lowbit.training.{module.end}"
+            f"quantize_: {_label(name)} is being trained as {module.trained_as}; "
+            f"select others with filter_fn, or end it with lowbit.training.{module.end}"
         )
     if not is_linear(module) and not (embeddings and is_embedding(module)):
         wanted = "nn.Linear and nn.Embedding" if embeddings else "nn.Linear"

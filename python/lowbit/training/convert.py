@@ -41,10 +41,8 @@ def convert(model: nn.Module, title: str, base_config: str | None, filter_fn: An
     ]
     if not taken:
         there = ", ".join(sorted({module.base_config for _, module in prepared})) or "none"
-        wanted = base_config or "..."
-        raise ValueError(
-            f"quantize_: {title} must meet layers that QATConfig({wanted}) prepared, got layers of {there}"
-        )
+        wanted = base_config or "training"
+        raise ValueError(f"quantize_: {title} must meet layers prepared for {wanted}, got layers of {there}")
     for name, module in taken:
         for key in ("weight", SCALE):
             tensor = module._parameters[key]

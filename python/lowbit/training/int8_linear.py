@@ -26,6 +26,7 @@ class Int8MixedPrecisionLinear(nn.Linear):
     """An nn.Linear, or a Conv1D of transformers, that multiplies in int8."""
 
     end = "Int8MixedPrecisionTrainingConfig(False, False, False)"
+    trained_as = "int8 products"
     int8_products: tuple[bool, bool, bool]
     """Which of `PRODUCTS` are in int8."""
     float_class: type[nn.Module]

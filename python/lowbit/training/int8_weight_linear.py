@@ -24,6 +24,7 @@ class Int8WeightLinear(nn.Linear):
     """An nn.Linear whose weight is a parameter that holds an `Int8Weight`."""
 
     end = 'Int8WeightOnlyQuantizedTrainingConfig(step="convert")'
+    trained_as = "an int8 weight"
     float_class: type[nn.Linear]
 
     def __init__(self, *_: Any, **__: Any) -> None:

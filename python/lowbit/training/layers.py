@@ -34,6 +34,7 @@ SCALE, ZERO = "weight_scale", "weight_zero"
 class FakeQuantized(nn.Module):
     """What both layers share."""
 
+    end = 'QATConfig(config, step="convert")'
     spec: LinearSpec
     base_config: str
     """Of the configuration that prepared the layer, as text; "convert" wants the same."""
@@ -48,6 +49,10 @@ class FakeQuantized(nn.Module):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError(f"{type(self).__name__}: quantize_(model, QATConfig(config)) makes one of a float layer")
+
+    @property
+    def trained_as(self) -> str:
+        return self.spec.name
 
     @property
     def learns_scales(self) -> bool:
@@ -84,7 +89,7 @@ class FakeQuantized(nn.Module):
             return None
         return (
             f"{prefix}weight must be float, as the layer is being trained, got {text_of(weight)}: "
-            "a packed weight is loaded after QATConfig(config, step='convert')"
+            f"a packed weight is loaded after {self.end}"
         )
 
 
@@ -92,7 +97,7 @@ class FakeQuantizedLinear(FakeQuantized, nn.Linear):
     """An nn.Linear with the numbers of a `QuantLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _in_autocast_dtype(x)
+        x = in_autocast_dtype(x)
         if self.x_format:
             x = fake_quantize_activations(x, self.x_format, self.weight_format[1])
         return fake_quantized_linear(x, self.matrix(), self.bias, self.weight_format, *self.scales())
@@ -114,7 +119,7 @@ class FakeQuantizedEmbedding(FakeQuantized, nn.Embedding):
         return rows * rows.new_full((), self.scalar_embed_scale)  # a table of Gemma
 
 
-def _in_autocast_dtype(x: Tensor) -> Tensor:
+def in_autocast_dtype(x: Tensor) -> Tensor:
     """Cast first, as the op `linear` in autocast: rounded before it, x would have other codes."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

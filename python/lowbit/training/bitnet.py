@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BitNetTrainingConfig: ternary weights with int8 activations (BitNet b1.58, Ma et al., arXiv 2402.17764).
+
+    y = fake_quantize(x) @ (scale * codes).T + bias,   scale = mean |weight|,   codes = round(weight / scale) in -1, 0, 1
+
+The gradient of the rounded weight, and of the rounded x, is that of the float one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowbit import devices
+from lowbit.formats.base import TrainingConfig
+from lowbit.formats.intx import int8_dynamic_activation_intx_weight
+from lowbit.ops.fake_quantize import fake_quantize_activations
+from lowbit.quant.fast_path import disable_encoder_fast_path
+from lowbit.quant.linear_layers import features_of
+from lowbit.quant.load_check import check_state_dicts_of
+from lowbit.quant.output_head import INT8
+from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
+from lowbit.quant.select import select
+from lowbit.training.convert import convert
+from lowbit.training.layers import FakeQuantizedLinear, in_autocast_dtype, prepare_in_place
+from lowbit.training.qat import STEPS
+
+_INT2 = int8_dynamic_activation_intx_weight(torch.int2, None)
+_ZERO = 2  # the code of int2 that is 0
+
+
+@dataclass(frozen=True, slots=True)
+class BitNetTrainingConfig(TrainingConfig):
+    """Train ternary weights: ``quantize_(model, BitNetTrainingConfig())``, and ``step="convert"`` behind it.
+
+    Float weights are rounded in every step: to -1, 0 or 1 times the mean size of the whole weight; activations to int8
+    with a scale for each row. What "convert" gives are `QuantLinear` of 2 bits with int8 activations: ``dequantize()``
+    is, bit for bit, the weight of the last forward.
+
+    Args:
+        step: "prepare" or "convert".
+
+    Raises:
+        ValueError: step is another.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.training.BitNetTrainingConfig())
+        >>> train(model)
+        >>> lowbit.quantize_(model, lowbit.training.BitNetTrainingConfig(step="convert"))
+    """
+
+    _: KW_ONLY
+    step: str = "prepare"
+
+    def __post_init__(self) -> None:
+        if self.step not in STEPS:
+            raise ValueError(f"{type(self).__name__}: step must be 'prepare' or 'convert', got step={self.step!r}")
+
+    def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
+        if head not in (None, INT8):
+            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        if self.step == "convert":
+            return convert(model, str(self), BitNetLinear.base_config, filter_fn)
+        selected, skipped = select(model, _INT2, filter_fn, None, strict)
+        for item in selected:
+            name = f"weight of {item.name or 'the model itself'}"
+            devices.check(type(self).__name__, name, item.module.weight.device, meta=True)
+        report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
+        rows = {}
+        for item in selected:
+            module, size, shape = item.module, item.module.weight.nbytes, features_of(item.module)
+            prepare_in_place(module, item.spec, BitNetLinear.base_config)
+            module.__class__ = BitNetLinear
+            rows[item.name] = ReportRow(item.name, "ternary", shape, size, size, note="ternary weight, to be trained")
+        rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+        report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+        report.notes += [] if selected else ["no layer was selected"]
+        check_state_dicts_of(model)
+        report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
+        report.model_bytes_after = model_bytes(model)
+        return report
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(step={self.step!r})"
+
+
+class BitNetLinear(FakeQuantizedLinear):
+    """An nn.Linear with a ternary weight and int8 activations."""
+
+    base_config = "BitNetTrainingConfig()"
+    end = 'BitNetTrainingConfig(step="convert")'
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fake_quantize_activations(in_autocast_dtype(x), self.x_format, 0)
+        return functional.linear(x, self.fake_quantized_weight(), self.bias)
+
+    def fake_quantized_weight(self) -> Tensor:
+        return _Ternary.apply(self.matrix())
+
+    def quantize(self) -> tuple[Tensor, Tensor, None]:
+        codes, scale = _ternary(self.matrix().detach())
+        return (codes + _ZERO).to(torch.uint8), scale.expand(len(codes), 1), None
+
+
+class _Ternary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        codes, scale = _ternary(weight)
+        return (codes * scale).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _ternary(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes as floats [n, k] and the scale, which is nan where a weight is not finite, and so are the codes."""
+    weight = weight.float()
+    scale = weight.abs().mean()
+    return (weight / torch.where(scale == 0, 1, scale)).round().clamp(-1, 1), scale
