@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """BitNetTrainingConfig: ternary weights with int8 activations (BitNet b1.58, Ma et al., arXiv 2402.17764).
 
-    y = fake_quantize(x) @ (scale * codes).T + bias,   scale = mean |weight|,   codes = round(weight / scale) in -1, 0, 1
+    y = fake_quantize(x) @ (scale * codes).T + bias
+    scale = mean |weight|,   codes = round(weight / scale), from -1 to 1
 
 The gradient of the rounded weight, and of the rounded x, is that of the float one.
 """
