@@ -138,7 +138,7 @@ def test_memory_is_a_byte_for_each_weight(model: nn.Module) -> None:
     assert all(weight.untyped_storage().nbytes() == 0 or weight.data_ptr() == 0 for weight in weights_of(model))
 
 
-def test_the_state_dict_is_plain_and_resumes(
+def test_the_state_dict_is_plain_and_loads(
     model: nn.Module, trained: nn.Module, train: Callable[..., list[Tensor]]
 ) -> None:
     train(trained)
@@ -156,12 +156,22 @@ def test_the_state_dict_is_plain_and_resumes(
         fresh.load_state_dict(copy.deepcopy(state), assign=assign)
         x = torch.randn(5, 100)
         assert torch.equal(fresh(x), trained(x)) and type(fresh[0].weight) is Int8Weight
-    for each in (trained, fresh):
+
+
+@by_optimizer
+def test_a_resumed_training_is_the_uninterrupted_one(
+    model: nn.Module, trained: nn.Module, train: Callable[..., list[Tensor]], make: Callable[[Any], Any]
+) -> None:
+    resumed, optimizer = copy.deepcopy(trained), make(trained.parameters())
+    train(trained, 4, optimizer)
+    resumed.load_state_dict(trained.state_dict())
+    again = make(resumed.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, steps in ((trained, optimizer), (resumed, again)):
         torch.manual_seed(3)
-        train(each, first=4)
-    assert all(
-        torch.equal(*pair) for pair in zip(*(each.state_dict().values() for each in (trained, fresh)), strict=True)
-    )
+        train(each, 4, steps, first=4)
+    pairs = zip(*(each.state_dict().values() for each in (trained, resumed)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_a_state_dict_of_another_step_is_named(model: nn.Module, trained: nn.Module) -> None:
