@@ -52,11 +52,15 @@ def float8_scale(x: Tensor, cast: CastConfig, dim: int, power_of_2: bool) -> Ten
 
     It is nan where x is not finite, so that the product becomes nan.
     """
-    over = [dim] if cast.scaling_granularity is ScalingGranularity.AXISWISE else [0, 1]
-    if x.numel():
-        amax = x.abs().amax(over, keepdim=True).double()
-    else:
-        amax = x.new_zeros([1 if i in over else size for i, size in enumerate(x.shape)], dtype=torch.float64)
+    axiswise = cast.scaling_granularity is ScalingGranularity.AXISWISE
+    if not x.numel():
+        amax = x.new_zeros([1 if i == dim or not axiswise else size for i, size in enumerate(x.shape)])
+    elif axiswise:
+        amax = x.abs().amax(dim, keepdim=True)
+    else:  # aminmax makes no second tensor, but is slow along a dimension
+        low, high = x.aminmax()
+        amax = torch.maximum(high, -low).view(1, 1)
+    amax = amax.double()
     amax = torch.where(amax.isfinite(), amax, torch.nan).clamp(min=_SMALLEST_AMAX)
     scale = (torch.finfo(cast.target_dtype).max / amax).float()
     return scale / torch.frexp(scale).mantissa / 2 if power_of_2 else scale
@@ -86,17 +90,19 @@ def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _nearest(x: Tensor, dtype: torch.dtype, scale: Tensor, power: Tensor, ratio: Tensor | None) -> Tensor:
-    """Return float8(x * scale) / power."""
+    """Return float8(x * scale) / power; where scale is that power and x bfloat16, in bfloat16, as it is exact."""
+    x = x.float() if x.dtype is torch.float16 else x  # which has not the range
+    step = power.reciprocal()
+    if ratio is None:
+        scale, step = scale.to(x.dtype), step.to(x.dtype)
     if dtype is not E4M3 or not x.is_cpu or not x.numel():
-        return (x * scale).to(dtype).float() * power.reciprocal()
-    if scale.shape[1] > 1:  # the op has scales of rows
-        steps = scale.new_ones(x.shape[0], 1)
-        return _fake_quantize_op(x * scale, *_E4M3_FORMAT, steps)[0].mul_(power.reciprocal())
-    if ratio is not None:
-        x = x * ratio
-    elif x.dtype is torch.float16:
-        x = x.float()
-    return _fake_quantize_op(x, *_E4M3_FORMAT, power.reciprocal().expand(x.shape[0], 1).contiguous())[0]
+        return (x * scale).to(dtype).to(step.dtype).mul_(step)
+    if step.shape[1] > 1:  # the op has scales of rows
+        return _fake_quantize_op(x * scale, *_E4M3_FORMAT, scale.new_ones(x.shape[0], 1, dtype=torch.float32))[0].mul_(
+            step
+        )
+    of_rows = step.float().expand(x.shape[0], 1).contiguous()
+    return _fake_quantize_op(x if ratio is None else x * ratio, *_E4M3_FORMAT, of_rows)[0]
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
