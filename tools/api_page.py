@@ -36,8 +36,8 @@ SECTIONS = {
     "Float8DynamicActivationFloat8WeightConfig FloatWeightConfig GPTQ HQQ MappingType PerRow PerGroup PerAxis PerToken",
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Training": "lowbit.training: QATConfig",
-    "Training in float8": "lowbit.training: convert_to_float8_training Float8LinearConfig CastConfig Float8GemmConfig "
-    "ScalingType ScalingGranularity Float8LinearRecipeName",
+    "Training in float8": "lowbit.training: convert_to_float8_training end_float8_training Float8LinearConfig "
+    "CastConfig Float8GemmConfig ScalingType ScalingGranularity Float8LinearRecipeName",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
     "or_masks noop_mask BlockMask QuantizedKVCache",

@@ -26,6 +26,7 @@ from lowbit.training import (
     ScalingGranularity,
     ScalingType,
     convert_to_float8_training,
+    end_float8_training,
     float8_product,
 )
 from lowbit.training.float8_product import float8_scale, multiply, operand, scaled_mm
@@ -245,6 +246,18 @@ def test_a_layer_keeps_its_parameters_names_and_hooks(model: nn.Module, config: 
     model.load_state_dict(kept)
     model(torch.randn(2, 100))
     assert called and "e4m3fn" in repr(model[0])
+
+
+def test_the_end_of_training_is_the_float_model(model: nn.Module, config: Float8LinearConfig) -> None:
+    same, x = copy.deepcopy(model), torch.randn(3, 100)
+    convert_to_float8_training(model, config=config)
+    with pytest.raises(ValueError, match="quantize_: .*0 .*Float8Linear|quantize_: 0 is being trained as float8"):
+        lowbit.quantize_(model, lowbit.int8_weight_only(), lambda module, name: name == "0")
+    assert end_float8_training(model) is model and type(model[0]) is nn.Linear and "config" not in vars(model[0])
+    assert torch.equal(model(x), same(x))
+    with pytest.raises(ValueError, match="must have layers of convert_to_float8_training, got none"):
+        end_float8_training(model)
+    lowbit.quantize_(model, lowbit.int8_weight_only(), strict=True)
 
 
 def test_copies_and_files_keep_the_configuration(model: nn.Module, config: Float8LinearConfig) -> None:

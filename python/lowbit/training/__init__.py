@@ -4,7 +4,7 @@ in it: convert_to_float8_training."""
 
 from __future__ import annotations
 
-from lowbit.training.float8 import convert_to_float8_training
+from lowbit.training.float8 import convert_to_float8_training, end_float8_training
 from lowbit.training.float8_config import (
     CastConfig,
     Float8GemmConfig,
@@ -29,4 +29,5 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "convert_to_float8_training",
+    "end_float8_training",
 ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert_to_float8_training: the linear layers of a model compute in float8 from the next step on."""
+"""convert_to_float8_training: the linear layers of a model compute in float8 from the next step
+on, until end_float8_training."""
 
 from __future__ import annotations
 
@@ -73,4 +74,19 @@ def convert_to_float8_training(
         raise ValueError(f"{_NAME}: {wanted} an nn.Linear that can be converted, got none")
     for module in layers:
         module.__class__, module.config = Float8Linear, config
+    return model
+
+
+def end_float8_training(model: nn.Module) -> nn.Module:
+    """Make the layers that `convert_to_float8_training` converted nn.Linear again, in place, and return ``model``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    if not layers:
+        raise ValueError("end_float8_training: the model must have layers of convert_to_float8_training, got none")
+    for module in layers:
+        module.__class__ = nn.Linear
+        del module.config
     return model

@@ -18,6 +18,11 @@ class Float8Linear(nn.Linear):
     """An nn.Linear that computes in float8; names, parameters and state dict are those of the float layer."""
 
     config: Float8LinearConfig
+    end = "end_float8_training(model)"
+
+    @property
+    def trained_as(self) -> str:
+        return f"float8 ({self.config})"
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("Float8Linear: convert_to_float8_training(model) makes one of an nn.Linear")
