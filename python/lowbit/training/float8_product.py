@@ -12,7 +12,7 @@ lost: whatever overflows or vanishes here does so in the sum of float8 products 
 On CUDA codes are multiplied by torch._scaled_mm, with sums in float32 that are divided by the scales.
 
 A weight of 2048 x 2048 on one thread of a Xeon with AMX: the op fake_quantize takes 3.5 ms to e4m3 and back; torch
-takes 2.9 ms to e4m3, 18 ms back. torch._scaled_mm on that CPU took over a minute for 512 rows.
+takes 2.9 ms to e4m3, 18 ms back. torch._scaled_mm takes 7 s there for 128 rows and a weight of 1024 x 1024.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def float8_scale(x: Tensor, cast: CastConfig, dim: int, power_of_2: bool) -> Ten
     It is nan where x is not finite, so that the product becomes nan.
     """
     axiswise = cast.scaling_granularity is ScalingGranularity.AXISWISE
-    if not x.numel():
+    if not x.numel():  # which has no largest
         amax = x.new_zeros([1 if i == dim or not axiswise else size for i, size in enumerate(x.shape)])
     elif axiswise:
         amax = x.abs().amax(dim, keepdim=True)
