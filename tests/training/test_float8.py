@@ -175,19 +175,12 @@ def test_it_is_torchaos_emulation(recipe: str, dtype: torch.dtype) -> None:
             assert torch.equal(ours, other)
 
 
-def test_recipes_have_torchaos_casts() -> None:
+def test_a_configuration_of_torchao_is_taken_and_recipes_are_the_same() -> None:
     peer = pytest.importorskip("torchao.float8")
     for recipe in RECIPES:
         ours, theirs = (kind.from_recipe_name(recipe) for kind in (Float8LinearConfig, peer.Float8LinearConfig))
-        for name in Float8LinearConfig.__slots__:
-            one, other = getattr(ours, name), getattr(theirs, name)
-            if not isinstance(one, CastConfig):
-                assert str(one) == str(other), name
-            else:
-                assert one.is_cast == (other.scaling_type.name == "DYNAMIC"), name
-                if one.is_cast:
-                    assert one.target_dtype == other.target_dtype, name
-                    assert one.scaling_granularity.value == other.scaling_granularity.value, name
+        layer = convert_to_float8_training(nn.Linear(4, 4), config=theirs)
+        assert layer.config == ours and type(layer.config) is Float8LinearConfig
     assert Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE) == Float8LinearConfig()
 
 
@@ -420,6 +413,7 @@ def test_another_conversion_is_refused_by_name_and_changes_nothing(model: nn.Mod
             "target_dtype of cast_config_input_for_grad_weight must be torch.float8_e4m3fn, got torch.float8_e5m2",
         ),
         (lambda: convert_to_float8_training(nn.Linear(4, 4), config="rowwise"), TypeError, "config must be a Float8L"),
+        (lambda: convert_to_float8_training(nn.Linear(4, 4), module_filter_fn="0"), TypeError, "True converts; got str"),
         (lambda: convert_to_float8_training(nn.Linear(4, 4).double()), TypeError, "weight of the model itself must be"),
         (lambda: convert_to_float8_training(nn.Linear(4, 4))(torch.ones(2, 5)), ValueError, r"shape \[..., 4\], got"),
         (
@@ -428,7 +422,7 @@ def test_another_conversion_is_refused_by_name_and_changes_nothing(model: nn.Mod
             "input must be torch.float32 as the weight, got torch.bfloat16",
         ),
     ],
-    ids=range(12),
+    ids=range(13),
 )  # fmt: skip
 def test_bad_input_is_named(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

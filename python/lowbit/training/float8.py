@@ -11,7 +11,7 @@ from torch import nn
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
 from lowbit.quant.select import reason_to_skip
-from lowbit.training.float8_config import Float8LinearConfig
+from lowbit.training.float8_config import Float8LinearConfig, float8_config_of
 from lowbit.training.float8_linear import Float8Linear
 
 _NAME = "convert_to_float8_training"
@@ -32,13 +32,13 @@ def convert_to_float8_training(
     Args:
         model: with nn.Linear layers of float32, bfloat16 or float16, of any size; or such a layer.
         module_filter_fn: is asked about every nn.Linear, with its name; True converts it.
-        config: of `Float8LinearConfig`; None: the recipe "tensorwise".
+        config: of `Float8LinearConfig`, also torchao's own; None: the recipe "tensorwise".
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: config or a weight is of another type.
+        TypeError: an argument or a weight is of another type.
         ValueError: a selected layer is quantized, is converted already or is trained otherwise, or cannot be converted,
             or none was selected; nothing has changed then.
 
@@ -47,9 +47,10 @@ def convert_to_float8_training(
         >>> keep_head = lambda module, name: name != "lm_head"
         >>> lowbit.training.convert_to_float8_training(model, module_filter_fn=keep_head, config=config)
     """
-    config = Float8LinearConfig() if config is None else config
-    if not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"{_NAME}: config must be a Float8LinearConfig, got {type(config).__name__}")
+    config = float8_config_of(Float8LinearConfig() if config is None else config)
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        got = type(module_filter_fn).__name__
+        raise TypeError(f"{_NAME}: module_filter_fn must be a function of (module, name), True converts; got {got}")
     adapters = adapter_modules(model)
     layers = []
     for name, module in model.named_modules():

@@ -11,7 +11,8 @@ A linear layer has three products, each of two operands:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -199,3 +200,24 @@ class Float8LinearConfig:
             for name, cast in casts.items()
             if "_for_" not in name or cast != casts[name.split("_for_")[0]]
         )
+
+
+def float8_config_of(config: Any) -> Float8LinearConfig:
+    """Return a configuration, which may be torchao's own, as ours.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(config, Float8LinearConfig):
+        return config
+    kind = type(config)
+    if kind.__name__ != "Float8LinearConfig" or not kind.__module__.startswith("torchao."):
+        raise TypeError(f"convert_to_float8_training: config must be a Float8LinearConfig, got {kind.__name__}")
+    given = {field.name: getattr(config, field.name) for field in fields(Float8LinearConfig)}
+    for name, value in given.items():
+        if name.startswith("cast_config"):
+            granularity = ScalingGranularity(value.scaling_granularity.value)
+            given[name] = CastConfig(ScalingType(value.scaling_type.value), granularity, value.target_dtype)
+        elif name.startswith("gemm_config"):
+            given[name] = Float8GemmConfig(value.use_fast_accum)
+    return Float8LinearConfig(**given)
