@@ -169,7 +169,8 @@ def test_it_is_torchaos_emulation(recipe: str, dtype: torch.dtype) -> None:
     x, grad = torch.randn(9, 100).to(dtype), torch.randn(9, 33).to(dtype)
     allowed = 5e-6 if dtype is torch.float32 else 3 * testing.ROUNDOFF[str(dtype)[6:]]
     for ours, other in zip(gradients(layer[0], x, grad), gradients(theirs[0], x, grad), strict=True):
-        if recipe == "tensorwise":  # they divide codes by the scale before they multiply
+        # They divide codes by the scale before they multiply, which is exact for powers of two, in float32.
+        if recipe == "tensorwise" or dtype is torch.bfloat16:
             assert (ours - other).abs().max() <= allowed * other.abs().max()
         else:
             assert torch.equal(ours, other)
