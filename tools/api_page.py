@@ -37,6 +37,8 @@ SECTIONS = {
     "What reports and calibrations hold, and other layouts": "lowbit.quant: ReportRow FloatWeight InputMoments repack",
     "Training": "lowbit.training: QATConfig Int8MixedPrecisionTrainingConfig Int8WeightOnlyQuantizedTrainingConfig "
     "BitNetTrainingConfig",
+    "Training in float8": "lowbit.training: convert_to_float8_training end_float8_training Float8LinearConfig "
+    "CastConfig Float8GemmConfig ScalingType ScalingGranularity Float8LinearRecipeName",
     "Attention": "lowbit: scaled_dot_product_attention flex_attention AuxRequest AuxOutput create_block_mask "
     "create_mask and_masks "
     "or_masks noop_mask BlockMask QuantizedKVCache",

@@ -37,6 +37,7 @@ def test_every_example_is_run_by_this_file() -> None:
         "07_on_a_gpu.py",
         "08_qat.py",
         "09_compile_blocks.py",
+        "10_float8_training.py",
     ]  # fmt: skip
     assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
 
@@ -126,6 +127,15 @@ def test_qat_comes_nearer_to_the_float_model_than_rounding_and_converts() -> Non
     assert row, text
     rounded, trained, converted = map(float, row.groups())
     assert trained < 0.9 * rounded and abs(converted / trained - 1) < 0.01, text
+
+
+def test_float8_training_learns_as_float_does() -> None:
+    pytest.importorskip("transformers")
+    text = run(EXAMPLES / "10_float8_training.py", "--steps", "40", "--layers", "1")
+    names, *rows = [line.split()[1:] for line in text.splitlines() if re.match(r"step|\d", line)]
+    first, last = ([float(cell) for cell in row] for row in (rows[0], rows[-1]))
+    assert names == ["float32", "bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp"] and len(rows) == 5, text
+    assert all(after < before and abs(after - last[0]) < 0.1 for before, after in zip(first, last, strict=True)), text
 
 
 def test_blocks_are_compiled_beside_eager_mode_and_the_whole_model() -> None:

@@ -28,7 +28,7 @@ def dense(case: LinearCase) -> torch.Tensor:
 @pytest.fixture(params=[True, False], ids=["bfloat16 products", "float32 products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As on a CPU with bfloat16 products, and on one without: torch has both everywhere."""
-    monkeypatch.setattr(module, "_BFLOAT16_PRODUCTS", request.param)
+    monkeypatch.setattr(module, "BFLOAT16_PRODUCTS", request.param)
     return request.param
 
 
@@ -74,8 +74,8 @@ def test_slices_are_differentiated_again_and_mapped(monkeypatch: pytest.MonkeyPa
 
 
 def test_which_product_is_taken_is_a_matter_of_the_instruction_set() -> None:
-    assert (_C.isa()["chosen"] in ("amx", "avx512_bf16")) is module._BFLOAT16_PRODUCTS
-    code = "from lowbit.ops import input_gradient; print(input_gradient._BFLOAT16_PRODUCTS)"
+    assert (_C.isa()["chosen"] in ("amx", "avx512_bf16")) is module.BFLOAT16_PRODUCTS
+    code = "from lowbit.ops import input_gradient; print(input_gradient.BFLOAT16_PRODUCTS)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

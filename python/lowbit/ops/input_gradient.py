@@ -21,7 +21,7 @@ _dequantize_op = torch.ops.lowbit.dequantize.default
 _PANEL = 16  # columns
 _SLICE = 2**20  # weights: 4 MB of float32, which stay in the cache until they are read again
 
-_BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # torch's are slower than float32 elsewhere
+BFLOAT16_PRODUCTS = _C.isa()["chosen"] in ("amx", "avx512_bf16")  # torch's are slower than float32 elsewhere
 
 WeightArgs = tuple[int, int, int, int, bool]
 """(n, k, format, group_size, asymmetric), as the op dequantize takes them."""
@@ -30,7 +30,7 @@ WeightArgs = tuple[int, int, int, int, bool]
 def input_gradient(grad_out: Tensor, weight: Tensor, weight_args: WeightArgs) -> Tensor:
     """Return ``grad_out`` [..., n] times the weight, [..., k], in the dtype of ``grad_out`` or in float32."""
     n, k, *rest = weight_args
-    in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and _BFLOAT16_PRODUCTS
+    in_bfloat16 = grad_out.dtype is torch.bfloat16 and weight.is_cpu and BFLOAT16_PRODUCTS
     dtype = grad_out.dtype if in_bfloat16 or not weight.is_cpu else torch.float32
     grad_out = grad_out.to(dtype)
     panels = max(1, _SLICE // (_PANEL * k))

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training for low precision and in it, through ``quantize_``: QATConfig; int8 products; int8 and ternary weights."""
+"""Training for low precision and in it: QATConfig, int8 products, int8 and ternary weights through
+``quantize_``; float8 products."""
 
 from __future__ import annotations
 
 from lowbit.training.bitnet import BitNetLinear, BitNetTrainingConfig
+from lowbit.training.float8 import convert_to_float8_training, end_float8_training
+from lowbit.training.float8_config import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
+from lowbit.training.float8_linear import Float8Linear
 from lowbit.training.int8_linear import Int8MixedPrecisionLinear
 from lowbit.training.int8_mixed_precision import Int8MixedPrecisionTrainingConfig
 from lowbit.training.int8_weight_linear import Int8WeightLinear
@@ -14,11 +25,20 @@ from lowbit.training.qat import QATConfig
 __all__ = [
     "BitNetLinear",
     "BitNetTrainingConfig",
+    "CastConfig",
     "FakeQuantizedEmbedding",
     "FakeQuantizedLinear",
+    "Float8GemmConfig",
+    "Float8Linear",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
     "Int8MixedPrecisionLinear",
     "Int8MixedPrecisionTrainingConfig",
     "Int8WeightLinear",
     "Int8WeightOnlyQuantizedTrainingConfig",
     "QATConfig",
+    "ScalingGranularity",
+    "ScalingType",
+    "convert_to_float8_training",
+    "end_float8_training",
 ]

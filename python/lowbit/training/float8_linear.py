@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float8Linear: an nn.Linear whose three products are of float8 numbers. Its weight stays float, and is cast in every
+product; nothing of its size is kept for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lowbit.training.float8_config import CastConfig, Float8LinearConfig, ScalingGranularity
+from lowbit.training.float8_product import Operand, multiply, operand
+
+
+class Float8Linear(nn.Linear):
+    """An nn.Linear that computes in float8; names, parameters and state dict are those of the float layer."""
+
+    config: Float8LinearConfig
+    end = "end_float8_training(model)"
+
+    @property
+    def trained_as(self) -> str:
+        return f"float8 ({self.config})"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError("Float8Linear: convert_to_float8_training(model) makes one of an nn.Linear")
+
+    def forward(self, input: Tensor) -> Tensor:
+        device = input.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not there on meta
+            input = input.to(torch.get_autocast_dtype(device))
+        elif input.dtype != self.weight.dtype:
+            raise TypeError(f"Float8Linear: input must be {self.weight.dtype} as the weight, got {input.dtype}")
+        if input.shape[-1:] != (self.in_features,):
+            wanted, got = self.in_features, list(input.shape)
+            raise ValueError(f"Float8Linear: input must have shape [..., {wanted}], got {got}")
+        return _Float8Linear.apply(input, self.weight, self.bias, self.config)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.config}"
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, config: Float8LinearConfig) -> Tensor:
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        ctx.config, ctx.bias_dtype, ctx.weight_dtype = config, bias.dtype if for_bias else None, weight.dtype
+        rows = x.reshape(-1, x.shape[-1])
+        out = multiply(
+            _operand(rows, config.cast_config_input, 1, x.dtype, config),
+            _operand(weight, config.cast_config_weight, 1, x.dtype, config).T,
+            x.dtype,
+            config.gemm_config_output.use_fast_accum,
+        )
+        if bias is not None:
+            out.add_(bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        config, dtype = ctx.config, grad.dtype
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = by_rows = None
+        if weight is not None:
+            by_rows = _operand(rows, config.cast_config_grad_output, 1, dtype, config)
+            other = _operand(weight, config.cast_config_weight_for_grad_input, 0, dtype, config)
+            grad_x = multiply(by_rows, other, dtype, config.gemm_config_grad_input.use_fast_accum)
+            grad_x = grad_x.view(*grad.shape[:-1], weight.shape[1])
+        if x is not None:
+            cast = config.cast_config_grad_output_for_grad_weight
+            if by_rows is None or cast != config.cast_config_grad_output or not _is_tensorwise(cast):
+                by_rows = _operand(rows, cast, 0, dtype, config)
+            other = _operand(x.reshape(-1, x.shape[-1]), config.cast_config_input_for_grad_weight, 0, dtype, config)
+            fast_accum = config.gemm_config_grad_weight.use_fast_accum
+            grad_weight = multiply(by_rows.T, other, dtype, fast_accum).to(ctx.weight_dtype)
+        grad_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _operand(x: Tensor, cast: CastConfig, dim: int, dtype: torch.dtype, config: Float8LinearConfig) -> Operand:
+    return operand(x, cast, dim, config.round_scales_to_power_of_2, dtype, config.emulate)
+
+
+def _is_tensorwise(cast: CastConfig) -> bool:
+    """Whether the operand is the same in every product."""
+    return cast.is_cast and cast.scaling_granularity is ScalingGranularity.TENSORWISE

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of float8 matrices: torchao's scales and codes, exact on a CPU at the speed of its float products.
+
+    scale = float32(largest / max(amax, 1e-12)), or the power of two below it;  code = float8(x * scale)
+    a @ b = sum(code_a * code_b) / (scale_a * scale_b)
+
+A code has 3 or 4 significant bits, so code / power is exact in bfloat16 and float32, whatever the power of two: an
+operand is multiplied as that, where scale = power * ratio, and the product is divided by the ratios of both, which are
+in [0.5, 1] (1 where scales are powers of two). Products of two codes are exact in float32, which sums them. No range is
+lost: whatever overflows or vanishes here does so in the sum of float8 products too.
+
+On CUDA codes are multiplied by torch._scaled_mm, with sums in float32 that are divided by the scales.
+
+A weight of 2048 x 2048 on one thread of a Xeon with AMX: the op fake_quantize takes 3.5 ms to e4m3 and back; torch
+takes 2.9 ms to e4m3, 18 ms back. torch._scaled_mm takes 7 s there for 128 rows and a weight of 1024 x 1024.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit import _C
+from lowbit.ops.input_gradient import BFLOAT16_PRODUCTS
+from lowbit.ops.registration import register
+from lowbit.training.float8_config import E4M3, CastConfig, ScalingGranularity
+
+register()
+_fake_quantize_op = torch.ops.lowbit.fake_quantize.default
+_E4M3_FORMAT = _C.FORMATS["fp8_e4m3"], 0, _C.MAPPINGS["symmetric"]  # one scale per row
+_SMALLEST_AMAX = 1e-12  # torchao's, which keeps the scale of zeros finite
+_MULTIPLE = 16  # of sizes of matrices that cuBLASLt multiplies in float8
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix as it is multiplied; the product is divided by ``divisor``, broadcast, if there is one."""
+
+    values: Tensor
+    divisor: Tensor | None = None
+
+    @property
+    def T(self) -> Operand:
+        return Operand(self.values.T, None if self.divisor is None else self.divisor.T)
+
+
+def float8_scale(x: Tensor, cast: CastConfig, dim: int, power_of_2: bool) -> Tensor:
+    """Return the scale of ``x`` [rows, columns], float32 ``[1, 1]``, ``[rows, 1]`` (dim 1) or ``[1, columns]`` (dim 0).
+
+    It is nan where x is not finite, so that the product becomes nan.
+    """
+    axiswise = cast.scaling_granularity is ScalingGranularity.AXISWISE
+    if not x.numel():  # which has no largest
+        amax = x.new_zeros([1 if i == dim or not axiswise else size for i, size in enumerate(x.shape)])
+    elif axiswise:
+        amax = x.abs().amax(dim, keepdim=True)
+    else:  # aminmax makes no second tensor, but is slow along a dimension
+        low, high = x.aminmax()
+        amax = torch.maximum(high, -low).view(1, 1)
+    amax = amax.double()
+    amax = torch.where(amax.isfinite(), amax, torch.nan).clamp(min=_SMALLEST_AMAX)
+    scale = (torch.finfo(cast.target_dtype).max / amax).float()
+    return scale / torch.frexp(scale).mantissa / 2 if power_of_2 else scale
+
+
+def operand(x: Tensor, cast: CastConfig, dim: int, power_of_2: bool, dtype: torch.dtype, emulate: bool) -> Operand:
+    """Return ``x`` [rows, columns] as a product that sums over ``dim`` takes it.
+
+    Args:
+        dtype: of the result of the product.
+        emulate: multiply float8 numbers in float on CUDA too.
+    """
+    if not cast.is_cast:
+        return Operand(x.to(dtype))
+    scale = float8_scale(x, cast, dim, power_of_2)
+    if x.is_cuda and not emulate:
+        return Operand((x * scale).to(cast.target_dtype), scale)
+    ratio = None if power_of_2 else torch.frexp(scale).mantissa
+    power = scale if ratio is None else scale / ratio
+    values = _nearest(x, cast.target_dtype, scale, power, ratio)
+    return Operand(values.to(product_dtype(x, dtype)), ratio)
+
+
+def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that float8 numbers are multiplied in for a result of ``dtype``; float16 has not the range."""
+    return torch.bfloat16 if dtype is torch.bfloat16 and (BFLOAT16_PRODUCTS or not x.is_cpu) else torch.float32
+
+
+def _nearest(x: Tensor, dtype: torch.dtype, scale: Tensor, power: Tensor, ratio: Tensor | None) -> Tensor:
+    """Return float8(x * scale) / power; where scale is that power and x bfloat16, in bfloat16, as it is exact."""
+    x = x.float() if x.dtype is torch.float16 else x  # which has not the range
+    step = power.reciprocal()
+    if ratio is None:
+        scale, step = scale.to(x.dtype), step.to(x.dtype)
+    if dtype is not E4M3 or not x.is_cpu or not x.numel():
+        return (x * scale).to(dtype).to(step.dtype).mul_(step)
+    if step.shape[1] > 1:  # the op has scales of rows
+        return _fake_quantize_op(x * scale, *_E4M3_FORMAT, scale.new_ones(x.shape[0], 1, dtype=torch.float32))[0].mul_(
+            step
+        )
+    of_rows = step.float().expand(x.shape[0], 1).contiguous()
+    return _fake_quantize_op(x if ratio is None else x * ratio, *_E4M3_FORMAT, of_rows)[0]
+
+
+def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """Return the product of ``a`` [m, k] and ``b`` [k, n], in ``dtype``."""
+    if a.values.dtype.itemsize == 1:
+        out = scaled_mm(a.values, b.values, fast_accum)
+    else:
+        device = a.values.device.type
+        autocast_off = (
+            torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+        )
+        with autocast_off:  # which would round operands to float16
+            out = a.values @ b.values
+    for divisor in _merged(a.divisor, b.divisor):
+        out.div_(divisor)
+    return out.to(dtype)
+
+
+def _merged(a: Tensor | None, b: Tensor | None) -> list[Tensor]:
+    there = [divisor for divisor in (a, b) if divisor is not None]
+    return [there[0] * there[1]] if len(there) == 2 and a.numel() == b.numel() == 1 else there
+
+
+def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
+    """Return the product of codes ``a`` [m, k] and ``b`` [k, n], float32, by cuBLASLt: zeros fill sizes up."""
+    m, n = a.shape[0], b.shape[1]
+    a, b = _padded(a), _padded(b.T).T  # of b columns must be contiguous
+    one = torch.ones((), device=a.device)
+    out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accum)
+    return out[:m, :n]
+
+
+def _padded(x: Tensor) -> Tensor:
+    rows, columns = (-size % _MULTIPLE for size in x.shape)
+    if rows or columns:
+        x = torch.nn.functional.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)
+    return x.contiguous()
