@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_source_files_name_their_licence_and_are_short() -> None:
         if path.suffix in (".cpp", ".hpp") or (path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")):
             wide = [number for number, line in enumerate(lines, 1) if len(line) > 120]
             assert not wide, f"{name}: lines of more than 120 columns: {wide}"
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Their folders are no packages: of two files of one name a run of all tests imports one."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_stub_and_extension_have_the_same_names() -> None:

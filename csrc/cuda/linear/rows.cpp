@@ -117,7 +117,8 @@ void run_code_tiles(const LinearArgs& args) {
 // that ends the context.
 std::string_view refuses_weight(const LinearArgs& args) {
   if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
-  if (reinterpret_cast<std::uintptr_t>(args.weight) % 16) return "a weight that does not begin at a multiple of 16 bytes";
+  if (reinterpret_cast<std::uintptr_t>(args.weight) % 16)
+    return "a weight that does not begin at a multiple of 16 bytes";
   return "";
 }
 
