@@ -116,7 +116,12 @@ def test_products_are_the_sums_of_float8_products(
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_codes_are_those_of_torchs_cast(
-    dtype: torch.dtype, target: torch.dtype, granularity: ScalingGranularity, dim: int, power_of_2: bool
+    dtype: torch.dtype,
+    target: torch.dtype,
+    granularity: ScalingGranularity,
+    dim: int,
+    power_of_2: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, ties and subnormal numbers included: every number of 16 bits, in rows of all sizes. (Those that
     round up to 2**128 become inf.)"""
