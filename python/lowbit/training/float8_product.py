@@ -125,14 +125,12 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = Fals
         )
         with autocast_off:  # which would round operands to float16
             out = a.values @ b.values
-    for divisor in _merged(a.divisor, b.divisor):
-        out.div_(divisor)
+    divisors = [divisor for divisor in (a.divisor, b.divisor) if divisor is not None]
+    if len(divisors) == 2 and all(divisor.numel() == 1 for divisor in divisors):
+        divisors = [divisors[0] * divisors[1]]
+    for divisor in divisors:  # a number is one without dimensions: torch divides bfloat16 by it without copies
+        out.div_(divisor.view(()) if divisor.numel() == 1 else divisor)
     return out.to(dtype)
-
-
-def _merged(a: Tensor | None, b: Tensor | None) -> list[Tensor]:
-    there = [divisor for divisor in (a, b) if divisor is not None]
-    return [there[0] * there[1]] if len(there) == 2 and a.numel() == b.numel() == 1 else there
 
 
 def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
