@@ -386,6 +386,15 @@ def test_layers_whose_weight_others_read_are_left_and_refused_by_name() -> None:
         convert_to_float8_training(attention)
 
 
+def test_the_fused_float_path_of_torchs_encoder_is_off(config: Float8LinearConfig) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    convert_to_float8_training(layer, config=config)
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        fused = layer(x)
+    torch.testing.assert_close(fused, layer(x))
+
+
 @pytest.mark.parametrize("made", ["Float8Linear", "QuantLinear", "FakeQuantizedLinear"])
 def test_another_conversion_is_refused_by_name_and_changes_nothing(model: nn.Module, made: str) -> None:
     last = lambda module, name: name == "4"  # noqa: E731

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of float8 matrices: torchao's scales and codes, exact on a CPU at the speed of its float products.
+"""Products of float8 matrices: torchao's scales and codes, multiplied exactly on a CPU by its float products.
 
     scale = float32(largest / max(amax, 1e-12)), or the power of two below it;  code = float8(x * scale)
     a @ b = sum(code_a * code_b) / (scale_a * scale_b)
