@@ -116,7 +116,12 @@ def test_products_are_the_sums_of_float8_products(
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_codes_are_those_of_torchs_cast(
-    dtype: torch.dtype, target: torch.dtype, granularity: ScalingGranularity, dim: int, power_of_2: bool
+    dtype: torch.dtype,
+    target: torch.dtype,
+    granularity: ScalingGranularity,
+    dim: int,
+    power_of_2: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, ties and subnormal numbers included: every number of 16 bits, in rows of all sizes. (Those that
     round up to 2**128 become inf.)"""
@@ -379,6 +384,15 @@ def test_layers_whose_weight_others_read_are_left_and_refused_by_name() -> None:
         convert_to_float8_training(attention, module_filter_fn=lambda *_: True)
     with pytest.raises(ValueError, match="the model must have an nn.Linear that can be converted, got none"):
         convert_to_float8_training(attention)
+
+
+def test_the_fused_float_path_of_torchs_encoder_is_off(config: Float8LinearConfig) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    convert_to_float8_training(layer, config=config)
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        fused = layer(x)
+    torch.testing.assert_close(fused, layer(x))
 
 
 @pytest.mark.parametrize("made", ["Float8Linear", "QuantLinear", "FakeQuantizedLinear"])

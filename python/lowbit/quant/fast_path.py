@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep torch's encoder layers from reading a packed weight.
+"""Keep torch's encoder layers from reading a packed weight, or a float one whose layer computes otherwise.
 
 In inference nn.TransformerEncoderLayer hands linear1.weight and linear2.weight to one fused float op, and
 nn.TransformerEncoder turns padded batches into nested tensors for it. Both ask attributes of theirs first, which hold
@@ -13,18 +13,15 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowbit.quant.linear_layers import is_trained
-from lowbit.quant.quant_linear import QuantLinear
-
 
 def disable_encoder_fast_path(model: nn.Module) -> str | None:
-    """Clear the fast path of every encoder layer with a quantized child; return a note for the report, or None."""
+    """Clear the fast path of every encoder layer with a layer of ours; return a note for the report, or None."""
     count = 0
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and _is_quantized(module):
+        if isinstance(module, nn.TransformerEncoderLayer) and _has_ours(module):
             module.activation_relu_or_gelu = 0
             count += 1
-        elif isinstance(module, nn.TransformerEncoder) and any(map(_is_quantized, module.modules())):
+        elif isinstance(module, nn.TransformerEncoder) and any(map(_has_ours, module.modules())):
             module.use_nested_tensor = False
     if not count:
         return None
@@ -55,5 +52,6 @@ def without_encoder_fast_path(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return any(isinstance(child, QuantLinear) or is_trained(child) for child in module.children())
+def _has_ours(module: nn.Module) -> bool:
+    classes = (cls for child in module.children() for cls in type(child).__mro__)
+    return any(cls.__module__.startswith("lowbit.") for cls in classes)

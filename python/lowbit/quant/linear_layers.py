@@ -45,13 +45,14 @@ def is_fake_quantized(module: nn.Module) -> bool:
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether a configuration of `lowbit.training` made this layer, with rounded weights or in int8."""
+    """Whether `lowbit.training` made this layer, with rounded weights, in int8 or in float8."""
     home, name = type(module).__module__, type(module).__name__
-    in_int8 = (
+    made = (
         ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear"),
         ("lowbit.training.int8_weight_linear", "Int8WeightLinear"),
+        ("lowbit.training.float8_linear", "Float8Linear"),
     )
-    return is_fake_quantized(module) or (home, name) in in_int8
+    return is_fake_quantized(module) or (home, name) in made
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:

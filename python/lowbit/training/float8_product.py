@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of float8 matrices: torchao's scales and codes, exact on a CPU at the speed of its float products.
+"""Products of float8 matrices: torchao's scales and codes, multiplied exactly on a CPU by its float products.
 
     scale = float32(largest / max(amax, 1e-12)), or the power of two below it;  code = float8(x * scale)
     a @ b = sum(code_a * code_b) / (scale_a * scale_b)
@@ -32,6 +32,7 @@ register()
 _fake_quantize_op = torch.ops.lowbit.fake_quantize.default
 _E4M3_FORMAT = _C.FORMATS["fp8_e4m3"], 0, _C.MAPPINGS["symmetric"]  # one scale per row
 _SMALLEST_AMAX = 1e-12  # torchao's, which keeps the scale of zeros finite
+_SLICE = 2**16  # numbers
 _MULTIPLE = 16  # of sizes of matrices that cuBLASLt multiplies in float8
 
 
@@ -98,11 +99,19 @@ def _nearest(x: Tensor, dtype: torch.dtype, scale: Tensor, power: Tensor, ratio:
     if dtype is not E4M3 or not x.is_cpu or not x.numel():
         return (x * scale).to(dtype).to(step.dtype).mul_(step)
     if step.shape[1] > 1:  # the op has scales of rows
-        return _fake_quantize_op(x * scale, *_E4M3_FORMAT, scale.new_ones(x.shape[0], 1, dtype=torch.float32))[0].mul_(
-            step
-        )
-    of_rows = step.float().expand(x.shape[0], 1).contiguous()
-    return _fake_quantize_op(x if ratio is None else x * ratio, *_E4M3_FORMAT, of_rows)[0]
+        ones = scale.new_ones(x.shape[0], 1, dtype=torch.float32)
+        return _fake_quantize_op(x * scale, *_E4M3_FORMAT, ones)[0].mul_(step)
+    steps = step.float().expand(x.shape[0], 1).contiguous()
+    if ratio is None:
+        return _fake_quantize_op(x, *_E4M3_FORMAT, steps)[0]
+    if x.dtype is torch.float32 or torch.compiler.is_compiling():
+        return _fake_quantize_op(x * ratio, *_E4M3_FORMAT, steps)[0]
+    # In bfloat16 x * ratio would round: in float32, a slice at a time, which stays in the cache.
+    out, ratios = torch.empty(x.shape, dtype=x.dtype), ratio.expand(x.shape[0], 1)
+    for start in range(0, x.shape[0], rows := max(1, _SLICE // x.shape[1])):
+        part = slice(start, start + rows)
+        out[part] = _fake_quantize_op(x[part] * ratios[part], *_E4M3_FORMAT, steps[part])[0]
+    return out
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
@@ -116,14 +125,12 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast_accum: bool = Fals
         )
         with autocast_off:  # which would round operands to float16
             out = a.values @ b.values
-    for divisor in _merged(a.divisor, b.divisor):
-        out.div_(divisor)
+    divisors = [divisor for divisor in (a.divisor, b.divisor) if divisor is not None]
+    if len(divisors) == 2 and all(divisor.numel() == 1 for divisor in divisors):
+        divisors = [divisors[0] * divisors[1]]
+    for divisor in divisors:  # a number is one without dimensions: torch divides bfloat16 by it without copies
+        out.div_(divisor.view(()) if divisor.numel() == 1 else divisor)
     return out.to(dtype)
-
-
-def _merged(a: Tensor | None, b: Tensor | None) -> list[Tensor]:
-    there = [divisor for divisor in (a, b) if divisor is not None]
-    return [there[0] * there[1]] if len(there) == 2 and a.numel() == b.numel() == 1 else there
 
 
 def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
