@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from harness import Run, duration, interleave, table
-from torch import Tensor, nn
+from harness import Run, duration, forward_and_backward, interleave, table
+from torch import nn
 
 from lowbit.training import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
@@ -40,17 +39,6 @@ def models_of(dense: nn.Module, peers: bool) -> dict[str, nn.Module]:
     return models
 
 
-def step_of(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
-    inputs = x.clone().requires_grad_()
-
-    def step() -> None:
-        inputs.grad = None
-        layer.zero_grad()
-        layer(inputs).backward(grad)
-
-    return step
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="2048x2048,8192x2048", help="n x k")
@@ -70,7 +58,7 @@ def main() -> None:
             dense = nn.Sequential(nn.Linear(k, n, bias=False)).to(getattr(torch, dtype))
             x, grad = (torch.randn(args.tokens, size).to(getattr(torch, dtype)) for size in (k, n))
             models = models_of(dense, not args.no_peers)
-            calls = {name: step_of(model, x, grad) for name, model in models.items()}
+            calls = {name: forward_and_backward(model, x, grad) for name, model in models.items()}
             columns += [f"{dtype}, {shape}", "of float"]
             for name, timing in interleave(calls, rounds=args.rounds, warmup=1, slow_s=30).items():
                 results[f"{name}, {dtype}, {shape}"] = timing.best_s

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import Run, duration, interleave, table
-from torch import Tensor, nn
+from harness import Run, duration, forward_and_backward, interleave, table
+from torch import nn
 
 import lowbit
 from lowbit.training import Int8MixedPrecisionTrainingConfig, Int8WeightOnlyQuantizedTrainingConfig
@@ -33,19 +32,6 @@ def torchao(dense: nn.Module) -> nn.Module | None:
     made = copy.deepcopy(dense)
     quantize_(made, Peer())
     return made
-
-
-def step_of(layer: nn.Module, x: Tensor) -> Callable[[], None]:
-    inputs = x.to(next(layer.parameters()).dtype).requires_grad_()
-    grad = torch.randn_like(layer(inputs))
-
-    def step() -> None:
-        inputs.grad = None
-        for parameter in layer.parameters():
-            parameter.grad = None
-        layer(inputs).backward(grad)
-
-    return step
 
 
 def main() -> None:
@@ -78,8 +64,10 @@ def main() -> None:
                 lowbit.quantize_(layer, config)
             made[f"torchao int8 products, {dtype}"] = torchao(models[f"torch {dtype}"])
         models |= {name: layer for name, layer in made.items() if layer is not None and args.only in name}
-        x = torch.randn(args.tokens, k)
-        calls = {name: step_of(layer, x) for name, layer in models.items()}
+        x, grad = torch.randn(args.tokens, k), torch.randn(args.tokens, n)
+        dtypes = {name: next(layer.parameters()).dtype for name, layer in models.items()}
+        calls = {name: forward_and_backward(layer, x.to(dtypes[name]), grad.to(dtypes[name]))
+                 for name, layer in models.items()}  # fmt: skip
         for name, timing in interleave(calls, rounds=args.rounds, warmup=1, slow_s=60).items():
             results[f"{name}, {shape}"] = timing.best_s
             ratios = [f"{results[f'torch {of}, {shape}'] / timing.best_s:.2f}x" for of in ("float32", "bfloat16")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, duration, interleave, table
+from harness import Run, duration, forward_and_backward, interleave, table
 from torch import Tensor, nn
 
 import lowbit
@@ -68,18 +68,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def step_of(block: nn.Module, x: Tensor) -> Callable[[], None]:
-    inputs, grad = x.clone().requires_grad_(), torch.randn_like(x)
-
-    def step() -> None:
-        inputs.grad = None
-        for parameter in block.parameters():
-            parameter.grad = None
-        block(inputs).backward(grad)
-
-    return step
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", default=",".join(BLOCKS))
@@ -102,7 +90,7 @@ def main() -> None:
                 models[name] = copy.deepcopy(dense)
                 lowbit.quantize_(models[name], QATConfig(config, learned_scales=learned_scales))
         models |= {name: peer for name, peer in peers(dense).items() if args.only in name}
-        calls = {name: step_of(model, x) for name, model in models.items()}
+        calls = {name: forward_and_backward(model, x, torch.randn_like(x)) for name, model in models.items()}
         for name, timing in interleave(calls, rounds=args.rounds, warmup=1, slow_s=60).items():
             results[f"{name}, {block}"] = timing.best_s
             ratio = timing.best_s / results[f"float, {block}"]

@@ -50,6 +50,18 @@ class Timing:
     samples: int
 
 
+def forward_and_backward(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Call:
+    """A step of training without its optimizer: gradients of x and of the parameters, made anew in each."""
+    inputs = x.clone().requires_grad_()
+
+    def step() -> None:
+        inputs.grad = None
+        module.zero_grad()
+        module(inputs).backward(grad)
+
+    return step
+
+
 def rotate(calls: Sequence[Call]) -> Call:
     """Return a call that runs the next of ``calls`` each time: with enough copies of a weight none is left
     in a cache."""

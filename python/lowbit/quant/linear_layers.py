@@ -33,26 +33,14 @@ def is_scaled_embedding(module: nn.Module) -> bool:
     return home.startswith("transformers.models.gemma") and name.endswith("TextScaledWordEmbedding")
 
 
-def is_fake_quantized(module: nn.Module) -> bool:
-    """Whether `lowbit.training` prepared this layer to be trained with rounded weights, known by the name and home of
-    its class."""
-    home, name = type(module).__module__, type(module).__name__
-    return (home, name) in (
-        ("lowbit.training.layers", "FakeQuantizedLinear"),
-        ("lowbit.training.layers", "FakeQuantizedEmbedding"),
-        ("lowbit.training.bitnet", "BitNetLinear"),
-    )
-
-
 def is_trained(module: nn.Module) -> bool:
-    """Whether `lowbit.training` made this layer, with rounded weights, in int8 or in float8."""
-    home, name = type(module).__module__, type(module).__name__
-    made = (
-        ("lowbit.training.int8_linear", "Int8MixedPrecisionLinear"),
-        ("lowbit.training.int8_weight_linear", "Int8WeightLinear"),
-        ("lowbit.training.float8_linear", "Float8Linear"),
-    )
-    return is_fake_quantized(module) or (home, name) in made
+    """Whether `lowbit.training` made this layer: its class says with ``trained_as`` how."""
+    return hasattr(type(module), "trained_as")
+
+
+def is_fake_quantized(module: nn.Module) -> bool:
+    """Whether `lowbit.training` prepared this layer to be trained with rounded weights."""
+    return is_trained(module) and hasattr(type(module), "fake_quantized_weight")
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:

@@ -16,19 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit import devices
 from lowbit.formats.base import TrainingConfig
 from lowbit.formats.intx import int8_dynamic_activation_intx_weight
 from lowbit.ops.fake_quantize import fake_quantize_activations
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of
 from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.output_head import INT8
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
 from lowbit.training.layers import FakeQuantizedLinear, in_autocast_dtype, prepare_in_place
-from lowbit.training.qat import STEPS
+from lowbit.training.preparing import check_devices, check_no_head, check_step, in_order
 
 _INT2 = int8_dynamic_activation_intx_weight(torch.int2, None)
 _ZERO = 2  # the code of int2 that is 0
@@ -58,18 +56,14 @@ class BitNetTrainingConfig(TrainingConfig):
     step: str = "prepare"
 
     def __post_init__(self) -> None:
-        if self.step not in STEPS:
-            raise ValueError(f"{type(self).__name__}: step must be 'prepare' or 'convert', got step={self.step!r}")
+        check_step(type(self).__name__, self.step)
 
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
-        if head not in (None, INT8):
-            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        check_no_head(self, head)
         if self.step == "convert":
             return convert(model, str(self), BitNetLinear.base_config, filter_fn)
         selected, skipped = select(model, _INT2, filter_fn, None, strict)
-        for item in selected:
-            name = f"weight of {item.name or 'the model itself'}"
-            devices.check(type(self).__name__, name, item.module.weight.device, meta=True)
+        check_devices(type(self).__name__, selected)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         rows = {}
         for item in selected:
@@ -77,8 +71,7 @@ class BitNetTrainingConfig(TrainingConfig):
             prepare_in_place(module, item.spec, BitNetLinear.base_config)
             module.__class__ = BitNetLinear
             rows[item.name] = ReportRow(item.name, "ternary", shape, size, size, note="ternary weight, to be trained")
-        rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-        report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+        report.rows = in_order(model, rows, skipped)
         report.notes += [] if selected else ["no layer was selected"]
         check_state_dicts_of(model)
         report.notes += [note] if (note := disable_encoder_fast_path(model)) else []

@@ -8,15 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from lowbit import devices
 from lowbit.formats.base import TrainingConfig
 from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of
-from lowbit.quant.output_head import INT8
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.int8_linear import Int8MixedPrecisionLinear, prepare_in_place, restore_in_place
+from lowbit.training.preparing import check_devices, check_no_head, in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ class Int8MixedPrecisionTrainingConfig(TrainingConfig):
                 raise TypeError(f"{type(self).__name__}: {field.name} must be True or False, got {value!r}")
 
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
-        if head not in (None, INT8):
-            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         if self.output or self.grad_input or self.grad_weight:
             report.rows = self._prepare(model, filter_fn, strict)
@@ -67,17 +65,14 @@ class Int8MixedPrecisionTrainingConfig(TrainingConfig):
 
     def _prepare(self, model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
         selected, skipped = select(model, Int8DynamicActivationInt8WeightConfig(), filter_fn, None, strict)
-        for item in selected:
-            name = f"weight of {item.name or 'the model itself'}"
-            devices.check(type(self).__name__, name, item.module.weight.device, meta=True)
+        check_devices(type(self).__name__, selected)
         rows = {}
         for item in selected:
             prepare_in_place(item.module, (self.output, self.grad_input, self.grad_weight))
             size = item.module.weight.nbytes
             note = "float weight, multiplied in int8"
             rows[item.name] = ReportRow(item.name, "int8 products", features_of(item.module), size, size, note=note)
-        rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-        return [rows[name] for name, _ in model.named_modules() if name in rows]
+        return in_order(model, rows, skipped)
 
     def __str__(self) -> str:
         told = ", ".join(f"{field.name}=False" for field in fields(self) if not getattr(self, field.name))

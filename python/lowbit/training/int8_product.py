@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit import _C
 from lowbit.formats.spec import LinearSpec
+from lowbit.quant.packing import all_finite, pack_weight
 
 SPEC = LinearSpec("int8", x_format="int8_row", mapping="symmetric_no_clipping_err")
 _linear_op = torch.ops.lowbit.linear.default
@@ -29,15 +29,12 @@ def _int8_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _product_of_packed(x: Tensor, weight: Tensor) -> Tensor:
     weight, not_finite = weight.contiguous(), None
-    if not _C.all_finite(weight):  # the kernel makes rows of x with such a number nan; columns are ours to make
+    if not all_finite(weight):  # the kernel makes rows of x with such a number nan; columns are ours to make
         not_finite = ~weight.isfinite().all(1)
         weight = weight.masked_fill(not_finite.unsqueeze(1), 0)
-    n, k = weight.shape
-    packed = torch.zeros(SPEC.shape(n, k), dtype=torch.uint8)
-    *_, format, group_size, asymmetric = SPEC.weight_args(n, k)
-    _C.quantize(weight, packed, format, group_size, asymmetric, _C.MAPPINGS[SPEC.mapping])
+    packed, _ = pack_weight(weight, SPEC)
     with torch.autocast("cpu", enabled=False):
-        y = _linear_op(x.contiguous(), packed, *SPEC.op_args(n, k))
+        y = _linear_op(x.contiguous(), packed, *SPEC.op_args(*weight.shape))
     if not_finite is not None:
         y[:, not_finite] = torch.nan
     return y

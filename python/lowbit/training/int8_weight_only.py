@@ -17,13 +17,12 @@ from lowbit.quant.codes import CodedWeight
 from lowbit.quant.fast_path import disable_encoder_fast_path
 from lowbit.quant.linear_layers import features_of, is_conv1d
 from lowbit.quant.load_check import check_state_dicts_of
-from lowbit.quant.output_head import INT8
 from lowbit.quant.quant_linear import quantize_in_place
 from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import Selected, select, serving_kernel
 from lowbit.training.int8_weight import Int8Weight
 from lowbit.training.int8_weight_linear import Int8WeightLinear
-from lowbit.training.qat import STEPS
+from lowbit.training.preparing import check_no_head, check_step, in_order, weight_of
 
 _SPEC = LinearSpec("int8")
 _ZERO = 128  # of the codes that are packed, which are unsigned
@@ -55,12 +54,10 @@ class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
     step: str = "prepare"
 
     def __post_init__(self) -> None:
-        if self.step not in STEPS:
-            raise ValueError(f"{type(self).__name__}: step must be 'prepare' or 'convert', got step={self.step!r}")
+        check_step(type(self).__name__, self.step)
 
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
-        if head not in (None, INT8):
-            raise ValueError(f"quantize_: head must be left out with {self}, got {head}: filter_fn can leave it float")
+        check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
         report.rows = _convert(model, filter_fn) if self.step == "convert" else _prepare(model, filter_fn, strict)
         report.notes += [] if report.rows else ["no layer was selected"]
@@ -90,12 +87,11 @@ def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:
         module.weight = weights[id(weight)]
         note = "int8 weight, to be trained"
         rows[item.name] = ReportRow(item.name, "int8 per-channel", features_of(module), before, after, note=note)
-    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    return [rows[name] for name, _ in model.named_modules() if name in rows]
+    return in_order(model, rows, skipped)
 
 
 def _check(item: Selected) -> None:
-    label = f"weight of {item.name or 'the model itself'}"
+    label = weight_of(item)
     devices.check("Int8WeightOnlyQuantizedTrainingConfig", label, item.module.weight.device)
     if item.note:
         raise ValueError(f"quantize_: {label} must not be shared with a layer that stays float, got one {item.note}")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import devices
 from lowbit.formats.base import FormatConfig, TrainingConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.torchao import from_torchao
@@ -27,8 +26,7 @@ from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import Selected, select
 from lowbit.training.convert import convert
 from lowbit.training.layers import prepare_in_place
-
-STEPS = ("prepare", "convert")
+from lowbit.training.preparing import check_devices, check_step, in_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,7 @@ class QATConfig(TrainingConfig):
     learned_scales: bool = False
 
     def __post_init__(self) -> None:
-        if self.step not in STEPS:
-            raise ValueError(f"QATConfig: step must be 'prepare' or 'convert', got step={self.step!r}")
+        check_step("QATConfig", self.step)
         object.__setattr__(self, "base_config", from_torchao(self.base_config))
         if self.base_config is None and self.step == "convert":
             return
@@ -120,9 +117,7 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
     if of_head is not None:
         trained_spec(of_head, torch.float32, qat.learned_scales)
     selected, skipped = select(model, config, filter_fn, None, strict, embeddings=True, head=of_head)
-    for item in selected:
-        devices.check("QATConfig", f"weight of {item.name or 'the model itself'}", item.module.weight.device,
-                      kernel="fake_quantize", meta=True)  # fmt: skip
+    check_devices("QATConfig", selected, kernel="fake_quantize")
     report = QuantizationReport(str(qat), model_bytes_before=model_bytes(model))
     scales: dict[int, tuple[nn.Parameter | None, Tensor | None]] = {}  # of a weight, which layers may share
     rows = {}
@@ -134,8 +129,7 @@ def _prepare(model: nn.Module, qat: QATConfig, filter_fn: Any, strict: bool, hea
         spec = replace(item.spec, scale="absmax")
         prepare_in_place(item.module, spec, str(config), *scales[key])
         rows[item.name] = ReportRow(item.name, spec.name, shape, size, size, note="fake-quantized, to be trained")
-    rows |= {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
-    report.rows = [rows[name] for name, _ in model.named_modules() if name in rows]
+    report.rows = in_order(model, rows, skipped)
     if not selected:
         report.notes.append("no layer was selected")
     check_state_dicts_of(model)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configurations of training share: checks before anything changes, and the report behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from lowbit import devices
+from lowbit.quant.output_head import INT8
+from lowbit.quant.report import ReportRow
+from lowbit.quant.select import Selected
+
+STEPS = ("prepare", "convert")
+
+
+def check_step(name: str, step: Any) -> None:
+    """Raise ValueError unless ``step`` is one of `STEPS`."""
+    if step not in STEPS:
+        raise ValueError(f"{name}: step must be 'prepare' or 'convert', got step={step!r}")
+
+
+def check_no_head(config: Any, head: Any) -> None:
+    """Raise ValueError if ``quantize_`` was given a format for the head, where all layers are trained alike."""
+    if head not in (None, INT8):
+        raise ValueError(f"quantize_: head must be left out with {config}, got {head}: filter_fn can leave it float")
+
+
+def weight_of(item: Selected) -> str:
+    """The weight of a layer, as errors name it."""
+    return f"weight of {item.name or 'the model itself'}"
+
+
+def check_devices(name: str, selected: Iterable[Selected], kernel: str | None = None) -> None:
+    """Raise ValueError for a weight where lowbit has no kernels, of every op or of ``kernel``."""
+    for item in selected:
+        devices.check(name, weight_of(item), item.module.weight.device, kernel=kernel, meta=True)
+
+
+def in_order(model: nn.Module, rows: dict[str, ReportRow], skipped: Iterable[Any]) -> list[ReportRow]:
+    """The rows of what changed and of what stays float, as ``model`` has its layers."""
+    rows = rows | {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
+    return [rows[name] for name, _ in model.named_modules() if name in rows]
