@@ -131,7 +131,7 @@ LOWBIT_NOINLINE void consider(const Group& group, const Candidate<Float>& first,
 // A group whose weights reach `down` below zero and `high` above it, in absmax scales; `own`: levels around
 // its zero point.
 template <class Float>
-struct Reach {
+struct GroupRange {
   Float down, high;
   bool asymmetric;
   LevelRange<Float> own;
@@ -139,7 +139,7 @@ struct Reach {
 
 // The candidate with `count` steps, of which the codes have `levels`.
 template <class Float>
-LOWBIT_INLINE Candidate<Float> candidate(const Reach<Float>& of, float count, float levels, float code_max) {
+LOWBIT_INLINE Candidate<Float> candidate(const GroupRange<Float>& of, float count, float levels, float code_max) {
   const Float none = like(of.high, 0.0f), width = of.asymmetric ? add(of.down, of.high) : max(of.down, of.high),
               inverse = div(like(none, count), max(like(none, 0x1p-100f), width));
   LevelRange<Float> range = of.own;
@@ -154,10 +154,10 @@ LOWBIT_INLINE Candidate<Float> candidate(const Reach<Float>& of, float count, fl
 // Steps are `count` parts of `levels`, an even number of them.
 template <class Codec, bool kWeighted, class Group, class Float>
 LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int count, float levels,
-                                const Reach<Float>& reach, Best<Float>& best) {
+                                const GroupRange<Float>& group_range, Best<Float>& best) {
   for (int at = 0; at < count; at += 2) {
-    const auto a = candidate(reach, steps[at] * levels, levels, group.code_max),
-               b = candidate(reach, steps[at + 1] * levels, levels, group.code_max);
+    const auto a = candidate(group_range, steps[at] * levels, levels, group.code_max),
+               b = candidate(group_range, steps[at + 1] * levels, levels, group.code_max);
     if (Group::kSparesClamps && group.code_max >= 15 && at < kFirstWithin)
       consider<Codec, kWeighted, Group::kSparesClamps>(group, a, b, best);
     else consider<Codec, kWeighted, false>(group, a, b, best);
@@ -166,7 +166,7 @@ LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int coun
 
 // What is chosen for a group: the scale as `stored` is, the zero point, and the error of absmax in its own scales.
 template <class Float>
-struct Chosen { Float scale, zero, absmax_error; };
+struct ChosenScale { Float scale, zero, absmax_error; };
 
 // A scale as it is stored: float16, over the power of two of its column. Per channel, float32, of which 16 bits are
 // kept: a scale that is as short is then met exactly.
@@ -179,7 +179,7 @@ LOWBIT_INLINE Float as_stored(const Group& group, Float scale, bool half_scales)
 
 // `stored`: the absmax scale, as it is stored; `zero`: the zero point that goes with it; scales stay below `limit`.
 template <class Codec, bool kWeighted, class Group, class Float>
-LOWBIT_INLINE Chosen<Float> search(const Group& group, bool asymmetric, bool half_scales, Float stored, Float zero,
+LOWBIT_INLINE ChosenScale<Float> search(const Group& group, bool asymmetric, bool half_scales, Float stored, Float zero,
                                    Float limit) {
   constexpr bool kIntegers = Codec::kind == CodecKind::integer;
   const Float none = like(stored, 0.0f), one = like(stored, 1.0f);
@@ -192,15 +192,15 @@ LOWBIT_INLINE Chosen<Float> search(const Group& group, bool asymmetric, bool hal
   const LevelRange<Float> straight = around(zero, group.code_max),
                           own{either(flip, sub(none, straight.high), straight.low),
                               either(flip, sub(none, straight.low), straight.high)};
-  const Reach<Float> reach{down, high, asymmetric, own};
+  const GroupRange<Float> group_range{down, high, asymmetric, own};
   Best<Float> best{none, one, own};
   if constexpr (kIntegers)
     consider_all<Codec, kWeighted>(group, asymmetric ? kAsymmetricSteps : kSymmetricSteps, 14,
-                                   asymmetric ? group.code_max : (group.code_max + 1) / 2, reach, best);
-  else consider_all<Codec, kWeighted>(group, kLookupSteps, 8, Codec::range, reach, best);
+                                   asymmetric ? group.code_max : (group.code_max + 1) / 2, group_range, best);
+  else consider_all<Codec, kWeighted>(group, kLookupSteps, 8, Codec::range, group_range, best);
 
   Sums<Float> sums = weigh<Codec, kWeighted>(group, one, straight);
-  Chosen<Float> choice{.scale = stored, .zero = zero, .absmax_error = sums.error};
+  ChosenScale<Float> choice{.scale = stored, .zero = zero, .absmax_error = sums.error};
   Float least = sums.error, product = best.product, square = best.square;
   for (int i = 0; i <= kRefits; i++) {
     const Float scale = as_stored(group, mul(div(product, square), stored), half_scales);

@@ -64,7 +64,7 @@ Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
 }
 
 // With what their rows' names point to.
-struct Made {
+struct BackendList {
   std::deque<std::string> names;  // never moved
   std::deque<Backend> backends;
   std::vector<const Backend*> all;
@@ -73,13 +73,13 @@ struct Made {
 }  // namespace
 
 std::span<const Backend* const> backends() {
-  static std::atomic<const Made*> kept{nullptr};
+  static std::atomic<const BackendList*> kept{nullptr};
   return made_once(kept, [] {
-    Made made;
-    made.backends.push_back(make_backend());
-    made.backends.push_back(for_torch(made.backends.front(), made.names));
-    for (const Backend& backend : made.backends) made.all.push_back(&backend);
-    return made;
+    BackendList list;
+    list.backends.push_back(make_backend());
+    list.backends.push_back(for_torch(list.backends.front(), list.names));
+    for (const Backend& backend : list.backends) list.all.push_back(&backend);
+    return list;
   }).all;
 }
 

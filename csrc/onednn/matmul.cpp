@@ -116,9 +116,9 @@ void Matmul::run(const Operands& operands) const {
 }
 
 namespace {
-using Kept = std::list<std::pair<Product, std::shared_ptr<const Matmul>>>;
-thread_local Kept kept;  // the one that was asked for last comes first
-thread_local std::map<Product, Kept::iterator> found;
+using RecentMatmuls = std::list<std::pair<Product, std::shared_ptr<const Matmul>>>;
+thread_local RecentMatmuls kept;  // the one that was asked for last comes first
+thread_local std::map<Product, RecentMatmuls::iterator> found;
 }  // namespace
 
 std::shared_ptr<const Matmul> matmul(const Product& product) {

@@ -55,11 +55,11 @@ bool is_of_the_dead(const std::string& path) {
 
 // In the default folder, removes files of ended processes that are older than a day, and the oldest of more than 64.
 void clean(const std::string& folder) {
-  struct Kept {
+  struct RingFile {
     time_t changed;
     std::string path;
   };
-  std::vector<Kept> kept;
+  std::vector<RingFile> kept;
   DIR* const listing = opendir(folder.c_str());
   if (!listing) return;
   while (const dirent* entry = readdir(listing)) {
@@ -73,7 +73,7 @@ void clean(const std::string& folder) {
   }
   closedir(listing);
   if (kept.size() <= kKeptFiles) return;
-  std::sort(kept.begin(), kept.end(), [](const Kept& a, const Kept& b) { return a.changed < b.changed; });
+  std::sort(kept.begin(), kept.end(), [](const RingFile& a, const RingFile& b) { return a.changed < b.changed; });
   for (std::size_t i = 0; i + kKeptFiles < kept.size(); i++) unlink(kept[i].path.c_str());
 }
 

@@ -14,7 +14,7 @@ namespace lowbit::sim {
 namespace {
 
 // Backends with what they point to.
-struct Made {
+struct BackendList {
   std::string cpu_fails;          // why no backend could be asked whether this machine runs it: LOWBIT_ISA is wrong
   std::deque<std::string> names;  // never moved
   std::deque<Backend> backends;
@@ -24,11 +24,11 @@ struct Made {
   std::string_view name_after(std::string_view name) { return names.emplace_back(concat(name, "_sim")); }
 };
 
-std::atomic<const Made*> kept{nullptr};
+std::atomic<const BackendList*> kept{nullptr};
 
 const std::string& unavailable(Device) {
-  const Made& made = *kept.load(std::memory_order_acquire);
-  return device_count() == 0 ? made.not_enabled : made.cpu_fails;
+  const BackendList& list = *kept.load(std::memory_order_acquire);
+  return device_count() == 0 ? list.not_enabled : list.cpu_fails;
 }
 
 bool runs_here(const Backend& backend, std::string& cpu_fails) {
@@ -45,12 +45,12 @@ void open_and_run(const Place& place, const std::function<void()>& row) {
   row();
 }
 
-Backend simulated(const Backend& host, Made& made) {
+Backend simulated(const Backend& host, BackendList& list) {
   Backend backend = host;
-  backend.name = made.name_after(host.name), backend.device = DeviceType::simulated;
+  backend.name = list.name_after(host.name), backend.device = DeviceType::simulated;
   backend.unavailable = unavailable, backend.guard = open_and_run;
 #define LOWBIT_OP(op, Args) \
-  for (Kernel<Args>& row : backend.op) row.name = made.name_after(row.name);
+  for (Kernel<Args>& row : backend.op) row.name = list.name_after(row.name);
   LOWBIT_OPS(LOWBIT_OP)
 #undef LOWBIT_OP
   return backend;
@@ -60,11 +60,11 @@ Backend simulated(const Backend& host, Made& made) {
 
 std::span<const Backend* const> backends(std::span<const Backend* const> host) {
   return made_once(kept, [&] {
-    Made made;
+    BackendList list;
     for (const Backend* backend : host)
-      if (runs_here(*backend, made.cpu_fails)) made.backends.push_back(simulated(*backend, made));
-    for (const Backend& backend : made.backends) made.all.push_back(&backend);
-    return made;
+      if (runs_here(*backend, list.cpu_fails)) list.backends.push_back(simulated(*backend, list));
+    for (const Backend& backend : list.backends) list.all.push_back(&backend);
+    return list;
   }).all;
 }
 

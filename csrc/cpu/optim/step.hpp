@@ -20,13 +20,13 @@ namespace {
 LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
 
 // What all blocks of a tensor share.
-struct Common {
+struct TensorConstants {
   double step;  // of this step, counted from 1
   uint64_t seed;
   f32x16 grad_factor, keep, l2;  // keep: 1 - lr * weight_decay if decoupled, else 1; l2: weight_decay if not decoupled
   bool scaled, negated, adds_l2, special, stochastic;  // special: any of the first three
 
-  LOWBIT_INLINE Common(const OptimStepArgs& args, const OptimTensor& tensor)
+  LOWBIT_INLINE TensorConstants(const OptimStepArgs& args, const OptimTensor& tensor)
       : step(*tensor.step_count),
         seed(args.stochastic_rounding ? tensor_seed(args.seed, step, &tensor - args.tensors.data()) : 0),
         grad_factor(set1(1.0f / grad_scale_of(args))),
@@ -131,7 +131,7 @@ struct GroupUpdate {
   static constexpr int kMoments = Rule::kMoments;
 
   const OptimTensor& tensor;
-  const Common& common;
+  const TensorConstants& constants;
   const Rule& rule;
   char *params, *grads;  // of the block
   int32_t key;           // of stochastic rounding
@@ -148,21 +148,21 @@ struct GroupUpdate {
     unroll<2>([&](auto half) __attribute__((always_inline)) {
       const int64_t at = i + 16 * half, lanes = left - 16 * half;
       f32x16 g = load_as_float(grads, grad_dtype(), at, lanes), p = load_as_float(params, param_dtype(), at, lanes);
-      if (common.special) {
-        g = mul(g, common.grad_factor);
-        if (common.scaled) store_from_float(grads, grad_dtype(), at, lanes, g);
-        if (common.negated) g = sub(set1(0.0f), g);
-        if (common.adds_l2) g = fma(p, common.l2, g);
+      if (constants.special) {
+        g = mul(g, constants.grad_factor);
+        if (constants.scaled) store_from_float(grads, grad_dtype(), at, lanes, g);
+        if (constants.negated) g = sub(set1(0.0f), g);
+        if (constants.adds_l2) g = fma(p, constants.l2, g);
       }
       f32x16 moment[kMoments + 1], factor[kMoments + 1];
       unroll<kMoments>([&](auto k)
                            __attribute__((always_inline)) { moment[k] = old[k][half], factor[k] = factors[k][half]; });
-      p = rule.update(p, common.keep, g, moment, factor);
+      p = rule.update(p, constants.keep, g, moment, factor);
       unroll<kMoments>([&](auto k) __attribute__((always_inline)) {
         moments.template put<k>(at, lanes, moment[k], rule.unit[k]);
         if constexpr (has_codes(kFormat)) absmax[k] = larger<Rule::template kSigned<k>>(absmax[k], moment[k]);
       });
-      if (common.stochastic) p = round_stochastically(p, at, key);
+      if (constants.stochastic) p = round_stochastically(p, at, key);
       store_from_float(params, param_dtype(), at, lanes, p);
     });
   }
@@ -178,8 +178,8 @@ template <StateFormat kFormat, class Rule>
 }
 
 template <StateFormat kFormat, class Rule, DType kParam, DType kGrad>
-void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Common& common, const Rule& rule,
-                  BlockOfMoments<kFormat, Rule>& moments) {
+void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const TensorConstants& constants,
+                  const Rule& rule, BlockOfMoments<kFormat, Rule>& moments) {
   constexpr int kMoments = Rule::kMoments;
   constexpr int64_t kPrefetchBytes = 4096;
   constexpr bool kKnown = kParam != DType::other && kGrad != DType::other;
@@ -187,11 +187,11 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Co
   const int64_t grad_size = static_cast<int64_t>(size_of(known(kGrad, tensor.grad_dtype)));
   const GroupUpdate<kFormat, Rule, kParam, kGrad> update{
       .tensor = tensor,
-      .common = common,
+      .constants = constants,
       .rule = rule,
       .params = static_cast<char*>(tensor.param) + moments.begin * param_size,
       .grads = static_cast<char*>(tensor.grad) + moments.begin * grad_size,
-      .key = common.stochastic ? block_key(common.seed, moments.begin / args.block_size) : 0};
+      .key = constants.stochastic ? block_key(constants.seed, moments.begin / args.block_size) : 0};
   const typename BlockOfMoments<kFormat, Rule>::Decoders decoders(moments, rule);
   i32x16 absmax[kMoments + 1];
   for (i32x16& bits : absmax) bits = set1(0);
@@ -205,7 +205,7 @@ void update_block(const OptimStepArgs& args, const OptimTensor& tensor, const Co
       update(moments, decoders, absmax, i, kGroup);
     }
   if (i < moments.count) {
-    const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor,        common,       rule,
+    const GroupUpdate<kFormat, Rule, DType::other, DType::other> any{tensor,        constants,       rule,
                                                                      update.params, update.grads, update.key};
     const auto any_decoders = decoders;  // whose addresses are not those of the loop's, which stay in registers
     i32x16 any_absmax[kMoments + 1];
@@ -229,12 +229,12 @@ void step_blocks(const OptimStepArgs& args, const OptimTensor& tensor, int64_t f
     for (int64_t i = 0; i < 2 * kFloats; i += Block::kStride)
       LOWBIT_FORBID(values + i + args.block_size,
                     (Block::kStride - args.block_size) * static_cast<int64_t>(sizeof(float)));
-  const Common common(args, tensor);
-  const Rule rule(args.hyper, common.step);
+  const TensorConstants constants(args, tensor);
+  const Rule rule(args.hyper, constants.step);
   Block moments, previous;
   for (int64_t block = first; block < end; block++) {
     moments.start(tensor, block, args.block_size, values + (block & 1) * kFloats);
-    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, common, rule, moments);
+    update_block<kFormat, Rule, kParam, kGrad>(args, tensor, constants, rule, moments);
     if constexpr (has_codes(kFormat)) {
       if (block > first) previous.encode(rule);
       previous = moments;

@@ -186,7 +186,7 @@ double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const flo
     for (int64_t i = 0; i < count; i++) store(y + i * 16, mul(load(y + i * 16), inverse));
     const PanelGroup group{.weights = y, .importances = importance ? importance + begin : nullptr, .count = count,
                            .code_max = static_cast<float>(code_max(spec.format))};
-    const Chosen<f32x16> choice = search<codec_of<kFormat>, kWeighted>(
+    const ChosenScale<f32x16> choice = search<codec_of<kFormat>, kWeighted>(
         group, spec.asymmetric, half_scales, div(absmax, part), load(zero), load(limit));
     store(error, choice.absmax_error);
     for (int64_t column = 0; column < 16; column++)

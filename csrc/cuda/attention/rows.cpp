@@ -13,7 +13,7 @@ namespace lowbit::cuda {
 namespace {
 
 // The memory that a call needs besides its tensors.
-struct Room {
+struct WorkspaceLayout {
   int64_t fault = 16, classes = 0, statistics = 0, unit = 0, grad_out = 0, captured = 0;  // bytes
   int64_t at_statistics() const { return fault + round_up(classes, 16); }
   int64_t at_unit() const { return at_statistics() + round_up(statistics, 16); }
@@ -23,7 +23,8 @@ struct Room {
 };
 
 AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, int q_tile, int kv_tile) {
-  auto call = attention_call<CapturedCall>(args, q_tile, kv_tile, static_cast<uint8_t*>(workspace.at(Room().fault)));
+  auto* classes = static_cast<uint8_t*>(workspace.at(WorkspaceLayout().fault));
+  auto call = attention_call<CapturedCall>(args, q_tile, kv_tile, classes);
   call.score = captured_of(args.score_mod), call.mask = captured_of(args.mask_mod);
   call.fault = static_cast<int32_t*>(workspace.at(0));
   return call;
@@ -50,7 +51,7 @@ void prepare(const AttentionForwardArgs& args, const Launcher& launch) {
 void run_forward(const AttentionForwardArgs& args) {
   const AttentionKind kind = kind_of(args);
   const ForwardShape shape = kind.forward();
-  const Workspace workspace("attention_forward", args.place, Room{.classes = class_count(args)}.all());
+  const Workspace workspace("attention_forward", args.place, WorkspaceLayout{.classes = class_count(args)}.all());
   const AttentionCall call = call_of(args, workspace, shape.q_tile(), shape.kv_tile);
   const Launcher launch{args.place, kind, call};
   prepare(args, launch);
@@ -58,18 +59,18 @@ void run_forward(const AttentionForwardArgs& args) {
          shape.bytes());
 }
 
-AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
-                            int q_tile, int kv_tile) {
+AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace,
+                            const WorkspaceLayout& layout, int q_tile, int kv_tile) {
   const AttentionForwardArgs& forward = args.forward;
   AttentionCall call = call_of(forward, workspace, q_tile, kv_tile);
   call.grad_q = rows_of(args.grad_q), call.grad_k = rows_of(args.grad_k), call.grad_v = rows_of(args.grad_v);
   call.grad_lse = args.grad_lse.as<const float>(), call.grad_sink = args.grad_sink.as<float>();
-  call.statistics = static_cast<RowStatistics*>(workspace.at(room.at_statistics()));
-  call.unit = static_cast<float*>(workspace.at(room.at_unit()));
+  call.statistics = static_cast<RowStatistics*>(workspace.at(layout.at_statistics()));
+  call.unit = static_cast<float*>(workspace.at(layout.at_unit()));
   call.given = call.grad_out = rows_of(args.grad_out);
   if (args.grad_out.dtype == forward.q.dtype) return call;
   const int64_t ev = forward.ev(), length = forward.q_length();
-  call.grad_out = {workspace.at(room.at_grad_out()), forward.heads() * length * ev, length * ev, ev};
+  call.grad_out = {workspace.at(layout.at_grad_out()), forward.heads() * length * ev, length * ev, ev};
   return call;
 }
 
@@ -115,13 +116,14 @@ void run_backward(const AttentionBackwardArgs& args) {
   const BackwardShape shape = kind.backward();
   const int64_t heads = forward.batch() * forward.heads(), kv_heads = forward.batch() * forward.kv_heads(),
                 rows = heads * forward.q_length();
-  const Room room{.classes = class_count(forward),
-                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
-                  .grad_out = args.grad_out.dtype == forward.q.dtype ? 0 : rows * forward.ev() * 2,
-                  .captured = captured_bytes(args)};
-  const Workspace workspace("attention_backward", args.place, room.all());
-  const AttentionCall by_keys = backward_call(args, workspace, room, shape.passing, shape.kStaying),
-                      by_queries = backward_call(args, workspace, room, shape.kStaying, shape.passing);
+  const WorkspaceLayout layout{.classes = class_count(forward),
+                               .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)),
+                               .unit = rows * 4,
+                               .grad_out = args.grad_out.dtype == forward.q.dtype ? 0 : rows * forward.ev() * 2,
+                               .captured = captured_bytes(args)};
+  const Workspace workspace("attention_backward", args.place, layout.all());
+  const AttentionCall by_keys = backward_call(args, workspace, layout, shape.passing, shape.kStaying),
+                      by_queries = backward_call(args, workspace, layout, shape.kStaying, shape.passing);
   const Launcher launch_keys{args.place, kind, by_keys}, launch_queries{args.place, kind, by_queries};
   prepare(forward, launch_queries);
   launch_queries(AttentionKernel::statistics, "row_statistics", ceil_div(rows, kAttentionWarps));
@@ -131,7 +133,7 @@ void run_backward(const AttentionBackwardArgs& args) {
               shape.bytes());
   if (args.grad_sink) launch_queries(AttentionKernel::sink, "sink_gradient", forward.heads());
   if (args.wants_captured())
-    differentiate_captured(args, kind, by_queries, static_cast<char*>(workspace.at(room.at_captured())));
+    differentiate_captured(args, kind, by_queries, static_cast<char*>(workspace.at(layout.at_captured())));
 }
 
 bool fits_head_dim(int64_t e) { return e % 16 == 0 && e <= kMostHeadDim; }

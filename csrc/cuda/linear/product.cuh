@@ -143,16 +143,16 @@ struct Product {
 // What is left to do with the sum over all k.
 template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
 LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
-  Lacks lacks{true, 1.0f};
+  PendingScales pending{true, 1.0f};
   float sum;
   if constexpr (kCodes) {
     sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
   } else {
-    sum = whole, lacks.row_scale = call.row_scale[row];
-    if (kWeightParts<kFormat> > 1 && lacks.row_scale < 0.0f)
-      sum = sum_alone<kFormat>(call, row, n), lacks = {false, 1.0f};
+    sum = whole, pending.row_scale = call.row_scale[row];
+    if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
+      sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
   }
-  finish<kFormat>(call, row, n, sum, lacks);
+  finish<kFormat>(call, row, n, sum, pending);
 }
 
 template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>

@@ -27,9 +27,9 @@ LinearKind kind_of(const LinearArgs& args) {
 }
 
 // The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
-struct Room {
+struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
-  Room(const LinearArgs& args, const LinearKind& kind, int splits)
+  WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
       : ordered(round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() * (kind.x_parts ? 2 * kind.x_parts : 1)),
         sums(kind.x_parts ? 0
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
@@ -44,16 +44,16 @@ struct Room {
 template <class Launch>
 void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Launch&& launch) {
   const WeightSpec& spec = args.weight_spec;
-  const Room room(args, kind, splits);
-  const Workspace workspace("linear", args.place, room.all());
-  auto* row_scale = static_cast<float*>(workspace.at(room.at_rows()));
+  const WorkspaceLayout layout(args, kind, splits);
+  const Workspace workspace("linear", args.place, layout.all());
+  auto* row_scale = static_cast<float*>(workspace.at(layout.at_rows()));
   ProductCall product{.call = {.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight,
                                .x = args.x, .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
                                .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
                                .bias_dtype = args.bias_dtype, .x_format = args.x_format,
                                .activation = args.activation, .bias = args.bias, .mul = args.mul, .add = args.add,
                                .y = args.y, .ordered = workspace.at(0),
-                               .sums = static_cast<RowSum*>(workspace.at(room.ordered)), .row_scale = row_scale,
+                               .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
                                .row_offset = row_scale},
                       .splits = splits, .partial = row_scale + args.m};
   LinearCall& call = product.call;

@@ -22,25 +22,25 @@ LOWBIT_INLINE float activate(Activation activation, float a) {
   return a;
 }
 
-// What a sum lacks: of codes the scale of the column; of activations that of their row, which comes last, as it may
-// make the result subnormal.
-struct Lacks {
+// The scales that a sum has still to be multiplied by: for codes that of the column, for activations that of their row.
+// The row's comes last, because it may make the result subnormal.
+struct PendingScales {
   bool column_scale;
   float row_scale;
 };
 
 template <Format kFormat>
-LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float sum, Lacks lacks) {
+LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float sum, PendingScales pending) {
   const int64_t at = row * call.spec.n + n;
   if constexpr (!is_float(kFormat)) {
     const auto of_column = [&](int64_t section) {
       return *reinterpret_cast<const float*>(call.weight + call.sections.at(section, 4, n));
     };
-    if (lacks.column_scale) sum *= of_column(call.sections.column_scale);
+    if (pending.column_scale) sum *= of_column(call.sections.column_scale);
     if (call.x_format == XFormat::int8_row_asymmetric)
       sum = __fmaf_rn(call.row_offset[row], of_column(call.sections.column_sum), sum);
   }
-  sum *= lacks.row_scale;
+  sum *= pending.row_scale;
   if (call.bias) sum += load_as_float(call.bias, call.bias_dtype, n);
   sum = activate(call.activation, sum);
   if (call.mul) sum *= load_as_float(call.mul, call.dtype, at);

@@ -159,7 +159,7 @@ LOWBIT_INLINE void pack_scales(const PackCall& call) {
       const int64_t begin = g * call.group_k;
       const PackGroup group{column, begin, smaller(call.group_k, call.padded_k - begin), call.code_max,
                             scale > 0.0f ? 1.0f / scale : 0.0f};
-      const Chosen<f32> choice =
+      const ChosenScale<f32> choice =
           search<Codec, true>(group, call.asymmetric, call.half_scales,
                               f32{scale / (unit > 0x1p-126f ? unit : 0x1p-126f)}, f32{zero}, f32{limit});
       absmax_noise += choice.absmax_error.lane * scale * scale;

@@ -11,7 +11,7 @@ namespace {
 using gpu::RowStatistics;
 
 // The memory that a call needs besides its tensors.
-struct Room {
+struct WorkspaceLayout {
   int64_t classes = 0, statistics = 0, unit = 0, captured = 0;  // bytes
   static constexpr int64_t at_classes() { return CallMods::kBytes; }
   int64_t at_statistics() const { return at_classes() + round_up(classes, 16); }
@@ -27,7 +27,7 @@ bool may_fail(const AttentionForwardArgs& args) {
 AttentionCall call_of(const AttentionForwardArgs& args, const Workspace& workspace, const CallMods& mods, int q_tile,
                       int kv_tile) {
   AttentionCall call{gpu::attention_call<ModTable>(args, q_tile, kv_tile,
-                                                    static_cast<uint8_t*>(workspace.at(Room::at_classes()))),
+                                                    static_cast<uint8_t*>(workspace.at(WorkspaceLayout::at_classes()))),
                      static_cast<int32_t>(args.q.size(3)), static_cast<int32_t>(args.ev()), args.q.dtype,
                      args.mask.dtype};
   call.score = mods.score(), call.mask = mods.mask(), call.fault = mods.fault();
@@ -47,7 +47,7 @@ void make_classes(const AttentionForwardArgs& args, const AttentionCall& call) {
 void run_forward(const AttentionForwardArgs& args, int lanes) {
   const int columns = kernel_columns(larger(args.q.size(3), args.ev())),
             q_tile = lanes ? DpasShape{columns, lanes}.q_tile() : ForwardShape{columns}.q_tile();
-  const Workspace workspace("attention_forward", args.place, Room{.classes = gpu::class_count(args)}.all());
+  const Workspace workspace("attention_forward", args.place, WorkspaceLayout{.classes = gpu::class_count(args)}.all());
   const CallMods mods(args.place, args.score_mod, args.mask_mod, workspace.at(0), may_fail(args));
   const AttentionCall call = call_of(args, workspace, mods, q_tile, kKvTile);
   make_classes(args, call);
@@ -63,14 +63,14 @@ void run_forward(const AttentionForwardArgs& args, int lanes) {
 void run_forward_dpas(const AttentionForwardArgs& args) { run_forward(args, dpas_lanes(args.place)); }
 void run_forward_tiles(const AttentionForwardArgs& args) { run_forward(args, 0); }
 
-AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace, const Room& room,
-                            const CallMods& mods, int q_tile, int kv_tile) {
+AttentionCall backward_call(const AttentionBackwardArgs& args, const Workspace& workspace,
+                            const WorkspaceLayout& layout, const CallMods& mods, int q_tile, int kv_tile) {
   AttentionCall call = call_of(args.forward, workspace, mods, q_tile, kv_tile);
   call.grad_out = gpu::rows_of(args.grad_out), call.grad_q = gpu::rows_of(args.grad_q),
   call.grad_k = gpu::rows_of(args.grad_k), call.grad_v = gpu::rows_of(args.grad_v),
   call.grad_lse = args.grad_lse.as<const float>(), call.grad_sink = args.grad_sink.as<float>();
-  call.statistics = static_cast<RowStatistics*>(workspace.at(room.at_statistics()));
-  call.unit = static_cast<float*>(workspace.at(room.at_unit()));
+  call.statistics = static_cast<RowStatistics*>(workspace.at(layout.at_statistics()));
+  call.unit = static_cast<float*>(workspace.at(layout.at_unit()));
   return call;
 }
 
@@ -78,13 +78,13 @@ void run_backward(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
   const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
-  const Room room{.classes = gpu::class_count(forward),
+  const WorkspaceLayout layout{.classes = gpu::class_count(forward),
                   .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
                   .captured = CapturedGradients::bytes(args)};
-  const Workspace workspace("attention_backward", forward.place, room.all());
+  const Workspace workspace("attention_backward", forward.place, layout.all());
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
-  const AttentionCall by_queries = backward_call(args, workspace, room, mods, tile, kKvTile),
-                      by_keys = backward_call(args, workspace, room, mods, kKvTile, tile);
+  const AttentionCall by_queries = backward_call(args, workspace, layout, mods, tile, kKvTile),
+                      by_keys = backward_call(args, workspace, layout, mods, kKvTile, tile);
   const Program &kernels = mods.program("attention_backward", "attention_backward_mods"),
                 &of_rows = program(forward.place, "attention_rows");
   make_classes(forward, by_queries);
@@ -94,7 +94,7 @@ void run_backward(const AttentionBackwardArgs& args) {
   launch(forward.place, kernels, kernel_of(columns, {"keys_64", "keys_128", "keys_256"}),
          forward.batch() * forward.kv_heads() * by_keys.kv_tiles.count, by_keys);
   if (args.grad_sink) launch(forward.place, of_rows, "sink_gradient", forward.heads(), by_queries);
-  const CapturedGradients captured(args, mods, workspace.at(room.at_captured()));
+  const CapturedGradients captured(args, mods, workspace.at(layout.at_captured()));
   if (captured.any())
     captured.run(by_queries, kernel_of(columns, {"captured_64", "captured_128", "captured_256"}),
                  heads * by_queries.q_tiles.count);

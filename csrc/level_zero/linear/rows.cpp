@@ -53,9 +53,9 @@ struct LinearKind {
 };
 
 // The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
-struct Room {
+struct WorkspaceLayout {
   int64_t ordered, sums, rows;  // bytes
-  Room(const LinearArgs& args, const LinearKind& kind) {
+  WorkspaceLayout(const LinearArgs& args, const LinearKind& kind) {
     const int64_t m = round_up(args.m, larger(kind.rows_at_once(args.m), 8)), tiles = args.weight_spec.tiles(),
                   bytes = kind.codes ? 1 : kind.lanes ? 2 * kind.x_parts : 4;
     ordered = m * args.weight_spec.padded_k() * bytes;
@@ -78,16 +78,16 @@ void order_activations(const LinearArgs& args, const LinearKind& kind, const Lin
 void run_linear(const LinearArgs& args, int lanes) {
   const WeightSpec& spec = args.weight_spec;
   const LinearKind kind(args, lanes);
-  const Room room(args, kind);
-  const Workspace workspace("linear", args.place, room.ordered + room.sums + 2 * room.rows);
+  const WorkspaceLayout layout(args, kind);
+  const Workspace workspace("linear", args.place, layout.ordered + layout.sums + 2 * layout.rows);
   LinearCall call{.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight, .x = args.x,
                   .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
                   .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
                   .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation,
                   .bias = args.bias, .mul = args.mul, .add = args.add, .y = args.y,
-                  .ordered = workspace.at(0), .sums = static_cast<RowSum*>(workspace.at(room.ordered)),
-                  .row_scale = static_cast<float*>(workspace.at(room.ordered + room.sums)),
-                  .row_offset = static_cast<float*>(workspace.at(room.ordered + room.sums + room.rows))};
+                  .ordered = workspace.at(0), .sums = static_cast<RowSum*>(workspace.at(layout.ordered)),
+                  .row_scale = static_cast<float*>(workspace.at(layout.ordered + layout.sums)),
+                  .row_offset = static_cast<float*>(workspace.at(layout.ordered + layout.sums + layout.rows))};
   if (spec.group_size)
     call.group_shift = std::countr_zero(static_cast<uint64_t>(spec.group_size * kind.scales_per_tile / kTileK));
   order_activations(args, kind, call);
