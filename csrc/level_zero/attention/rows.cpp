@@ -79,8 +79,8 @@ void run_backward(const AttentionBackwardArgs& args) {
   const int columns = kernel_columns(larger(forward.q.size(3), forward.ev())), tile = BackwardShape{columns}.tile();
   const int64_t heads = forward.batch() * forward.heads(), rows = heads * forward.q_length();
   const WorkspaceLayout layout{.classes = gpu::class_count(forward),
-                  .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
-                  .captured = CapturedGradients::bytes(args)};
+                               .statistics = rows * static_cast<int64_t>(sizeof(RowStatistics)), .unit = rows * 4,
+                               .captured = CapturedGradients::bytes(args)};
   const Workspace workspace("attention_backward", forward.place, layout.all());
   const CallMods mods(forward.place, forward.score_mod, forward.mask_mod, workspace.at(0), may_fail(forward));
   const AttentionCall by_queries = backward_call(args, workspace, layout, mods, tile, kKvTile),
