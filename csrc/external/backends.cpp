@@ -16,7 +16,7 @@ namespace {
 
 using enum ErrorKind;
 
-struct AddedRow {
+struct ForeignRow {
   Row row;
   std::string by;
 };
@@ -46,21 +46,21 @@ int guarded(const Function& function, const void* args, char* text, std::size_t 
 
 template <class Args>
 std::string_view refuses(const Args& args, const void* self) {
-  const AddedRow& added = *static_cast<const AddedRow*>(self);
+  const ForeignRow& foreign = *static_cast<const ForeignRow*>(self);
   if (const std::string_view reason = not_offered(args); !reason.empty()) return reason;
-  if (!added.row.refuses) return "";
+  if (!foreign.row.refuses) return "";
   static thread_local char text[512];  // read before the next row is asked
   const Call<Args> call(args);
-  return guarded(added.row.refuses, &call.c, text, sizeof text) ? text : "";
+  return guarded(foreign.row.refuses, &call.c, text, sizeof text) ? text : "";
 }
 
 template <class Args>
 void run(const Args& args, const void* self) {
-  const AddedRow& added = *static_cast<const AddedRow*>(self);
+  const ForeignRow& foreign = *static_cast<const ForeignRow*>(self);
   const Call<Args> call(args);
   char text[2048];
-  check(guarded(added.row.run, &call.c, text, sizeof text) == 0, runtime, OpOf<Args>::name, ": the row ",
-        added.row.name, " of ", added.by, " failed: ", text);
+  check(guarded(foreign.row.run, &call.c, text, sizeof text) == 0, runtime, OpOf<Args>::name, ": the row ",
+        foreign.row.name, " of ", foreign.by, " failed: ", text);
 }
 
 // body.operator()<Args>() for the op of this name; false if it is not offered.
@@ -79,14 +79,14 @@ bool with_op(std::string_view name, Body&& body) {
 
 // Rows are added under the lock of the function that collects them; rows and backends are never freed. Made when the
 // library is loaded: a child that is forked while a thread makes a static of a function waits for that thread for ever.
-std::deque<AddedRow>& all_added = *new std::deque<AddedRow>;
+std::deque<ForeignRow>& all_foreign = *new std::deque<ForeignRow>;
 std::atomic<void (*)()> collector{nullptr};
 std::atomic<bool> complete{false};
 std::atomic<const std::vector<const Backend*>*> own_backends{nullptr};
 
 bool has_row(std::string_view name) {
-  for (const AddedRow& added : all_added)
-    if (added.row.name == name) return true;
+  for (const ForeignRow& foreign : all_foreign)
+    if (foreign.row.name == name) return true;
   for (const Backend* backend : *own_backends.load()) {
 #define LOWBIT_OP(op, Args) \
   for (const auto& row : backend->op) if (row.name == name) return true;
@@ -120,19 +120,19 @@ void add(const std::string& by, std::vector<Row> rows) {
   check(own_backends.load() && !complete, runtime, by, ": the list of backends is complete; rows are added by the ",
         "function that a package names in the entry point group lowbit.backends");
   for (std::size_t i = 0; i < rows.size(); i++) check_row(by, rows[i], std::span(rows).first(i));
-  for (Row& row : rows) all_added.emplace_back(std::move(row), by);
+  for (Row& row : rows) all_foreign.emplace_back(std::move(row), by);
 }
 
 std::vector<AddedRow> added() {
   std::vector<AddedRow> rows;
   backends();
-  for (const auto& [row, by] : all_added) rows.push_back({row.name, row.op, row.device, by});
+  for (const auto& [row, by] : all_foreign) rows.push_back({row.name, row.op, row.device, by});
   return rows;
 }
 
 bool is_external(const Backend& backend) {
-  for (const AddedRow& added : all_added)
-    if (added.by == backend.name) return true;
+  for (const ForeignRow& foreign : all_foreign)
+    if (foreign.by == backend.name) return true;
   return false;
 }
 
@@ -145,17 +145,17 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
   if (auto* const collect = collector.load()) collect();
   complete = true;
   std::vector<const Backend*> first, behind;
-  for (const AddedRow& added : all_added) {
+  for (const ForeignRow& foreign : all_foreign) {
     // What a device needs around a row it needs around this one too. Of its backends the last asks least of a machine.
     const auto like = std::find_if(own.rbegin(), own.rend(), [&](const Backend* backend) {
-      return name_of(backend->device) == added.row.device;
+      return name_of(backend->device) == foreign.row.device;
     });
     if (like == own.rend()) continue;  // the device is not there at all: no call can be
-    auto& list = added.row.first ? first : behind;
-    auto* backend = new Backend(backend_like(**like, added.by));
-    with_op(added.row.op, [&]<class Args>() {
-      const auto* const bound = new Kernel<Args>::Bound{&added, refuses<Args>, run<Args>};
-      const Kernel<Args> kernel{added.row.name, nullptr, nullptr, bound};
+    auto& list = foreign.row.first ? first : behind;
+    auto* backend = new Backend(backend_like(**like, foreign.by));
+    with_op(foreign.row.op, [&]<class Args>() {
+      const auto* const bound = new Kernel<Args>::Bound{&foreign, refuses<Args>, run<Args>};
+      const Kernel<Args> kernel{foreign.row.name, nullptr, nullptr, bound};
       add_rows(*backend, &kernel, 1);
     });
     list.push_back(backend);
