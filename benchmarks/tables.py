@@ -63,7 +63,7 @@ def source(runs: Runs) -> str:
     told.append(f"other processes took {100 * others:.0f} % of the CPU time")
     text = ", ".join(told) + "."
     if len(runs) > 1:
-        text += " AVX2 is the same machine, held to it by benchmarks/measure.py; what cannot be held has no figure there."
+        text += " AVX2: the same machine, held to it by benchmarks/measure.py, and without what cannot be."
     return text
 
 
