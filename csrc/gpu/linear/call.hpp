@@ -37,7 +37,7 @@ struct LinearCall {
   Activation activation;
   const void *bias, *mul, *add;
   void* y;
-  // // activations in order, and the sums and scales of their rows
+  // activations in order, and the sums and scales of their rows
   void* ordered;
   RowSum* sums;       // [m][sums of a row]: of codes
   float* row_scale;   // [m]: of floats; negative: the row holds inf or nan, and parts would make nan of its inf
