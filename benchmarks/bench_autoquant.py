@@ -57,7 +57,7 @@ MODELS = {
 
 
 def tokens(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """What the model makes of each token; not of padding."""
+    """The model's outputs for each token, without padding."""
     hidden = model(**inputs).last_hidden_state
     return hidden[inputs["attention_mask"].bool()] if "attention_mask" in inputs else hidden.flatten(0, 1)
 

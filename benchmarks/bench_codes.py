@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the codes of a format cost in accuracy, by how they are chosen: all-MiniLM-L6-v2, and the byte-level language
+"""The cost of a format's codes in accuracy, by how they are chosen: all-MiniLM-L6-v2, and the byte-level language
 model of examples/03_train_with_8bit_adam.py.
 
     python benchmarks/bench_codes.py --minilm DIR       # a folder with the model's files; without it that part is left
@@ -37,7 +37,7 @@ PIECES = 64  # batches of held-out bytes
 
 
 def methods(make: Callable, group_size: int) -> dict[str, tuple[object, str]]:
-    """Configurations by name, and what they need of a calibration."""
+    """Configurations by name, and the calibration that each needs."""
 
     def config(**options: object) -> object:
         return make(group_size, **options)

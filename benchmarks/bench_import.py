@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lowbit adds to `import torch` by its entry point, and what the list of backends costs when it is first needed.
+"""The time that lowbit's entry point adds to `import torch`, and that of making the list of backends.
 
     python benchmarks/bench_import.py [--rounds 10] [--out file.json]
 

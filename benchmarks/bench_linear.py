@@ -248,7 +248,7 @@ def _share(row: Result, bandwidth: float | None) -> str:
 
 
 def bench_overhead(args: argparse.Namespace) -> list[Result]:
-    """Time a 64x64 layer at M=1: what a call costs beside its arithmetic."""
+    """Time a 64x64 layer at M=1: the cost of a call beside its arithmetic."""
     results: list[Result] = []
     x = torch.randn(1, 64).to(args.dtype)
     for threads in args.threads:

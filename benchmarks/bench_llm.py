@@ -211,7 +211,7 @@ def in_process(python: str, name: str, path: Path, tokens: Path, contexts: str, 
 
 
 def best(kept: dict[str, float], new: dict[str, float]) -> None:
-    """The best of the rounds: the fastest, and the smallest of what is to be small."""
+    """The best of the rounds: the fastest, and the smallest of figures that should be small."""
     for key, value in new.items():
         choose = max if key.startswith(("prompt", "answer")) else min
         kept[key] = choose(kept.get(key, value), value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flight recorder and a profile cost a call of an op.
+"""The cost of the flight recorder and of a profile for a call of an op.
 
     python benchmarks/bench_recorder.py
 

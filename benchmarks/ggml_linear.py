@@ -3,7 +3,7 @@
 
 A library is built outside the repository (docs/measured/linear.md has the commands) and named with its path. Weights
 are packed by the library itself, without an importance matrix; x and y are torch's memory, threads as torch has them.
-What differs: ik_llama.cpp has repacked types of its own; llama.cpp repacks by the kind of buffer that holds the weight,
+They differ: ik_llama.cpp has repacked types of its own; llama.cpp repacks by the kind of buffer that holds the weight,
 and gets, as its loader does, the first kind that takes the product (tiles for AMX, then rows interleaved, then as it
 is). llama.cpp configures the tile unit once per thread, and dies of SIGILL when oneDNN has released it: as "llama.cpp"
 it is driven without tiles, as "llama.cpp amx" with them, and then torch's peers stay out.

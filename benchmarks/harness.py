@@ -230,7 +230,7 @@ def describe(head: dict[str, Any]) -> str:
 
 
 class Run:
-    """One run of a benchmark: its header, printed, and what other processes take while it lasts."""
+    """One run of a benchmark: its header, printed, and other processes' time while it lasts."""
 
     def __init__(self) -> None:
         self.head = header()
@@ -238,7 +238,7 @@ class Run:
         self._foreign = Foreign()
 
     def end(self, out: Path | None, results: Any, **more: Any) -> None:
-        """Print what other processes took, and write the result file, if one is wanted."""
+        """Print the time of other processes, and write the result file, if one is wanted."""
         self.head["foreign_cpu_share"] = share = self._foreign.share()
         print(f"\nCPU time of other processes during the run: {100 * (share or 0):.0f} % of the machine")
         if out:

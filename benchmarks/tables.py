@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the pages, rendered from result files: which cells a page shows, and what it says about where
-they are from.
+"""The tables of the pages, rendered from result files: the cells of each page, and its words about where they are from.
 
 A table gets its runs by the instruction set that each was held to, best last: {"AVX2": head, "AVX-512 VNNI": head}. On
 a machine with AVX2 alone there is one. A candidate that took no part (a peer that is not installed) has no row; the
@@ -89,7 +88,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def missing(runs: Runs, rows: Rows, cells: Callable[[dict[str, Any]], set[str]]) -> str:
-    """The line that names what a table could have and has not."""
+    """The line that names peers and cells that a table could have and has not."""
     absent = [name for name, key in rows if not any(key in cells(head) for head in runs.values())]
     return f"Not here: {', '.join(absent)}." if absent else ""
 

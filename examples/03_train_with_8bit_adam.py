@@ -62,7 +62,7 @@ class ByteModel(nn.Module):
 
 @dataclass
 class Run:
-    """What one training gave."""
+    """The result of one training."""
 
     losses: list[float] = field(default_factory=list)  # per step, in nats per byte
     final: float = 0.0  # on bytes that were held out

@@ -59,7 +59,7 @@ def library_text(swapped: bool) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, text: Tensor, steps: int, lr: float, folder: str) -> float:
-    """Run the Trainer with our 8-bit AdamW on what is trainable, and return its seconds a step."""
+    """Run the Trainer with our 8-bit AdamW on the trainable parameters, and return its seconds a step."""
     arguments = TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=BATCH, lr_scheduler_type="cosine",
         optim="adamw_8bit", optim_args="min_8bit_size=1",  # these adapters are small: 8 bits all the same

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize, generate and train on a GPU: what the other examples do on a CPU, beside torch's own bfloat16.
+"""Quantize, generate and train on a GPU, as the other examples do on a CPU, beside torch's own bfloat16.
 
     python examples/07_on_a_gpu.py                       # all three on an NVIDIA GPU; nothing is downloaded
     python examples/07_on_a_gpu.py --device lowbit_ze    # on an Intel GPU, by any torch

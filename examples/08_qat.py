@@ -7,8 +7,8 @@
     python examples/08_qat.py --steps 300
 
 The weights of the file were rounded to 4 bits before, so the residual stream is turned by a random orthogonal matrix
-first: the same function, and no grid that rounding could find again. What is trained imitates the float model on pages
-of this repository (its logits are the target), and is measured on others.
+first: the same function, and no grid that rounding could find again. The trained model imitates the float model on
+pages of this repository (its logits are the target), and is measured on others.
 """
 
 from __future__ import annotations

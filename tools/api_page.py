@@ -79,7 +79,7 @@ def page() -> str:
 
 
 def entry(name: str, value: Any) -> str:
-    """Return the part of one name: its signature, what its docstring says, and the public methods of a class."""
+    """Return the part of one name: its signature, its docstring, and the public methods of a class."""
     if getattr(value, "__module__", "").startswith("torch."):
         return f"### {name}\n\ntorch's own `{value.__module__}.{value.__qualname__}`.\n"
     if not (inspect.isclass(value) or inspect.isroutine(value)):
@@ -98,7 +98,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def method(name: str, value: Any) -> str:
-    """Return what is said about a documented method or property as an item of a list, or nothing."""
+    """Return the item of a documented method or property in a list, or nothing."""
     if not (inspect.isroutine(value) or isinstance(value, property)) or not value.__doc__:
         return ""
     shown = name if isinstance(value, property) else signature(name, value)

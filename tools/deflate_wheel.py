@@ -11,7 +11,7 @@ import deflate
 
 
 class BestDeflate:
-    """What zipfile wants of a compressor."""
+    """A compressor as zipfile wants it."""
 
     def __init__(self) -> None:
         self._data = bytearray()

@@ -64,7 +64,7 @@ def ends(line: str, following: str) -> bool:
 def wrap_lines(lines: list[str], *, everywhere: bool, stays: Callable[[str], bool], base: int = WIDTH) -> list[str]:
     """Wrap the paragraphs among ``lines``: all of them (``everywhere``), or those that are broken.
 
-    What ``stays`` says belongs to no paragraph, nor does what is indented by more than ``base`` outside of a section.
+    Lines that ``stays`` names belong to no paragraph, nor do those indented by more than ``base`` outside of a section.
     """
     out: list[str] = []
     section: str | None = None

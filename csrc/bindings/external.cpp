@@ -169,7 +169,7 @@ KeywordsOf keywords_of_op(std::string_view name) {
   return nullptr;
 }
 
-// KeyboardInterrupt and SystemExit are for the program, and no failure of whoever was running.
+// KeyboardInterrupt and SystemExit are for the program, and no failure of the function that was running.
 bool ends_the_program(const py::error_already_set& error) { return !error.matches(PyExc_Exception); }
 
 // Calls a function of Python, which lives for ever: rows do. A question is answered with a reason or with nothing.
@@ -189,7 +189,7 @@ external::Function calling(py::function function, KeywordsOf keywords, bool is_q
   };
 }
 
-// What one package adds.
+// The rows that one package adds.
 struct Rows {
   std::vector<Row> rows;
 

@@ -29,7 +29,7 @@ Ring& ring_for(std::string_view what) {
   return *ring;
 }
 
-// A copy of the file, or of what would be in it.
+// A copy of the file, or of its content where there is no file.
 py::bytes snapshot() {
   const Ring& ring = ring_for("records");
   return py::bytes(reinterpret_cast<const char*>(ring.header), ring.bytes());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python can ask of the simulated devices and of no real one: faults on demand, exact counts.
+// Python's functions for simulated devices that no real one has: faults on demand, exact counts.
 #include <pybind11/stl.h>
 
 #include <algorithm>

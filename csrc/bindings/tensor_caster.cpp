@@ -14,8 +14,8 @@ namespace {
 
 using enum ErrorKind;
 
-// The exchange API of a type, or null: what is no capsule of its name, an int for one, may point anywhere. Asked once
-// per type: the last few types stay in a list (all under the GIL).
+// The exchange API of a type, or null: an object that is no capsule of that name, such as an int, may point anywhere.
+// Asked once per type: the last few types stay in a list (all under the GIL).
 const dlpack::ExchangeApi* find_exchange_api(PyTypeObject* type) {
   // The second name is that of torch 2.9 and 2.10.
   for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {

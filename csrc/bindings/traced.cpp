@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checks of an op for a call that has no data: what its fake kernel makes.
+// The checks of an op for a call that has no data, which its fake kernel makes.
 #include <pybind11/stl.h>
 
 #include "bindings/register.hpp"

@@ -7,8 +7,8 @@
 
 namespace lowbit {
 
-// What this machine reads from memory, in GB/s: each thread sums its share of `bytes` as `streams` sequential streams
-// with prefetch, best of `repeats`. The bound that a decode kernel is compared with.
+// The speed of reading memory in GB/s, the bound of a decode kernel. Each thread sums its share of `bytes` as `streams`
+// sequential streams with prefetch; best of `repeats`.
 LOWBIT_API double read_bandwidth(int64_t bytes, int streams, int threads, int repeats);
 
 }  // namespace lowbit

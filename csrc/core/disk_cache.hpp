@@ -23,10 +23,10 @@ class LOWBIT_API Hash {
   Wide state_ = Wide{0x6c62272e07bb0142} << 64 | 0x62b821756295c58d;
 };
 
-// That of one device: LOWBIT_CACHE_DIR, else lowbit in XDG_CACHE_HOME or ~/.cache.
+// The folder of one device, in LOWBIT_CACHE_DIR, else in lowbit in XDG_CACHE_HOME or ~/.cache.
 std::filesystem::path cache_folder(std::string_view device);
 
-// What was written, whole: not a file that was cut short or changed.
+// The content of a file, unless the file was cut short or changed.
 std::optional<std::string> read_cached(const std::string& path);
 
 // Written aside and renamed: a reader sees all of it or nothing, and of two writers one wins. Returns why it could not

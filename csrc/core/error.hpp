@@ -10,7 +10,7 @@
 #include <string_view>
 #include <type_traits>
 
-// What bindings and C++ programs may call: the shared library hides everything else.
+// Functions that bindings and C++ programs may call: the shared library hides the others.
 #define LOWBIT_API __attribute__((visibility("default")))
 
 namespace lowbit {

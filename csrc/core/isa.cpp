@@ -98,7 +98,7 @@ std::string_view wanted() {
   return name ? name : "";
 }
 
-// What LOWBIT_ISA leaves of any machine: null without it.
+// The instruction set that LOWBIT_ISA names: null without it.
 const Isa* limit() {
   static std::atomic<const Isa* const*> kept{nullptr};
   return made_once(kept, []() -> const Isa* {

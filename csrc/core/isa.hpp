@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this CPU can run. An instruction set is a set of features, not a step of a ladder: avx2_vnni and avx512 both
-// contain avx2, neither the other.
+// The instruction sets that this CPU can run. An instruction set is a set of features, not a step of a ladder:
+// avx2_vnni and avx512 both contain avx2, neither the other.
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@ LOWBIT_API std::string_view
 chosen_isa();    // the best that LOWBIT_ISA leaves: it takes features away, and never adds one
 LOWBIT_API std::string isa_reason();         // why the chosen one is not the detected one; "" if it is
 
-// Cores that read memory faster in several places at a time than in one: those of Intel, whose prefetchers each follow
-// what is read inside of 4 KiB. (csrc/cpu/panel.hpp has figures.)
+// Whether cores read memory faster in several places at a time than in one. Intel's do: each of their prefetchers
+// follows the reads inside of 4 KiB. (csrc/cpu/panel.hpp has figures.)
 LOWBIT_API bool reads_in_streams();
 
 LOWBIT_API std::string isa_unavailable(std::string_view isa);  // why code for it must not run; "" if it may

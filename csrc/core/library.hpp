@@ -19,13 +19,13 @@ struct Library {
   void* symbol(const char* name) const;
 };
 
-// Looked for in this order: folders that the user names; what the process has loaded; folders of Python packages; where
-// a variable of the library's own says that it is at home; wherever the system looks.
+// The order of the search: folders that the user names; libraries that are loaded; folders of Python packages; the home
+// that a variable of the library's own names; the system's folders.
 struct LibrarySearch {
   std::string_view names;   // of the file, the best first, with spaces between them
   std::string_view source;  // what installs it
   std::vector<std::string> own, packages, home;
-  // Opens what the library itself opens by name: called with the folder that it lies in, before it is used.
+  // Opens the files that the library itself opens by name: called before use, with the folder that it lies in.
   void (*open_companions)(const std::string& folder, std::string_view name) = nullptr;
 };
 Library open_library(const LibrarySearch& search);

@@ -5,8 +5,8 @@
 
 namespace lowbit {
 
-// What `make` returns, made at the first call and kept. A static variable would have a guard, at which a child waits
-// for ever that was forked while another thread was making it. Here two threads may both make it, and one is kept.
+// The result of `make`, made at the first call and kept. A static variable would have a guard: a child that was forked
+// while another thread was making it would wait there for ever. Here two threads may both make it, and one is kept.
 template <class T, class Make>
 const T& made_once(std::atomic<const T*>& kept, Make&& make) {
   const T* first = kept.load(std::memory_order_acquire);

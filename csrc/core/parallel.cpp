@@ -76,7 +76,7 @@ const TorchThreads* loaded_torch() {
   static std::atomic<const TorchThreads*> found{nullptr};
   static std::atomic<unsigned long long> missing_at{0};
   if (const TorchThreads* torch = found.load(std::memory_order_acquire)) return torch;
-  // Before the look: what is loaded meanwhile makes another number.
+  // Before the look: a library that is loaded meanwhile changes the number.
   const unsigned long long count = libraries_loaded();
   if (missing_at.load(std::memory_order_relaxed) == count) return nullptr;
   bool loaded;

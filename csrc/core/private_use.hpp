@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // torch and DLPack have one number for every device that is not theirs (PrivateUse1; 12). In a process it stands for
-// one device of ours: that which has claimed it, and whose memory torch gets there.
+// one device of ours: the device that has claimed it, whose memory torch gets there.
 #pragma once
 
 #include <cstddef>

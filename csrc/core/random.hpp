@@ -33,8 +33,8 @@ LOWBIT_INLINE Int random_bits(Int element, int32_t key) {
   return bit_xor(x, shift_right<16>(x));
 }
 
-// Of the stochastic rounding of an optimizer's step: the seed of a tensor, from the call's, the step and its position
-// in the list; the key of a block of it.
+// For stochastic rounding in an optimizer's step: the seed of a tensor (from the call's seed, the step and the position
+// in the list), and the key of a block of it.
 LOWBIT_INLINE uint64_t tensor_seed(uint64_t seed, double step, int64_t index) {
   const auto random =
       philox4x32({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(step), 0},

@@ -30,7 +30,7 @@ void* scratch(Scratch slot, std::size_t bytes) {
       throw std::bad_alloc();
     }
   }
-  if (kRedZones) {  // what the last call left has no owner, so it is made NaN; what this call did not ask for is
+  if (kRedZones) {  // bytes of the last call have no owner: they become NaN. Bytes that this call did not ask for are
                     // forbidden
     LOWBIT_ALLOW(buffer.data, buffer.bytes);
     std::memset(buffer.data, 0xff, bytes);

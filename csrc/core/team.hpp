@@ -28,7 +28,7 @@ struct Region {
 };
 
 // One thread leads: it gives out regions, of which it runs part 0. The others wait for them, spinning, and take the
-// parts that are left. Nobody waits for a thread that has not taken a part: where another process has its core, the
+// parts that are left. No thread waits for one that has not taken a part: where another process has its core, the
 // leader does all of the work itself.
 class Team {
  public:
@@ -68,7 +68,7 @@ class Team {
   void end() { over_.store(true, std::memory_order_release); }
 
  private:
-  // 0.1 ms of looking, longer than what is between two regions of a team; then others may have the core.
+  // 0.1 ms of looking, longer than the pause between two regions of a team; then others may have the core.
   struct Patience {
     int looks = 0;
     void wait() {
@@ -77,8 +77,8 @@ class Team {
     }
   };
 
-  // A part of the region that is given out, which nobody else has then; or 0. The number of the region is in the same
-  // word, so that no part of a region is taken by a look at the one before it.
+  // Takes a part of the region, for this thread alone; 0 if none is left. The number of the region is in the same word,
+  // so that a look at one region takes no part of the next.
   int take() {
     uint64_t seen = next_.load(std::memory_order_acquire);
     while (const auto part = static_cast<uint32_t>(seen))

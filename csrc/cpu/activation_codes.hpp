@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a row of activations, or a group of it, is rounded to int8 or float8: its scale and its codes. Include after a
+// Rounding of a row of activations, or of a group of it, to int8 or float8: its scale and its codes. Include after a
 // header of cpu/simd/.
 #pragma once
 

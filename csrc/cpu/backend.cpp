@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One backend per instruction set that was compiled; which units each one has is said in csrc/cpu/CMakeLists.txt.
+// One backend per instruction set that was compiled; csrc/cpu/CMakeLists.txt says which units each has.
 #include "cpu/backend.hpp"
 
 #include "core/isa.hpp"

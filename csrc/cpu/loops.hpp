@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How loops are cut and unrolled, whatever they compute: sizes in bytes of what should stay in a cache, tiles of rows,
-// counts as constants.
+// The cutting and unrolling of loops, whatever they compute: bytes that should stay in a cache, tiles of rows, counts
+// as constants.
 #pragma once
 
 #include <type_traits>

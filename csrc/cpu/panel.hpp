@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading packed panels: where the sections are, and codes as vectors of 16 columns. Include after a
-// header of cpu/simd/.
+// Reading packed panels: their sections, and codes as vectors of 16 columns. Include after a header of cpu/simd/.
 #pragma once
 
 #include "core/isa.hpp"
@@ -27,7 +26,7 @@ LOWBIT_INLINE PanelView view_panel(const WeightSpec& spec, const uint8_t* weight
           is_unpacked(spec.format) ? 128.0f - static_cast<float>(symmetric_zero(spec.format)) : 0.0f};
 }
 
-// The codes of `tiles` tiles from one on: where they lie, or unpacked to `room` (kByteTile for each).
+// The codes of `tiles` tiles from one on: in place, or unpacked to `room` (kByteTile for each).
 template <Format kFormat>
 LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelView& panel, int64_t first_tile,
                                             int64_t tiles, uint8_t* room) {
@@ -37,7 +36,7 @@ LOWBIT_INLINE const uint8_t* readable_tiles(const WeightSpec& spec, const PanelV
   return room;
 }
 
-// What is prefetched while the codes of a panel stream past, in one stream or in four:
+// The lines that are prefetched while the codes of a panel stream past, in one stream or in four:
 //
 //   one    codes: |.......used|<- 4 KiB ->|line|line|line|line|.......|
 //
@@ -80,7 +79,7 @@ class Ahead {
     const int64_t bytes = panel.end - panel.codes;
     return bytes <= kMostBytes ? bytes : round_up(ceil_div(bytes, ceil_div(bytes, kMostBytes)), spec.tile_bytes());
   }
-  // The lines that are fetched while what begins at used_ is read: a stretch, or of one stream what is used at a time.
+  // Sets the lines to fetch while the codes from used_ on are read: a stretch, or in one stream the codes of a step.
   LOWBIT_INLINE void begin(const PanelView& panel) { four_ ? begin_stretch(panel) : begin_one(panel); }
   LOWBIT_INLINE void begin_stretch(const PanelView& panel) {
     at_ = used_ + stretch_ < end_ ? used_ + stretch_ : panel.codes + step_;
@@ -97,11 +96,11 @@ class Ahead {
   bool four_ = false;
 };
 
-// Who prefetches in four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads goes from 47 to
-// 73 GB/s, 40 to 45 while the host is slow) and in float ones on AVX2 (kStreamFour in simd/); on Zen 5 they take 10 to
-// 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give float32 1.3 to 1.6,
-// bfloat16 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads); formats of more work
-// for each weight wait for that work.
+// The formats that are prefetched in four streams: int4 in integer products (W4A8 at m = 1 on Zen 5, AVX2, two threads
+// goes from 47 to 73 GB/s, 40 to 45 while the host is slow) and in float ones on AVX2 (kStreamFour in simd/); on Zen 5
+// four streams take 10 to 20 % from float32, and from all float activations on AVX-512. On Sapphire Rapids they give
+// float32 1.3 to 1.6, bfloat16 1.35, int8 1.25 and W8A8 1.25 to 1.6 times the speed (m = 1, from memory, two threads);
+// formats of more work for each weight wait for that work.
 template <Format kFormat>
 constexpr bool kLittleWork = kFormat == Format::float32 || kFormat == Format::bfloat16 ||
                              kFormat == Format::float16 || kFormat == Format::int8 || kFormat == Format::fp8_e4m3;
@@ -111,7 +110,7 @@ LOWBIT_INLINE bool in_four_streams(const WeightSpec& spec, bool for_int4) {
   return kLittleWork<kFormat> && !is_unpacked(spec.format) && reads_in_streams();
 }
 
-constexpr int64_t kHalfK = 32;  // half a tile: what int16 sums can take
+constexpr int64_t kHalfK = 32;  // half a tile: as many as int16 sums can take
 
 // So many k have one scale in every weight of a format. Of codes in planes, which are read as int8, with_step asks the
 // weight: in groups of 16 a step is half as long.
@@ -160,14 +159,14 @@ struct Unit : codec_of<kFormat> {
 
 template <Format kFormat>
 LOWBIT_INLINE constexpr int64_t k_in_tile(int64_t unit, int at) { return codec_of<kFormat>::k_of(unit, at); }
-// What takes the 2^shift of value() off again.
+// Undoes the 2^shift of value().
 template <Format kFormat>
 LOWBIT_INLINE constexpr float unshift_of(int at) {
   const int shift = codec_of<kFormat>::template shift<Lanes>(at);
   return __builtin_bit_cast(float, (127 - shift) << 23);
 }
 
-// What value() returns is code - this, of codes as `zero` counts them.
+// value() returns code - value_zero, of codes as `zero` counts them.
 template <Format kFormat>
 LOWBIT_INLINE float value_zero(const PanelView& panel) {
   return codec_of<kFormat>::value_zero - panel.code_shift;
@@ -190,9 +189,9 @@ LOWBIT_INLINE f32x16 whole_zero(const PanelView& panel, f32x16 zero, int code_ma
   return max(set1(static_cast<float>(code_max) - 512.0f + most), min(set1(most), to_float(to_int(zero))));
 }
 
-// `tiles` tiles of one panel as float32 [k][16], without the column scale. What lies `ahead` bytes further on is
-// prefetched: the block that the caller widens next. Without it each block starts with the latency of memory, a fifth
-// of the time at m = 32.
+// `tiles` tiles of one panel as float32 [k][16], without the column scale. The bytes `ahead` further on are prefetched,
+// the block that the caller widens next. Without it each block starts with the latency of memory, a fifth of the time
+// at m = 32.
 template <Format kFormat, int64_t kStep>
 void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, int64_t first_tile, int64_t tiles,
                  float* out, int64_t ahead = 0) {

@@ -38,7 +38,7 @@ template <int kBits>
   }
 }
 
-// Whole tiles of a weight that is read as int8 and is not.
+// Whether a weight is unpacked, in whole tiles: it is read as int8 and is of another format.
 LOWBIT_INLINE bool is_unpacked(Format format) { return read_as(format) != format; }
 LOWBIT_INLINE void unpack_tiles(Format format, const uint8_t* codes, int64_t tiles, uint8_t* out) {
   switch (bits(format)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the row tables of all units share. A unit is one file cpu/<op>/<unit>.cpp with one function <op>_<unit>_rows;
-// csrc/cpu/CMakeLists.txt says which instruction sets have it.
+// Macros and functions for the row tables of all units. A unit is one file cpu/<op>/<unit>.cpp with one function
+// <op>_<unit>_rows; csrc/cpu/CMakeLists.txt says which instruction sets have it.
 #pragma once
 
 #include "ops/kernel.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of tiles, whatever op they are for, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2
-// of 8 bits each, float32 exactly in 3, float16 in 2.
+// Products of tiles, for every op, and floats cut into the bfloat16 that tiles multiply: x = x0 + x1 + x2 of 8 bits
+// each, float32 exactly in 3, float16 in 2.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -8,7 +8,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// What a product loads: tiles of the other side stay from the product before.
+// The tiles that a product loads; those of the other side stay from the product before.
 enum class Loads { both, activations, weights };
 
 // Sums kFirst .. of kRowTiles x kPanels tiles += activations(r) * weights(p), which say where a tile of either lies; in
@@ -49,11 +49,11 @@ LOWBIT_INLINE void multiply_steps(
 
 constexpr int32_t kUpperHalf = static_cast<int32_t>(0xffff0000);
 
-// The part of 8 bits of each of 16 floats; what it leaves is exact. Cut off, not rounded: one operation where rounding
-// has nine, and no sum of parts is larger than their whole.
+// The part of 8 bits of each of 16 floats; the rest is exact. Cut off, not rounded: one operation where rounding has
+// nine, and no sum of parts is larger than their whole.
 LOWBIT_INLINE f32x16 upper_part(f32x16 x) { return float_of(bit_and(bits_of(x), set1(kUpperHalf))); }
 
-// The parts of what stands at an even k and at the next, in pairs as a tile has them: pairs[part].
+// The parts of the floats at an even k and at the next, in pairs as a tile has them: pairs[part].
 template <int kParts>
 LOWBIT_INLINE void cut(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
   unroll<kParts>([&](auto part) {

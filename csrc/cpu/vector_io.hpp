@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// What is fewer than 16 elements is rare, and one function for all places: it was half of all code.
+// Fewer than 16 elements are rare: one function, not inlined, serves all places. Inlined, it was half of all code.
 [[gnu::noinline]] inline f32x16 load_some_as_float(const void* base, DType dtype, int64_t at, int64_t count) {
   alignas(64) float wide[16] = {};
   if (dtype == DType::float32) {

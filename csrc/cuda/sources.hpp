@@ -13,7 +13,7 @@
 
 namespace lowbit::cuda {
 
-// Which sources there are: the first number of a SourceKey.
+// The kinds of sources: the first number of a SourceKey.
 enum class SourceKind : int64_t { step, convert, activations, linear, dequantize, decoded, attention, decode,
                                   kv_convert, code_tiles, splits, pack, all_finite };
 
@@ -51,7 +51,7 @@ Source decoded_source(Format format, bool codes);
 void add_once(std::vector<Source>& all, Source source);  // unless one of its name is there
 void add_attention_sources(std::vector<Source>& all);  // without mods, of the usual head dims
 void add_decode_sources(std::vector<Source>& all);
-// What the optimizers' defaults use, and linear and attention with the configurations that are used most.
+// The sources of the optimizers' defaults, and of linear and attention with the configurations that are used most.
 LOWBIT_API std::vector<Source> common_sources();
 // Every specialisation of linear that a call can ask for.
 LOWBIT_API std::vector<Source> linear_sources();

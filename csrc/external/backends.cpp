@@ -26,7 +26,7 @@ void put(char* text, std::size_t bytes, const char* message) {
   text[bytes - 1] = 0;
 }
 
-// The number that a function of others returned, and what it threw as a text, unless it is to be passed on.
+// Returns the result of another package's function; an exception becomes a text, unless it is passed on.
 int guarded(const Function& function, const void* args, char* text, std::size_t bytes) {
   text[0] = 0;
   int result = 1;
@@ -146,7 +146,7 @@ std::vector<const Backend*> with_external(std::span<const Backend* const> own,
   complete = true;
   std::vector<const Backend*> first, behind;
   for (const ForeignRow& foreign : all_foreign) {
-    // What a device needs around a row it needs around this one too. Of its backends the last asks least of a machine.
+    // This row needs the same guard as the device's own rows. Of its backends the last one asks least of a machine.
     const auto like = std::find_if(own.rbegin(), own.rend(), [&](const Backend* backend) {
       return name_of(backend->device) == foreign.row.device;
     });

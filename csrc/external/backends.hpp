@@ -17,8 +17,7 @@ struct Backend;
 
 namespace lowbit::external {
 
-// What a Function throws where an exception is no failure of its row, such as Ctrl-C: the call ends
-// with that exception.
+// Thrown by a Function for an exception that is no failure of its row, such as Ctrl-C: the call ends with it.
 struct PassedOn {
   std::exception_ptr exception;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The arguments of each op as rows of third parties get them (lowbit/backend.h): Call<Args>(args).c is the C struct,
-// valid while args and the Call live. The op's line in the list below, its struct in the header and its constructor
-// here are all that it takes to offer an op.
+// valid while args and the Call live. To offer an op takes its line in the list below, its struct in the header and its
+// constructor here.
 #pragma once
 
 #include <array>

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a codec is: the meaning of the codes of one weight format, in one header each (int4.hpp ...), named in list.hpp.
+// A codec is the meaning of the codes of one weight format. Each has a header (int4.hpp ...); list.hpp names them.
 //
 //   bits               of one code
 //   kind               floating: the code is the weight itself, without scales; integer: w = scale * (code - zero);
 //                      lookup: w = scale * level(code), levels of any kind: a table of 16, or small floats
 //   zero, code_max     the zero point of a symmetric weight (0 of a lookup format), and the largest code
 //   code_of_zero       the code of weight 0 in a symmetric weight: padding
-//   significant_bits   what a value before its scale takes, exactly
+//   significant_bits   that a value before its scale takes, exactly
 //   range              of a lookup format: scale = largest |w| / range
-//   level(code)        what a code stands for before zero point and scale, and level_of(codes) of a vector;
+//   level(code)        the value of a code before zero point and scale, and level_of(codes) of a vector;
 //                      nearest(v): of a lookup format, the codes of the nearest levels
 //   smallest_group     of scales along k
 //   encode, decode     float formats: a weight to its code and back, exactly as a kernel rounds
-//   position           float formats: the byte where that of (column, k) lies in a tile of 16 columns x 64 k; the codes
+//   position           float formats: the byte of the code of (column, k) in a tile of 16 columns x 64 k; the codes
 //                      of the others lie in planes (piece_of_code)
 // and for kernels, over any vector of 16 columns: a unit is unit_bytes of codes that hold unit_values weights
 // of each column;
@@ -33,7 +33,7 @@ inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 enum class CodecKind : int { floating, integer, lookup };
 inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup"};
 
-// Where some bits of a code lie: from bit `shift` of a byte on, and in the next byte where they do not fit.
+// The place of some bits of a code: from bit `shift` of a byte on, and in the next byte where they do not fit.
 struct CodePosition {
   int64_t byte;
   int shift;
@@ -127,7 +127,7 @@ struct LookupCodec : NibbleTile {
   LOWBIT_INLINE static constexpr int shift(int) { return 0; }
 };
 
-// What list.hpp asks of every codec: the compiler names what is missing.
+// The members that list.hpp asks of every codec: the compiler names one that is missing.
 template <class Codec>
 concept HasFacts = requires {
   Codec::bits;

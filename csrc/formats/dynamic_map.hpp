@@ -9,7 +9,7 @@
 //
 // So the number p of a positive code (signed: code - zero; unsigned: code + 1) is first + bin, where the first of a
 // decade is a power of two: the exponent of float(p) is the decade, and within a decade value and p are linear in each
-// other. Nothing is searched or gathered: what depends on the decade are tables of 8 entries, a permutation of one
+// other. Nothing is searched or gathered: the numbers of a decade are in tables of 8 entries, a permutation of one
 // register. Decoded values are those of the map to 6 roundings of float32 (bitsandbytes' table is computed in float32
 // and off by 3). In a signed map value = slope (p - lean first), whose sign is p's.
 //
@@ -30,7 +30,7 @@ constexpr int kGuess = 164;  // of 2^16: a decade, 3.32 * 128 steps of a float's
 
 struct Tables {  // 8 entries, twice, as lookup8 wants them
   alignas(64) float slope[16] = {};  // decode, by the exponent of float(p), modulo 8; signed p / 128
-  alignas(64) float offset[16] = {};                       // unsigned: what is added; signed: - lean
+  alignas(64) float offset[16] = {};                       // unsigned: the summand; signed: - lean
   alignas(64) float threshold[16] = {}, stretch[16] = {};  // encode, by shift modulo 8
   int lead = 0;                                            // encode: added to the upper half of absmax
 };
@@ -50,7 +50,7 @@ constexpr Tables make_tables(bool is_signed, int decades) {
     if (is_signed) {  // T / 10 + (bin + 1 / 2) width = width (p - lean bins)
       tables.slope[exponent] = static_cast<float>(128 * width);
       tables.offset[exponent] = static_cast<float>(0.5 / bins - 8.0 / 9);
-    } else {  // the offset makes up for what rounding the slope does to the first value, the smallest
+    } else {  // the offset undoes the effect of the slope's rounding on the first value, the smallest
       tables.slope[exponent] = static_cast<float>(width);
       tables.offset[exponent] = static_cast<float>(value - static_cast<double>(tables.slope[exponent]) * bins);
     }
@@ -75,9 +75,9 @@ constexpr Tables make_tables(bool is_signed, int decades) {
 
 constexpr int upper_half(float y) { return static_cast<int>(__builtin_bit_cast(uint32_t, y) >> 16); }
 
-// What Encoder needs of its guesses: at the threshold to a decade the guess is the shift below it, wherever in its
-// binade absmax is: a float's bits as a logarithm are wrong by at most 0.086 of a binade, 11 steps, and two more are
-// cut off.
+// Whether Encoder's guesses are good enough: at the threshold to a decade the guess is the shift below it, wherever in
+// its binade absmax is. A float's bits as a logarithm are wrong by at most 0.086 of a binade, 11 steps, and two more
+// are cut off.
 constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decades) {
   for (int d = 0; d <= decades; d++) {
     const int shift = shift_of(is_signed, d), steps = upper_half(1.0f) - upper_half(tables.threshold[(shift + 1) % 8]);
@@ -116,7 +116,7 @@ struct DynamicMap {
   static_assert(kSigned ? kDecades < 8 : kDecades == 7, "a table has 8 entries");
   static_assert(dynamic::guesses_are_close(kDynamicTables<kSigned, kDecades>, kSigned, kDecades));
 
-  // What codes mean, times `factor`, as value * scale. It reads them as the floats 2^23 + code.
+  // Decodes codes, times `factor`, to value * scale. It reads them as the floats 2^23 + code.
   class Decoder {
    public:
     LOWBIT_INLINE explicit Decoder(float factor)

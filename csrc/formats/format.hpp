@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A weight [n, k] of any format (list.hpp), and the layout that the kernels of csrc/cpu read it in: "x86-panel-16x64".
-// Others, in which it may be stored: layout.hpp.
+// A weight [n, k] of any format (list.hpp), in the layout that the kernels of csrc/cpu read: "x86-panel-16x64".
+// layout.hpp has the others.
 //
 // A panel is 16 output columns over all k. n is padded to 16 and k to 64 with codes that decode to zero. Sections, each
 // padded to 64 bytes:
 //   column_scale f32[16] | column_sum f32[16] | group_scale f16[groups][16] | zero f16[groups][16] | codes
 // (float formats: codes only; no group_scale per channel; no zero when symmetric). w[n,k] = column_scale * group_scale
-// * (code - zero). column_sum is the sum over k of the dequantized column: what an asymmetric activation offset is
-// multiplied by. Codes are tiles of 16 columns x 64 k; where each one lies in its tile is said in codec.hpp. A row of a
-// tile is one zmm, two ymm, or a row of an AMX tile.
+// * (code - zero); column_sum is the sum over k of the dequantized column: an asymmetric activation's offset is
+// multiplied by it. Codes are tiles of 16 columns x 64 k; codec.hpp says where each lies in its tile. A row of a tile
+// is one zmm, two ymm, or a row of an AMX tile.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct WeightSpec {
   LOWBIT_ALWAYS_INLINE constexpr int64_t panel_bytes() const { return codes_at() + tiles() * tile_bytes(); }
 };
 
-// Where the tile of k begins in a panel's codes, in bytes, and the weight (column, k) of a float format.
+// The first byte of the tile of k in a panel's codes, and the byte of weight (column, k) of a float format.
 template <Format kFormat>
 LOWBIT_INLINE constexpr int64_t tile_at(int64_t k) {
   return k / kTileK * (kPanelColumns * kTileK * codec_of<kFormat>::bits / 8);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of layouts: where codes, scales and zero points of a weight [n, k] lie in one uint8 matrix, whose first
-// dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
+// The list of layouts. A layout places codes, scales and zero points of a weight [n, k] in one uint8 matrix, whose
+// first dimension is along n. A state dict names the layout of each weight by its number here: append, never reorder.
 //
-// A layout says where the sections are (`sections`), and where in the codes of a row of the matrix (column, k) is: the
-// byte of a float (`float_at<format>`), or each piece of a code (`pieces`: calls body(position, first, count) for bits
-// first .. first + count of it).
+// A layout gives the sections (`sections`), and the place of (column, k) in the codes of a row of the matrix: the byte
+// of a float (`float_at<format>`), or each piece of a code (`pieces` calls body(position, first, count) for bits first
+// .. first + count of it).
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace lowbit {
 
-// All in bytes, sections from the start of a row. What a format has not (format.hpp says which) is not asked for.
+// All in bytes, sections from the start of a row. Callers do not ask for a section that a format lacks (format.hpp).
 struct Sections {
   int64_t columns;             // of the weight's [n] in one row of the matrix
   int64_t rows, row_bytes;     // shape of the matrix
@@ -31,7 +31,7 @@ struct Sections {
   }
 };
 
-// "x86-panel-16x64": what the kernels of csrc/cpu read.
+// "x86-panel-16x64", which the kernels of csrc/cpu read.
 struct PanelLayout {
   static Sections sections(const WeightSpec& spec) {
     return {.columns = kPanelColumns, .rows = spec.panels(), .row_bytes = spec.panel_bytes(),
@@ -85,13 +85,13 @@ enum class Layout : int { LOWBIT_LAYOUTS(LOWBIT_LAYOUT) };
 inline constexpr std::string_view kLayoutNames[] = {LOWBIT_LAYOUTS(LOWBIT_LAYOUT)};
 #undef LOWBIT_LAYOUT
 
-inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // what quantize writes, and the other ops read
+inline constexpr Layout kKernelLayout = Layout::x86_panel_16x64;  // quantize writes it, and the other ops read it
 
-// Of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout
+// The version of the numbers beside a packed weight in a state dict. 1: seven of them, "x86-panel-16x64"; 2: the layout
 // is the eighth.
 inline constexpr int kLayoutVersion = 2;
 
-// body.operator()<Type>() for the layout that is only known now.
+// body.operator()<Type>() for a layout that is only known at run time.
 template <class Body>
 LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
   switch (layout) {
@@ -104,8 +104,8 @@ LOWBIT_ALWAYS_INLINE auto with_layout(Layout layout, Body&& body) {
 }
 
 // The sum over k of one decoded column, code by code: the same steps, and so the same bits, wherever it is computed.
-// Many GPUs have no double: levels and zero points are counted in units of which both are whole numbers, and what the
-// groups add up to is a pair of floats (Knuth's two-sum), exact to 2^-46.
+// Many GPUs have no double: levels and zero points are counted in units of which both are whole numbers, and the sum of
+// the groups is a pair of floats (Knuth's two-sum), exact to 2^-46.
 template <Format kFormat>
 struct ColumnSum {
   static constexpr bool kIntegers = is_integer(kFormat);

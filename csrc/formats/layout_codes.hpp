@@ -56,7 +56,7 @@ LOWBIT_INLINE T read_entry(Sections from, const uint8_t* in, int64_t section, in
   return value;
 }
 
-// What the codes of column n and group g stand for: column_scale * group_scale * (level - zero).
+// The scale and zero point of column n and group g: a code means column_scale * group_scale * (level - zero).
 struct ScaleAndZero {
   float column_scale, group_scale, zero;
 };

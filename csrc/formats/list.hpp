@@ -49,7 +49,7 @@ LOWBIT_FORMATS(LOWBIT_FORMAT)
 #undef LOWBIT_FORMAT
 template <Format kFormat> using codec_of = typename CodecOf<kFormat>::type;
 
-// body.operator()<Format>() for the format that is only known now.
+// body.operator()<Format>() for a format that is only known at run time.
 template <class Body>
 LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   switch (format) {
@@ -61,7 +61,7 @@ LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   __builtin_unreachable();
 }
 
-// What is asked of a format that is only known now. Switches, not a table: kernel files may leave no weak symbol.
+// Facts about a format that is only known at run time. Switches, not a table: kernel files may leave no weak symbol.
 #define LOWBIT_FACT(Type, function, fact)                                                                  \
   struct FactOf_##function {                                                                               \
     template <Format kFormat>                                                                              \
@@ -93,7 +93,7 @@ LOWBIT_ALWAYS_INLINE constexpr Format integers_as_int8(Format format) {
   return is_integer(format) ? Format::int8 : format;
 }
 
-// The format as which kernels read the codes of this one, which they unpack where it is another.
+// The format in which kernels read the codes of this one; where it is another, they unpack them.
 LOWBIT_ALWAYS_INLINE constexpr Format read_as(Format format) {
   const bool bytes_or_nibbles = bits(format) == 8 || bits(format) == 4;
   return is_integer(format) && !bytes_or_nibbles ? Format::int8 : format;

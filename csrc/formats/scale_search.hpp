@@ -32,7 +32,7 @@ constexpr float kAsymmetricSteps[] = {12 / 15.0f, 8 / 15.0f, 9 / 15.0f, 10 / 15.
 constexpr int kFirstWithin = 6;  // in both lists, with 4 bits or more: the first scale at which no weight is clipped
 constexpr float kLookupSteps[] = {0.8f, 0.85f, 0.9f, 0.95f, 1.0f, 1.05f, 1.1f, 1.2f};  // a level costs 15 comparisons
 static_assert(std::size(kSymmetricSteps) == 14 && std::size(kAsymmetricSteps) == 14 && std::size(kLookupSteps) == 8);
-constexpr float kMargin = 1 + 0x1p-16f;  // what float32 sums of a group may be off by
+constexpr float kMargin = 1 + 0x1p-16f;  // float32 sums of a group may be off by that much
 constexpr int kRefits = 1;
 
 template <class Float>
@@ -73,7 +73,7 @@ LOWBIT_INLINE Float nearest_level(Float y, Float inverse, LevelRange<Float> rang
 template <class Float>
 struct Sums { Float error, product, square; };  // of h (y - l u)^2, h y l, h l^2
 
-// What the scale u costs, and what the levels that it gives are made of.
+// The error of the scale u, and the two sums of its levels.
 template <class Codec, bool kWeighted, class Group, class Float>
 LOWBIT_INLINE Sums<Float> weigh(const Group& group, Float u, LevelRange<Float> range) {
   const Float inverse = div(like(u, 1.0f), u), none = like(u, 0.0f);
@@ -164,7 +164,8 @@ LOWBIT_INLINE void consider_all(const Group& group, const float* steps, int coun
   }
 }
 
-// What is chosen for a group: the scale as `stored` is, the zero point, and the error of absmax in its own scales.
+// The choice for a group: the scale in the units of `stored`, the zero point, and the error of absmax in its
+// own scales.
 template <class Float>
 struct ChosenScale { Float scale, zero, absmax_error; };
 

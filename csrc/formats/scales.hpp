@@ -15,7 +15,7 @@ namespace {
 // 2^floor(log2(x)), exact; 0 for 0 and subnormals.
 LOWBIT_INLINE float power_of_two_below(float x) { return float_from_bits(bits_of_float(x) & 0x7f800000u); }
 
-// Scale of weights from low <= 0 to high >= 0, before it is rounded to what is stored; 0 instead of subnormals.
+// Scale of weights from low <= 0 to high >= 0, before it is rounded for storage; 0 instead of subnormals.
 template <class Codec>
 LOWBIT_INLINE float scale_of_range(float low, float high, Mapping mapping, float code_max) {
   const float absmax = -low > high ? -low : high, half = (code_max + 1) / 2;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the codes of each StateFormat mean, per element, for StateCodes<format, is_signed>. A Decoder of a block's scale
-// makes values of codes: it reads the floats 2^23 + code and gives two numbers whose product is the value (its user
-// has an FMA for that). An Encoder of a block's absmax makes code - kOffset of values; where that is past the codes,
+// The meaning of the codes of each StateFormat, per element: StateCodes<format, is_signed>. A Decoder, made with a
+// block's scale, reads the floats 2^23 + code and gives two numbers whose product is the value (its user has an FMA
+// for that). An Encoder, made with a block's absmax, turns values into code - kOffset; where that is past the codes,
 // stores saturate. Table: how tables of 8 entries are kept. kAbsmaxOverScale: the decoded value of the largest element
 // of a block.
 //
 // A moment that cannot be negative is a mean of squares, whose root divides the step. Where it rounded to 0 and the
-// other moment did not, the next step would be that moment / eps, thousands of learning rates long. So what is above 0
-// keeps the smallest code above that of 0; 0 stays 0.
+// other moment did not, the next step would be that moment / eps, thousands of learning rates long. So a value above 0
+// has at least the smallest code above that of 0; 0 stays 0.
 #pragma once
 
 #include "formats/dynamic_map.hpp"
@@ -25,7 +25,7 @@ LOWBIT_INLINE Int kept_above_zero(Int code, Float value) {
   else return code;
 }
 
-// Where the value is a function of the code, times the scale, and the code one of value / scale.
+// For formats whose value is a function of the code, times the scale, and whose code is a function of value / scale.
 template <class Codes>
 class ScaledDecoder {
  public:

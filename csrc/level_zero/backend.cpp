@@ -18,13 +18,13 @@ const std::string& cannot_run(Device device) {
   return no_gpu.empty() ? modules_missing() : no_gpu;
 }
 
-// What a row has given to the device is done when its call returns: the host and torch's own queues read the results.
+// The device has done a row's work when its call returns: the host and torch's own queues read the results.
 void run_and_wait(const Place& place, const std::function<void()>& row) {
   row();
   wait(place.device);
 }
 
-// c10::xpu::syncStreamsOnDevice: until torch's own queues of an xpu, which are SYCL's, have done what they were given.
+// c10::xpu::syncStreamsOnDevice: waits until torch's own queues of an xpu, which are SYCL's, have done their work.
 using WaitForTorch = void (*)(int8_t device);
 WaitForTorch wait_for_torch() {
   void* const library = dlopen("libc10_xpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -63,7 +63,7 @@ Backend for_torch(const Backend& ours, std::deque<std::string>& names) {
   return backend;
 }
 
-// With what their rows' names point to.
+// Backends, with the strings of their rows' names.
 struct BackendList {
   std::deque<std::string> names;  // never moved
   std::deque<Backend> backends;

@@ -5,7 +5,7 @@
 
 namespace lowbit::level_zero {
 
-// Intel GPUs, as torch's device xpu and as our own, lowbit_ze. Asking for it loads nothing: the loader is opened by the
+// Intel GPUs, as torch's device xpu and as our own, lowbit_ze. Listing them loads nothing: the loader is opened by the
 // first call that has a tensor there.
 std::span<const Backend* const> backends();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// oneDNN's row of the op linear. What oneDNN has not is refused here; how it does the rest: matmul.hpp.
+// oneDNN's row of the op linear. Calls that oneDNN cannot serve are refused here; matmul.hpp makes the others.
 #include <cstring>
 
 #include "core/arena.hpp"
@@ -82,7 +82,7 @@ constexpr Kernel<LinearArgs> kRows[] = {{"linear_float32_onednn", refuses, run}}
 std::span<const Backend* const> backends() {
   static std::atomic<const std::vector<const Backend*>*> kept{nullptr};
   return made_once(kept, [] {
-    auto* backend = new Backend{  // two threads may make one each; what is not kept stays, once
+    auto* backend = new Backend{  // two threads may make one each; the one that is not kept leaks, once
         .name = "onednn", .device = DeviceType::cpu, .unavailable = unavailable};
     add_rows(*backend, kRows, std::size(kRows));
     return std::vector<const Backend*>{backend};

@@ -14,8 +14,8 @@ Owned<MemoryDesc> rows(int64_t m, int64_t n) {
   return Owned<MemoryDesc>(desc);
 }
 
-// Our panels [n / 16][k / 16][16 k][16 n] as a matrix [k, n]. The number of a tag is the library's word alone, so what
-// it stands for is read back.
+// Our panels [n / 16][k / 16][16 k][16 n] as a matrix [k, n]. The meaning of a tag's number is up to the library, so
+// the layout is read back.
 Owned<MemoryDesc> panels(int64_t k, int64_t n) {
   const int64_t shape[] = {k, n};
   MemoryDesc made;
@@ -40,7 +40,7 @@ Owned<Memory> memory(const Owned<MemoryDesc>& desc, const void* data) {
 
 }  // namespace
 
-// The post-ops are what csrc/cpu/linear/epilogue.hpp does, in its order.
+// The post-ops are the steps of csrc/cpu/linear/epilogue.hpp, in its order.
 Owned<Attributes> Matmul::attributes() const {
   PostOps made;
   ensure(api().post_ops_create(&made), "dnnl_post_ops_create");
@@ -59,7 +59,7 @@ Owned<Attributes> Matmul::attributes() const {
   ensure(api().attr_create(&attributes), "dnnl_primitive_attr_create");
   Owned<Attributes> owned(attributes);
   ensure(api().set_scratchpad(attributes, kUserScratchpad), "dnnl_primitive_attr_set_scratchpad_mode");
-  // ONEDNN_DEFAULT_FPMATH_MODE would have float32 rounded to bfloat16.
+  // ONEDNN_DEFAULT_FPMATH_MODE could have float32 rounded to bfloat16.
   ensure(api().set_math(attributes, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
   ensure(api().set_post_ops(attributes, made), "dnnl_primitive_attr_set_post_ops");
   return owned;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product of oneDNN in float32 with everything behind it in one primitive, made once for all that it depends on.
+// A float32 product of oneDNN with its epilogue in one primitive, made once for each Product.
 #pragma once
 
 #include <array>
@@ -58,8 +58,8 @@ class Matmul {
   int64_t scratchpad_bytes_ = 0;
 };
 
-// Made or found. Each thread has its own, of which the last kMostKept that it asked for stay, with no lock that a child
-// could find held that was forked meanwhile; oneDNN shares what is large in a primitive, its code, between equal ones.
+// Finds or makes one. Each thread keeps the last kMostKept that it asked for: there is no lock that a forked child
+// could find held. oneDNN shares the large part of equal primitives, their code.
 std::shared_ptr<const Matmul> matmul(const Product& product);
 constexpr std::size_t kMostKept = 256;
 LOWBIT_API std::size_t kept_primitives();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// oneDNN as this process has it: the library, opened when first asked for, and whose threads it runs on.
+// oneDNN in this process: the library, opened when first asked for, and the threads that it runs on.
 #pragma once
 
 #include <string>
@@ -31,7 +31,7 @@ struct Runtime {
 };
 const Runtime& runtime();  // RuntimeError: why it is not there
 
-// Where the library was found and what it is, or why it is of no use; opens it.
+// The path and version of the library, or the reason why it cannot be used; opens it.
 struct Facts {
   std::string path, version, reason;
 };

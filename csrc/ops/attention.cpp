@@ -164,7 +164,8 @@ void attention_backward(const AttentionBackwardArgs& args) { run(args); }
 
 namespace {
 
-// Scores that are not masked by causality. What a block mask skips is not known here: its lists lie on the device.
+// Scores that causality does not mask. The blocks that a block mask skips are unknown here: its lists lie on
+// the device.
 int64_t pairs(const AttentionForwardArgs& args) {
   const int64_t rows = args.q_length(), keys = args.kv_length(), full = std::max<int64_t>(rows - keys, 0);
   const int64_t triangle = rows - full;

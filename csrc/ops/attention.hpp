@@ -32,7 +32,7 @@ struct AttentionForwardArgs {
   TensorView q{}, k{}, v{};  // [B, Hq, L, E], [B, Hkv, S, E], [B, Hkv, S, Ev]; last dimension dense, any other strides;
                              // Hq a multiple of Hkv
   TensorView
-      out{};  // [B, Hq, L, Ev], as q, or real: what the backward needs of it is lost when it is rounded to 16 bits
+      out{};  // [B, Hq, L, Ev], as q, or real: 16 bits would lose digits that the backward needs
   TensorView lse{};         // real [B, Hq, L], contiguous; the forward may go without
   TensorView max_scores{};  // real [B, Hq, L], contiguous, or empty: largest s of each row
   TensorView mask{};        // bool or floating [B, Hq, L, S] with any strides (0: broadcast), or empty
@@ -78,10 +78,10 @@ struct AttentionBackwardArgs : AttentionGradients {
 // A mask whose sizes of 1 are stretched to [B, Hq, L, S] by strides of 0; other sizes are left to the checks.
 LOWBIT_API TensorView stretched(TensorView mask, const TensorView& q, const TensorView& k);
 
-// Every check of a call, and its place: what is written needs no data yet.
+// Every check of a call, and its place: results need no data yet.
 LOWBIT_API void check_args(AttentionForwardArgs& args);
 LOWBIT_API void check_args(AttentionBackwardArgs& args);
-// Of arguments that were checked.
+// The arguments are checked already.
 LOWBIT_API void attention_forward(const AttentionForwardArgs& args);
 LOWBIT_API void attention_backward(const AttentionBackwardArgs& args);
 

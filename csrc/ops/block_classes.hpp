@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// block_classes: which blocks of a mask are empty, partial or full, without the dense mask.
+// block_classes: finds the empty, partial and full blocks of a mask, without the dense mask.
 #pragma once
 
 #include "core/tensor_view.hpp"

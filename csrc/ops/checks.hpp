@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the checks of the ops ask of one argument. The error says op, argument, what is wanted and what was given.
+// Checks of one argument, for all ops. The error names op and argument, and says what was wanted and what was given.
 #pragma once
 
 #include <initializer_list>

@@ -58,7 +58,7 @@ void check_keys_and_values(std::string_view op, const DecodeArgs& args) {
         ": float keys and values have no scales and no rotation");
 }
 
-// Of rows of keys or values to codes, and back.
+// The call that turns rows of keys or values into codes, or codes into rows.
 template <class Args>
 void check_cache_conversion(std::string_view op, Args& args) {
   args.place = place_of(op, {{"x", args.x}, {"codes", args.codes}, {"scale", args.scale}});

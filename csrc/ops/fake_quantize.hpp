@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fake_quantize: what a float weight [n, k] is after quantize and dequantize, with nothing packed; its gradient; and
-// the same of activations. Scales, codes and their rounding are those of quantize and of the kernels of linear.
+// fake_quantize: a float weight [n, k] quantized and dequantized, with nothing packed; its gradient; and the same for
+// activations. Scales, codes and their rounding are those of quantize and of the kernels of linear.
 //
 //   out = scale * (code - zero),  code = nearest(weight / scale + zero),  a lookup format: scale * level[code]
 //   backward (straight through): grad_weight = grad where the code was not clipped, else 0
@@ -47,7 +47,7 @@ struct FakeQuantizeActivationsArgs {
   TensorView out{};        // shape and dtype of x: written
 };
 
-// All of the arguments but what is written, checked. mapping and x_format are numbers of their lists.
+// All of the arguments but the results, checked. mapping and x_format are numbers of their lists.
 LOWBIT_API FakeQuantizeArgs fake_quantize_args(const TensorView& weight, int64_t format, int64_t group_size,
                                                int64_t mapping, const TensorView& scale, const TensorView& zero);
 LOWBIT_API FakeQuantizeBackwardArgs fake_quantize_backward_args(const TensorView& grad, const TensorView& weight,

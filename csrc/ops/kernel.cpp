@@ -55,7 +55,7 @@ const Forced& process_wide() {
 
 thread_local Forced forced_here;
 
-// What ran last, by op: a handful of ops, looked up in order.
+// The row that ran last, by op: a handful of ops, looked up in order.
 struct LastRun {
   std::string_view op, name;
 };

@@ -49,7 +49,7 @@ LOWBIT_OPS(LOWBIT_OP)
 
 template <class Args>
 struct Kernel {
-  // The functions of a row that is more than functions (external/), with what they need besides the arguments.
+  // The functions of a row of another package (external/), with a pointer to its own data.
   struct Bound {
     const void* self;
     std::string_view (*refuses)(const Args&, const void* self);
@@ -64,7 +64,7 @@ struct Kernel {
   void operator()(const Args& args) const { bound ? bound->run(args, bound->self) : run(args); }
 };
 
-// What a backend multiplies at most: `run` does `rounds` of a loop in registers and returns its operations.
+// A backend's fastest multiplication: `run` does `rounds` of a loop in registers and returns its operations.
 struct Peak {
   Arithmetic arithmetic;
   std::string_view what;  // "float32 FMA, avx512"
@@ -94,7 +94,7 @@ LOWBIT_API void add_peak(Backend& backend, const Peak& peak);
 LOWBIT_API std::span<const Backend* const> backends();  // best first; defined once, in csrc/backends.cpp
 LOWBIT_API bool has_backend(DeviceType device);         // that this machine can run, now
 
-// Which list of a backend serves the op with these arguments.
+// The list of a backend that serves the op with these arguments.
 template <class Args> struct OpOf;
 #define LOWBIT_OP(op, Args)                                         \
   template <> struct OpOf<Args> {                                   \
@@ -191,7 +191,7 @@ void run_row(const Args& args, const Selected<Args>& selected) {
 template <class Args>
 void run_selected(const Args& args, const Selected<Args>& selected) {
   const std::string_view op = OpOf<Args>::name, name = selected.row.name;
-  note_ran(op, name);  // before: a row may report a fault of what it ran
+  note_ran(op, name);  // before: a row may report a fault of an earlier run
   if (!recorder::wanted()) return run_row(args, selected);
   recorder::Dispatch dispatch(op, name, args.place, describe(args));
   run_row(args, selected);

@@ -27,7 +27,7 @@ struct LinearArgs {
   void* y = nullptr;                  // [m, n]
 };
 
-// What the caller hands over; checked here, once, for every kind of binding.
+// The arguments of a caller; checked here, once, for every kind of binding.
 struct LinearTensors {
   TensorView x, weight, bias, mul, add, y;  // x [..., k]; y [..., n]; bias, mul, add may be missing
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How activations enter linear, and what becomes of its sums. No std: source text of devices includes it.
+// How activations enter linear, and what happens to its sums. No std: source text of devices includes it.
 #pragma once
 
 #include "formats/list.hpp"

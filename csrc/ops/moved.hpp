@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call moves that makes codes with scales of values, or values of codes.
+// The bytes that a call moves between values and codes with scales.
 #pragma once
 
 #include "recorder/call.hpp"

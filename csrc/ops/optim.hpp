@@ -44,7 +44,7 @@ struct EncodeStateArgs {
   TensorView codes, scale;  // written
 };
 
-// And back.
+// Codes and scales to float32 values.
 struct DecodeStateArgs {
   Place place{};
   StateFormat format = StateFormat::dynamic8;
@@ -71,7 +71,7 @@ class LOWBIT_API OptimStep {
  private:
   OptimStepArgs args_;
   std::vector<OptimTensor> tensors_;
-  TensorView first_, grad_scale_, found_inf_;  // the first parameter; what must lie where it does
+  TensorView first_, grad_scale_, found_inf_;  // the first parameter; the two others must lie where it does
 };
 
 LOWBIT_API StateFormat state_format(std::string_view op, int64_t format, int64_t block_size);

@@ -14,13 +14,13 @@ namespace lowbit {
 
 inline constexpr std::string_view kMappingNames[] = {"symmetric", "symmetric_no_clipping_err", "asymmetric"};
 
-// absmax: what the mapping says; search: of many scales and zero points of a group, that one among them, those with the
-// least noise (formats/scale_search.hpp).
+// absmax: the scale of the mapping; search: the scale and zero point of a group with the least noise among many,
+// absmax's too (formats/scale_search.hpp).
 enum class ScaleChoice : int { absmax, search };
 inline constexpr std::string_view kScaleChoiceNames[] = {"absmax", "search"};
 
-// Sums of w * w, of (w - dequantized) squared, and of what that is with absmax; each times the importance of its k over
-// a power of two, where there is one.
+// Sums of w * w, of (w - dequantized)^2, and of the latter with absmax; each term is times the importance of its k over
+// a power of two, where an importance is given.
 struct Distortion {
   double signal = 0, noise = 0, absmax_noise = 0;
 };
@@ -76,7 +76,7 @@ LOWBIT_API Sections sections(Layout layout, const WeightSpec& spec);
 LOWBIT_API void repack(RepackArgs args);
 // The arguments but `out`, checked.
 LOWBIT_API DequantizeArgs dequantize_args(const TensorView& weight, const WeightSpec& spec);
-// Those of a look-up; and the look-up: an index that is not one of 0..n-1 is an error.
+// The arguments of a look-up, checked; and the look-up: an index that is not one of 0..n-1 is an error.
 LOWBIT_API DequantizeArgs embedding_args(const TensorView& weight, const TensorView& indices, const WeightSpec& spec,
                                          int64_t layout, DType dtype);
 LOWBIT_API void embedding(DequantizeArgs args);

@@ -22,7 +22,7 @@ LOWBIT_API RmsNormArgs rms_norm_args(const TensorView& x, const TensorView& weig
                                      const TensorView& add);
 LOWBIT_API Call describe(const RmsNormArgs& args);
 
-// Shared by the ops that normalize: what eps and offset may be.
+// Checks eps and offset, for all ops that normalize.
 void check_norm(std::string_view op, double eps, double offset);
 
 }  // namespace lowbit

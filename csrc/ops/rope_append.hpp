@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // rope_append: rotary position embedding (Su et al., 2021) of the queries and keys of new tokens, and the writing of
-// their keys and values into a cache: what lies between the projections of a decoder's attention and the attention.
+// their keys and values into a cache: the work between a decoder's projections and its attention.
 //   q, k, v = heads 0..Hq, Hq..Hq + Hkv, and the last Hkv of qkv
 //   k' = k * rsqrt(mean(k^2) + eps) * (offset + k_weight), or k where no weight is given; q' likewise
 //   rotated(k)[i]       = k'[i] * cos[i] - k'[i + R/2] * sin[i]              for i in 0..R/2

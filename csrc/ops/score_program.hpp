@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// score_program: one program over one tile of scores, by which block classes are decided.
+// score_program: one program over one tile of scores. Block classes are decided by it.
 #pragma once
 
 #include "core/tensor_view.hpp"
@@ -8,7 +8,7 @@
 
 namespace lowbit {
 
-// Where the gradient of a captured tensor is added up: contiguous, of T or (wide) of double. No data: not wanted.
+// The memory where a captured tensor's gradient is added up: contiguous, of T or (wide) of double. No data: not wanted.
 struct CapturedGradient {
   void* data = nullptr;
   bool wide = false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call reads, writes and computes. Every op describes its calls so, once, beside its Args (`describe`); the
-// flight recorder and the profiler keep it.
+// The bytes and operations of a call. Every op describes its calls so, once, beside its Args (`describe`); the flight
+// recorder and the profiler keep the description.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace lowbit {
 
-// How a call multiplies: what its operations are compared with. none: it has no products that are counted.
+// How a call multiplies, which decides the peak that it is compared with. none: it has no products that are counted.
 enum class Arithmetic : uint8_t { none, floating, integer };
 inline constexpr std::string_view kArithmeticNames[] = {"", "float", "int8"};
 

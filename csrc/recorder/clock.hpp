@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the recorder keeps of a thread, found once in a call, and its clock.
+// The recorder's data of a thread, found once in a call, and its clock.
 #pragma once
 
 #include <cstdint>

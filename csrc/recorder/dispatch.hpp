@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What run_selected (ops/kernel.hpp) does around a row: opens a record of the call, and closes it.
+// Dispatch opens a record of the call, and closes it: run_selected (ops/kernel.hpp) holds one around a row.
 #pragma once
 
 #include <atomic>

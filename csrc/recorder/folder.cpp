@@ -32,7 +32,7 @@ std::string said(std::string_view what, const std::string& path) {
   return concat(what, " ", path, ": ", std::strerror(errno));
 }
 
-// Why files may not be made there; "" if they may. A folder in /tmp that somebody else made could be read or replaced.
+// Why files may not be made there; "" if they may. Another user's folder in /tmp could be read or replaced.
 std::string unusable(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return said("cannot make", path);
   struct stat found;
@@ -44,7 +44,7 @@ std::string unusable(const std::string& path) {
   return "";
 }
 
-// A process holds a lock on its file while it lives, whatever its number is called elsewhere.
+// A process holds a lock on its file while it lives; its number may differ between containers.
 bool is_of_the_dead(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   if (descriptor < 0) return false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where files of recorders lie, and which of them go away.
+// The folder of recorders' files, and the removal of old ones.
 #pragma once
 
 #include <string>

@@ -63,7 +63,7 @@ void close_profiled(Record* record, uint64_t profile, State state) {
 void forget_profiles() {
   new (&mutex) std::mutex;
   if (!(wants.fetch_and(~kProfile) & kProfile)) return;
-  new (&kept) std::deque<Record>;  // what was there may be half written, and is left to be
+  new (&kept) std::deque<Record>;  // the old one may be half written, and leaks
   profiling = 0, number++;
 }
 

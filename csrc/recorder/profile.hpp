@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The records of a profile: all of them, in memory, while anybody profiles.
+// The records of a profile: all of them, in memory, while one runs.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace lowbit::recorder {
 
-// Profiles overlap and share their records: each has those from where it began. Returns that place.
+// Profiles may overlap and share their records: each has those since its begin. Returns that place.
 LOWBIT_API int64_t begin_profile();
 LOWBIT_API std::string end_profile(int64_t from);  // the records, 256 bytes each; the last profile that ends frees them
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ring of records of this process: a shared mapping of a file, so that what was written is there after a SIGKILL
-// or a segfault with no code that dumps it. Made at the first call; a forked child makes its own. Nothing here fails a
-// program: where no file can be made, the ring is in memory and stderr says once why.
+// The ring of records of this process: a shared mapping of a file, so that the records survive a SIGKILL or a segfault
+// with no code that dumps them. Made at the first call; a forked child makes its own. Nothing here fails a program:
+// where no file can be made, the ring is in memory and stderr says once why.
 #pragma once
 
 #include <string>

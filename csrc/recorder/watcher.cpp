@@ -115,7 +115,7 @@ void watch_new_ring() {
   char* end = nullptr;
   const double seconds = std::strtod(value, &end);
   if (*end == 0 && seconds >= 0 && seconds <= 1e9) return start(seconds);
-  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR_TIMEOUT must be 0 to 1e9 seconds, got '%s'; nobody watches\n",
+  std::fprintf(stderr, "lowbit recorder: LOWBIT_FR_TIMEOUT must be 0 to 1e9 seconds, got '%s'; no watcher runs\n",
                value);
 }
 

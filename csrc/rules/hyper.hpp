@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers that update rules read, and what a rule says of itself.
+// The numbers that update rules read, and the members of a rule.
 //
 // A rule (adamw.hpp ...; list.hpp is their list) is a struct with
-//   moments   what it keeps of an element, in order; the bindings, Python and state dicts take the names from here
+//   moments   that it keeps of an element, in order; the bindings, Python and state dicts take the names from here
 //   reads     its own numbers of Hyper. lr, weight_decay, decoupled and maximize belong to the step of every rule.
 //   Step<n>   the rule with its first n moments: constants made of (hyper, step), and
-// p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and moments; p * keep is what weight
-// decay leaves of p. The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a
-// table of values, costs no product of its own), and takes back the new ones in `moment`, divided by `unit`.
+// p' = update(p, keep, g, moment, factor) of an element's parameter, gradient and moments; p * keep is p after weight
+// decay. The caller gives old moments as two numbers, moment * factor = old * carry (so that a scale, or a table of
+// values, costs no product of its own), and takes back the new ones in `moment`, divided by `unit`.
 #pragma once
 
 #include <string_view>
@@ -16,8 +16,8 @@
 
 namespace lowbit {
 
-// What a user sets, for all tensors of a call: a line here is a number that any rule may read. decoupled: weight decay
-// shrinks the parameter (AdamW, Lion); else it is added to the gradient (Adam, SGD).
+// The numbers that a user sets for all tensors of a call: any rule may read the number of a line here. decoupled:
+// weight decay shrinks the parameter (AdamW, Lion); else it is added to the gradient (Adam, SGD).
 #define LOWBIT_HYPER(X)   \
   X(double, lr)           \
   X(double, beta1)        \

@@ -24,7 +24,7 @@ enum class Rule : int { LOWBIT_RULES(LOWBIT_RULE) };
 inline constexpr std::string_view kRuleNames[] = {LOWBIT_RULES(LOWBIT_RULE)};
 #undef LOWBIT_RULE
 
-// body.operator()<Type>() for the rule that is only known now.
+// body.operator()<Type>() for a rule that is only known at run time.
 template <class Body>
 LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
   switch (rule) {
@@ -39,7 +39,7 @@ LOWBIT_INLINE constexpr auto with_rule(Rule rule, Body&& body) {
 template <class RuleType>
 inline constexpr int kMostMoments = static_cast<int>(std::size(RuleType::moments));
 
-// Of any rule.
+// The most moments of any rule.
 inline constexpr int kMaxMoments = [] {
 #define LOWBIT_RULE(name, Type) kMostMoments<Type>,
   const int counts[] = {LOWBIT_RULES(LOWBIT_RULE)};
@@ -60,7 +60,7 @@ LOWBIT_INLINE constexpr bool is_set(const Hyper& hyper, HyperField field) {
   __builtin_unreachable();
 }
 
-// How many moments a rule keeps with these numbers; without any that a number asks for: the least.
+// The number of moments that a rule keeps with these numbers; the fewest where no number asks for more.
 template <class RuleType>
 LOWBIT_INLINE constexpr int moments_of(const Hyper& hyper) {
   int count = 0;

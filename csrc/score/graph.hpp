@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A score program as a graph of values, each one computed from earlier ones (SSA). Values know their type and their
-// rate: what they vary with inside one tile of scores. A value of a low rate is computed once and not for every score:
+// rate, the coordinate that they vary with inside a tile of scores. A value of a low rate is computed once and not for
+// every score:
 //   constant < head (b, h) < row (q), column (k), diagonal (k - q) < tile
 #pragma once
 
@@ -58,7 +59,7 @@ class ScoreGraph {
   int gather(int64_t tensor, std::span<const int> indices);
   int scatter_add(int64_t tensor, int value, std::span<const int> indices);
   int sum(int value, Rate rate);  // the value itself if it has that rate
-  int emit(int op, std::span<const int> operands);  // folds constants, drops what changes nothing, finds equal values
+  int emit(int op, std::span<const int> operands);  // folds constants, drops ops without effect, finds equal values
   template <class Op>
   int emit(std::initializer_list<int> operands) { return emit(number_of<Op>(), {operands.begin(), operands.size()}); }
   int copy_of(const ScoreNode& node, std::span<const int> operands);  // the same op on other operands
@@ -81,7 +82,7 @@ class ScoreGraph {
   std::map<std::array<int64_t, kMaxOperands + 2>, int> known_;
 };
 
-// Int values a q + b k + (what is constant in a head). The coefficients, where the value has that form.
+// Int values a q + b k + (a constant of the head): the coefficients, where the value has that form.
 struct Affine {
   bool valid = false;
   int64_t q = 0, k = 0;

@@ -67,8 +67,8 @@ class Planner {
       for (int j = 0; uses_[i] && j < nodes_[i].operand_count; j++) uses_[nodes_[i].operands[j]]++;
   }
 
-  // What several steps over the scores do in one: half of the loads and stores. One rounding less, so nothing that a
-  // floor could make much of.
+  // Makes one step of several over the scores: half of the loads and stores. There is one rounding less, so values that
+  // are not of the score, which may go into a floor, stay as they are.
   void fuse() {
     for (ScoreNode& node : nodes_) {
       if (node.rate != Rate::tile || !node.of_score) continue;
@@ -203,7 +203,7 @@ class Planner {
   ScorePlan plan_;
 };
 
-// What the machine takes for granted: a place is a constant, a register that the plan has, or, element by element in
+// Checks what the machine takes for granted: a place is a constant, a register of the plan, or, element by element in
 // the tile, the caller's memory.
 void check_places(const ScorePlan& plan, std::size_t captured) {
   const auto is_place = [&](ScoreOperand place, bool memory) {

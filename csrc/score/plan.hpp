@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A score program as the machine runs it: steps in stages, one stage per rate. First what is constant in a head, per
-// row, per column and per diagonal of the tile; then the tile, strip by strip; then (gradients) what follows from sums
+// A score program as the machine runs it: steps in stages, one stage per rate. First come the constants of a head, of
+// rows, columns and diagonals of the tile; then the tile, strip by strip; then (gradients) the steps that need sums
 // over the tile. A step reads and writes registers: a register holds one value for all rows (columns, diagonals) of the
 // tile, or for all scores of one strip.
 #pragma once
@@ -64,8 +64,8 @@ struct ScorePlan {
   bool has(Stage stage) const { return begin[static_cast<int>(stage)] < begin[static_cast<int>(stage) + 1]; }
 };
 
-// Steps that compute `output` into `memory` (and every one of `scatters`); nothing where the output is what the memory
-// holds already. Not fused: every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
+// Steps that compute `output` into `memory` (and every one of `scatters`); none where the memory holds the output
+// already. Not fused: every step is rounded, as intervals (ops/block_classes.hpp) assume of masks.
 ScorePlan score_plan(const ScoreGraph& graph, int output, int memory, std::span<const int> scatters = {},
                      bool fused = true);
 

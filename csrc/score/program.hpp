@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a score_mod or a mask_mod does to one score, as data: a list of integers that a kernel runs inside its tile
-// loop. docs/ops/score_programs.md explains the list; python/lowbit/score/program.py writes it.
+// A score_mod or a mask_mod as data: a list of integers that a kernel runs for each score, inside its tile loop.
+// docs/ops/score_programs.md explains the list; python/lowbit/score/program.py writes it.
 #pragma once
 
 #include <atomic>
@@ -30,8 +30,8 @@ struct ScoreProgram {
 // Parses, checks and plans; the last programs are kept. ValueError says what is wrong and where.
 LOWBIT_API std::shared_ptr<const ScoreProgram> score_program(std::span<const int64_t> code);
 
-// Where a gather met an index that its tensor does not have, or a division a zero. Kernels do not throw: the first one
-// is noted here.
+// A gather with an index that its tensor does not have, or a division by zero. Kernels do not throw: the first fault is
+// noted here.
 struct ScoreFault {
   static constexpr int kDivision = -1;  // in place of a tensor: an int was divided by zero
   std::atomic<bool> seen{false};
@@ -50,8 +50,8 @@ struct LOWBIT_API ScoreCall {
   const TensorView* captured() const { return captured_.data(); }
   int captured_count() const { return static_cast<int>(captured_.size()); }
   ScoreFault& fault() const { return fault_; }
-  // By the row that runs the program, which may read what lies in memory: before, that integers fit 32 bits; after,
-  // that no gather was out of range.
+  // Checks by the row that runs the program, which may read memory: before, that integers fit 32 bits; after, that no
+  // gather was out of range.
   void check_captured() const;
   void check_fault() const;
 

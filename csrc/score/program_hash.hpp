@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A number for everything that the printed text of a program depends on: where it was compiled, it is found again.
+// A hash of everything that the printed text of a program depends on, by which a compiled program is found again.
 #pragma once
 
 #include "score/program.hpp"

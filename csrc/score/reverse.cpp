@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reverse mode over a score program: the gradients are further values of the same graph, so that they are folded,
 // hoisted and run like any other. The gradient of a value has the rate of the value: contributions of a higher rate are
-// summed over the tile first, and what follows (the derivative of a table look-up per diagonal, of a slope per head) is
-// then done once per row, column, diagonal or head.
+// summed over the tile first. The steps after that (the derivative of a table look-up per diagonal, of a slope per
+// head) are then done once per row, column, diagonal or head.
 #include <optional>
 #include <utility>
 
@@ -13,7 +13,7 @@ namespace {
 
 using namespace score;
 
-// What the derivatives in score/ops.hpp are written with: a value of the graph, or a number not yet in it.
+// The operand of derivatives in score/ops.hpp: a value of the graph, or a number not yet in it.
 class Expression {
  public:
   Expression(double number) : number_(number) {}
@@ -71,8 +71,8 @@ constexpr auto kPartials = all_partials(ScoreOps{});
 }  // namespace
 
 int add_gradients(ScoreGraph& graph, int output, std::vector<int>* scatters) {
-  // What has reached a value so far, by rate: a share of each head and a share of each score cannot be added before the
-  // latter are summed.
+  // The gradient that has reached a value so far, by rate: a share of each head and a share of each score cannot be
+  // added before the latter are summed.
   std::vector<std::array<int, 6>> shares(output + 1, {-1, -1, -1, -1, -1, -1});
   const auto add_share = [&](int node, int share) {
     int& sum = shares[node][static_cast<int>(graph.nodes[share].rate)];

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // For every backend of the host that this machine can run (the CPU's, and CUDA's where that is emulated) there is
 // <name>_sim, with its rows as <row>_sim. The memory of the call's device is open while a row runs and at no other
-// time: whatever of an op reads memory outside its row dies on this device. What a row needs beside its arguments is
-// the CPU's scratch, which is memory of the host.
+// time: an op that reads memory outside its row dies on this device. Scratch of a row is the CPU's, memory of the host.
 #include "sim/backend.hpp"
 
 #include <deque>
@@ -13,7 +12,7 @@
 namespace lowbit::sim {
 namespace {
 
-// Backends with what they point to.
+// Backends, with the strings that they point to.
 struct BackendList {
   std::string cpu_fails;          // why no backend could be asked whether this machine runs it: LOWBIT_ISA is wrong
   std::deque<std::string> names;  // never moved

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults of a simulated device, on demand: what a program must live through on a real one and can hardly provoke there.
+// Faults of a simulated device, on demand. A program must survive them on a real device, and can hardly provoke
+// them there.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ namespace lowbit::sim {
 enum class Fault { memory, launch, lost, slow };
 inline constexpr std::string_view kFaultNames[] = {"memory", "launch", "lost", "slow"};
 
-// The next `after` allocations or launches go well, then `times` of them do not. `microseconds` is what a slow launch
-// takes more.
+// The next `after` allocations or launches go well, then `times` of them do not. A slow launch takes
+// `microseconds` more.
 struct Injection {
   int64_t after = 0, times = 1, microseconds = 0;
 };

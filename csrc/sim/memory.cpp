@@ -57,7 +57,7 @@ struct Device {
     if (!open) protect(from, to, PROT_NONE);
   }
 
-  // The process ends: what was written over is unknown.
+  // Ends the process on a fault: the damaged bytes are unknown.
   void check_guards() const {
     for (const auto& [offset, bytes] : live)
       for (std::size_t i = bytes; i < with_guard(bytes); i++) {

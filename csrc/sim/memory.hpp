@@ -16,8 +16,7 @@ inline constexpr int kMostDevices = 8;
 LOWBIT_API void start(int devices, std::size_t bytes);
 LOWBIT_API int device_count();  // 0 until start()
 
-// Null for 0 bytes and where there is no room: the caller knows what its world calls that error. 256-byte
-// aligned, not zeroed.
+// Null for 0 bytes and where there is no room: the caller knows the right error for that. 256-byte aligned, not zeroed.
 LOWBIT_API void* allocate(int device, std::size_t bytes);
 LOWBIT_API void deallocate(void* pointer) noexcept;
 LOWBIT_API int device_of(const void* pointer);  // -1: not memory of a simulated device
@@ -25,12 +24,12 @@ LOWBIT_API MemoryUsage usage(int device);
 LOWBIT_API void reset_peak(int device);
 void copy(void* to, const void* from, std::size_t bytes);
 
-// What Open does at its beginning and its end.
+// The begin and the end of an Open.
 void open(int device, void* stream);
 void close(int device);
 
 // While one lives, the memory of its device can be read and written, from any thread. The outermost one of a thread is
-// a launch: it fails or takes longer as sim/faults.hpp was told, and is counted for its stream, whose handle is its
+// a launch: it fails or takes longer as set in sim/faults.hpp, and is counted for its stream, whose handle is its
 // number. -1 stands for the host: nothing is opened.
 class LOWBIT_API Open {
  public:

@@ -3,8 +3,8 @@
 // description of an op: the compiler reads the names, the types and the places on the stack from it, and refuses a
 // name that it does not have.
 //
-// The stack hands every tensor and list over. All of them are taken before a kernel begins, which cannot throw, so that
-// an error frees them too.
+// The stack hands every tensor and list over. All of them are taken, which cannot throw, before a kernel begins, so
+// that an error frees them too.
 #pragma once
 
 #include <algorithm>
@@ -118,7 +118,7 @@ struct Arguments : private AllTaken<Op> {
   auto& get() { return static_cast<Taken<Op, place_of_argument<Op, name>()>&>(*this).value; }
 };
 
-// The same of a call that is traced.
+// The same for a call that is traced.
 template <Kind kind>
 struct DescribedAs { using type = DescribedTensor; };
 template <> struct DescribedAs<Kind::list> { using type = DescribedList; };
@@ -138,7 +138,7 @@ struct Description {
   }
 };
 
-// Of either.
+// An argument of either.
 template <Text name, class Given>
 auto& get(Given& given) { return given.template get<name>(); }
 template <Text name, class Given>
@@ -162,7 +162,7 @@ void give(StableIValue* stack, std::array<Tensor, count>&& results) {
   for (Tensor& result : results) *stack++ = to_value(std::move(result));
 }
 
-// The `run` of an op whose result is one tensor of its arguments; a row runs where there is something in `read`.
+// The `run` of an op whose result is one tensor of its arguments; a row runs where `read` has elements.
 template <class Op, auto result, auto read = result>
 struct Returns {
   static Tensor run(Arguments<Op>& given) {

@@ -12,7 +12,7 @@
 namespace lowbit::torch {
 namespace {
 
-// What the schemas of forward and backward share behind q, k, v.
+// The arguments of forward's and backward's schemas behind q, k, v.
 constexpr char kScores[] =
     "float scale, bool causal, Tensor? mask, float dropout_p, Tensor? seed, int[] score_mod, Tensor[] score_captured";
 constexpr char kMasks[] =
@@ -55,8 +55,8 @@ class Mods {
   AttentionMods mods_;
 };
 
-// Dense, in the order of the strides of `like`, the last dimension innermost. Heads that came in transposed leave
-// transposed, so that transposing back gives dense rows.
+// Dense, in the order of the strides of `like`, the last dimension innermost. Transposed heads stay transposed in the
+// result, so that transposing back gives dense rows.
 TensorView ordered_view(DType dtype, const int64_t* shape, const TensorView& like) {
   int order[] = {0, 1, 2};
   const bool broadcast = std::any_of(order, order + 3, [&](int i) { return like.stride[i] == 0; });
@@ -165,7 +165,7 @@ struct Backward {
     return gradients;
   }
 
-  // A tensor for what the view reaches: where it was stretched it has a size of 1.
+  // A tensor for the elements that the view reaches: a stretched dimension has size 1.
   static Tensor stored(std::string_view op, TensorView& view) {
     TensorView whole = view;
     for (int i = 0; i < view.rank; i++)

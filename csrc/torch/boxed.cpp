@@ -64,8 +64,8 @@ Device device_of(TensorHandle tensor, std::string_view op, std::string_view name
   throw Error(ErrorKind::value, concat(op, ": ", name, " is on a device without kernels, torch's type ", type));
 }
 
-// The device's own handle of the current stream, where torch has a library of its own for that type of device. What it
-// calls the number of a stream is another thing there.
+// The device's own handle of the current stream, where torch has a library for that type of device. torch's number of a
+// stream is not its handle there.
 using RawStream = Status (*)(int32_t device_index, void** stream);
 RawStream raw_stream_of(DeviceType type) {
   const std::string name(kDeviceTypes[static_cast<int>(type)].torch_name);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies on the stack of a boxed call. A Tensor or list is an owned handle; an optional is null or a heap cell with
-// the value; int, float and bool are bits.
+// The entries on the stack of a boxed call. A Tensor or list is an owned handle; an optional is null or a heap cell
+// with the value; int, float and bool are bits.
 #pragma once
 
 #include <optional>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize_: what a step of a quantized
-// cache is made of.
+// lowbit::decode over codes or floats, and lowbit::kv_quantize_, lowbit::kv_dequantize_: the ops of a step over a
+// quantized cache.
 #include "ops/decode.hpp"
 
 #include "ops/attention.hpp"

@@ -7,9 +7,9 @@
 namespace lowbit::torch {
 namespace {
 
-// What a call says about its layers, one behind the other in each list: keys and values, one of each; norms, two or
-// four; head_norms, none or two; weights, of the products of qkv (one, or three), o, gate, up and down, each with its
-// bias behind it where it has one; linears, the number of products of qkv, then eight numbers for each product (n, k,
+// The layers of a call, one behind the other in each list: keys and values, one of each; norms, two or four;
+// head_norms, none or two; weights, of the products of qkv (one, or three), o, gate, up and down, each with its bias
+// behind it where it has one; linears, the number of products of qkv, then eight numbers for each product (n, k,
 // format, group_size, asymmetric, x_format, row, whether it has a bias).
 struct DecoderLayers {
   static constexpr Text schema =
@@ -43,7 +43,7 @@ struct DecoderLayers {
         given.op, name, {std::make_move_iterator(list.begin()), std::make_move_iterator(list.end())}};
   }
 
-  // With all that the views of `args` point into.
+  // Takes the tensors that the views of `args` point into.
   template <class Given>
   struct Call {
     explicit Call(Given& given)
@@ -109,7 +109,7 @@ struct DecoderLayers {
     Call call(given);
     DecoderLayersArgs& args = call.args;
     if (args.x.numel() == 0 || args.x.rank != 3) {
-      decoder_calls(args, {});  // says what is wrong, if anything is
+      decoder_calls(args, {});  // throws if something is wrong
       return Tensor::empty(given.op, args.y);
     }
     const int64_t bytes = decoder_bytes(args);

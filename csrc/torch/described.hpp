@@ -24,7 +24,7 @@ struct Argument {
 
 DType dtype_named(std::string_view name);  // "float32"; other where it is none of ours
 
-// Row by row on the CPU: where a tensor that is traced will lie, its call checks.
+// Row by row on the CPU: the call itself checks the place of a tensor that is traced.
 struct DescribedTensor {
   bool given = false;
   DType dtype = DType::other;

@@ -15,7 +15,7 @@ struct RegisteredOp {
   const char* schema;
   BoxedKernel kernel;
   std::span<const Argument> arguments;
-  Check check;  // raises what the kernel would, of a call without data
+  Check check;  // raises the kernel's errors for a call without data
 };
 
 #define LOWBIT_TORCH_OPS(X) \

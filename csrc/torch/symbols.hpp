@@ -42,7 +42,7 @@ struct Symbols {
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
-  const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: what the last call that failed said
+  const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: the error of the last call that failed
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;
   Status (*delete_list)(ListHandle) = nullptr;
   Status (*list_size)(ListHandle, size_t*) = nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // For wheels (LOWBIT_OLD_GLIBC): functions that the linker would bind to a new version of glibc, bound to the first
-// that x86-64 ever had, so that what is built here also loads on glibc 2.28 (manylinux_2_28). Hidden definitions come
+// that x86-64 ever had, so that a library built here also loads on glibc 2.28 (manylinux_2_28). Hidden definitions come
 // before those of glibc for all that is linked in, the static libstdc++ too. The functions are the same ones: glibc
 // 2.29 took error handling out of exp..pow, and 2.34 moved the others from libpthread and libdl.
 #ifndef __x86_64__

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-# What lowbit.backends.include_dir() returns, without importing lowbit, which imports torch.
+# The folder of lowbit.backends.include_dir(), without importing lowbit, which imports torch.
 INCLUDE = Path(find_spec("lowbit").origin).with_name("include")
 
 setup(

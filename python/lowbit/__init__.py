@@ -24,12 +24,12 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    _torch = None  # `import lowbit._C` works; every public name says what is missing
+    _torch = None  # `import lowbit._C` works; every public name raises an error that names torch
 
 from lowbit import _C
 from lowbit._C import version as __version__
 
-_C.look_in(sys.path)  # where pip has NVIDIA's libraries and oneDNN, if it has; nothing is opened here
+_C.look_in(sys.path)  # pip puts NVIDIA's libraries and oneDNN there; nothing is opened here
 
 if TYPE_CHECKING:
     from lowbit import attention, backends, devices, optim, recorder, training
@@ -255,7 +255,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _instead(name: str) -> str:
-    """What to use instead of a name of torchao or bitsandbytes that is not here."""
+    """The error's advice for a name of torchao or bitsandbytes that is not here."""
     if name.startswith("_") or _torch is None:  # asked for by inspect, pickle and others
         return ""
     from lowbit.formats.torchao import INSTEAD

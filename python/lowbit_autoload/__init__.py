@@ -3,7 +3,7 @@
 names them loads. `bitsandbytes.backends`: gives bitsandbytes our CPU kernels when it is imported.
 
 A package of its own, so that torch can call it while `lowbit` itself is half imported, and so that a broken `lowbit`
-can never break `import torch`: whatever goes wrong is kept (`failures`, shown by `lowbit.info()`) and raised only when
+can never break `import torch`: an error is kept (`failures`, shown by `lowbit.info()`) and raised only when
 LOWBIT_STRICT=1. It claims no device and opens no device's library. LOWBIT_AUTOLOAD=0 turns it off, and so do
 TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch's own switch, for every package) and LOWBIT_SIM=1; LOWBIT_BITSANDBYTES=0 leaves
 bitsandbytes as it is.

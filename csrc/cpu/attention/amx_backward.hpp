@@ -11,8 +11,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// A tile of queries as activations, row by row and column by column. What is a column of one part is contiguous, so
-// that a product can begin at any query.
+// A tile of queries as activations, row by row and column by column. A column of one part is contiguous, so that a
+// product can begin at any query.
 template <int kParts>
 struct PackedQueries {
   PartRows q, grad_out, q_columns, grad_out_columns;
@@ -38,7 +38,7 @@ struct AmxBackwardTile : BackwardScores<float> {
   int64_t places;  // for packed queries: of all heads that share a kv head, or one tile's where that is too much
   char* packed;
   bool* is_packed;
-  int64_t b = -1, kv_head = -1;  // whose
+  int64_t b = -1, kv_head = -1;  // of the tiles that are packed
   PackedQueries<kParts> queries;
 
   LOWBIT_INLINE AmxBackwardTile(const ForwardCall& args, const Tiling& q_tiles, int64_t grad_q_rows,

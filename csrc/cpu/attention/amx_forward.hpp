@@ -36,7 +36,7 @@ struct ScoreBlock {
   const uint8_t* values = nullptr;
   Matrix<float> scores;
   Span spans[kBlockQueries];  // of each row; empty where it sees nothing
-  Span columns{};             // what some row sees, in steps of the products
+  Span columns{};             // that some row sees, in steps of the products
   int64_t taken = 0;          // rows that are probabilities
   template <int kParts>
   LOWBIT_INLINE PartRows probabilities() const {
@@ -113,7 +113,7 @@ template <int kParts>
   if (block.taken == block.at.rows) clear_rows(block.scores.from(block.taken), block.tile_rows() - block.taken);
 }
 
-// What is left to do of a block: its probabilities, times values, are added to its rows of the result.
+// Finishes a block: adds its probabilities, times values, to its rows of the result.
 template <int kParts>
 void finish_block(const ForwardCall& args, const PackedKeys<kParts>& packed, ScoreBlock& block,
                   const AmxForwardTile<kParts>& tile) {

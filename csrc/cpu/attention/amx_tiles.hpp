@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention gives the tile unit: rows of activations, and matrices packed as the tiles that they are multiplied
-// by. Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
+// Attention's operands for the tile unit: rows of activations, and matrices packed as the tiles that they are
+// multiplied by. Every float is cut into kParts of bfloat16 (cpu/tiles.hpp).
 #pragma once
 
 #include "cpu/attention/visible.hpp"
@@ -10,11 +10,12 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 constexpr int64_t kTileRows = TileUnit::kRows, kTileBytes = 1024;
-constexpr int64_t kStep = 32, kStepBytes = 64;  // what one product sums over: bfloat16 of a row of a tile
+constexpr int64_t kStep = 32, kStepBytes = 64;  // a product sums over that many bfloat16, a row of a tile
 
 LOWBIT_INLINE int64_t steps_of(int64_t columns) { return ceil_div(columns, kStep); }
 
-// Of a thread or a call: what is packed at a time. 16384 queries of head dimension 128 and one kv head, in one part.
+// The most bytes that a thread or a call packs at a time. 16384 queries of head dimension 128 and one kv head, in
+// one part.
 constexpr int64_t kMostPackedBytes = 64 << 20;
 
 // Rows of tiles of activations, from any row on, [row][columns / 32][part] of 32 bfloat16, or as activations whose part
@@ -42,7 +43,7 @@ LOWBIT_INLINE void cut_rounded(f32x16 first, f32x16 second, uint8_t* to) {
     if constexpr (part + 1 < kParts) first = sub(first, load_bf16(at)), second = sub(second, load_bf16(at + 16));
   });
 }
-// Likewise, of what stands at an even k and at the next, in pairs as a tile of weights has them.
+// Likewise for the floats at an even k and at the next, in pairs as a tile of weights has them.
 template <int kParts>
 LOWBIT_INLINE void cut_rounded(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts]) {
   unroll<kParts>([&](auto part) {
@@ -54,7 +55,7 @@ LOWBIT_INLINE void cut_rounded(f32x16 even, f32x16 odd, i32x16 (&pairs)[kParts])
   });
 }
 
-// What rows hold that are cut into kParts.
+// The element type of rows that are cut into kParts.
 template <int kParts>
 using Whole = std::conditional_t<kParts == 1, bfloat16_bits, float16_bits>;
 
@@ -126,8 +127,8 @@ void pack_rows(const HeadView& head, int64_t first, int64_t rows, int64_t column
   }
 }
 
-// What is multiplied of two parts: all four pairs, or not the two last ones, which are 2^-16 of the whole at most. What
-// is left out of scores would be seen in lse.
+// The pairs of two parts that are multiplied: all four, or not that of both second parts, which is 2^-16 of the whole
+// at most. Scores need all: lse would show the difference.
 enum class Pairs { all, not_last };
 
 // Sums of kRowTiles x kPanels tiles += those of `steps` steps; activations(r, part), weights(p, part): where the tiles
@@ -206,7 +207,7 @@ template <int kParts, Pairs kPairs = Pairs::not_last>
   multiply<kParts, kPairs>(product, [] {});
 }
 
-// What some row sees, in whole steps of the products.
+// The columns that some row sees, in whole steps of the products.
 LOWBIT_INLINE Span steps_seen(const Visible<float>& visible, int64_t rows) {
   if (!visible.spans) return {0, static_cast<int>(round_up(visible.all.end, kStep))};
   Span seen{visible.all.end, 0};
@@ -221,7 +222,7 @@ LOWBIT_INLINE Span over(Span columns, int64_t size) {
   return {static_cast<int>(columns.begin / size), static_cast<int>(columns.end / size)};
 }
 
-// What was multiplied before its scale: rows, and the columns of a span.
+// Scales the products in `rows` rows and the columns of a span.
 LOWBIT_INLINE void scale_rows(Matrix<float> scores, int64_t rows, Span columns, float scale) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = columns.begin; c < columns.end; c += 16)

@@ -2,7 +2,7 @@
 // Backward, from q, k, v, out and lse alone. With D = sum over Ev of grad_out * out - grad_lse, per tile:
 //   p = exp(s - lse - rest);  dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
-// rest: what lse lost of the sum where it is large (RowStatistics).
+// rest: the part of the log-sum-exp that lse lost where it is large (RowStatistics).
 // Where there are enough kv heads for all threads a task is a kv head, else a chunk of its keys, whose shares of
 // grad_q are added at the end: five products a tile. Where that is still too few, and for gradients of masks and
 // captured tensors, one pass over tiles of keys makes grad_k and grad_v and another over tiles of queries makes
@@ -16,8 +16,8 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// grad_k and grad_v of one tile of keys, and what it adds to grad_q of the queries of its head: [heads of the
-// group][L], or without memory.
+// grad_k and grad_v of one tile of keys, and its share of grad_q for the queries of its head: [heads of the group][L],
+// or without memory.
 template <class Tile, class T>
 void backward_keys(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                    Tile& tile, int64_t b, int64_t kv_head, int64_t j, Matrix<T> grad_q) {
@@ -40,7 +40,7 @@ void backward_keys(const BackwardCall& args, const Tilings& tilings, const RowSt
   store_grad_keys(args, all, tile);
 }
 
-// grad_q = sum over chunks of what f(chunk, to) adds to `to`.
+// grad_q = sum over chunks, each of which f(chunk, to) adds to `to`.
 template <class T, class F>
 void sum_chunks(const KeyChunks& chunks, int64_t rows, const BackwardScores<T>& tile, F&& f) {
   clear_rows(tile.grad_q, rows);
@@ -74,7 +74,7 @@ void backward_head(const BackwardCall& args, const Tilings& tilings, const RowSt
     }
 }
 
-// grad_q of one tile of queries, and what it adds to grad_mask.
+// grad_q of one tile of queries, and its share of grad_mask.
 template <class Tile, class T>
 void backward_queries(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics,
                       Tile& tile, int64_t b, int64_t h, int64_t i) {
@@ -147,7 +147,7 @@ void run_backward_tasks(const ForwardCall& args, int64_t tasks, const Tiling& qu
   });
 }
 
-// The rest of the log-sum-exp of the rows that have one: what their probabilities add up to without it.
+// The rest of the log-sum-exp of the rows that have one: the log of their probabilities' sum without it.
 template <class Tile, class T>
 void find_rests(const BackwardCall& args, const Tilings& tilings, const RowStatistics<T>& statistics) {
   const ForwardCall& forward = args.forward;

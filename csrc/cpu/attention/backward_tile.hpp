@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One tile of the backward, 64 queries and 128 keys: from q, k, v, grad_out, lse and D the probabilities p and the
-// gradient ds of the raw scores, and what they add to the gradients (backward.hpp has the formulas, and which tiles).
-// Only what some query may see is computed.
+// gradient ds of the raw scores, and their shares of the gradients (backward.hpp has the formulas, and which tiles).
+// Only scores that some query may see are computed.
 #pragma once
 
 #include "core/scratch.hpp"
@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kBackwardKvTile = 128;
 
 // grad_q is summed over the tiles of a chunk of keys, then over the chunks. At most eight, as each has its own float32
-// grad_q where threads share a head. Where a mask leaves little of the scores adding up whole grad_q would be seen:
-// there a chunk is all keys.
+// grad_q where threads share a head. Where a mask leaves few scores, adding up whole grad_q would cost time: there a
+// chunk is all keys.
 struct KeyChunks {
   int64_t tiles, each, count;
   LOWBIT_INLINE KeyChunks(const ForwardCall& args, int64_t tiles)
@@ -26,7 +26,8 @@ struct KeyChunks {
   LOWBIT_INLINE int64_t end(int64_t chunk) const { return smaller(tiles, (chunk + 1) * each); }
 };
 
-// What a tile has however its products are made; score_rows: memory for scores, at least those of a tile of queries.
+// The part of a tile that does not depend on how products are made; score_rows: memory for scores, at least those of a
+// tile of queries.
 template <class T>
 struct BackwardScores {
   using Real = T;
@@ -87,8 +88,8 @@ void add_rows(Matrix<T> from, Matrix<T> to, int64_t rows) {
   for (int64_t i = 0; i < rows * to.stride; i += 16) store(to.data + i, add(load(to.data + i), load(from.data + i)));
 }
 
-// What the backward knows of every row besides lse, [B, Hq, L]: D, and the rest of the log-sum-exp, which is lost
-// where it is added to a large score: of a row whose mask is finfo.min lse says nothing but finfo.min.
+// Numbers of every row besides lse, [B, Hq, L]: D, and the rest of the log-sum-exp, which is lost where it is added to
+// a large score: lse of a row whose mask is finfo.min is just finfo.min.
 //   p = exp(s - lse - rest)
 template <class T>
 struct RowStatistics {
@@ -197,8 +198,7 @@ void add_grad_mask(const TensorView& grad, const TilePlace& at, Matrix<T> ds) {
 // The scores where they are visible, as the softmax took them, in tile.p.
 template <class Tile>
 void load_scores(const ForwardCall& forward, const TilePlace& at, Tile& tile) {
-  // The derivative of score_mod may be infinite at a score of 0, which is what a program would find where
-  // nothing was multiplied.
+  // The derivative of score_mod may be infinite at a score of 0, and a program would find 0 where no product was made.
   multiply_keys(forward, at, tile.reverse.call ? nullptr : tile.visible.spans, tile);
   if (tile.reverse.call) copy_rows(tile.p, tile.raw, at.rows, tile.visible.all.end);
   modify_visible(forward, RowBlock(at, 0, at.rows), tile.programs, tile.visible, tile.p);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call as the tiles of the CPU take it: what the caller says, and what its row has found in memory (in_memory.hpp).
+// A call as the tiles of the CPU take it: the caller's arguments, and the facts that its row found in
+// memory (in_memory.hpp).
 #pragma once
 
 #include "ops/attention.hpp"
@@ -8,7 +9,7 @@ namespace lowbit::cpu {
 
 struct ScoreGradientPlan;  // captured_gradients.hpp
 
-// What to visit, per block of q_block queries and kv_block keys.
+// The class of a block of q_block queries and kv_block keys.
 enum class BlockClass : uint8_t { empty, partial, full };  // partial: mask_mod decides; full: it need not be asked
 
 struct BlockClasses {
@@ -21,13 +22,13 @@ struct BlockClasses {
   }
 };
 
-// Queries of a tile in the backward: what gradients of captured tensors are cut by.
+// Queries of a tile in the backward: gradients of captured tensors are cut by it.
 constexpr int64_t kBackwardQTile = 64;
 
 struct ForwardCall : AttentionForwardArgs {
   BlockClasses blocks{};
   uint64_t key = 0;  // of seed
-  // Of a prompt over codes (prompt.hpp).
+  // The scales of a prompt over codes (prompt.hpp).
   TensorView k_scale{}, v_scale{};
   bool rotated = false;
   int64_t position = 0, window = 0;

@@ -17,7 +17,7 @@ constexpr int64_t kSmall = 1 << 17;  // elements: 32 sums of doubles are 32 MiB 
 using Axes = std::array<bool, 3>;  // batch, head, q
 
 // The axes along which different items never write to the same element: all gathers have b (h, q) itself as the index
-// of one and the same dimension.
+// of the same dimension.
 Axes axes_apart(const ScoreGraph& graph, int64_t tensor, int rank) {
   constexpr int kLeaves[] = {number_of<B>(), number_of<H>(), number_of<Q>()};
   Axes apart{};

@@ -56,7 +56,7 @@ std::vector<BlockClass> read_lists(ForwardCall& args) {
   return classes;  // its memory does not move
 }
 
-// Zeros, in what the view's strides reach: a dimension of stride 0 is stored once, also where nothing looks at it.
+// Writes zeros to the elements that the view's strides reach: a dimension of stride 0 is stored once.
 void clear(const TensorView& view, int dim = 0, int64_t at = 0) {
   if (!view) return;
   const int64_t size = static_cast<int64_t>(size_of(view.dtype));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an attention call holds in memory, as only a row may read it: which blocks to visit, the key of
-// dropout, whether captured integers fit; and what its programs report when the tiles are done. Compiled once,
-// for every instruction set.
+// The arguments of an attention call that lie in memory, which only a row may read: the blocks to visit, the key of
+// dropout, captured integers; and the reports of its programs when the tiles are done. Compiled once, for every
+// instruction set.
 #pragma once
 
 #include "cpu/attention/call.hpp"

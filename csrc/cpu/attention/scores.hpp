@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a tile of scores between the two products, but for the softmax: score_mod, masks, dropout; and the
-// powers of e.
+// The steps on a tile of scores between the two products, except the softmax: score_mod, masks, dropout; and the powers
+// of e.
 #pragma once
 
 #include "core/random.hpp"
@@ -44,7 +44,7 @@ LOWBIT_INLINE T e_to_the_one(T x) {
 LOWBIT_INLINE float log_sum(float base, float total) { return base + __builtin_logf(total); }
 LOWBIT_INLINE double log_sum(double base, double total) { return base + __builtin_log(total); }
 
-// Where a tile of scores stands.
+// The place of a tile of scores.
 struct TilePlace {
   int64_t b, h, q0, k0;
   int rows, cols;
@@ -53,7 +53,7 @@ struct TilePlace {
 };
 
 struct bool_byte { uint8_t value; };
-LOWBIT_INLINE f32x16 load16(const bool_byte* p) {  // what to add to a score: 0 or -inf
+LOWBIT_INLINE f32x16 load16(const bool_byte* p) {  // the term of a score: 0 or -inf
   const i32x16 no = sub(load_u8(&p->value), set1(int32_t{1}));
   return float_of(bit_and(no, set1(int32_t{static_cast<int32_t>(0xff800000)})));
 }
@@ -107,7 +107,7 @@ LOWBIT_INLINE HeadView values_of(const ForwardCall& args, int64_t b, int64_t kv_
   return {args.v, args.v_scale, false, b, kv_head};
 }
 
-// Scores of which mask (0 or -inf) says no: -inf.
+// Makes scores -inf where the mask (0 or -inf) says no.
 LOWBIT_INLINE f32x16 hidden(f32x16 mask, f32x16 s) {
   return float_of(select(at_least(mask, set1(0.0f)), bits_of(s), bits_of(set1(kMinusInfinity<float>))));
 }
@@ -144,7 +144,7 @@ struct Programs {
         mask(machine_for<T>(args.mask_mod, &ScoreProgram::forward, rows, cols, arena)) {}
 };
 
-// What dropout multiplies the probabilities of one row by: 0 or 1 / (1 - p).
+// The factors of dropout for the probabilities of one row: 0 or 1 / (1 - p).
 template <class T>
 void dropout_factors(const ForwardCall& args, const TilePlace& at, int64_t r, T* factor) {
   const uint64_t threshold = static_cast<uint64_t>(args.dropout_p * 0x1p32);

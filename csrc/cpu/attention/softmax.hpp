@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax over the keys that a tile of queries passes, tile after tile: of what was seen so far, per row
+// Softmax over the keys that a tile of queries passes, tile after tile. Over the keys seen so far, per row,
 //   sum = sum over k of exp(s - base),  out = sum over k of exp(s - base) v
-// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: what is
-// smaller than exp(kSlack) costs no accuracy in a float, and out need not be multiplied again each time a row meets a
+// base is -inf before a row saw a key. It follows the largest score, but only when that has grown by kSlack: a factor
+// below exp(kSlack) costs no accuracy in a float, and out need not be multiplied again each time a row meets a
 // slightly larger score (a fifth of the rows of 2048 keys did, which with its mispredicted branches was a quarter of
 // the softmax).
 #pragma once
@@ -35,8 +35,8 @@ void start_softmax(const RunningSoftmax<T>& softmax, int64_t rows) {
   clear_rows(softmax.out, rows);
 }
 
-// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and what was summed is
-// put in relation to it.
+// Row r has a score above its base by more than kSlack, or a nan: the base becomes the largest, and the sums so far are
+// scaled to it.
 template <class T>
 [[gnu::noinline]] void raise_base(const RunningSoftmax<T>& softmax, int64_t r, T highest) {
   const T before = softmax.base[r];
@@ -48,8 +48,8 @@ template <class T>
   for (int64_t c = 0; c < softmax.columns; c += 16) store(out + c, mul(load(out + c), factor));
 }
 
-// Takes the largest score of row r, columns `span`, into its base. Returns what is to be added to its scores times
-// `scale` before they are powers of e.
+// Takes the largest score of row r, columns `span`, into its base. Returns the number to add to its scores times
+// `scale` before they become powers of e.
 template <class T>
 LOWBIT_INLINE auto follow_largest(const RunningSoftmax<T>& softmax, int64_t r, const T* row, Span span) {
   auto top = load(row + span.begin), second = load(row + span.end - 16);

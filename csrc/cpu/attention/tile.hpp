@@ -227,7 +227,7 @@ LOWBIT_INLINE void multiply_tile(Broadcast<T> a, const T* b, int64_t b_stride, i
   unroll<kRows>([&](auto r) {
     unroll<kVectors>([&](auto v) { acc[r][v] = sum == Sum::fresh ? set1(T{0}) : load(c + r * c_stride + v * 16); });
   });
-  if (sum == Sum::onto)  // the next rows of c: with 4096 keys gradients of k and v come from L3, and no stream tells
+  if (sum == Sum::onto)  // the next rows of c: with 4096 keys, gradients of k and v come from L3, and no stream tells
                          // the hardware what is next
     unroll<kRows>(
         [&](auto r) { unroll<kVectors>([&](auto v) { __builtin_prefetch(c + (kRows + r) * c_stride + v * 16, 1); }); });
@@ -247,7 +247,7 @@ struct Span {
   int begin, end;
 };
 
-// Rows of memory that are wanted next: products fetch them into L2 as they go, `each` with every tile. Without that
+// Rows of memory that are needed next: products fetch them into L2 as they go, `each` with every tile. Without that,
 // packing keys and values waited for L3 two thirds of its time, 3 % of the forward at E = 64, and a bias [H, L, S] cost
 // twice as much.
 struct Upcoming {
@@ -258,7 +258,7 @@ struct Upcoming {
       for (int64_t i = 0; i < rows.bytes; i += 64) __builtin_prefetch(rows.at + i, 0, 2);
   }
 };
-// To be fetched by the time that a product of this size is through.
+// Rows to fetch before a product of this size ends.
 LOWBIT_INLINE Upcoming fetched_by(MemoryRows rows, int64_t product_rows, int64_t product_columns) {
   return {rows, ceil_div(rows.count,
                          larger(1, ceil_div(product_rows, kFloatRows) * ceil_div(product_columns, 16 * kFloatPanels)))};
@@ -268,7 +268,7 @@ LOWBIT_INLINE MemoryRows head_rows(const HeadView& head, int64_t first, int64_t 
   return {head.data + first * head.stride * size, count, columns * size, head.stride * size};
 }
 
-// What a product may be told besides its operands.
+// The options of a product.
 struct Product {
   Sum sum = Sum::fresh;
   // Rows that see only a part of the columns: per tile of kFloatRows rows (RowTiles) the columns to compute, or the

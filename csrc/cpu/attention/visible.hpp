@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which columns of a tile the rows may see. Where causality or mask_mod cut a tile, every tile of rows of the products
-// gets a span of columns, and only that is multiplied, modified and summed: of a causal tile of 128 x 128 5/9, of the
-// two that end a sliding window likewise.
+// The columns of a tile that its rows may see. Where causality or mask_mod cut a tile, every tile of rows of the
+// products gets a span of columns, and only that is multiplied, modified and summed: 5/9 of a causal tile of 128 x 128,
+// and of the two tiles at the ends of a sliding window.
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -95,7 +95,7 @@ bool find_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& p
   return any;
 }
 
-// Zeros where nothing was multiplied: what score_mod reads, and what sums over queries add up.
+// Writes zeros where no product was made: score_mod reads them, and sums over queries add them up.
 template <class T>
 void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
   if (!visible.spans) return;
@@ -107,8 +107,8 @@ void clear_hidden(const Visible<T>& visible, int64_t rows, Matrix<T> scores) {
     }
 }
 
-// Queries begin .. end - 1 of a tile that see keys: per tile of rows of their gradients what is summed over; null where
-// all see all.
+// Queries begin .. end - 1 of a tile that see keys, per tile of rows of their gradients, which are summed over them;
+// null where all see all.
 template <class T>
 const Span* find_seeing(const Visible<T>& visible, int64_t rows, int64_t keys, Span* seeing) {
   if (!visible.spans) return nullptr;
@@ -136,7 +136,7 @@ MemoryRows modifying_rows(const ForwardCall& args, const TilePlace& at, Programs
   return {head + at.q0 * row, row ? at.rows : 1, at.cols * size, row};
 }
 
-// Raw scores -> what the softmax is taken of, where it is visible.
+// Raw scores -> the scores of the softmax, where they are visible.
 template <class T>
 void modify_visible(const ForwardCall& args, const RowBlock& block, Programs<T>& programs,
                     const Visible<T>& visible, Matrix<T> scores) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tiles a task visits.
+// The tiles that a task visits.
 #pragma once
 
 #include "cpu/attention/scores.hpp"
@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The two products of the forward; below what a parallel region costs the caller works alone.
+// The threads for the two products of the forward; where they cost less than a parallel region, the caller works alone.
 LOWBIT_INLINE int threads_for_attention(const ForwardCall& args) {
   const double products = static_cast<double>(args.batch() * args.heads()) * static_cast<double>(args.q_length()) *
                           static_cast<double>(args.kv_length()) * static_cast<double>(args.q.size(3) + args.ev());
@@ -21,8 +21,8 @@ struct Tilings {
       : q(args.q_length(), args.blocks.classes ? args.blocks.q_block : 0, q_tile),
         kv(args.kv_length(), args.blocks.classes ? args.blocks.kv_block : 0, kv_tile) {}
 
-  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing and the last columns
-  // be seen by none, and under a window the last rows nothing: they are cut off.
+  // Tile (i, j): false if nothing of it is visible. Under causality the first rows may see nothing, and no row may see
+  // the last columns; under a window the last rows may see nothing. They are cut off.
   LOWBIT_INLINE bool visit(const ForwardCall& args, int64_t b, int64_t h, int64_t i, int64_t j,
                            TilePlace& at) const {
     at = {b, h, q.begin(i), kv.begin(j), q.size(i), kv.size(j), 0, args.mask_mod != nullptr};

@@ -4,8 +4,8 @@
 // The product goes along k: 64 bytes of a row of w, a chunk, are 16 words of 8 codes. Nibble `at` of word j, counted
 // from the lowest, is weight 8 j + (at ^ 1) of the chunk, so x is put in that order first (a float vector per nibble),
 // and a shift, a look-up and an FMA serve 16 weights. The 8 weights of a lane have one scale, whatever blocks they are
-// in: it multiplies what the chunk adds up to. Some rows of w share each load of x, of which a chunk takes eight times
-// its own bytes.
+// in: it multiplies the sum of the chunk. Some rows of w share each load of x, of which a chunk takes eight times its
+// own bytes.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/blocks/scales.hpp"

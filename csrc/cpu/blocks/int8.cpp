@@ -65,7 +65,7 @@ void multiply(const Int8LinearArgs& args, const int16_t* x, int64_t x_stride, in
     for (int i = 0; i < kX; i++) out[i * kTaskColumns + row] = sum(sums[row][i]);
 }
 
-// Of one row of x and up to 16 of w.
+// Stores y of one row of x and up to 16 rows of w.
 LOWBIT_INLINE void finish(const Int8LinearArgs& args, int64_t row, int64_t first, int64_t count, const int32_t* sums) {
   const float* scale = args.column_scale.as<const float>();
   const f32x16 scales = mul(set1(args.row_scale.as<const float>()[row]),

@@ -49,7 +49,7 @@ LOWBIT_INLINE void load_scales(const T* from, int64_t step, int64_t groups, int6
   for (int64_t i = round_up(count, 16); i < round_up(tokens, 16) * groups; i += 16) store(to + i, set1(0.0f));
 }
 
-// Those of the groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
+// The scales of the groups first..first + groups of kv head h. `gathered`: scratch, as large as `to`.
 LOWBIT_INLINE void load_scales(const TensorView& scale, const SplitPlace& at, int64_t h, int64_t first, int64_t groups,
                                float* gathered, float* to) {
   const int64_t step = scale.stride[2],

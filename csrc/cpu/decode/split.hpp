@@ -143,7 +143,7 @@ struct PreparedQueries {
 
 // ---- one split -----------------------------------------------------------------------------------------------------
 
-// What a split leaves of a row, for every row of a pass: [row][split].
+// The result of a split, for every row of a pass: [row][split].
 struct Partials {
   float *max, *sum, *out;  // out [row][split][padded_ev]
   Partials(int64_t rows, const DecodePlan& plan, TileArena& arena) {
@@ -264,8 +264,7 @@ LOWBIT_INLINE void combine_row(const DecodeArgs& args, const DecodePlan& plan, c
   if (args.lse) args.lse.as<float>()[row] = total == 0.0f ? kMinusInfinity<float> : log_sum(base, total);
 }
 
-// Splits that follow each other go to one thread, up to eight, so that what is prefetched behind a split is
-// not for nothing.
+// Up to eight splits that follow each other go to one thread, so that the lines prefetched behind a split are used.
 LOWBIT_INLINE int64_t splits_per_task(int64_t splits, int threads) {
   return larger(1, smaller(8, splits / (8 * threads)));
 }
@@ -327,7 +326,7 @@ void decode_call(const DecodeArgs& args) {
     decode_pass<Kv>(args, plan, queries, partials, first, smaller(pass, bundles - first), worth);
 }
 
-// A row of decode: of which keys and values, and how.
+// A row of decode, for one kind of keys and values.
 template <DType kDType>
 std::string_view refuses(const DecodeArgs& args) {
   return args.k.dtype == kDType ? "" : "keys and values of another type";

@@ -13,11 +13,11 @@ namespace {
 // Tokens; a sum over them of int16 probabilities times int8 codes fits int32: 256 * 32767 * 127 < 2^31.
 constexpr int64_t kSplit = 256;
 constexpr int64_t kRowTile = 4;      // rows of queries that meet a token together; arrays of rows are rounded up to it
-// Of a tile: a third of L1, and long enough that the start of its loops is not seen.
+// Bytes of a tile: a third of L1, and long enough that starting its loops costs nothing.
 constexpr int64_t kTileBytes = 16384;
 constexpr int64_t kPrefetch = 8192;  // bytes ahead
 
-// What one task does: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys
+// One task: the queries l0..l0 + l_count of the heads of `heads` kv heads from kv_head on, against the keys
 // first..first + count. The rows of a kv head are [head of the group][query].
 struct SplitPlace {
   int64_t b, kv_head, heads, l0, l_count, first, count;
@@ -124,10 +124,10 @@ LOWBIT_INLINE void store_scores(float* to, int64_t stride, f32x8 scores) {
   else store_four_rows(to, stride, scores);
 }
 
-// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) gives what is then called for each
-// step of tokens, (same, t, key, stride, to, to_stride): to[row][token] of four rows with the tokens t and t + 1, or of
-// two with t..t + 3, whose keys are `stride` bytes apart; with `same` all are token t. Both capture by value, so that
-// nothing that is stored can change what they know. kBytes: of a key, 0 if not known to the compiler.
+// scores[head][r][t] for all rows and tokens. score(integral_constant rows, head, r) returns the function that is
+// called for each step of tokens, (same, t, key, stride, to, to_stride): to[row][token] of four rows with the tokens t
+// and t + 1, or of two with t..t + 3, whose keys are `stride` bytes apart; with `same` all are token t. Both capture by
+// value, so that no store can change their captures. kBytes: of a key, 0 if not known to the compiler.
 template <int64_t kBytes, class Score>
 LOWBIT_INLINE void score_tokens(const TokenRows& keys, int64_t rows, const SplitMemory& memory, Score&& score) {
   for (int64_t t0 = 0; t0 < keys.count; t0 += keys.tile) {

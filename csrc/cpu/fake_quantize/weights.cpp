@@ -19,7 +19,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// What a task needs in scratch memory.
+// The scratch memory of a task.
 struct RowMemory {
   float* x;     // [padded_k], where the row has another dtype or no padding
   float* part;  // [groups]: scales over the part of the row
@@ -87,7 +87,7 @@ LOWBIT_INLINE void round_row(const FakeQuantizeArgs& args, const RowMemory& memo
   }
 }
 
-// All ones where weight / scale + zero, which is v, has a code of its own, and is not clipped to the first or last.
+// All ones where v = weight / scale + zero has a code of its own and is not clipped to the first or last.
 template <class Codec>
 LOWBIT_INLINE i32x16 not_clipped(f32x16 v, float code_max) {
   if constexpr (Codec::kind == CodecKind::lookup) {

@@ -90,7 +90,7 @@ LOWBIT_INLINE void quantize_row(const LinearArgs& args, const float* x, const In
     }
     int32_t sum_q = sum(total);
     for (int64_t i = spec.k > begin ? spec.k : begin; asymmetric && i < end; i++)
-      sum_q -= q[i], q[i] = 0;  // the padding is not x = 0 but nothing
+      sum_q -= q[i], q[i] = 0;  // padding must count as nothing, not as x = 0
     const float scaled_sum = range.scale * static_cast<float>(sum_q);
     const bool int4 = spec.format == Format::int4;
     rows.sums[(row / rows.tile * rows.sum_count + s) * rows.tile + row % rows.tile] = {.scale = range.scale,

@@ -17,7 +17,7 @@ constexpr int64_t kExpandRows = 16;
 template <Format kFormat>
 using DotOf = std::conditional_t<kFormat == Format::int4, Dot4, Dot8>;
 
-// Where the codes of a half start: two halves of int4 share their bytes.
+// The first code of a half: two halves of int4 share their bytes.
 template <Format kFormat>
 LOWBIT_INLINE const uint8_t* half_at(const uint8_t* codes, int64_t half) {
   return codes + (kFormat == Format::int4 ? half / 2 : half) * kStepsPerHalf * 64;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation,
-// mul, add, rounding.
+// The steps on 16 sums before they are stored: column scale, offset of asymmetric activations, bias, activation, mul,
+// add, rounding.
 #pragma once
 
 #include "cpu/simd/math.hpp"
@@ -10,7 +10,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// row_offset: what column_sum is multiplied by (asymmetric activations), else null. Not inlined: once per 16 k
+// row_offset: the factor of column_sum (asymmetric activations), else null. Not inlined: it runs once per 16 k
 // products, and in every tile of every size it was two thirds of the code. The sums by reference: cpu/vector_io.hpp.
 [[gnu::noinline]] inline void finish(const LinearArgs& args, int64_t row, int64_t panel, const f32x16& sums,
                                      const float* row_offset) {

@@ -18,7 +18,7 @@ template <Format kFormat>
 constexpr float kLate = unshift_of<kFormat>(0) > 1.0f ? unshift_of<kFormat>(0) : 1.0f;
 
 // Activations in the order in which the halves are read, each times 2^-shift but for kLate, and their sums per group
-// (what the zero point is multiplied by).
+// (the factors of the zero points).
 struct StreamRows {
   float* values;      // [rows][stride]
   float* group_sums;  // [rows][groups]

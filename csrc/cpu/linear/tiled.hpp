@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op linear by the tile unit, whatever is multiplied (tiled_codes.hpp: int8 by codes, tiled_floats.hpp: bfloat16
+// The op linear by the tile unit, for both kinds of factors (tiled_codes.hpp: int8 by codes; tiled_floats.hpp: bfloat16
 // parts of floats). Two row tiles times two panels are multiplied at a time, block by block of k: the weights of a
-// block wait in L1 while all rows of a pass go by, and what was summed waits in L2. Reading both factors from L2 the
-// unit reached 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
+// block wait in L1 while all rows of a pass go by, and the sums wait in L2. Reading both factors from L2 the unit
+// reached 330 of the 560 GMAC/s that it has from L1 (int8, one thread, Sapphire Rapids).
 #pragma once
 
 #include "cpu/linear/activations.hpp"
@@ -19,18 +19,18 @@ constexpr int kRowTilesAtOnce = 2, kPanelsAtOnce = 2;
 constexpr int64_t kShortSum = 64;
 constexpr int64_t kMostSums = 17;  // that lie in a block of 512 k, in groups of 32 or more
 
-// A tile takes its 16 cycles whatever rows of it are wanted.
+// A tile takes 16 cycles, however few of its rows are used.
 constexpr int64_t kFewestRows = 16;
 
-// What the loop is given, a Product, is made once per pass and has
+// The operand of the loop, a Product, is made once per pass and has
 //   Sum           int32_t or float
 //   block_k       k of a block; weight_bytes: of its weights, per panel and k
-//   k             all of k, to the end of the last sum; sum_k: what is summed before a scale is due
+//   k             all of k, to the end of the last sum; sum_k: the k of one sum, before a scale is due
 //   step, tile_bytes  k of one tile of activations, and the bytes of its rows
 //   weights(panel, k, length, room): the tiles of a block, in `room` where the packed layout is not theirs
 //   multiply<first tile, row tiles, panels>(row tile, begin, end, weights, block): adds products of k begin .. end, a
 //     few whole steps, to the sums; block: the k at which the weights begin
-//   scale_of_sum(panel, s): what scale() wants to know of a panel
+//   scale_of_sum(panel, s): the argument of scale() for a panel
 //   scale(sums, row tile, s, of panel, result): adds sum number s of a tile to its results
 //   store_row(row, panel, result); store_rest(count): rows that the unit cannot do
 
@@ -45,8 +45,8 @@ struct TileResults {
   int64_t width;  // panels
 };
 
-// By what a sum of each of the 16 columns of a panel is scaled. Found once for all rows of a pass: for every tile, they
-// were 7 to 13 % of the time of groups of 32.
+// The scale and zero point of a sum, for each of the 16 columns of a panel. Found once for all rows of a pass: found
+// again for every tile, they were 7 to 13 % of the time of groups of 32.
 struct SumScale {
   f32x16 scale, zero;
 };
@@ -63,7 +63,7 @@ struct ResultRows {
 };
 
 // Long sums, kRowTiles x kPanels tiles of them at a time, as far as they lie in k begin .. end. While the unit makes
-// one, the last but one is scaled: what a tile has just stored is not forwarded to loads, they wait until it is in L1.
+// one, the last but one is scaled: a tile's stores are not forwarded to loads, which wait until the bytes are in L1.
 template <class Product, int kRowTiles, int kPanels>
 void multiply_block(const Product& product, const TileResults<Product>& to, int64_t row_tile, int64_t column,
                     int64_t begin, int64_t end, const uint8_t* const* weights,
@@ -155,7 +155,7 @@ struct TileTask {
   }
 
  private:
-  // Those of the sums that lie in k begin .. end, in `room`.
+  // The scales of the sums that lie in k begin .. end, in `room`.
   const SumScale* scales_of(int64_t panel, int64_t begin, int64_t end, SumScale* room) const {
     const int64_t first = begin / product.sum_k;
     for (int64_t s = first; s * product.sum_k < end; s++) room[s - first] = product.scale_of_sum(panel, s);

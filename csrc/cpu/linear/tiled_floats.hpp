@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Float activations by the tile unit. It multiplies bfloat16, so a float is cut into parts of 8 bits that add up to it,
 // x = x0 + x1 + x2: float32 exactly in 3, float16 in 2, codes of integers in 1. Of the products of parts, x_i * w_j
-// with i + j < 3 are made: what is left out is below 2^-24 of a product, by which an FMA of float32 rounds. Scales are
-// applied to the sums, as dot.hpp does.
+// with i + j < 3 are made: the rest is below 2^-24 of a product, the rounding of an FMA of float32. Scales are applied
+// to the sums, as dot.hpp does.
 #pragma once
 
 #include "cpu/linear/tiled.hpp"
@@ -17,7 +17,7 @@ constexpr int kMostParts = 3;
 // How many parts of 8 bits hold every value of a format before its scale.
 LOWBIT_INLINE constexpr int parts_of(Format format) { return (significant_bits(format) + 7) / 8; }
 
-// Where value i of the units from one on stands, counted from the k of the first; and which value stands there.
+// The place of value i of the units from one on, counted from the k of the first; and the value at a place.
 template <Format kFormat>
 constexpr int64_t k_of_value(int i) {
   using U = Unit<kFormat>;
@@ -30,7 +30,7 @@ constexpr int value_of_k(int64_t k) {
   return i;
 }
 
-// The parts of what 16 codes stand for, less the zero point of a symmetric weight. Twice: five bits are looked at.
+// The parts of the values of 16 codes, less the zero point of a symmetric weight. Twice: the look-up takes five bits.
 template <Format kFormat>
 struct PartTable {
   static constexpr int kParts = parts_of(kFormat);
@@ -89,7 +89,7 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
-    // Of either half: value = what is read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied
+    // Of either half: value = number read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied
     // by a sum of x, and could cancel what the codes have added.
     f32x16 offset[2];
     for (int half = 0; half < 2; half++) {
@@ -127,7 +127,7 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
 struct PartRows {
   uint8_t* tiles;     // [row tile][k / 32][part], 16 rows of 32 bfloat16
   float* group_sums;  // [rows][groups], asymmetric weights only
-  float* unscale;     // [rows]: what a result is multiplied by; 0 of a row with inf or nan
+  float* unscale;     // [rows]: the factor of a result; 0 of a row with inf or nan
 };
 
 // A row below 2^-60 is multiplied by 2^60: its lower parts would be subnormal, which are zero to the unit.
@@ -171,7 +171,7 @@ LOWBIT_INLINE int64_t fewest_rows(const LinearArgs& args) {
   return bfloat16 && (looked_up || one_part) ? 9 : kFewestRows;
 }
 
-// One loop for every format and number of parts: what they cost is nothing beside the products, 64 cycles of each pair.
+// One loop for every format and number of parts: their cost is nothing beside the products, 64 cycles of each pair.
 struct PartProduct {
   using Sum = float;
   static constexpr int64_t step = kPartK, tile_bytes = 64;

@@ -59,7 +59,7 @@ void encode_values(float absmax, int64_t count, const float* values, uint8_t* co
   const typename StateCodes<kFormat, kSigned>::Encoder encode(absmax);
   auto magnitude = [](f32x16 value) __attribute__((always_inline)) { return kSigned ? abs(value) : value; };
   if constexpr (StateCodes<kFormat, kSigned>::kIsDynamic) {
-    // In two passes, the shifts between them in L1: a chain of instructions half as long, which is what bounds it
+    // In two passes, the shifts between them in L1: the chain of instructions, which bounds the speed, is half as long
     // (AVX2, Zen 5: 1.13x of one pass).
     alignas(64) int32_t shifts[kMaxStateBlock];
     for (int64_t i = 0; i < count; i += kGroup)
@@ -89,12 +89,12 @@ void encode_values(float absmax, int64_t count, const float* values, uint8_t* co
 // scale below 2^-126 has no inverse: such a block becomes zeros.
 template <StateFormat kFormat, bool kSigned>
 [[gnu::noinline]] void encode_block(const i32x16& absmax_bits, float unit, int64_t count, float* values, uint8_t* codes,
-                                    float* scale) {  // one for all rules: six of each would be half of what they are
+                                    float* scale) {  // one for all rules: six copies of each would be half of the code
   float absmax = float_from_bits(static_cast<uint32_t>(largest(absmax_bits)));
   *scale = absmax * unit / StateCodes<kFormat, kSigned>::kAbsmaxOverScale;
   if (!(*scale >= 0x1p-126f && absmax >= 0x1p-96f && absmax <= 0x1p96f)) [[unlikely]] {
     const bool finite = *scale < __builtin_inff(), zeros = !(finite && *scale >= 0x1p-126f);
-    const float factor = zeros ? 0.0f : absmax < 1.0f ? 0x1p64f : 0x1p-64f;  // to what encoders take
+    const float factor = zeros ? 0.0f : absmax < 1.0f ? 0x1p64f : 0x1p-64f;  // to the range of encoders
     if (zeros) *scale = finite ? 0.0f : __builtin_nanf("");
     for (int64_t i = 0; i < count; i++) values[i] = zeros ? 0.0f : values[i] * factor;
     absmax = zeros ? 1.0f : absmax * factor;

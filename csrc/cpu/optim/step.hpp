@@ -19,7 +19,7 @@ namespace {
 
 LOWBIT_INLINE float grad_scale_of(const OptimStepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
 
-// What all blocks of a tensor share.
+// Constants of all blocks of a tensor.
 struct TensorConstants {
   double step;  // of this step, counted from 1
   uint64_t seed;
@@ -69,7 +69,7 @@ struct BlockOfMoments {
       scale[k] = has_codes(kFormat) ? tensor.scale[k] + block : nullptr;
     });
   }
-  // What reads the old values of each moment, times what the rule carries over of it.
+  // Reads the old values of each moment, times the rule's factor for them (carry).
   template <int k>
   struct Decoder {
     using Codes = StateCodes<has_codes(kFormat) ? kFormat : StateFormat::dynamic8, Rule::template kSigned<k>>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The most that products of bytes do, four of which are added at a time: sums in registers, one set of codes.
+// The peak of products of bytes, four of which are added at a time: sums in registers, one set of codes.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The most that float32 FMAs do: as many sums in registers as a tile of linear has, and nothing else.
+// The peak of float32 FMAs: as many sums in registers as a tile of linear has, and nothing else.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"

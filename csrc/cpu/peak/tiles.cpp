@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The most that the tile unit does with bytes: two tiles of activations times two of weights, which stay.
+// The peak of the tile unit with bytes: two tiles of activations times two of weights, which stay.
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/loops.hpp"

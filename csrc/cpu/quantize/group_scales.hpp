@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales and zero points of one row of a weight: those of its groups' ranges, and what is stored of them. The row is
+// Scales and zero points of one row of a weight: those of its groups' ranges, and their stored forms. The row is
 // float32 [padded_k], zeros after its k. Include after a header of cpu/simd/.
 #pragma once
 
@@ -21,7 +21,7 @@ LOWBIT_INLINE float poison_of(const float* x, int64_t count) {
   return sum(poison);
 }
 
-// Scale of x[0..count) before rounding to what is stored.
+// Scale of x[0..count) before it is rounded for storage.
 template <class Codec>
 LOWBIT_INLINE float choose_scale(const float* x, int64_t count, Mapping mapping, float code_max) {
   f32x16 low = set1(0.0f), high = set1(0.0f);  // a range contains 0, and padding is 0
@@ -51,8 +51,8 @@ LOWBIT_INLINE void choose_zeros(const WeightSpec& spec, const float* x, const fl
 }
 
 // Splits scales into the part of the row, which is returned, and the float16 of each group, for which half(g, float16)
-// is called, and rounds them to what that stores. A power of two as part of the row keeps every f16 scale of an
-// imported checkpoint exact, and gives weights of any magnitude the full precision of f16.
+// is called, and rounds them to these float16. A power of two as part of the row keeps every f16 scale of an imported
+// checkpoint exact, and gives weights of any magnitude the full precision of f16.
 template <class Half>
 LOWBIT_INLINE float round_scales(const WeightSpec& spec, float* scale, Half&& half) {
   if (spec.group_size == 0) return scale[0];

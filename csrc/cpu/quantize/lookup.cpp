@@ -24,7 +24,7 @@ LOWBIT_INLINE void spread_codes(const uint8_t* in, uint8_t* out) {
   std::memcpy(out, &bytes, 8);
 }
 
-// Codes k .. k + 16 of row n as bytes. Those after the end are not looked at.
+// Codes k .. k + 16 of row n as bytes. Codes after the end are not read.
 template <Format kFormat, class From>
 LOWBIT_INLINE void codes_of_row(const DequantizeArgs& args, int64_t n, int64_t k, uint8_t* out) {
   constexpr int kBits = bits(kFormat);

@@ -35,7 +35,7 @@ struct PlainPanel {
   }
 };
 
-// Stores the scales of one column, and rounds `scale` to what is stored.
+// Stores the scales of one column, and rounds `scale` to the stored values.
 LOWBIT_INLINE void store_scales(const PlainPanel& plain, int64_t column, uint8_t* panel) {
   const WeightSpec& spec = plain.spec;
   uint16_t* group_scale = reinterpret_cast<uint16_t*>(panel + spec.group_scale_at());
@@ -115,7 +115,7 @@ LOWBIT_INLINE void scale_column(const QuantizeArgs& args, const PlainPanel& plai
   choose_zeros(args.spec, x, scale, plain.zero + column * groups);
 }
 
-// Rounds it. Errors count as much as the importance [padded_k] of their k says, all the same where there is none.
+// Rounds it. Errors are weighted by the importance [padded_k] of their k, or equally where none is given.
 template <Format kFormat>
 LOWBIT_INLINE Distortion round_column(const QuantizeArgs& args, const PlainPanel& plain, const float* x,
                                       const float* importance, int64_t column, uint8_t* panel) {
@@ -155,8 +155,8 @@ LOWBIT_INLINE const float* relative_importance(const QuantizeArgs& args, float* 
   return out;
 }
 
-// Scales and zero points of a panel, from rows [16][padded_k], where each group's were those of its range; returns the
-// noise that it would have had with those. y: memory of a group, [group_k][16].
+// Scales and zero points of a panel, from rows [16][padded_k]. On entry each group has those of its range; the noise of
+// these is returned. y: memory of a group, [group_k][16].
 template <Format kFormat, bool kWeighted>
 double search_panel(const QuantizeArgs& args, const PlainPanel& plain, const float* rows, const float* importance,
                     float* y, const uint8_t* panel) {
@@ -219,7 +219,7 @@ Distortion pack_float_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
   return sums;
 }
 
-// What a task needs in scratch memory.
+// The scratch memory of a task.
 struct PackMemory {
   float* rows;        // [16][padded_k], or of one row where scales are not searched for
   float* y;           // of a group

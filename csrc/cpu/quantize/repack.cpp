@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the op repack: a packed weight from any layout to any other (formats/layout.hpp). Codes, scales and zero
-// points stay what they are, bit for bit. One task is 16 columns, which are whole rows of every layout.
+// points keep every bit. One task is 16 columns, which are whole rows of every layout.
 #include LOWBIT_ISA_HEADER
 
 #include "core/parallel.hpp"
@@ -24,7 +24,7 @@ LOWBIT_INLINE T copy_entry(const RepackArgs& args, int64_t Sections::*section, i
   return value;
 }
 
-// Scales, zero points and sum of a column with codes, and what its padding along k holds.
+// Scales, zero points and sum of a column with codes, and the entries of its padding along k.
 template <Format kFormat, class From, class To>
 void repack_scales(const RepackArgs& args, int64_t n) {
   using Codec = codec_of<kFormat>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Block classes by interval arithmetic: the program is evaluated once per block on intervals (q in q0..q1, k in
-// k0..k1), what depends on q or k alone once per row or column of blocks. Blocks that intervals leave undecided are
+// k0..k1); values of q or k alone once per row or column of blocks. Blocks that intervals leave undecided are
 // evaluated, by the best row of score_program.
 #include "cpu/score_program/classify.hpp"
 
@@ -156,7 +156,7 @@ class Classifier {
     return {static_cast<double>(static_cast<float>(low)), static_cast<double>(static_cast<float>(high))};
   }
 
-  // What intervals do not decide: piece by piece, until both a kept and a dropped score were seen.
+  // Decides a block that intervals do not: piece by piece, until both a kept and a dropped score were seen.
   uint8_t search(const Region& all) {
     evaluated_.fetch_add(1, std::memory_order_relaxed);
     bool kept = false, dropped = false;

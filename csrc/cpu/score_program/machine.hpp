@@ -39,7 +39,7 @@ void take_banks(const ScorePlan& plan, int max_rows, int max_cols, Arena& arena,
     }
 }
 
-// One step on one strip: which elements its registers have there.
+// One step on one strip, with the elements that its registers have there.
 template <class T>
 class Runner {
  public:
@@ -66,7 +66,7 @@ class Runner {
     run_strips(first, first + count);
   }
 
-  // The stages before the tile, of which a run after this finds nothing left to do.
+  // Runs the stages before the tile, so that a later run need not.
   void prepare() {
     const bool head = m_.fresh || m_.b != tile_.b || m_.h != tile_.h;
     const bool rows = head || m_.q0 != tile_.q0 || m_.rows != tile_.rows,
@@ -79,7 +79,7 @@ class Runner {
     if (m_.plan->has(Stage::diagonal) && (rows || cols)) run_line(Stage::diagonal, tile_.rows + tile_.cols - 1);
   }
 
-  // Of the first gather whose indices are known before the tile and grow with q and k.
+  // The rows of the first gather whose indices are known before the tile and grow with q and k.
   MemoryRows rows_of_gather() {
     stage_ = Stage::tile, r0_ = c0_ = 0;
     const int tile_stage = static_cast<int>(Stage::tile);
@@ -103,7 +103,7 @@ class Runner {
   }
 
  private:
-  // What a stage other than the tile works on: one line of elements.
+  // Runs a stage other than the tile, which works on one line of elements.
   void run_line(Stage stage, int count) {
     stage_ = stage, r0_ = c0_ = 0;
     run_steps({.rows = 1, .count = count, .width = static_cast<int>(round_up(count, 16))});
@@ -181,7 +181,8 @@ class Runner {
     kStripKernels<T>[step.op].of[vectors](strip);
   }
 
-  // Where the tensor itself can stand in for the register, it is not copied: a bias then costs what reading it costs.
+  // Where the tensor itself can stand in for the register, it is not copied: a bias then costs no more than
+  // its reading.
   void run_gather(const ScoreStep& step, const Source<T>* indices, T* out, int64_t out_stride, Extent extent) {
     const TensorView& tensor = m_.call->captured()[step.immediate];
     const Plane plane = find_plane(tensor, indices, step.along.data(), step.down.data(), step.operand_count, extent,

@@ -21,7 +21,7 @@ LOWBIT_INLINE void note_fault(const ScoreCall& call, int64_t tensor, int dim, in
   fault.tensor = static_cast<int>(tensor), fault.dim = dim, fault.index = index;
 }
 
-// Where elements of one row lie in a tensor: start + c * step (+ offsets[c]).
+// The places of the elements of one row in a tensor: start + c * step (+ offsets[c]).
 template <class Offset>
 struct Addresses {
   bool valid = true;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops of score/ops.hpp over a strip: rows x width elements, width a multiple of 16. The loops are plain; the
-// compiler makes vectors of them with the flags of each instruction set. An operand is either one element per element,
-// or one for a whole row.
+// compiler makes vectors of them with the flags of each instruction set. An operand has either one element for each
+// element of the strip, or one for a whole row.
 #pragma once
 
 #include <array>

@@ -20,7 +20,7 @@ namespace lowbit::cpu::LOWBIT_SERVED_BY {
 constexpr int kStripScores = 1024, kStripColumns = 256;
 
 // A tile of scores: row r, column c at scores[r * stride + c] belongs to query q0 + r and key k0 + c. Every row can be
-// read and written up to column round_up(cols, 16); what lies behind cols is unspecified afterwards.
+// read and written up to column round_up(cols, 16); columns behind cols are unspecified afterwards.
 template <class T>
 struct ScoreTile {
   int64_t b = 0, h = 0, q0 = 0, k0 = 0;
@@ -51,8 +51,8 @@ struct MemoryRows {
 std::size_t machine_bytes(const ScorePlan& plan, int max_rows, int max_cols, std::size_t cell);
 void start_machine(ScoreMachine<float>& machine, void* memory);
 void start_machine(ScoreMachine<double>& machine, void* memory);
-// Computes what the tile has per row, column and diagonal. Returns the rows of a captured tensor that a run will read
-// in place or convert, one per row of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
+// Computes the tile's registers of rows, columns and diagonals. Returns the rows of a captured tensor that a run will
+// read in place or convert, one per row of the tile (a bias [..., q, k]), so that the caller can fetch them meanwhile.
 MemoryRows prepare_machine(ScoreMachine<float>& machine, const ScoreTile<float>& tile);
 MemoryRows prepare_machine(ScoreMachine<double>& machine, const ScoreTile<double>& tile);
 // Runs a forward plan over `count` rows of the tile from row `first`; tile.scores are those of row `first`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // AVX-512 VNNI and BF16 with AMX (Intel from Sapphire Rapids on): eight tiles of 16 rows of 64 bytes, and every 16
-// cycles a product of two of them: 16 x 16 sums of 64 products of bytes, eight times what vpdpbusd does, or of 32
-// products of bfloat16, sixteen times what an FMA of float32 does. Everything else is that of avx512_vnni.
+// cycles a product of two of them: 16 x 16 sums of 64 products of bytes, eight times as many as vpdpbusd makes, or of
+// 32 products of bfloat16, sixteen times as many as FMAs of float32 make. Everything else is that of avx512_vnni.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@ namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
 // The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `bytes` bytes
-// (32 or 64), 6 and 7 weights, bytes / 4 rows of 16 columns x 4 bytes along k. What was configured before comes back:
-// oneDNN uses the unit too.
+// (32 or 64), 6 and 7 weights, bytes / 4 rows of 16 columns x 4 bytes along k. The earlier configuration comes back at
+// the end: oneDNN uses the unit too.
 class TileUnit {
  public:
   static constexpr int64_t kRows = 16;
@@ -35,8 +35,8 @@ class TileUnit {
   TileUnit& operator=(const TileUnit&) = delete;
 
   template <int tile> LOWBIT_INLINE static void zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile)); }
-  // What was stored before is in memory for the loads that follow. They do not say so themselves: results that wait in
-  // registers would go to memory and back at each of them.
+  // Makes earlier stores reach memory before the loads that follow. The loads do not say so themselves: results that
+  // wait in registers would go to memory and back at each of them.
   LOWBIT_INLINE static void before_loads() { __asm__ volatile("" ::: "memory"); }
   template <int tile> LOWBIT_INLINE static void load(const void* rows, int64_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(tile));

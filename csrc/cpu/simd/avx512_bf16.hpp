@@ -92,7 +92,7 @@ class TileUnit {
   using Pair [[gnu::may_alias]] = int32_t;
   alignas(64) static constexpr float kZeros[16] = {};
   alignas(64) float sums_[kActivations][kRows * 16];
-  TileRows begin_[8];  // of sums, what they were before products were added
+  TileRows begin_[8];  // of sums: their values before products were added
   int64_t pairs_;
   TileUnit* before_;
   static inline thread_local TileUnit* here = nullptr;

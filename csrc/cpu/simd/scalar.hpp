@@ -76,7 +76,7 @@ LOWBIT_INLINE i32x16 add(i32x16 a, i32x16 b) {  // wraps: four codes of a byte e
 }
 LOWBIT_INLINE f32x16 sqrt(f32x16 a) { LOWBIT_LANES a.lane[i] = std::sqrt(a.lane[i]); return a; }
 
-// Bits: what the codes of an optimizer's state and the random numbers are made of. A mask is -1 or 0 in every lane.
+// Operations on bits, for the codes of an optimizer's state and for random numbers. A mask is -1 or 0 in every lane.
 LOWBIT_INLINE i32x16 bits_of(f32x16 a) { i32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE f32x16 float_of(i32x16 a) { f32x16 r; std::memcpy(&r, &a, 64); return r; }
 LOWBIT_INLINE i32x16 sub(i32x16 a, i32x16 b) { LOWBIT_LANES a.lane[i] -= b.lane[i]; return a; }
@@ -214,7 +214,7 @@ LOWBIT_INLINE void transpose_16x16(const float* from, int64_t from_stride, float
 }
 LOWBIT_INLINE float largest(f32x16 a) { float m = a.lane[0]; LOWBIT_LANES m = a.lane[i] > m ? a.lane[i] : m; return m; }
 
-// 16 pairs of int16: what the codes of keys and values are multiplied as.
+// 16 pairs of int16, as which the codes of keys and values are multiplied.
 struct i16x32 { int16_t lane[32]; };
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { i16x32 r; std::memcpy(&r, p, 64); return r; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {

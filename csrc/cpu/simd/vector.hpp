@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the header of an instruction set must have, as concepts, asked at its end: the compiler then names the missing
-// function, and not a kernel that uses it. What each one computes: scalar.hpp.
+// The functions that the header of an instruction set must have, as concepts that it asks at its end: the compiler then
+// names the missing function, and not a kernel that uses it. scalar.hpp has their meaning.
 #pragma once
 
 #include <concepts>
@@ -93,7 +93,7 @@ concept CodesOfWeights = requires(Codes c, Byte* b) {
   { int4_shift(sizeof(Byte)) } -> std::same_as<int>;
 };
 
-// What attention over a cache reads keys and values by.
+// The functions by which attention over a cache reads keys and values.
 template <class Pairs, class Ints, class Half = int16_t, class Byte = uint8_t, class Signed = int8_t>
 concept PairLanes = requires(Pairs p, Ints i, Half* h, Byte* b, Signed* s) {
   { load_i16(h) } -> std::same_as<Pairs>;

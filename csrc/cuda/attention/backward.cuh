@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, from q, k, v, grad_out, lse and D = sum of grad_out * out - grad_lse, per tile of scores:
-//   p = exp(s - lse), times what makes them add up to 1 where lse is large (a mask of finfo.min)
+//   p = exp(s - lse), times a factor (unit) that makes them add up to 1 where lse is large (a mask of finfo.min)
 //   dp = dropout(grad_out v^T);  ds = p (dp - D), through score_mod back to the raw scores
 //   grad_v += dropout(p)^T grad_out;  grad_k += scale * ds^T q;  grad_q += scale * ds k
 // Two passes, nothing is added by two CTAs: one keeps a tile of keys and values, and queries and grad_out pass, for the
-// heads of a group one after the other; the other keeps queries and grad_out, and keys and values pass. Scores lie with
-// what stays as rows, so that they are the left factor of the next product as they are.
+// heads of a group one after the other; the other keeps queries and grad_out, and keys and values pass. The rows of
+// scores are the side that stays, so that scores are the left factor of the next product as they are.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
 
 namespace lowbit::cuda {
 
-// kCaptured: a pass for the gradients of captured tensors, to which Mods::gradient adds, and for nothing else.
+// kCaptured: a pass only for the gradients of captured tensors, to which Mods::gradient adds.
 template <DType dtype, int kE, int kEv, class Mods, bool kKeysStay, bool kCaptured>
 struct Backward {
   static constexpr BackwardShape kShape = backward_shape(kE, kEv);
@@ -32,7 +32,7 @@ struct Backward {
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
-  // Where the pass is: a tile of scores, and for keys the head of the group that its queries are of.
+  // The position of the pass: a tile of scores, and for keys the head of the group that its queries are of.
   struct Visit {
     int h;
     TileStep step;
@@ -113,7 +113,7 @@ struct Backward {
       }
   }
 
-  // What the probabilities of rows of large lse add up to, of queries that stay: before anybody needs it.
+  // Finds the sum of the probabilities of each row of large lse, for queries that stay: before its first use.
   LOWBIT_INLINE void find_units() const {
     const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
@@ -142,7 +142,7 @@ struct Backward {
               modified<Mods>(call, visit.at, s[0][n][i], q0 + row_of(i), visit.at.k0 + column_of(n, i));
           total[i / 2] += power_of_2(((Mods::kFolds ? seen * call.scale : seen) - lse[i / 2]) * kLog2e);
         }
-      __syncthreads();  // everybody is done with them
+      __syncthreads();  // every thread is done with them
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -168,7 +168,7 @@ struct Backward {
     for (int stage = 0; more; stage = (stage + 1) % kShape.stages) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // the tile is there, and everybody is done with the one before
+      __syncthreads();  // the tile is there, and every thread is done with the one before
       next.step.next(kKeysStay ? call.q_tiles : call.kv_tiles);
       more = find_next(next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of attention get of the mods, the same text for host and device, and the sizes of their tiles.
+// The mods as the kernels of attention get them, the same text for host and device, and the sizes of their tiles.
 #pragma once
 
 #include "gpu/attention/call.hpp"
@@ -38,7 +38,7 @@ constexpr BackwardShape backward_shape(int e, int ev) {
   return {e, ev, most <= 128 ? 32 : 16, 2, most <= 128 ? 1 : 2};
 }
 
-// What a mod captured: its tensors, then per tensor sizes and strides.
+// The captured tensors of a mod, then per tensor sizes and strides.
 struct CapturedCall {
   static constexpr int kGradients = kMostCaptured;
   const void* tensors[kMostCaptured];

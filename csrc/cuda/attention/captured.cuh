@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients of the tensors that score_mod captured, by atomics and yet the same bits every time: integers are added, of
-// which any order gives the same sum. A first pass over the scores finds the largest value that is added to a tensor;
-// what it and the number of scores leave of 62 bits are those of `high`, and `low` has as many more below: nothing of a
-// float32 is lost within 2^60 of the largest. What is not finite is added as float32, where any order is right, too.
+// which any order gives the same sum. A first pass over the scores finds the largest value that is added to a tensor.
+// `high` has the bits that it and the number of scores leave of 62, and `low` as many more below: a float32 within 2^60
+// of the largest keeps all its bits. Values that are not finite are added as float32, where any order is right, too.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
 
 namespace lowbit::cuda {
 
-// In place of where a gradient is added up (d<n> of score/print.hpp).
+// Stands for the memory where a gradient is added up (d<n> of score/print.hpp).
 struct Sums {
   const AttentionCall& call;
   int tensor;

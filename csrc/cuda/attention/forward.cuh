@@ -123,13 +123,13 @@ struct Forward {
     for (bool first = true; more; first = false) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // keys are there, and everybody is done with the values before
+      __syncthreads();  // keys are there, and every thread is done with the values before
       shared.values.copy(values + now.k0 * call.v.row, call.v.row, now.cols);
       if (first) load_q();
       float s[kM][kScores][4];
       multiply_keys(s);
       wait_for_copies();
-      __syncthreads();  // values are there, and everybody is done with the keys
+      __syncthreads();  // values are there, and every thread is done with the keys
       step.next(call.kv_tiles);
       more = find_next(b, h, q_step, step, next);
       if (more) shared.keys.copy(keys + next.k0 * call.k.row, call.k.row, next.cols);

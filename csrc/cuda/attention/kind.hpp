@@ -19,7 +19,7 @@ struct AttentionKind {
   int e, ev;
   const ScoreCall *score = nullptr, *mask = nullptr;
   DType bias = DType::other;  // dtype of the call's mask
-  bool dropout = false, scales = false;  // scales: by what is not above 0, so that it cannot be left to the exponent
+  bool dropout = false, scales = false;  // scales: by a number <= 0, which cannot go into the exponent
 
   bool folds() const { return !score && !mask && bias == DType::other && !scales; }
   ForwardShape forward() const { return forward_shape(e, ev, folds()); }

@@ -6,7 +6,7 @@
 namespace lowbit::cuda {
 namespace {
 
-// A function of Mods that calls a printed one with what the call says that it captured.
+// A function of Mods that calls a printed one with its captured tensors, which the call has.
 std::string calling(const ScoreCall& mod, std::string_view name, std::string_view printed, Gradient of) {
   const bool gradient = of != Gradient::none;
   const std::string_view captured = mod.program().is_mask ? "call.mask" : "call.score";

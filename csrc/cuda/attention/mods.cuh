@@ -15,14 +15,14 @@ struct Elements {
   LOWBIT_INLINE operator const T*() const { return static_cast<const T*>(data); }
 };
 
-// In place of where a gradient is added up (d<n> of score/print.hpp): it is not wanted.
+// Stands for the memory where a gradient is added up (d<n> of score/print.hpp), where none is wanted.
 struct NoSum {
   LOWBIT_INLINE explicit operator bool() const { return false; }
   LOWBIT_INLINE NoSum operator+(int64_t) const { return *this; }
 };
 LOWBIT_INLINE void add_to(NoSum, float) {}
 
-// Once this CTA has asked its last: a gather was out of range, or an integer was divided by zero.
+// Called after the last mod of this CTA: fails if a gather was out of range, or an integer was divided by zero.
 template <class Mods, class Call>
 LOWBIT_INLINE void check_fault(const Call& call) {
   if constexpr (Mods::kScore || Mods::kMask)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// score_mod and mask_mod on the host: what kernels are given of them, and their printed text.
+// score_mod and mask_mod on the host: the arguments that kernels get for them, and their printed text.
 #pragma once
 
 #include "cuda/attention/call.hpp"

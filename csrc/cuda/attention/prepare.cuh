@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention needs before its tiles: classes of the blocks that a block mask lists, a row of them to a CTA; in the
-// backward what it knows of every row besides lse, and afterwards the gradient of the sink.
+// The steps of attention before its tiles: classes of the blocks that a block mask lists, a row of them to a CTA; for
+// the backward, D of every row; and after its tiles, the gradient of the sink.
 #pragma once
 
 #include "cuda/attention/scores.cuh"

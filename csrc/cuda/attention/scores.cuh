@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One score, from the product of query and key to what the softmax is taken of: score_mod, mask_mod, a mask,
-// causality. The kernels are made for Mods (mods.cuh), which says three things more:
+// One score, from the product of query and key to the softmax: score_mod, mask_mod, a mask, causality. The kernels are
+// made for Mods (mods.cuh), which says three things more:
 //   kFolds    scores are products times a scale > 0, which goes into the exponent: no mod, no mask
 //   kDropout
 //   kBias     dtype of the call's mask
@@ -25,12 +25,12 @@ LOWBIT_INLINE float bias_of(const AttentionCall& call, int b, int h, int q, int 
   else return float_of_half(static_cast<const uint16_t*>(call.bias)[at]);
 }
 
-// What dropout multiplies a probability by.
+// The factor of dropout for a probability.
 LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& at, int q, int k) {
   return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
-// What the softmax is taken of; where Mods folds, without the scale. A mod is not asked about what is not there.
+// The score of the softmax; where Mods folds, without the scale. Mods are called only for rows and columns that exist.
 template <class Mods>
 LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, float product, int q, int k) {
   float s = product;
@@ -46,8 +46,8 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, flo
   return at.cut && is_hidden(call, at, q, k) ? minus_infinity() : s;
 }
 
-// What a difference of scores is multiplied by to be a power of 2. Of differences: where scores are large, each of them
-// times log2(e) would be off by more than 1.
+// The factor of a difference of scores in the exponent of 2. Differences, since large scores times log2(e) would be off
+// by more than 1.
 template <class Mods>
 LOWBIT_INLINE float exponent_factor(const AttentionCall& call) { return Mods::kFolds ? call.scale * kLog2e : kLog2e; }
 

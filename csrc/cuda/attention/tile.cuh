@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What forward and backward do with tiles: rows to shared memory, products of tiles.
+// Steps on tiles, for forward and backward: rows to shared memory, products of tiles.
 #pragma once
 
 #include "cuda/attention/call.hpp"

@@ -10,7 +10,7 @@
 
 namespace lowbit::cuda {
 
-inline constexpr int64_t kMatmulWorkspace = int64_t{32} << 20;  // what NVIDIA recommends for Hopper
+inline constexpr int64_t kMatmulWorkspace = int64_t{32} << 20;  // NVIDIA recommends it for Hopper
 
 // An algorithm of cuBLASLt for a product of these sizes, dtype and alignments: found once, in some 100 us of the host.
 struct MatmulAlgorithm {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuDNN itself: whether it is there, and its handles. Its functions are declared by us; graphs are cudnn-frontend's.
+// The library of cuDNN, if there is one, and its handles. Its functions are declared by us; graphs
+// are cudnn-frontend's.
 #pragma once
 
 #include <string>

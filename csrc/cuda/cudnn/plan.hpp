@@ -37,7 +37,7 @@ struct AttentionShape {
   }
 };
 
-// Where a plan is to run: on the device of a handle; without one on a device that a text describes, as cuDNN writes it
+// The device that a plan is for: that of a handle, or without one a device that a text describes, as cuDNN writes it
 // (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), so that plans are made where no GPU is.
 struct CudnnDevice {
   CudnnHandle handle = nullptr;
@@ -51,8 +51,8 @@ struct Plan {
   int64_t workspace = 0;  // bytes
 };
 
-// The most workspace that a plan may ask for: what gradients of q, k and v in float32, of every head, take, and 256 MiB
-// for what a device wants besides (split keys of a long row).
+// The most workspace that a plan may ask for: the bytes of float32 gradients of q, k and v, of every head, and 256 MiB
+// for other needs of a device (split keys of a long row).
 LOWBIT_API int64_t most_workspace(const AttentionShape& shape);
 
 LOWBIT_API bool has_cudnn_frontend();

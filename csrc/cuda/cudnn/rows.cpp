@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of attention that are cuDNN's: bfloat16 and float16, no mask but causality. What it cannot do in the way that
-// the ops promise stays with our own rows: rows of scores that a mask hides whole (their result has to be 0, and what
-// cuDNN makes of it was not seen on a GPU yet), dropout (the random numbers are the op's), programs.
+// Rows of attention that are cuDNN's: bfloat16 and float16, no mask but causality. Calls in which it would break a
+// promise of the ops stay with our own rows: rows of scores that a mask hides whole (their result has to be 0, and
+// cuDNN's was not seen on a GPU yet), dropout (the random numbers are the op's), programs.
 #include "cuda/backend.hpp"
 #include "cuda/cudnn/library.hpp"
 #include "cuda/cudnn/plan_cache.hpp"

@@ -3,7 +3,7 @@
 // exact in bfloat16.
 //
 // Of a group of 32 columns lane (g, t) takes 8 of a key, in two steps of 16 k, and of the values of four tokens, t, t +
-// 4, t + 8 and t + 12, four columns: whichever lie side by side.
+// 4, t + 8 and t + 12, four columns that lie side by side.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
@@ -11,7 +11,7 @@
 
 namespace lowbit::cuda {
 
-// What a product is made in.
+// The dtype of a product's factors.
 template <DType kCache>
 constexpr DType kProduct = kCache == DType::float16 ? DType::float16 : DType::bfloat16;
 
@@ -47,7 +47,7 @@ struct TokenTile {
   LOWBIT_INLINE const char* row(int token) const { return data + token * kStride; }
 };
 
-// Scales of a tile of tokens: they are on their way in registers until they are wanted.
+// Scales of a tile of tokens, which are loaded into registers ahead of their use.
 template <int kScales>
 struct ScalesAhead {
   static constexpr int kEach = kKeyTile * kScales / kDecodeThreads + (kKeyTile * kScales % kDecodeThreads ? 1 : 0);
@@ -71,7 +71,7 @@ struct ScalesAhead {
   }
 };
 
-// Where a column of a group of keys goes: to lane t, in a step, to one of four halves of its two words.
+// The place of a column of a group of keys: lane t, a step, and one of four halves of the lane's two words.
 struct KeySlot {
   int t, step, half;
 };
@@ -100,7 +100,7 @@ LOWBIT_INLINE void load_key(uint32_t (&words)[2][2], const char* group, int t) {
   }
 }
 
-// Which column of its group the i-th of four of lane (g, t) is, of values.
+// The column, in its group of values, of the i-th of lane (g, t)'s four.
 template <DType kCache>
 LOWBIT_INLINE int value_column(int g, int i) {
   if constexpr (kCache == DType::uint8) return 2 * g + i % 2 + i / 2 * 16;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of decode get, the same text for host and device, and the sizes of their tiles.
+// The arguments of the kernels of decode, the same text for host and device, and the sizes of their tiles.
 #pragma once
 
 #include "cuda/attention/call.hpp"
@@ -50,7 +50,7 @@ struct DecodeCall {
   CacheRows k{}, v{};
   int32_t heads = 0, kv_heads = 0, group = 0, length = 0, columns = 0, v_columns = 0;
   int32_t row_blocks = 0, splits = 0;     // of the rows of a kv head; of the keys
-  int64_t first = 0, split = 0, end = 0;  // the key that the first split begins with, keys of a split, where they end
+  int64_t first = 0, split = 0, end = 0;  // the first key of the first split, keys of a split, the end of the keys
   float scale = 0;
   bool causal = false, rotated = false;
   int64_t position = 0, window = 0;

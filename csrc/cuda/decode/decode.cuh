@@ -220,7 +220,7 @@ struct Decode {
       const auto tokens = static_cast<int>(smaller(kKeyTile, end - from));
       wait_for_copies();
       k_ahead.store(shared.k_scale);
-      __syncthreads();  // keys are there, and everybody is done with the values and scores before
+      __syncthreads();  // keys are there, and every thread is done with the values and scores before
       shared.values.template copy<kVGroups * kShape.group_bytes() / 16>(
           call.v, values + from * call.v.row * kSize, call.v.row * kSize, tokens);
       v_ahead.fetch(call.v, v_scale + from * call.v.scale_row, tokens);
@@ -229,7 +229,7 @@ struct Decode {
       store_scores(s, from, tokens);
       wait_for_copies();
       v_ahead.store(shared.v_scale);
-      __syncthreads();  // scores and values are there, and everybody is done with the keys
+      __syncthreads();  // scores and values are there, and every thread is done with the keys
       if (from + kKeyTile < end) fetch_keys(from + kKeyTile);
       softmax();
       __syncthreads();  // probabilities are there

@@ -3,7 +3,7 @@
 //
 // A warp multiplies 16 rows by 8 columns: of lane (g, t) = (lane / 4, lane % 4) a[0] is of row g, a[1] of row g + 8,
 // both of the first half of k; a[2], a[3] of the second half; b[0], b[1] of column g; c[0], c[1] of row g, columns 2t
-// and 2t + 1; c[2], c[3] of row g + 8. Which k lane t holds in a word is free, as long as a and b agree.
+// and 2t + 1; c[2], c[3] of row g + 8. Lane t may hold any k in a word, as long as a and b agree.
 #pragma once
 
 #include "cuda/device/prelude.cuh"
@@ -39,7 +39,7 @@ LOWBIT_INLINE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return d;
 }
 
-// What is read once: it goes by L1.
+// Loads a word that is read once: it bypasses L1.
 LOWBIT_INLINE uint32_t load_once(const uint32_t* p) {
   uint32_t a;
   asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(a) : "l"(p));

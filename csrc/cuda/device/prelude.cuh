@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the device sources of csrc/gpu take from a device, for CUDA: NVRTC is given it first (runtime/nvrtc.cpp). Tests
-// give each word a meaning on the host.
+// The words that the device sources of csrc/gpu take from a device, for CUDA: NVRTC gets this text first
+// (runtime/nvrtc.cpp). Tests give each word a meaning on the host.
 //
 // A kernel takes one struct, which lies in constant memory; the driver finds it by its name. Two CTAs of 256 threads or
 // more fit on a multiprocessor: 128 registers a thread. The threads of a CTA share LOWBIT_SHARED(int32_t, sums, [8]);
-// LOWBIT_DYNAMIC_SHARED(Type, shared) is what a launch asks for, where that is more than 48 KB.
+// LOWBIT_DYNAMIC_SHARED(Type, shared) is the memory that a launch asks for, where that is more than 48 KB.
 #pragma once
 
 #include "core/bits.hpp"

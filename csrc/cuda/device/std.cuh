@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the headers of formats, rules and core take from the C++ library, for NVRTC, which has none: it is given this
+// The part of the C++ library that the headers of formats, rules and core use. NVRTC has no such library: it gets this
 // text under the names of the standard headers.
 #pragma once
 

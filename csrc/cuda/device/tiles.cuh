@@ -2,8 +2,8 @@
 // Tiles of 16-bit floats between global memory, shared memory and the tensor cores. Tests give each instruction a
 // meaning on the host.
 //
-// Of lane (g, t) of a warp, a matrix of 8 x 8 is the pair of row g, columns 2t and 2t + 1: what mma.cuh takes for 8
-// rows or columns and 8 k.
+// Lane (g, t) of a warp holds, of a matrix of 8 x 8, the pair of row g, columns 2t and 2t + 1, as mma.cuh takes 8 rows
+// or columns and 8 k.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -25,7 +25,7 @@ LOWBIT_INLINE void load_transposed(uint32_t (&to)[4], const uint16_t* row) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros; there once this thread has waited for them.
+// Copies 16 bytes from global to shared memory, or zeros; they are there once this thread has waited for them.
 LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of linear get besides a LinearCall, the same text for host and device.
+// The arguments of the kernels of linear besides a LinearCall, the same text for host and device.
 #pragma once
 
 #include "gpu/linear/call.hpp"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of many rows of int8 activations: a CTA makes 128 columns of up to 64 rows, a warp 32 of these columns. Codes
-// of the activations, and what goes with their rows, are copied to shared memory a tile of k ahead; each warp reads
-// the weight of its own columns, a tile ahead too, as signed bytes. Sums of one scale are exact in int32, and are
+// of the activations, and the sums and scales of their rows, are copied to shared memory a tile of k ahead; each warp
+// reads the weight of its own columns, a tile ahead too, as signed bytes. Sums of one scale are exact in int32, and are
 // scaled in registers.
 #pragma once
 
@@ -94,7 +94,7 @@ struct CodeTiles {
     }
   }
 
-  // Whether the sums are complete under their scale: a zero point wants them with the sum of the activations.
+  // Whether the sums are complete under their scale: a zero point needs them, with the sum of the activations.
   LOWBIT_INLINE bool is_due(int tile) const {
     const bool ends_group = ((tile + 1) & ((1 << call.group_shift) - 1)) == 0;
     return kAsymmetric || kTileGroups > 1 || tile + 1 == call.tiles || ends_group;
@@ -128,7 +128,7 @@ struct CodeTiles {
     copy(0), load(0, next);
     for (int tile = 0; tile < call.tiles; tile++) {
       wait_for_copies();
-      __syncthreads();  // this tile is there, and everybody is done with the one before
+      __syncthreads();  // this tile is there, and every thread is done with the one before
       Ahead now[kWarpPanels];
 #pragma unroll
       for (int p = 0; p < kWarpPanels; p++) now[p] = next[p];
@@ -145,7 +145,7 @@ struct CodeTiles {
 
   // To shared memory, from where they are stored column by column.
   LOWBIT_INLINE void hand_over() {
-    __syncthreads();  // everybody is done with the last tile
+    __syncthreads();  // every thread is done with the last tile
     const int first_column = static_cast<int>(threadIdx.x) / 32 * kWarpPanels * 16;
 #pragma unroll
     for (int p = 0; p < kWarpPanels; p++)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of many rows: columns of the weight as a dense matrix of 16 bits, or of codes, which cuBLAS multiplies, and
-// what is left to do with its sums.
+// the last steps on its sums.
 #pragma once
 
 #include "cuda/linear/call.hpp"
@@ -8,8 +8,8 @@
 
 namespace lowbit::cuda {
 
-// Weight (n, k) without the scale of its column, which its sum gets: level times group scale keeps within 16 bits.
-// kAnyInteger, here and below: the format is the integer format of so many bits as the call says.
+// Weight (n, k) without the scale of its column, which the sum gets later: level times group scale stays within the
+// range of 16 bits. kAnyInteger, here and below: the format is the integer format of so many bits as the call says.
 template <Format kFormat, bool kAnyInteger>
 LOWBIT_INLINE float without_column_scale(const DecodedCall& part, int64_t n, int64_t k) {
   const LinearCall& call = part.call;

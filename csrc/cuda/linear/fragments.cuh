@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The weights that a lane holds of a tile: two columns, of each chunk of 16 k the four of its t. As bytes, or as parts
-// of bfloat16 in the order of call.hpp.
+// A lane's weights of a tile: two columns, and of each chunk of 16 k the four of its t. As bytes, or as parts of
+// bfloat16 in the order of call.hpp.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -69,7 +69,7 @@ LOWBIT_INLINE void float8_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd)
   even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
 }
 
-// How many parts of bfloat16 hold every value of a format before its scale.
+// The number of bfloat16 parts that hold every value of a format before its scale.
 template <Format kFormat>
 constexpr int kWeightParts = (codec_of<kFormat>::significant_bits + 7) / 8;
 
@@ -188,7 +188,7 @@ struct LaneTile {
   }
 };
 
-// What a lane has of a tile on its way: codes, and two columns' scales and zero points (float16). kTileGroups: scales
+// A lane's share of a tile on its way: codes, and two columns' scales and zero points (float16). kTileGroups: scales
 // along the k of a tile; 0: one for all k, of a weight without zero points.
 template <Format kFormat, int kTileGroups, bool kAsymmetric>
 struct TileAhead {

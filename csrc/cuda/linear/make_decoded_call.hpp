@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // On the host: linear of many rows, whose weight is decoded to the dtype of the activations, or to int8, and multiplied
-// by a library of the device, some columns and some rows at a time, so that memory stays bounded and what was decoded
-// stays in the cache. Where it is decoded to 16 bits a weight is rounded once to their significant bits; codes with one
+// by a library of the device, some columns and some rows at a time, so that memory stays bounded and decoded weights
+// stay in the cache. A weight that is decoded to 16 bits is rounded once to their significant bits; codes with one
 // scale a column are exact.
 #pragma once
 
@@ -17,8 +17,8 @@ constexpr int64_t kMostDecoded = int64_t{64} << 20, kMostProducts = int64_t{128}
 
 inline bool has_codes(const LinearArgs& args) { return !stays_float(args.x_format); }
 
-// How a call is cut, and the memory that it takes: from its start what was decoded, codes of x, scales and offsets of
-// their rows, products, and what the library wants.
+// The cut of a call, and its memory: from the start decoded weights, codes of x, scales and offsets of their rows,
+// products, and the workspace of the library.
 struct DecodedParts {
   int64_t padded_k, element, columns, rows;  // element: bytes of a decoded weight
   int64_t codes, scales, products, library;  // where they are, multiples of 256

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear: a CTA makes 16 columns of up to 64 rows. Its warps take the tiles along k in turn, and their sums are added
-// at the end, in order: the same bits every time. A warp has the codes of kAhead tiles on their way, 64 bytes a lane
-// of int4 and int8, 32 KB a multiprocessor of two CTAs: what memory needs to be kept busy.
+// at the end, in order: the same bits every time. A warp has the codes of kAhead tiles on their way, 64 bytes a lane of
+// int4 and int8, 32 KB a multiprocessor of two CTAs, enough to keep memory busy.
 #pragma once
 
 #include "cuda/linear/call.hpp"
@@ -10,7 +10,7 @@
 
 namespace lowbit::cuda {
 
-// A sum of products of codes, with what goes with the row (RowSum).
+// A sum of products of codes, scaled with the numbers of its row (RowSum).
 template <Format kFormat, bool kAsymmetric>
 LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
   const auto whole = static_cast<int32_t>(static_cast<uint32_t>(dot) + static_cast<uint32_t>(of_row.start));
@@ -30,7 +30,7 @@ struct Product {
                        kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
                        kBits = codec_of<kFormat>::bits;
-  // As many tiles ahead as 128 registers have room for: what a tile takes is its codes, scales and zero points.
+  // As many tiles ahead as 128 registers have room for: a tile takes its codes, scales and zero points.
   static constexpr int kTileWords = kBits + (kTileGroups ? kScales * (1 + kAsymmetric) : 0),
                        kWords = kBlocks == 1 ? 20 : kBlocks == 2 && kWeightParts<kFormat> == 1 && !kCodes ? 12 : 1,
                        kRoom = kWords / kTileWords,
@@ -79,14 +79,14 @@ struct Product {
           multiply_u8s8(sum[block], a[0], b);
         } else {
 #pragma unroll
-          for (int j = 0; j < kParts; j++)  // what is left out is below 2^-24 of a product
+          for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
             if (i + j < kMostParts) multiply_bf16(sum[block], a[j], b);
           if constexpr (kAsymmetric) multiply_bf16(total[block], {kBf16One, kBf16One, kBf16One, kBf16One}, b);
         }
       }
   }
 
-  // Adds what was summed under one scale to the result: c[0], c[1] are of column 2g and rows 2t, 2t + 1.
+  // Adds the sums under one scale to the result: c[0], c[1] are of column 2g and rows 2t, 2t + 1.
   LOWBIT_INLINE void scale_sums(int tile, int part, uint32_t scales, uint32_t zeros) {
 #pragma unroll
     for (int block = 0; block < kBlocks; block++)
@@ -140,7 +140,7 @@ struct Product {
   }
 };
 
-// What is left to do with the sum over all k.
+// The last steps on the sum over all k.
 template <Format kFormat, bool kCodes, int kTileGroups, class Whole>
 LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, Whole whole) {
   PendingScales pending{true, 1.0f};
@@ -190,7 +190,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
     const int64_t row = first_row + at / kPanelColumns, column = at % kPanelColumns;
     const int64_t n = static_cast<int64_t>(panel) * kPanelColumns + column;
     if (row >= call.m || n >= call.spec.n) continue;
-    typename P::Result whole = 0;  // of int32 with wrap-around: what start takes off again
+    typename P::Result whole = 0;  // of int32 with wrap-around, which start undoes
     for (const auto& of_warp : results) whole += of_warp[at / kPanelColumns][column];
     if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);
     else static_cast<typename P::Result*>(given.partial)[(split * call.m + row) * call.spec.n + n] = whole;

@@ -26,7 +26,7 @@ LinearKind kind_of(const LinearArgs& args) {
   return kind;
 }
 
-// The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
+// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
 struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
@@ -71,8 +71,8 @@ SourceKey key_of(SourceKind source, const LinearKind& kind) {
           static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks};
 }
 
-// Of few rows, so that two CTAs come to each multiprocessor; of 16 tiles at least, two for each warp. Whatever the
-// number of rows is: a row has the same bits in any batch of up to 16.
+// The splits of a product of few rows: so many that two CTAs come to each multiprocessor, and of 16 tiles at least, two
+// for each warp. They do not depend on the number of rows: a row has the same bits in any batch of up to 16.
 int splits_of(const LinearArgs& args) {
   if (args.m > 2 * kRowsAtOnce) return 1;
   const WeightSpec& spec = args.weight_spec;
@@ -136,7 +136,7 @@ std::string_view refuses_code_tiles(const LinearArgs& args) {
   if (stays_float(args.x_format)) return "float activations";
   if (args.m < kFewestRowsOfTiles) return "fewer than 17 rows";
   if (args.weight_spec.k > kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
-  // By count: the weight is decoded again for each 16 or 32 rows elsewhere, but by eight times the CTAs.
+  // By count: the other row decodes the weight again for each 16 or 32 rows, but with eight times the CTAs.
   if (2 * code_tiles(args) < multiprocessors(args.place.device)) return "fewer tiles than half of the multiprocessors";
   return "";
 }

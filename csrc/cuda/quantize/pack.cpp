@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize and all_finite. Both wait for what their kernels have found.
+// Rows of the ops quantize and all_finite. Both wait for the results of their kernels.
 #include "cuda/backend.hpp"
 #include "cuda/sources.hpp"
 #include "gpu/quantize/make_pack_call.hpp"

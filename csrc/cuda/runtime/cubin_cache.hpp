@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where code of CUDA devices is kept on disk (core/disk_cache.hpp).
+// The cache on disk for code of CUDA devices (core/disk_cache.hpp).
 #pragma once
 
 #include <optional>
@@ -9,9 +9,9 @@
 
 namespace lowbit::cuda {
 
-// The file of a source for an architecture: named by a hash of both, of every header and of the options. Not of NVRTC's
-// version: what another one made is as good, and a machine without NVRTC can use it. Folder: LOWBIT_CACHE_DIR, else
-// lowbit in XDG_CACHE_HOME or ~/.cache.
+// The file of a source for an architecture: named by a hash of both, of every header and of the options, but not of
+// NVRTC's version: code of another version is as good, and a machine without NVRTC can use it. Folder:
+// LOWBIT_CACHE_DIR, else lowbit in XDG_CACHE_HOME or ~/.cache.
 std::string cached_path(const std::string& source, const std::string& architecture);
 
 // Likewise the file of a plan, which a library made for an architecture and a number of multiprocessors (`device`).

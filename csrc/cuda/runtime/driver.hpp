@@ -53,14 +53,14 @@ struct Driver { LOWBIT_CUDA_DRIVER(LOWBIT_FUNCTION_MEMBER) };
 // Initialised by the first call; an Error if there is none, or it cannot be initialised.
 const Driver& driver();
 
-// An Error that says what was tried, and what the driver says of it, unless `result` is success.
+// Throws an Error with the action and the driver's words for the result, unless `result` is success.
 void ensure(Result result, std::string_view what);
 void ensure(Result result, Device device, std::string_view what);
 
 // Why our kernels cannot run on this device; "" if they can. Kept per device.
 const std::string& unavailable(Device device);
 
-// What NVRTC calls the device's code: "sm_90a".
+// NVRTC's name for the device's code: "sm_90a".
 std::string architecture(Device device);
 
 int multiprocessors(Device device);

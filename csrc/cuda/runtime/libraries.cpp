@@ -24,8 +24,8 @@ std::vector<std::string> folders_of_packages() {
   return folders;
 }
 
-// The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it by: it is opened before it is
-// wanted, also where torch has opened NVRTC.
+// The compiler opens libnvrtc-builtins by name, and NVRTC 13.0 has no run path to find it: it is opened here first,
+// also where torch has opened NVRTC.
 void open_companions(const std::string& folder, std::string_view soname) {
   if (!soname.starts_with("libnvrtc")) return;
   std::error_code ignored;

@@ -6,7 +6,8 @@
 
 namespace lowbit::cuda {
 
-// What each is called (the newest first), and where pip has it. A line here is a library of `python -m lowbit info`.
+// The file names of each library (the newest first), and its package in pip. A line here is a library
+// of `python -m lowbit info`.
 #define LOWBIT_CUDA_LIBRARIES(X)                                                   \
   X(driver, "libcuda.so.1", "NVIDIA's driver")                                     \
   X(nvrtc, "libnvrtc.so.13 libnvrtc.so.12", "pip install nvidia-cuda-nvrtc")       \
@@ -21,8 +22,8 @@ enum class LibraryName { LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY) };
 inline constexpr std::string_view kLibraryNames[] = {LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)};
 #undef LOWBIT_CUDA_LIBRARY
 
-// Opened at the first call: a folder of LOWBIT_CUDA_PATH; what the process has loaded (torch brings most of it);
-// nvidia/*/lib in the folders of look_in(); CUDA_HOME; wherever the system looks.
+// Opened at the first call, from the first of: the folders of LOWBIT_CUDA_PATH; libraries that are loaded (torch brings
+// most of them); nvidia/*/lib in the folders of look_in(); CUDA_HOME; the system's folders.
 LOWBIT_API const Library& library(LibraryName name);
 
 }  // namespace lowbit::cuda

@@ -48,8 +48,8 @@ std::string text_of(Handle program, SizeGetter size, Getter get) {
   return get(program, text.data()) == 0 ? text : "";
 }
 
-// What NVRTC is asked for: code, or, for an architecture that it does not know, PTX of the newest before it that it
-// does know, which the driver compiles when it loads it. NVRTC 12.8 knows 100, 101 and 120, and not 103.
+// The target of a compilation: code, or, for an architecture that NVRTC does not know, PTX of the newest one before it
+// that NVRTC knows. The driver compiles PTX when it loads it. NVRTC 12.8 knows 100, 101 and 120, and not 103.
 struct Target {
   std::string architecture;
   bool is_ptx;
@@ -68,7 +68,7 @@ Target target_of(const std::string& architecture) {
   return {concat("compute_", nearest), true};
 }
 
-// fma is where the source says it, so that a device gives the bits of the CPU's rows.
+// There is an fma only where the source has one, so that a device gives the bits of the CPU's rows.
 constexpr const char* kOptions[] = {"-std=c++20", "-default-device", "-fmad=false", "--ptxas-options=-v"};
 
 }  // namespace

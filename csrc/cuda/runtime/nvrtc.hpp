@@ -28,10 +28,11 @@ const Compiler& compiler();
 struct Compiled {
   std::string image;   // a cubin, or PTX
   std::string log;     // registers, spills and warnings
-  std::string target;  // what NVRTC was asked for: the architecture, or "compute_120" for one that it does not know
+  std::string target;  // of the compilation: the architecture, or "compute_120" for one that NVRTC does not know
 };
 
-// An Error if NVRTC is missing (with where it was looked for) or too old, or refuses the architecture or the source.
+// An Error if NVRTC is missing (with the places that were searched) or too old, or refuses the architecture or
+// the source.
 LOWBIT_API Compiled compile(const std::string& name, const std::string& source, const std::string& architecture);
 
 // Everything that code depends on besides source and architecture.

@@ -18,7 +18,7 @@ bool is_on(const char* variable, bool otherwise) {
   return value && *value ? std::strcmp(value, "0") != 0 : otherwise;
 }
 
-// With one line on stderr, since it takes up to seconds in which nothing else is seen to happen.
+// Compiles, with one line on stderr, since it takes up to seconds in which a user sees nothing else.
 Compiled compile_into(const std::string& path, const Source& source, const std::string& arch) {
   const auto started = std::chrono::steady_clock::now();
   Compiled made = compile(source.name, source.text, arch);
@@ -65,7 +65,7 @@ Function Program::function(const char* kernel, int shared_bytes) const {
   Function function = nullptr;
   ensure(driver().get_kernel(&handle, module_, kernel), concat(name_, ": finding ", kernel));
   ensure(driver().get_function(&function, handle), concat(name_, ": the function of ", kernel));
-  if (shared_bytes > 48 << 10)  // what every function may have
+  if (shared_bytes > 48 << 10)  // every function may have that much
     ensure(driver().set_attribute(function, kMostSharedBytes, shared_bytes),
            concat(name_, ": ", shared_bytes, " bytes of shared memory for ", kernel));
   return functions_.emplace(kernel, function).first->second;

@@ -36,14 +36,14 @@ class Program {
   mutable std::map<std::string, Function, std::less<>> functions_;
 };
 
-// Stands for a source in this process: which of them, and its numbers. Text would be made in every call.
+// Stands for a source in this process: its kind, and its numbers. A text as key would be made in every call.
 using SourceKey = std::array<int64_t, 5>;
 
 // The source is asked for only if this process has not loaded it on the device of the place.
 // An Error while the stream is captured and it is not loaded, or LOWBIT_JIT=0 and it is not in the cache.
 const Program& program(const Place& place, const SourceKey& key, const std::function<Source()>& source);
 
-// Compiles into the cache, for a machine that is not here; returns the file, and what NVRTC's log says.
+// Compiles into the cache, for another machine; returns the file, and NVRTC's log.
 struct Prebuilt {
   std::string path, log;
 };

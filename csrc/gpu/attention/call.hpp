@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of attention get, the same text for host and device.
+// The arguments of the kernels of attention, the same text for host and device.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -34,7 +34,7 @@ struct CapturedGradientCall {
   DType dtype;
 };
 
-// What the backward knows of a query: D, and lse, or 0 where that is -inf.
+// Numbers of a query for the backward: D, and lse, or 0 where that is -inf.
 struct alignas(8) RowStatistics {
   float lse, delta;
   // From here on no more than 13 bits of lse lie behind the point: its probabilities do not add up to 1.
@@ -44,7 +44,7 @@ struct alignas(8) RowStatistics {
   }
 };
 
-// Captured: how it says what a mod captured, and how many of them may have gradients.
+// Captured: the device's list of a mod's captured tensors, with the number of those that may have gradients.
 template <class Captured>
 struct AttentionCallOf {
   HeadRows q{}, k{}, v{}, out{}, grad_out{}, grad_q{}, grad_k{}, grad_v{};
@@ -59,7 +59,7 @@ struct AttentionCallOf {
   int64_t bias_stride[4] = {};
   const int64_t* seed = nullptr;
   uint64_t dropped = 0;  // of 2^32 draws
-  float kept = 0;        // what is not dropped is multiplied by
+  float kept = 0;        // factor of a probability that is not dropped
   Captured score{}, mask{};
   int32_t* fault = nullptr;  // of the mods (score/print.hpp)
   // Classes of blocks (ops/attention.hpp), [B or 1, Hq or 1, q blocks, kv blocks], made of the lists; strides.
@@ -67,12 +67,12 @@ struct AttentionCallOf {
   int64_t class_batch = 0, class_head = 0, class_columns = 0, class_rows = 0, class_heads = 0;
   ListCall lists[2] = {};  // partial, full
   // of the backward
-  HeadRows given{};  // what grad_out is, or is made of where it is float32
+  HeadRows given{};  // grad_out as the caller gave it; grad_out: in 16 bits
   RowStatistics* statistics = nullptr;  // [B, Hq, L]
-  float* unit = nullptr;  // [B, Hq, L]: of rows of large lse (has_rest), what their probabilities are multiplied by
+  float* unit = nullptr;  // [B, Hq, L]: factor of the probabilities of rows of large lse (has_rest)
   float* grad_sink = nullptr;
   CapturedGradientCall gradients[Captured::kGradients] = {};
-  uint32_t* largest = nullptr;  // [kMostCaptured]: bits of what is added to each
+  uint32_t* largest = nullptr;  // [kMostCaptured]: bits of the largest value that is added to each
   int32_t sum_bits = 0;         // of sums for the largest value
   bool adds = false;            // or finds the largest
 };

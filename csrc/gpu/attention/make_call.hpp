@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: the call of a kernel of attention, of an op's arguments.
+// On the host: makes the call of a kernel of attention from an op's arguments.
 #pragma once
 
 #include "gpu/attention/call.hpp"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where tiles of scores stand and which of them are seen, on any device: classes of the blocks that a block mask lists,
-// causality, dropout. A Call is an AttentionCallOf; refuse(call) is of the device: a list has what it must not have.
+// The places of tiles of scores, and which of them are seen, on any device: classes of the blocks that a block
+// mask lists, causality, dropout. A Call is an AttentionCallOf. The device defines refuse(call), for a list with a
+// bad entry.
 #pragma once
 
 #include "core/random.hpp"
@@ -27,7 +28,7 @@ struct TileStep {
   }
 };
 
-// Where a tile of scores stands.
+// The place of a tile of scores.
 struct TilePlace {
   int b, h, q0, rows, k0, cols;
   bool partial;  // mask_mod has to be asked
@@ -58,7 +59,7 @@ LOWBIT_INLINE bool is_hidden(const Call& call, const TilePlace& at, int q, int k
   return k >= at.k0 + at.cols || q >= at.q0 + at.rows || (call.causal && k > q);
 }
 
-// The random number of a probability: below what is dropped of 2^32, it is.
+// The random number of a probability, which is dropped where the number is below `dropped` of 2^32.
 LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
   const auto key = static_cast<uint64_t>(seed);
   auto words = philox4x32({static_cast<uint32_t>(k) / 4, static_cast<uint32_t>(q), static_cast<uint32_t>(head), 0},

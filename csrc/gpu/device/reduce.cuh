@@ -24,7 +24,7 @@ LOWBIT_INLINE T of_warp(Combine combine, T value) {
 template <int kWarps, class Combine, class T>
 LOWBIT_INLINE T of_cta(Combine combine, T value, T (&warps)[kWarps]) {
   value = of_warp(combine, value);
-  __syncthreads();  // what was there before has been read
+  __syncthreads();  // earlier values have been read
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   value = warps[0];

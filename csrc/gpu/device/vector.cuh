@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vector of one element that a CUDA thread computes with: the functions that the templates of formats and rules
-// call, with the meaning and the bits of cpu/simd/scalar.hpp. Compiled without contraction (-fmad=false): fma is where
-// it is written. Choices are between lanes: clang chooses between structs by address, and what has an address lies in
-// memory (Intel's newer compilers).
+// call, with the meaning and the bits of cpu/simd/scalar.hpp. Compiled without contraction (-fmad=false): there is an
+// fma only where one is written. Choices are between lanes: clang chooses between structs by address, and a struct with
+// an address lies in memory (Intel's newer compilers).
 #pragma once
 
 #include "core/dtype.hpp"
@@ -70,7 +70,7 @@ constexpr int kWarpLanes = 32;
 #endif
 
 // A table of 8 entries lies across 8 lanes, one each, and is read by a shuffle: nothing of it is in memory. The 8 lanes
-// share what it is scaled by, and all lanes of the warp read at once.
+// share its scale, and all lanes of the warp read at once.
 struct Table8 {
   float entry;
 

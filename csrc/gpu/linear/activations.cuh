@@ -32,7 +32,7 @@ LOWBIT_INLINE void load_word(const LinearCall& call, int64_t row, int64_t word, 
   }
 }
 
-// Where chunk q of a tile begins for the lane that holds this word of a row, of `count` pieces of two words a tile.
+// The begin of chunk q of a tile for the lane that holds this word of a row, of `count` pieces of two words a tile.
 LOWBIT_INLINE int64_t ordered_at(const LinearCall& call, int64_t row, int64_t word, int count) {
   const int64_t tile = row / kRowsAtOnce * call.tiles + word / 16;
   return tile * count * 32 + row % kRowsAtOnce * 4 + word % 4;
@@ -128,7 +128,7 @@ LOWBIT_INLINE Range asymmetric_range(const LinearCall& call, int64_t row, int32_
   return {scale, __fdiv_rn(1.0f, scale), rintf(-127.0f - __fdiv_rn(lowest, scale))};
 }
 
-// Four codes as the bytes of a word, and their sum. What is behind the end of x has the code 0.
+// Four codes as the bytes of a word, and their sum. Elements behind the end of x have the code 0.
 struct WordOfCodes {
   uint32_t codes;
   int32_t sum;
@@ -160,7 +160,8 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
   return team.combined(Total{}, sum);
 }
 
-// What of a symmetric weight's zero point is taken off before sums become floats; of int4 later, as the CPU does.
+// The part of a symmetric weight's zero point that is subtracted before sums become floats. For int4 it is 0: its zero
+// point comes later, as on the CPU.
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of linear get, the same text for host and device.
+// The arguments of the kernels of linear, the same text for host and device.
 //
-// The packed layout of the CPU is read as it lies: a tile of 16 columns x 64 k is what a warp multiplies by 8 rows of
+// The packed layout of the CPU is read as it lies: a warp multiplies a tile of 16 columns x 64 k by 8 rows of
 // activations at a time. Lane (g, t) = (lane / 4, lane % 4) holds columns 2g and 2g + 1, 8 bytes of a row of the tile,
 // and of chunk q of the tile the four k from 16 q + 4 t on, which are one word of any codes of a column. Activations
-// are put into that order first, by a kernel of their own: two words, of row g of 8, for each lane, chunk and part
-// (of codes, for each two chunks).
+// are put into that order first, by a kernel of their own: two words, of row g of 8, for each lane, chunk and part (of
+// codes, for each two chunks).
 #pragma once
 
 #include "formats/layout.hpp"
@@ -18,8 +18,8 @@ constexpr int kRowsAtOnce = 8, kChunks = 4;  // rows of one product of the tenso
 constexpr int kMostParts = 3;                // of bfloat16 in a float32
 constexpr int64_t kMostCodesK = 1 << 17;     // an int32 holds the sum of so many products of codes, 128 * 127 at most
 
-// Of the codes of a row, for the k that products sum before a scale is due: all, or a tile or a part of it. What they
-// give is w_scale * (scale * (dot + start) + zero - w_zero * sum), as in cpu/linear/activations.hpp.
+// One sum of the codes of a row, over the k that products sum before a scale is due: all, or a tile or a part of it.
+// Its result is w_scale * (scale * (dot + start) + zero - w_zero * sum), as in cpu/linear/activations.hpp.
 struct alignas(16) RowSum {
   float scale, zero, sum;
   int32_t start;
@@ -37,11 +37,11 @@ struct LinearCall {
   Activation activation;
   const void *bias, *mul, *add;
   void* y;
-  // activations in order, and what goes with their rows
+  // activations in order, and the sums and scales of their rows
   void* ordered;
   RowSum* sums;       // [m][sums of a row]: of codes
   float* row_scale;   // [m]: of floats; negative: the row holds inf or nan, and parts would make nan of its inf
-  float* row_offset;  // [m]: of asymmetric codes, what column_sum is multiplied by
+  float* row_offset;  // [m]: of asymmetric codes, the factor of column_sum
 };
 
 // Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a sum before it is stored: column scale, offset of asymmetric activations, bias,
-// activation, mul, add.
+// The steps on a sum before it is stored: column scale, offset of asymmetric activations, bias, activation, mul, add.
 #pragma once
 
 #include "formats/layout_codes.hpp"

@@ -159,7 +159,7 @@ LOWBIT_INLINE i32 larger(i32 bits, f32 value) {
 }
 
 // Codes of this thread's values, counted in `unit`s, and the scale of their block, whose largest has the bits given.
-// What is not finite or has no inverse: as cpu/optim/moment.hpp says.
+// Values that are not finite, and scales without an inverse, as in cpu/optim/moment.hpp.
 template <StateFormat kFormat, bool kSigned, int n>
 LOWBIT_INLINE float encode_values(int32_t absmax_bits, float unit, f32 (&value)[n], i32 (&code)[n]) {
   float absmax = __int_as_float(absmax_bits);

@@ -29,9 +29,9 @@ struct Update {
 
   const OptimTensor& tensor;
   const Constants<Rule>& constants;
-  int64_t at, left;  // this thread's first element, and how many are there; none: 0 or less
+  int64_t at, left;  // this thread's first element, and the number from it on; none: 0 or less
 
-  // Old values of moment k as value * factor, times what the rule carries over of it.
+  // Old values of moment k as value * factor, times the rule's factor for them (carry).
   template <int k>
   LOWBIT_INLINE void read(f32 (&value)[n], f32 (&factor)[n]) const {
     const float carry = constants.rule.carry[k];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of optimizers get, the same text for host and device: the tensors of a step in the launch's
-// arguments, so that nothing is allocated or copied for them and a CUDA graph keeps them.
+// The arguments of the kernels of optimizers, the same text for host and device. They hold the tensors of a step, so
+// that nothing is allocated or copied for them and a CUDA graph keeps them.
 #pragma once
 
 #include "formats/state_format.hpp"
@@ -17,7 +17,7 @@ constexpr int elements_each(int64_t block) {
   return static_cast<int>(block < 64 ? block / 8 : block > 8 * kStepThreads ? block / kStepThreads : 8);
 }
 
-// What all tensors of a step share.
+// Options of all tensors of a step.
 struct StepOptions {
   Hyper hyper;
   const float* grad_scale;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of dequantize gets, the same text for host and device.
+// The arguments of the kernel of dequantize, the same text for host and device.
 #pragma once
 
 #include "core/dtype.hpp"
@@ -14,7 +14,7 @@ struct DequantizeCall {
   WeightSpec spec;
   Sections sections;
   const uint8_t* weight;
-  const void* indices;  // int32 or int64: the rows that are wanted; null: all of them
+  const void* indices;  // int32 or int64: the rows to dequantize; null: all of them
   void* out;            // [n, k], or a row for each index
   int64_t* outside;     // the place of an index that is not one of 0..n-1; null: such a one ends the launch
   DType index_dtype, dtype;

@@ -14,7 +14,7 @@ LOWBIT_INLINE int64_t wanted_row(const DequantizeCall& call, int64_t at) {
                                           : static_cast<const int32_t*>(call.indices)[at];
 }
 
-// On Intel GPUs the host asks afterwards; on CUDA, where a call waits for nothing, the next wait gets an error, as from
+// On Intel GPUs the host asks afterwards. On CUDA a call waits for nothing: the next wait gets an error, as from
 // torch's own look-up.
 LOWBIT_INLINE void note_outside(const DequantizeCall& call, int64_t at) {
 #ifdef LOWBIT_LANES

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: the call of the kernels that pack a weight, of an op's arguments, and what its sums are.
+// On the host: makes the call of the kernels that pack a weight from an op's arguments, and adds up its sums.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,7 @@ inline FiniteCall finite_call(const AllFiniteArgs& args, void* memory) {
   return {.data = args.tensor.data, .count = args.tensor.numel(), .dtype = args.tensor.dtype,
           .found = static_cast<int32_t*>(memory)};
 }
-// Of what the CTAs have found.
+// Whether no CTA has found an inf or a nan.
 inline bool is_finite(const std::vector<int32_t>& found) {
   return std::all_of(found.begin(), found.end(), [](int32_t of) { return of == 0; });
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A float weight to packed panels: scales and zero points of a panel by one kernel, codes by a second one. Both do what
-// csrc/cpu/quantize/quantize.cpp does, in the same order, with the same bits, but for the sums of squares: they are
-// added in another order.
+// A float weight to packed panels: scales and zero points of a panel by one kernel, codes by a second one. Both take
+// the steps of csrc/cpu/quantize/quantize.cpp, in the same order, with the same bits; only sums of squares are added in
+// another order.
 #pragma once
 
 #include "formats/scale_search.hpp"
@@ -13,7 +13,7 @@ namespace lowbit::gpu {
 
 constexpr int kSlots = kPackThreads / static_cast<int>(kPanelColumns);
 
-// The greatest of what the 16 threads of a column have. `of_slots` is used for nothing else.
+// The greatest value of the 16 threads of a column. `of_slots` is used for nothing else.
 LOWBIT_INLINE float greatest_of_column(float (&of_slots)[kSlots][kPanelColumns], float value) {
   const int column = threadIdx.x % kPanelColumns;
   of_slots[threadIdx.x / kPanelColumns][column] = value;
@@ -22,7 +22,7 @@ LOWBIT_INLINE float greatest_of_column(float (&of_slots)[kSlots][kPanelColumns],
   return value;
 }
 
-// Where group g of a row has its part of the room.
+// The place of group g of a row in the room.
 LOWBIT_INLINE int64_t room_of(const PackCall& call, int64_t row, int64_t g) {
   return (row / kPanelColumns * call.groups + g) * kPanelColumns + row % kPanelColumns;
 }
@@ -53,7 +53,7 @@ struct PackGroup {
   LOWBIT_INLINE f32 to_float16(f32 scale) const { return {float_from_float16(float16_from_float(scale.lane))}; }
 };
 
-// The scale of a group as it is stored, over the power of two of its column: its bits, and what they stand for.
+// The scale of a group as it is stored, over the power of two of its column: its bits, and their value.
 struct HalfScale {
   uint16_t bits;
   float value;
@@ -73,7 +73,7 @@ struct PackShared {
   float sums[3][kPackThreads];
 };
 
-// What the threads of a panel have found, in their order.
+// Adds up the sums of a panel's threads, in their order.
 LOWBIT_INLINE void add_up(const PackCall& call, float (&of)[3][kPackThreads], float signal, float noise,
                           float absmax_noise) {
   of[0][threadIdx.x] = signal, of[1][threadIdx.x] = noise, of[2][threadIdx.x] = absmax_noise;
@@ -105,7 +105,7 @@ LOWBIT_INLINE void choose_ranges(const PackColumn& column, int64_t g, float& sca
   scale = scale_of_range<Codec>(low, high, call.mapping, call.code_max);
 }
 
-// Noise and levels of group g with what was chosen for it.
+// Noise and levels of group g with its chosen scale.
 template <Format kFormat>
 LOWBIT_INLINE void weigh_codes(const PackColumn& column, int64_t g, float scale, float zero, int64_t at, float& signal,
                                float& noise) {
@@ -125,7 +125,7 @@ LOWBIT_INLINE void store_half(const PackCall& call, int64_t section, int64_t row
   *reinterpret_cast<uint16_t*>(call.packed + call.to.at(section, 2, row, g)) = half;
 }
 
-// kMaySearch: else `searches` is false, and none of what that takes is compiled.
+// kMaySearch: else `searches` is false, and its code is not compiled.
 template <Format kFormat, bool kMaySearch = true>
 LOWBIT_INLINE void pack_scales(const PackCall& call) {
   using Codec = codec_of<kFormat>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels that pack a float weight get, and the one that looks for inf and nan; the same text for
+// The arguments of the kernels that pack a float weight, and of the one that looks for inf and nan; the same text for
 // host and device.
 #pragma once
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward: a tile of keys stays with its work-group while those of the queries of its heads pass, for the gradients
-// of keys and values; a tile of queries stays while keys pass, for theirs. Nothing is added up between work-groups. Of
-// what passes, first the other factor of the gradients of probabilities lies in local memory (grad_out, values), then
+// Backward: a tile of keys stays with its work-group while tiles of queries of its heads pass, for the gradients of
+// keys and values; a tile of queries stays while keys pass, for theirs. Nothing is added up between work-groups. Of the
+// side that passes, first the factor of the gradients of probabilities lies in local memory (grad_out, values), then
 // that of scores (queries, keys).
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace lowbit::level_zero {
 
-// kCaptured: a pass for what is added up of single scores (sums.hpp), and for nothing else.
+// kCaptured: a pass only for gradients that are added up score by score (sums.hpp).
 template <int kColumns, bool kMods, bool kKeysStay, bool kCaptured>
 struct Backward {
   static constexpr BackwardShape kShape{kColumns};
@@ -101,7 +101,7 @@ struct Backward {
                                     k * sums->mask_stride[3], ds);
   }
 
-  // What the probabilities of rows of large lse add up to, of queries that stay: before anybody needs it.
+  // Finds the sum of the probabilities of each row of large lse, for queries that stay: before its first use.
   LOWBIT_INLINE void find_units() const {
     const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
@@ -128,7 +128,7 @@ struct Backward {
       if (call.sink) sum += exponential(call.sink[first_head] - call.statistics[head + first + r].lse);
       call.unit[head + first + r] = 1.0f / sum;
     }
-    barrier_of_all_memory();  // what is written here is read by others of the work-group
+    barrier_of_all_memory();  // other threads of the work-group read what is written here
   }
 
   LOWBIT_INLINE void run() {
@@ -141,7 +141,7 @@ struct Backward {
     for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
       const int from = kKeysStay ? at.q0 : at.k0, count = kKeysStay ? at.rows : at.cols;
       Scores<kRows> s, dp;
-      __syncthreads();  // everybody is done with the tile before
+      __syncthreads();  // every thread is done with the tile before
       load_right<kKeysStay>(shared.tile.rows, at.h, from, count);
       __syncthreads();
       multiply_rows(dp, &shared.right[first], shared.tile, lane, call.ev);
@@ -159,7 +159,7 @@ struct Backward {
       }
     });
     if constexpr (kCaptured) return;
-    __syncthreads();  // what stays is there, also where no tile was visible
+    __syncthreads();  // the rows that stay are there, also where no tile was visible
     const int h = kKeysStay ? first_head / call.group : first_head;
     store(kKeysStay ? call.grad_k : call.grad_q, grad, shared.left, h, begin, rows, call.e, call.scale);
     if constexpr (kKeysStay) store(call.grad_v, grad_values, shared.right, h, begin, rows, call.ev, 1.0f);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of attention get, the same text for host and device, and the sizes of their tiles.
+// The arguments of the kernels of attention, the same text for host and device, and the sizes of their tiles.
 #pragma once
 
 #include "gpu/attention/call.hpp"
@@ -17,7 +17,7 @@ struct ForwardShape {
   constexpr int rows() const { return columns <= 64 ? 4 : columns <= 128 ? 2 : 1; }
   constexpr int q_tile() const { return rows() * kSubGroups; }
 };
-// Which of the kernels for 64, 128 and 256 columns.
+// The columns of the kernel for a head dim: 64, 128 or 256.
 constexpr int kernel_columns(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : kMostColumns; }
 constexpr const char* kernel_of(int columns, const char* const (&names)[3]) { return names[columns / 128]; }
 
@@ -37,7 +37,7 @@ struct BackwardShape {
   constexpr int tile() const { return rows() * kSubGroups; }
 };
 
-// What a mod captured (score/spirv.hpp), in memory of the device; null: there is no mod.
+// The table of a mod's captured tensors (score/spirv.hpp), in memory of the device; null: there is no mod.
 struct ModTable {
   static constexpr int kGradients = 1;
   const uint64_t* words = nullptr;
@@ -48,7 +48,7 @@ struct AttentionCall : gpu::AttentionCallOf<ModTable> {
   DType dtype = DType::other, bias_dtype = DType::other;  // of q, k and v; of the mask of the call
 };
 
-// Before the mods of a call are asked: their table is written. The words are as many as a launch may be given.
+// Writes the table of a call's mods, before they are called. A launch may be given that many words.
 struct TableCall {
   static constexpr int kMost = 128;
   int32_t* fault;
@@ -56,12 +56,12 @@ struct TableCall {
   uint64_t words[kMost];
 };
 
-// The begin of the memory of a call: what kernels note of the faults of two mods, their tables, then Sums.
+// The begin of the memory of a call: the faults of two mods, their tables, then Sums.
 constexpr int64_t kFaultBytes = 16, kTableBytes = TableCall::kMost * 8, kSumsAt = 2 * (kFaultBytes + kTableBytes);
 
 // An element of a gradient while it is added up, of parts of values that are integers (sums.hpp).
 struct SumWords {
-  uint64_t high, low, special;  // special: bits of what was not finite
+  uint64_t high, low, special;  // special: bits of values that were not finite
 };
 constexpr uint32_t kSumInfinite = 1, kSumMinusInfinite = 2, kSumNan = 4;
 
@@ -77,14 +77,14 @@ struct Sums {
   int64_t mask_stride[4];
   int32_t bits;                 // of sums for the largest value
   uint32_t adds;                // or finds the largest
-  uint32_t largest[kMost + 1];  // bits of what is added to each; one more fills a word
+  uint32_t largest[kMost + 1];  // bits of the largest value added to each; one more fills a word
 };
 struct SumsCall {
   Sums* to;
   Sums sums;
 };
 
-// In place of where a gradient is added up (d<n> of score/print.hpp), with 4 bytes for each element.
+// Stands for the memory where a gradient is added up (d<n> of score/print.hpp), with 4 bytes for each element.
 constexpr int kSumShift = 40;
 constexpr uint64_t sum_address(int tensor) { return static_cast<uint64_t>(tensor + 1) << kSumShift; }
 

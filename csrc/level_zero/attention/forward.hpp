@@ -50,7 +50,7 @@ struct Forward {
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
-      __syncthreads();  // everybody is done with the values before
+      __syncthreads();  // every thread is done with the values before
       load(shared.tile.rows, call.k, b, h / call.group, at.k0, at.cols, call.e);
       __syncthreads();
       Scores<kRows> s;

@@ -87,7 +87,7 @@ struct ForwardDpas {
     for (gpu::TileStep step; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!gpu::find_tile(call, b, h, q_step, step, at)) continue;
       at.cut |= at.cols < kKvTile;
-      __syncthreads();  // everybody is done with the tile before
+      __syncthreads();  // every thread is done with the tile before
       keys.first = values.first = at.k0, keys.rows = values.rows = at.cols;
       shared.k.load(keys), shared.v.load(values);
       __syncthreads();

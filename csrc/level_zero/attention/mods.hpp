@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: the mods of a call of attention or decode, as modules import them (scores.hpp) and as kernels find what
-// they captured.
+// On the host: the mods of a call of attention or decode, as functions that modules import (scores.hpp), and as tables
+// in which kernels find captured tensors.
 #pragma once
 
 #include <span>
@@ -11,27 +11,28 @@
 
 namespace lowbit::level_zero {
 
-// The mods of one call, at the begin of its workspace: what the kernels note of the faults of both, then their tables.
+// The mods of one call, at the begin of its workspace: the faults of both, which kernels note, then their tables.
 class CallMods {
  public:
-  // Behind Sums the table that a pass over the scores for them asks.
+  // The place, behind Sums, of the table for the pass over the scores that adds them up.
   static constexpr int64_t kSumsTableAt = kSumsAt + static_cast<int64_t>(sizeof(Sums));
   static constexpr int64_t kBytes = round_up(kSumsTableAt + kFaultBytes + kTableBytes, 16);
 
-  // Writes the tables. memory: kBytes of the device. faults: whether something may go wrong on the device.
+  // Writes the tables. memory: kBytes of the device. faults: whether a mod or a block list may have a fault on
+  // the device.
   CallMods(const Place& place, const ScoreCall* score, const ScoreCall* mask, void* memory, bool faults);
 
   ModTable score() const { return {score_ ? table(0) : nullptr}; }
   ModTable mask() const { return {mask_ ? table(1) : nullptr}; }
   int32_t* fault() const { return fault(0); }  // of block lists, too
-  // `module`, or where there are mods `with_mods`, linked with them.
+  // `module`, or, where there are mods, `with_mods`, linked with them.
   const Program& program(std::string_view module, std::string_view with_mods, Build build = {}) const;
-  // What adds gradients up, linked with the mods: `module` has add_to_sum.
+  // The program that adds gradients up, linked with the mods: `module` has add_to_sum.
   const Program& program_of_sums(std::string_view module) const;
   // The score_mod whose gradient adds to these places (call.hpp: sum_address), one for each captured tensor.
   ModTable score_of_sums(std::span<float* const> gradients) const;
   Sums* sums() const { return reinterpret_cast<Sums*>(static_cast<char*>(memory_) + kSumsAt); }
-  // After the kernels, which it waits for: throws what a mod or a list of blocks did that it must not.
+  // Waits for the kernels, and throws an Error for the fault of a mod or of a list of blocks.
   void check_fault(std::string_view op) const;
 
  private:

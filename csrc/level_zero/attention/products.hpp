@@ -10,7 +10,7 @@
 
 namespace lowbit::level_zero {
 
-constexpr int kStep = 16;                  // of what is summed over, of one dpas
+constexpr int kStep = 16;                  // summed over by one dpas
 constexpr int kOfLane = kKvTile / kLanes;  // scores of a lane, of each of its rows
 constexpr int kPerPiece = kStep / kLanes;  // 16-bit floats of a lane and a row in the first factor
 constexpr int kTileSteps = kKvTile / kStep;
@@ -28,8 +28,8 @@ LOWBIT_INLINE void multiply_add(Rows<float, kRows>& sum, Rows<RowPiece, kRows> a
   else sum = mad_bf16(a, b, sum);
 }
 
-// Rows of a head in global memory, from `first` on. wide: they begin at multiples of 16 bytes. Where there is no row
-// and no column another one is read, and is 0: no branch for each element.
+// Rows of a head in global memory, from `first` on. wide: they begin at multiples of 16 bytes. Where there is no row or
+// column, another one is read and counts as 0: no branch for each element.
 struct HeadReader {
   const uint16_t* begin;
   int64_t stride;
@@ -124,8 +124,8 @@ using LaneScores = Rows<float, kRows>[kOfLane];
 template <int kRows>
 using ScoreMemory = Rows<float, kRows>[kOfLane][kAttentionThreads];
 
-// value = each(j, r, value) for the j-th score of each row r of this lane, in a loop over local memory: the text of
-// what is done with one is there once.
+// value = each(j, r, value) for the j-th score of each row r of this lane, in a loop over local memory: the code for
+// one score is there once.
 template <int kRows, class Each>
 LOWBIT_INLINE void for_each_score(LaneScores<kRows>& s, ScoreMemory<kRows>& memory, Each each) {
   const auto thread = static_cast<int>(threadIdx.x);

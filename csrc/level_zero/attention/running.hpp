@@ -141,7 +141,7 @@ LOWBIT_INLINE void store_rows(const gpu::HeadRows& to, DType dtype, int64_t begi
   }
 }
 
-// What a sink, a score without a value, makes of a row: `scale` is of its result.
+// The end of a row, with a sink, a score without a value: `scale` is of its result.
 struct RowEnd {
   float top, total, scale = 1;
 

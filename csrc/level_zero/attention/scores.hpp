@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One score, from the product of query and key to what the softmax is taken of: score_mod and mask_mod, which a driver
-// links to the module (score/spirv.hpp), a mask, causality.
+// One score, from the product of query and key to the softmax: score_mod and mask_mod, which a driver links to the
+// module (score/spirv.hpp), a mask, causality.
 #pragma once
 
 #include "level_zero/attention/running.hpp"
@@ -16,7 +16,8 @@ LOWBIT_INLINE void refuse(const AttentionCall& call) {
   global<int32_t>(call.fault)[1] = kBlockListFault, global<int32_t>(call.fault)[0] = 1;
 }
 
-// By one thread, before anything that may note a fault: what a launch is given has no addresses but in registers.
+// Runs in one thread, before anything that may note a fault: the arguments of a launch have no addresses, they are
+// in registers.
 LOWBIT_INLINE void write_table(const TableCall& call) {
   if (threadIdx.x != 0) return;
 #pragma unroll
@@ -33,7 +34,7 @@ LOWBIT_INLINE float bias_of(const Call& call, int b, int h, int q, int k) {
   return load_real(call.bias, call.bias_dtype, at);
 }
 
-// A mod is not asked about what is not there.
+// Mods are called only for rows and columns that exist.
 template <bool kMods>
 LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at, float product, int q, int k) {
   float s = product * call.scale;
@@ -48,7 +49,7 @@ LOWBIT_INLINE float modified(const AttentionCall& call, const gpu::TilePlace& at
   return at.cut && gpu::is_hidden(call, at, q, k) ? gpu::minus_infinity() : s;
 }
 
-// The end of a row of the forward. Returns what the sums of its result are multiplied by; one lane writes the others.
+// The end of a row of the forward. Returns the factor of the sums of its result; one lane writes lse and max_scores.
 LOWBIT_INLINE float finish_row(const AttentionCall& call, int b, int h, int row, float top, float total, bool writes) {
   const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + row;
   Global<float>*const largest = global<float>(call.max_scores), *const lse = global<float>(call.lse);

@@ -13,7 +13,7 @@ __device__ uint32_t atomic_add(volatile Global<uint32_t>* to, uint32_t value) __
 __device__ uint32_t atomic_max(volatile Global<uint32_t>* to, uint32_t value) __asm__("_Z10atomic_maxPU3AS1Vjj");
 __device__ uint32_t atomic_or(volatile Global<uint32_t>* to, uint32_t value) __asm__("_Z9atomic_orPU3AS1Vjj");
 
-// In halves, with what is carried: OpenCL leaves atomics of 64 bits to extensions.
+// In halves, with the carry: OpenCL leaves atomics of 64 bits to extensions.
 LOWBIT_INLINE void atomic_add(Global<uint64_t>* to, uint64_t value) {
   auto* const halves = (Global<uint32_t>*)(to);  // NOLINT: no other cast can
   const auto low = static_cast<uint32_t>(value), high = static_cast<uint32_t>(value >> 32);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of decode, kv_quantize and kv_dequantize get, the same text for host and device.
+// The arguments of the kernels of decode, kv_quantize and kv_dequantize, the same text for host and device.
 #pragma once
 
 #include "level_zero/attention/call.hpp"

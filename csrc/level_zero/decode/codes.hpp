@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys and values as they are stored (ops/decode.hpp), a dword at a time: of int8 four columns, of int4 four and the
-// four that stand 16 behind them. And the rotation of rows in local memory.
+// four that are 16 columns further. And the rotation of rows in local memory.
 #pragma once
 
 #include "level_zero/attention/running.hpp"

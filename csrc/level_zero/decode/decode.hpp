@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: a work-group has eight of the queries that share a head of keys, and a split of these; what the splits leave
-// is put together by a second kernel. Codes are read once and are floats in local memory.
+// decode: a work-group has eight of the queries that share a head of keys, and a split of these; a second kernel
+// combines the splits. Codes are read once and are floats in local memory.
 #pragma once
 
 #include "level_zero/attention/scores.hpp"
@@ -76,7 +76,7 @@ struct Decode {
     for (int first = begin; first < end; first += kKvTile) {
       const int count = end - first < kKvTile ? end - first : kKvTile;
       if (!is_seen(first, count)) continue;
-      __syncthreads();  // everybody is done with the values before
+      __syncthreads();  // every thread is done with the values before
       load(call.k, first, count);
       __syncthreads();
       Scores<1> s;

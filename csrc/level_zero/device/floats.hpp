@@ -4,7 +4,7 @@
 
 #include "core/dtype.hpp"
 
-#define LOWBIT_INLINED __attribute__((always_inline))  // a lambda: what it refers to stays in registers
+#define LOWBIT_INLINED __attribute__((always_inline))  // a lambda: its captures stay in registers
 
 namespace lowbit::level_zero {
 

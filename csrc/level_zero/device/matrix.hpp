@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a sub-group of an Intel GPU multiplies and reads at once. LOWBIT_LANES is its size: 16 on Xe-HPC (pvc), 8 on
-// Xe-HPG (dg2). Lane l has a column of a product of 8 rows, or of one, and each row of its factors is 32 bytes: of the
-// first factor as they follow in memory, of the second a dword for each lane. Products of floats take 2, 4 or 8 rows.
+// Products and loads of a whole sub-group of an Intel GPU. LOWBIT_LANES is its size: 16 on Xe-HPC (pvc), 8 on Xe-HPG
+// (dg2). Lane l has a column of a product of 8 rows, or of one, and each row of its factors is 32 bytes: of the first
+// factor as they follow in memory, of the second a dword for each lane. Products of floats take 2, 4 or 8 rows.
 //
 // The functions of cl_intel_subgroup_matrix_multiply_accumulate and cl_intel_subgroups, by their mangled names. Tests
 // on CPUs link a module that has the former (tests/level_zero).
@@ -23,11 +23,11 @@ LOWBIT_CONVERGENT uint16_t block_read_16(const Global<uint16_t>* from)
 LOWBIT_CONVERGENT u16x8 block_read8_16(const Global<uint16_t>* from)
     __asm__("_Z30intel_sub_group_block_read_us8PU3AS1Kt");
 
-// What a lane has of some rows or of one.
+// A lane's elements of some rows or of one.
 template <class T, int kRows>
 using Rows = std::conditional_t<kRows == 1, T, Vector<T, kRows>>;
 
-// The first factor: of each row what a lane holds of its 32 bytes.
+// The first factor: a lane's part of the 32 bytes of each row.
 #if LOWBIT_LANES == 16
 using RowPiece = int16_t;
 #define LOWBIT_MANGLED_ROWS(rows) "Dv" #rows "_sDv8_iDv" #rows "_f"

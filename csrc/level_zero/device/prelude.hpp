@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What device sources take from CUDA C++ and the C++ library, for clang that makes SPIR-V (tools/spirv), which includes
-// it first: the words of CUDA by functions of OpenCL, which are declared by their mangled names. Headers of the library
-// are this one under their names.
+// The parts of CUDA C++ and of the C++ library that device sources use, for clang that makes SPIR-V (tools/spirv). It
+// includes this text first: CUDA's words by functions of OpenCL, which are declared by their mangled names. Headers of
+// the library are this one under their names.
 #pragma once
 
 #define __global__ __attribute__((global))
@@ -63,7 +63,7 @@ template <class A, class B> struct choose<false, A, B> { using type = B; };
 template <bool condition, class A, class B>
 using conditional_t = typename choose<condition, A, B>::type;
 
-// Of what the host computes: many of these GPUs have no double.
+// Computed by the host: many of these GPUs have no double.
 __device__ double pow(double base, double exponent);
 __device__ double sqrt(double a);
 __device__ double fmin(double a, double b);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors as the functions of OpenCL take them, and pointers that are known to point to global memory: what is read by
-// another one is looked for in local memory, too.
+// Vectors as the functions of OpenCL take them, and pointers that are known to point to global memory: reads by another
+// one look in local memory, too.
 #pragma once
 
 #include "core/bits.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations before products: those of gpu/linear/activations.cuh, and what else products here want of rows.
+// Activations before products: those of gpu/linear/activations.cuh, and floats and sums that only these products need.
 #pragma once
 
 #include "gpu/linear/activations.cuh"

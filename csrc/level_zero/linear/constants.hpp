@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a module of linear is specialised for: the list of constants, which rows.cpp gives in this order.
+// The constants that a module of linear is specialised for, which rows.cpp gives in this order.
 #pragma once
 
 #include "level_zero/device/specialise.hpp"
 
 namespace lowbit::level_zero {
 
-// The same question is the same constant, and each has one of its own: of a choice by number a compiler makes tables.
+// Each question has a constant of its own: of a choice by number a compiler makes tables.
 LOWBIT_INLINE int code_bits() { return specialised(0, 4); }
 LOWBIT_INLINE int weight_parts() { return specialised(1, 1); }          // of bfloat16 in a value before its scale
 LOWBIT_INLINE int x_parts() { return specialised(2, 1); }               // in a float activation

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of the sums of a work-group: scales of groups along k, the sums of its sub-groups added in order, and
-// what gpu/linear/epilogue.cuh does. The formula of one sum is that of gpu/linear/call.hpp:
+// The steps on the sums of a work-group: scales of groups along k, the sums of its sub-groups added in order, and
+// gpu/linear/epilogue.cuh. The formula of one sum is that of gpu/linear/call.hpp:
 // w_scale * (scale * (dot + start) + zero - w_zero * sum).
 #pragma once
 
@@ -39,7 +39,8 @@ LOWBIT_INLINE RowSum row_sum(const RowSum* from) {  // one load of 16 bytes
   return __builtin_bit_cast(RowSum, *global<u32x4>(from));
 }
 
-// What a weight's zero point is less of: of a symmetric one, but of int4 codes later (gpu/linear/activations.cuh).
+// The part of a weight's zero point that products have subtracted: that of a symmetric weight, but nothing of int4
+// codes (gpu/linear/activations.cuh).
 template <bool kCodes>
 LOWBIT_INLINE float taken_off() {
   return kCodes && code_bits() == 4 ? 0.0f : static_cast<float>(zero_of_symmetric());
@@ -51,7 +52,7 @@ LOWBIT_INLINE float scaled_dot(int32_t dot, const RowSum& row, float zero) {
   return has_zero_points() ? __fmaf_rn(zero - taken_off<true>(), -row.sum, scaled) : scaled;
 }
 
-// result + what a part of a tile gave one row and column, times its scale.
+// result + the sum of a part of a tile for one row and column, times its scale.
 LOWBIT_INLINE float add_part(float result, int32_t dot, const RowSum* row, const Scale& of) {
   return __fmaf_rn(scaled_dot(dot, row_sum(row), of.zero), of.scale, result);
 }
@@ -82,7 +83,7 @@ LOWBIT_INLINE float sum_alone(const LinearCall& call, const uint8_t* panel, int6
   return sum;
 }
 
-// Of what the sub-groups summed, 32 bits each: floats, or integers where codes have one scale for all k.
+// Adds up the sums of the sub-groups, 32 bits each: floats, or integers where codes have one scale for all k.
 template <bool kCodes, int kSums, int kRows>
 LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int64_t first_column, int64_t first_row,
                                const uint32_t (&sums)[kSums][kRows][kPanelColumns], const LevelParts* levels,
@@ -93,7 +94,7 @@ LOWBIT_INLINE void finish_sums(const LinearCall& call, const uint8_t* panel, int
     if (row >= call.m || n >= call.spec.n) continue;
     float sum = 0.0f, row_scale = 1.0f;
     if (kCodes && scales_per_tile() == 0) {
-      uint32_t whole = 0;  // with wrap-around: what start takes off again
+      uint32_t whole = 0;  // with wrap-around, which start undoes
       for (int i = 0; i < kSums; i++) whole += sums[i][of_block][column];
       sum = scaled_dot(static_cast<int32_t>(whole), row_sum(call.sums + row), 0.0f);
     } else {

@@ -29,7 +29,7 @@ LOWBIT_INLINE LevelParts level_parts(Format format, int code) {
   return {gpu::upper_halves(part[0], part[1]), gpu::upper_halves(part[2], 0.0f)};
 }
 
-// A level is what its parts add up to.
+// A level is the sum of its parts.
 LOWBIT_INLINE float whole_level(const LevelParts& parts) {
   const float lower = __uint_as_float(parts.first & 0xffff0000u) + __uint_as_float(parts.last << 16);
   return __uint_as_float(parts.first << 16) + lower;

@@ -9,7 +9,7 @@ namespace lowbit::level_zero {
 
 constexpr int kManyBlocks = 2 / kSides, kManyRows = kTeams * kManyBlocks * 8;
 
-// What one sub-group decodes: factors of products, 32 bytes of each lane.
+// The weights that one sub-group decodes: factors of products, 32 bytes of each lane.
 struct DecodedHalf {
   u32x8 factor[2][gpu::kMostParts][kSides][kLanes];  // of codes only the first
 };

@@ -10,7 +10,7 @@ namespace lowbit::level_zero {
 
 constexpr int kTeamLanes = static_cast<int>(kPanelColumns), kTeamThreads = kTeams * kTeamLanes;
 
-// Of a row of a tile what one column has: four k of the first half of the tile, and four of the second.
+// The codes of one column in a row of a tile: four k of the first half of the tile, and four of the second.
 struct Steps {
   uint32_t codes[2];
 

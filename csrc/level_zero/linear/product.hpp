@@ -76,7 +76,7 @@ struct Product {
       for (int block = 0; block < kBlocks; block++)
         a[block] = rows_of(tile, (half * 2 + which) * x_parts() + i, block);
 #pragma unroll
-      for (int j = 0; j < gpu::kMostParts; j++)  // what is left out is below 2^-24 of a product
+      for (int j = 0; j < gpu::kMostParts; j++)  // the rest is below 2^-24 of a product
         if (j < weight_parts() && i + j < gpu::kMostParts)
 #pragma unroll
           for (int side = 0; side < kSides; side++) {

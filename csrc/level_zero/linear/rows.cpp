@@ -52,7 +52,7 @@ struct LinearKind {
   bool sums_rows() const { return codes || asymmetric; }
 };
 
-// The memory that a call needs besides its tensors: activations in order, and what goes with their rows.
+// The memory that a call needs besides its tensors: activations in order, and the sums and scales of their rows.
 struct WorkspaceLayout {
   int64_t ordered, sums, rows;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind) {
@@ -100,7 +100,7 @@ void run_linear(const LinearArgs& args, int lanes) {
 void run_dpas(const LinearArgs& args) { run_linear(args, dpas_lanes(args.place)); }
 void run_portable(const LinearArgs& args) { run_linear(args, 0); }
 
-// What weights.hpp and portable.hpp read. Other formats are quantized and dequantized there, and no more.
+// Whether weights.hpp and portable.hpp read a format. The GPU only quantizes and dequantizes others.
 constexpr bool is_read(Format format) {
   return is_integer(format) || is_table(format) || format == Format::float32 || format == Format::bfloat16 ||
          format == Format::float16 || format == Format::fp8_e4m3;

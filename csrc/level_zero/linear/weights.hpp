@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of a weight, 16 columns x 64 k, as the second factor of products: rows of the packed layout are what it wants,
-// a dword of four codes (of two bfloat16) for each column. A lane of 16 has column l; a lane of 8 columns l and l + 8.
+// A tile of a weight, 16 columns x 64 k, as the second factor of products: it takes rows of the packed layout as they
+// are, a dword of four codes (of two bfloat16) for each column. A lane of 16 has column l; a lane of 8 columns l and l
+// + 8.
 #pragma once
 
 #include "level_zero/device/matrix.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops quantize and all_finite, by the kernels of csrc/gpu. Both wait for what their kernels have found.
+// Rows of the ops quantize and all_finite, by the kernels of csrc/gpu. Both wait for the results of their kernels.
 #include "gpu/quantize/make_pack_call.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"

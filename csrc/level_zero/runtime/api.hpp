@@ -23,7 +23,7 @@ using CommandList = struct CommandListOfLoader*;
 using EventPool = struct EventPoolOfLoader*;
 using Event = struct EventOfLoader*;
 
-// Each begins with its number and what extends it.
+// Each struct begins with its number and a pointer to its extension.
 enum class Kind : int {
   driver_properties = 0x1, device_properties = 0x3, compute_properties = 0x4, module_properties = 0x5,
   device_memory_properties = 0x7, context = 0xd, command_queue = 0xe, event_pool = 0x10, event = 0x11,

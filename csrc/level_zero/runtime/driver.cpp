@@ -52,7 +52,7 @@ std::vector<Handle> all_of(Get&& get, std::string_view what) {
   return all;
 }
 
-// Of drivers that do not say which dot products a device has: by the PCI ids of those that have dpas.
+// For drivers that do not say which dot products a device has: by the PCI ids of devices with dpas.
 int known_lanes(const DeviceProperties& of) {
   constexpr uint32_t kIntel = 0x8086;
   struct Range {

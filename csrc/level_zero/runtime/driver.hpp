@@ -19,7 +19,7 @@ LOWBIT_API const Library& loader();
 struct Api { LOWBIT_LEVEL_ZERO(LOWBIT_FUNCTION_MEMBER) };
 const Api& api();  // initialised; an Error if there is no loader, or no driver
 
-// A GPU with what its calls need. Its list runs in order: what is appended sees all that was appended before.
+// A GPU with what its calls need. Its list runs in order: each command sees the results of all before it.
 struct Gpu {
   std::string name, driver;  // driver: its version, for the cache
   DriverHandle driver_handle;
@@ -44,13 +44,13 @@ inline int dpas_lanes(const Place& place) { return gpu(place.device).dpas_lanes;
 // Why there is no such GPU; "" if there is one.
 const std::string& unavailable(Device device);
 
-// An Error that says what was tried and what the result means, unless it is success.
+// Throws an Error with the action and the meaning of the result, unless it is success.
 void ensure(Result result, std::string_view what);
 
-// Until all that was given to the device so far is done.
+// Waits until the device has done all its work so far.
 LOWBIT_API void wait(Device device);
 
-// What Python is told.
+// Facts about the devices, for Python.
 struct Facts {
   std::string path, reason;  // of the loader; why there is no GPU
   std::vector<std::string> names;

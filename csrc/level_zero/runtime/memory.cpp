@@ -91,7 +91,7 @@ void deallocate(void* pointer) noexcept {
   try {
     wait(device_at(device));
     api().free(gpu(device_at(device)).context, pointer);
-  } catch (const Error&) {  // of a lost device nothing can be given back
+  } catch (const Error&) {  // a lost device can give nothing back
   }
 }
 

@@ -13,14 +13,14 @@ LOWBIT_API void start();
 
 // 256-byte aligned, not zeroed; null for 0 bytes and where there is no room. An Error where there is no such device.
 LOWBIT_API void* allocate(int device, std::size_t bytes);
-LOWBIT_API void deallocate(void* pointer) noexcept;  // what runs on its device is waited for
+LOWBIT_API void deallocate(void* pointer) noexcept;  // waits for the work on its device
 LOWBIT_API int device_of(const void* pointer);       // -1: not memory of ours
 LOWBIT_API MemoryUsage usage(int device);
 LOWBIT_API void reset_peak(int device);
 
-// By the device, after all that was given to it before; done when this returns.
+// Copies on the device, after all its earlier work; done when this returns.
 LOWBIT_API void copy(void* to, const void* from, std::size_t bytes);
-// By this one, which may be torch's own xpu: its memory the host cannot read.
+// Copies on this device, which may be torch's own xpu, whose memory the host cannot read.
 void copy(Device device, void* to, const void* from, std::size_t bytes);
 
 }  // namespace lowbit::level_zero

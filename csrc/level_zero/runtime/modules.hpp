@@ -17,7 +17,7 @@ LOWBIT_API std::vector<uint32_t> module_words(std::string_view name);
 LOWBIT_API std::vector<std::string_view> module_names();
 LOWBIT_API std::string_view modules_compiler();  // "clang 15"; "" in a build without modules
 
-// Why this build has no modules, and what has them; "" if it has them.
+// Why this build has no modules, and which builds have them; "" if it has them.
 LOWBIT_API const std::string& modules_missing();
 
 }  // namespace lowbit::level_zero

@@ -20,7 +20,7 @@ std::string_view bytes_of(std::span<const uint32_t> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
 }
 
-// What the driver says of a build, without its last line feed and zero.
+// The driver's log of a build, without its last line feed and zero.
 std::string log_text(BuildLog log) {
   std::size_t bytes = 0;
   if (!log || api().read_log(log, &bytes, nullptr) != 0) return "";
@@ -65,7 +65,7 @@ std::string native_image(Module module) {
   return api().native_binary(module, &bytes, reinterpret_cast<uint8_t*>(image.data())) == 0 ? image : "";
 }
 
-// From the cache, which is asked for whole files alone: a driver may die of half a module.
+// Loads from the cache, which returns only whole files: a driver may die of half a module.
 Module load(const Gpu& on, const Image& image, const char* flags) {
   Hash hash;
   hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(flags);
@@ -115,7 +115,7 @@ const Program& program(const Place& place, std::string_view module, const Build&
 Program::Program(const Gpu& on, Image image)
     : on_(on), image_(std::move(image)), modules_{load(on, image_, kFlags[0]), nullptr} {}
 
-// Where its registers do not fit, with twice as many for half as many threads at once: if that helps.
+// Where registers do not suffice, the kernel gets twice as many for half as many threads at once, if that helps.
 KernelHandle Program::make(const char* kernel) const {
   const auto from = [&](Module module) {
     const KernelDescription description{.name = kernel};

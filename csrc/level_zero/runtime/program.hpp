@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Modules of SPIR-V (modules.hpp), specialised and built for one device, each once in a process; what a driver made of
+// Modules of SPIR-V (modules.hpp), specialised and built for one device, each once in a process; the driver's code for
 // one is kept on disk.
 #pragma once
 
@@ -23,7 +23,8 @@ class Program {
  public:
   Program(const Gpu& on, Image image);
 
-  // A kernel by its name, given one struct; behind all that the device was given before. Nothing is waited for.
+  // Launches a kernel by its name, with one struct as its argument, after all earlier work of the device. Nothing is
+  // waited for.
   void launch(const Place& place, const char* kernel, int64_t groups, int threads, const void* args,
               std::size_t bytes) const;
 

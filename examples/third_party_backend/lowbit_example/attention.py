@@ -21,7 +21,7 @@ def refuses(*, q: Tensor, mask: Tensor | None, sink: Tensor | None, dropout_p: f
 
 def forward(*, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, max_scores: Tensor | None,
             scale: float, causal: bool, **others: Any) -> None:  # fmt: skip
-    """Write softmax(scale * q k^T) v into ``out``, and what is asked for of each row into ``lse``, ``max_scores``."""
+    """Write softmax(scale * q k^T) v into ``out``, and the wanted ones of ``lse`` and ``max_scores``."""
     group = q.shape[1] // k.shape[1]
     keys, values = (tensor.float().repeat_interleave(group, 1) for tensor in (k, v))
     scores = q.float() @ keys.transpose(-1, -2) * scale

@@ -51,7 +51,7 @@ def create_block_mask(
     Raises:
         AssertionError: ``mask_mod`` does not take four arguments.
         ValueError: a length or block size is negative or 0.
-        RuntimeError: ``mask_mod`` branches on values, draws random numbers, or writes to what it is given.
+        RuntimeError: ``mask_mod`` branches on values, draws random numbers, or writes to its arguments.
 
     Example:
         >>> mask = lowbit.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
@@ -61,7 +61,7 @@ def create_block_mask(
              "compute_dq_write_order": (compute_dq_write_order, False), "dq_kv_order": (dq_kv_order, True)}  # fmt: skip
     rest = {
         name: value for name, (value, default) in given.items() if value != default
-    }  # what older torch does not know is not handed on
+    }  # arguments that older torch does not know are not handed on
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if not traced and device.type not in ("cpu", "meta") and _captures_nothing(mask_mod):
         return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, "cpu", BLOCK_SIZE, **rest).to(device)
@@ -86,7 +86,7 @@ def create_block_mask(
 def _captures_nothing(mask_mod: Callable[..., Any]) -> bool:
     try:
         return not bind("create_block_mask", mask_mod, mask=True).captured
-    except (UnknownOp, TypeError):  # what is no function of four indices torch is to say
+    except (UnknownOp, TypeError):  # torch raises the error for an object that is no function of four indices
         return False
 
 

@@ -77,7 +77,7 @@ def _attention(
     kernel_options: dict[str, Any], score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets what it captured
+    """The arguments of the higher-order op, as `run_mods` takes them. A subgraph gets its captured tensors
     as further arguments."""
     score = Subgraph(score_mod, _tensors(score_mod_other_buffers))
     mask = Subgraph(block_mask[-1], _tensors(mask_mod_other_buffers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a score_mod, mask_mod or BlockMask becomes: its program, where each step of it runs, and its blocks."""
+"""Explain a score_mod, mask_mod or BlockMask: its program, the place of each step, and its blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RATES = "once per: head (batch and head), row (query), column (key), diagonal (
 
 @dataclass(frozen=True, slots=True)
 class ModExplanation:
-    """A mod and what was made of it; prints as text, and ``source`` prints it as device functions.
+    """A mod and its program; prints as text, and ``source`` prints it as device functions.
 
     Attributes:
         kind: "score_mod", "mask_mod" or "block mask".
@@ -74,7 +74,7 @@ class ModExplanation:
 def explain_mod(
     mod: Callable[..., Any] | BlockMask, *, q_len: int = 4096, kv_len: int | None = None, block_size: int = 128
 ) -> ModExplanation:
-    """Say what a mod becomes: its steps and how often each runs; of a mask, how many blocks are of which kind.
+    """Explain a mod: its steps and how often each runs; for a mask, the number of blocks of each kind.
 
     Args:
         mod: a score_mod, a mask_mod, or a BlockMask.

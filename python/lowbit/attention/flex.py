@@ -21,7 +21,7 @@ from lowbit.attention.run_mods import WHOLE, run_mods
 from lowbit.score.program_cache import positional_arguments
 
 _NAME = "flex_attention"
-_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # what torch takes; there is one here
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")  # the values that torch takes; there is one backend here
 
 
 def flex_attention(
@@ -40,7 +40,7 @@ def flex_attention(
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Any:
-    """Return softmax(score_mod(scale * query key^T)) value over what ``block_mask`` lets be seen; torch's function
+    """Return softmax(score_mod(scale * query key^T)) value over the scores that ``block_mask`` keeps; torch's function
     of this name.
 
     Differentiable, once, in query, key, value, sink and the floating tensors that score_mod captures, through the
@@ -71,7 +71,7 @@ def flex_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit; the text names it.
-        RuntimeError: a mod branches on values, draws random numbers, writes to what it is given, or block_mask
+        RuntimeError: a mod branches on values, draws random numbers or writes to its arguments, or block_mask
             is a slice.
 
     Example:

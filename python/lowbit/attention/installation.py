@@ -32,8 +32,9 @@ def install() -> None:
     for CPU tensors.
 
     The names in ``torch.nn.attention.flex_attention`` and ``torch.nn.functional`` are replaced, and the same functions
-    in modules that have imported them by name. Tensors on other devices, and what lowbit refuses by dtype or layout, go
-    to torch as before. Also holds for what torch.compile traces from then on. Installing twice is installing once.
+    in modules that have imported them by name. Tensors on other devices, and calls that lowbit refuses by dtype or
+    layout, go to torch as before. Graphs that torch.compile traces from then on use lowbit too. Installing twice
+    is installing once.
 
     Example:
         >>> lowbit.attention.install()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of one attention layer as codes: what a QuantizedKVCache is made of."""
+"""Keys and values of one attention layer as codes; a QuantizedKVCache has one for each layer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class QuantizedKVLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the storage takes, with what is allocated in advance."""
+        """Bytes of the storage, with those allocated in advance."""
         return sum(rows.codes.nbytes + rows.scale.nbytes for rows in (self._k, self._v) if rows is not None)
 
     def append(self, key: Tensor, value: Tensor) -> None:
@@ -89,7 +89,7 @@ class QuantizedKVLayer:
         _quantize(value, *v.part(self.length, end), False)
         # The kernels write behind autograd's back: a graph that saved a part of the cache has to notice (0.5 us).
         torch.autograd.graph.increment_version((k.codes, k.scale, v.codes, v.scale))
-        self._k, self._v, self.length = k, v, end  # only now: what fails above leaves the cache as it was
+        self._k, self._v, self.length = k, v, end  # only now: an error above leaves the cache as it was
 
     def _check_append(self, key: Tensor, value: Tensor) -> None:
         for name, tensor in (("key", key), ("value", value)):
@@ -195,7 +195,7 @@ class QuantizedKVLayer:
         return wanted
 
     def check_reorder(self, index: Tensor) -> None:
-        """Refuse what `reorder` would refuse.
+        """Raise the errors of `reorder`.
 
         Raises:
             IndexError: an entry is not in the batch.

@@ -25,8 +25,8 @@ def plot(
 ) -> Any:
     """Draw a BlockMask, a mask_mod or a score_mod with matplotlib and return the axes: queries down, keys across.
 
-    Of a BlockMask the blocks: white where empty (skipped), light where partial (mask_mod asked), dark where full
-    (mask_mod not asked).
+    A BlockMask is drawn by blocks: white where empty (skipped), light where partial (mask_mod is called), dark where
+    full (mask_mod is not called).
 
     Args:
         mod: a BlockMask, a mask_mod of ``(b, h, q_idx, kv_idx)`` or a score_mod of ``(score, b, h, q_idx, kv_idx)``.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether query, key and value can go to the op as they are: most calls, and most of what a small call
-costs in Python."""
+"""Whether query, key and value can go to the op as they are, as in most calls; most of a small call's
+time in Python."""
 
 from __future__ import annotations
 

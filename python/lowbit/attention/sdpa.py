@@ -72,8 +72,8 @@ def scaled_dot_product_attention(
 
 
 def _with_columns(tensor: Tensor) -> Tensor:
-    """The tensor; one of head dimension 0 with a column of zeros, which adds nothing to a score and to a result what is
-    cut off again."""
+    """The tensor; one of head dimension 0 gets a column of zeros, which adds nothing to a score, and a column of the
+    result that is cut off again."""
     return tensor if tensor.shape[-1] > 0 else torch.nn.functional.pad(tensor, (0, 1))
 
 
@@ -91,7 +91,7 @@ def _autocast(tensor: Any, device: str) -> Any:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> None:
-    """Refuse what cannot be brought into the shape of the op; the op refuses the rest."""
+    """Refuse tensors that cannot be brought into the shape of the op; the op checks the rest."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -163,7 +163,7 @@ def _to_heads(
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    """Repeat each head so that there are ``heads`` of them; ``heads`` is a multiple of what is there."""
+    """Repeat each head so that there are ``heads`` of them, a multiple of their number."""
     return tensor.repeat_interleave(heads // max(1, tensor.shape[-3]), -3)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""autoquant: record what the linear layers of a model see, measure every candidate on it, choose.
+"""autoquant: record the inputs of a model's linear layers, measure every candidate on them, choose.
 
     record (recording.py) -> measure (measuring.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
     -> Plan (plan.py)
@@ -85,7 +85,7 @@ def autoquant(
         evaluate: called with the model, as it is and with formats in place of its layers, returns a figure of yours
             that is better the smaller it is: a loss, a perplexity, a KL divergence. It is called some ten to a hundred
             times, without gradients.
-        at_most: what ``evaluate`` may give for the model with the plan.
+        at_most: the largest result of ``evaluate`` that the model with the plan may have.
 
     Returns:
         A `Plan`; with ``manual`` a `Recording`.
@@ -138,7 +138,7 @@ def _check_evaluate(evaluate: Any, at_most: Any) -> None:
 
 
 class PlanMaker:
-    """Makes a plan of what was recorded; holds what does not depend on the model."""
+    """Makes a plan from a recording; holds the settings that do not depend on the model."""
 
     def __init__(self, configs: Sequence[FormatConfig], bound_db: float, kept: KeptTimes, timer: Timer) -> None:
         self.configs, self.bound_db, self.kept, self.timer = configs, bound_db, kept, timer
@@ -195,7 +195,8 @@ class PlanMaker:
     def _bound_of(
         self, whole: WholeModel | None, evaluated: Evaluated | None
     ) -> tuple[Callable[[Choice], float], int]:
-        """How far the model with a choice is from its bound, in dB, and how many runs may look for the reason."""
+        """The function that gives a choice's distance from the model's bound, in dB, and the runs that may look
+        for the reason."""
         if evaluated is not None:
             return evaluated.room_db, evaluated.affordable_runs
         if whole is None or not whole.is_bounded or self.bound_db == -math.inf:
@@ -203,8 +204,8 @@ class PlanMaker:
         return lambda choice: whole.sqnr_db(choice) - self.bound_db, whole.affordable_runs
 
     def _measure(self, layers: list[SeenLayer], called: list[SeenLayer]) -> tuple[list[MeasuredLayer], float]:
-        """Return the layers with their options, and by how much times of the same call differ; a note says what follows
-        from that."""
+        """Return the layers with their options, and by how much times of the same call differ; a note
+        explains the consequence."""
         dtypes = {layer.module.weight.dtype for layer in called}
         specs = {dtype: list(dict.fromkeys(config.spec(dtype) for config in self.configs)) for dtype in dtypes}
         kinds = kinds_of(called)

@@ -29,7 +29,7 @@ _TORCHAO_CLASSES: dict[str, FormatConfig | None] = {
     "AQBFloat16LinearWeight": FloatWeightConfig(torch.bfloat16),
     "AQFloat16LinearWeight": FloatWeightConfig(torch.float16),
 }
-"""torchao 0.16's classes of autoquant, and what each of them is here."""
+"""torchao 0.16's classes of autoquant, and the format of each here."""
 
 
 def default_candidates() -> tuple[FormatConfig, ...]:

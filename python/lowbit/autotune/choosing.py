@@ -2,7 +2,7 @@
 """Choose one option for each layer: one format for all layers, or for each the fastest whose output holds the bound,
 then so that the model holds it too, if that is faster by more than the times differ anyway.
 
-Noise adds up: the model's relative noise is about the sum of what the layers bring to it, and a layer brings its own
+Noise adds up: the model's relative noise is about the sum of its layers' contributions, and a layer contributes its own
 (10^(-dB / 10)) times a factor, which is measured. The layer is moved first that gives back the most noise for the time.
 """
 
@@ -25,8 +25,7 @@ def choose(
     """Return an option for each layer: one format for all, or the fastest for each if that is faster by the margin.
 
     Args:
-        room_db: by how many dB the noise of the model with a choice stays below what is allowed; inf where it
-            is not known.
+        room_db: by how many dB the noise of the model with a choice stays below the bound; inf where it is not known.
         bound_db: SQNR that each layer holds.
         runs: how many calls of ``room_db`` may find out which layers the noise comes from.
         margin: the ratio of two times from which on they differ.
@@ -78,7 +77,7 @@ def hold_model_bound(choice: Choice, room_db: Callable[[Choice], float], runs: i
 
 
 def _factors(choice: Choice, room_db: Callable[[Choice], float], runs: int) -> Factors:
-    """What a layer's noise is multiplied by on its way to the model's output: from runs in which only it is changed, or
+    """The factors of layers' noise on its way to the model's output: from runs in which only one layer is changed, or
     only it and its neighbours where layers are more than runs."""
     changed = [layer for layer, option in choice.items() if option.spec is not None]
     size = math.ceil(len(changed) / runs)
@@ -139,7 +138,7 @@ def never_slower(choice: Choice, model_seconds: Callable[[Choice], tuple[float, 
     Args:
         model_seconds: seconds of the float model and of the model with a choice, measured against each other.
     """
-    for _ in range(TRIES):  # again, before layers go back for what another program did
+    for _ in range(TRIES):  # again: another program may have slowed a run, and no layer must go back for that
         before, after = model_seconds(choice)
         if after <= before:
             return choice, before, after

@@ -2,7 +2,7 @@
 """A figure that the user takes of the model, such as a loss or a perplexity, as the bound of the model as a whole.
 
 By how much it rises above the float model's counts as noise: like the relative noise of the output, the rise of a loss
-is about the sum of what each layer brings to it.
+is about the sum of the layers' contributions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AGREE = 0.01  # share of the allowed rise by which two figures of the float mode
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What ``evaluate`` said of the float model and of the model with the plan, and what it was to be at most."""
+    """The results of ``evaluate`` for the float model and for the model with the plan, and the bound."""
 
     before: float
     after: float
@@ -48,7 +48,7 @@ class Evaluated:
         """Take the figure of the model as it is, twice.
 
         Raises:
-            TypeError: it is no number. ValueError: it is above what is allowed, or it is another the second time.
+            TypeError: it is no number. ValueError: it is above the bound, or differs the second time.
         """
         start = time.perf_counter()
         self.before = self._figure()

@@ -24,7 +24,7 @@ SCHEMA = 1
 
 
 def machine() -> dict[str, str]:
-    """What times depend on besides the calls."""
+    """Facts about machine and software that times depend on besides the calls."""
     return {
         "cpu": _cpu_model(),
         "isa": str(_C.isa()["chosen"]),

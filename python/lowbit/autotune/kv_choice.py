@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which format of the KV cache holds the bound on the keys and values that a decoder returned.
+"""Choose the format of the KV cache that holds the bound on the keys and values that a decoder returned.
 
-A plan cannot put it into the model: the cache is an argument of each call. It says what to hand over.
+A plan cannot put it into the model: the cache is an argument of each call. The plan names the cache to hand over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def choose_cache(cache: Any, bound_db: float) -> CacheChoice | None:
     """Return the smallest format that holds the bound; None if ``cache`` is none of transformers' caches or is empty.
 
     Args:
-        cache: what a model returned as ``past_key_values``: layers with ``keys`` and ``values`` [B, H, L, E].
+        cache: a model's ``past_key_values``: layers with ``keys`` and ``values`` [B, H, L, E].
     """
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in getattr(cache, "layers", ())]
     pairs = [pair for pair in pairs if all(isinstance(it, Tensor) and it.dim() == 4 and it.numel() for it in pair)]

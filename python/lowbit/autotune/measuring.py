@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of each format and kernel row on the shapes that layers saw, and what options follow from them.
+"""Seconds of each format and kernel row on the shapes that layers saw, and the options that follow from them.
 
 seconds of an option = sum over shapes of (times seen) * (best seconds of one call).
 """
@@ -24,8 +24,8 @@ from lowbit.formats.spec import LinearSpec
 from lowbit.quant.quant_linear import QuantLinear
 
 MARGIN = 0.03
-"""What an option has to win over what is there without it: a format over the float layer, a preferred row over the one
-that is first anyway, many formats over one. Best-of-15 of one call twice differ by less on an idle machine."""
+"""The share of time that an option has to win: a format over the float layer, a preferred row over the one that is
+first anyway, many formats over one. Best-of-15 of one call twice differ by less on an idle machine."""
 NOISY = 1.5
 """Times of the same call that differ by more say nothing: a call is taken to need the time of its weight's bytes."""
 TIE = 1.02  # options whose times differ by less are equally fast: the smaller one comes first
@@ -41,7 +41,7 @@ class Measuring:
         layers: all layers of the model that may change: their bytes lie between two calls of one.
         kinds: those to be measured, as `kinds_of` groups them.
         specs: the formats to try, by the dtype of the weight.
-        timer, kept: what measures, and what was measured.
+        timer, kept: the timer, and the times that are known already.
         failed: called with a text where a candidate cannot be tried.
     """
 
@@ -168,7 +168,7 @@ class Measuring:
             try:
                 layer = self._pack(seen, spec)
                 layer.forward(x)
-            except Exception as error:  # a candidate is the caller's, and so is what it raises
+            except Exception as error:  # a candidate is the caller's, and may raise anything
                 self.failed(error, f"{spec.name} is left out, {seen.name} cannot be tried with it")
                 specs.remove(spec)
                 continue

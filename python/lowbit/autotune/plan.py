@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan: what autoquant chose for each linear layer, and why. It prints, plots, is kept as JSON, and is applied
+"""Plan: autoquant's choice for each linear layer, with the reason. It prints, plots, is kept as JSON, and is applied
 to a model."""
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Plan(LayerTable):
         min_sqnr: the bound in dB, -inf without one.
         model_db: SQNR of the model's output on the example input, in dB; nan where it is not known.
         float_seconds, seconds: of the model on the example input, before and after; nan without one.
-        kv_cache: which format of the KV cache holds the bound, for a decoder that returns one.
+        kv_cache: the format of the KV cache that holds the bound, for a decoder that returns one.
         evaluation: the figure of ``evaluate`` without and with the plan.
-        machine: what it was measured on.
-        notes: what else is to know.
+        machine: the machine that it was measured on.
+        notes: further remarks.
     """
 
     rows: list[PlanRow]
@@ -142,7 +142,7 @@ class Plan(LayerTable):
         """Return numbers, strings, lists and dictionaries; numbers that are not finite are strings, as JSON has none.
 
         Raises:
-            ValueError: a format has what is no number and no text, and could not be read again.
+            ValueError: a format has a value that is no number and no text, and could not be read again.
         """
         for name, spec in self.specs.items():
             for part in fields(spec):
@@ -184,7 +184,7 @@ class Plan(LayerTable):
 
     @staticmethod
     def _cells(rows: list[PlanRow]) -> tuple[str, ...]:
-        """What a line says of layers that are alike: bytes of all of them, the spread of their times and errors."""
+        """The cells of a line of layers that are alike: bytes of all of them, the spread of their times and errors."""
         row = rows[0]
         before, after = (sum(getattr(row, name) for row in rows) for name in ("bytes_before", "bytes_after"))
         return (
@@ -256,7 +256,7 @@ def _merged(reports: list[QuantizationReport]) -> QuantizationReport:
 
 
 def _check_formats(rows: Any) -> None:
-    """Raise ValueError for a format that is not here; what has the wrong type is left to `as_declared`."""
+    """Raise ValueError for a format that is not here; values of a wrong type are left to `as_declared`."""
     for row in rows if isinstance(rows, list) else ():
         spec = row.get("spec") if isinstance(row, dict) else None
         for name, known in _KNOWN.items() if isinstance(spec, dict) else ():

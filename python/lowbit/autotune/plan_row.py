@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of one linear layer."""
+"""The row of a plan for one linear layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlanRow:
             counts a shared weight.
         error_db: SQNR of the layer's output on the recorded inputs; inf for the float layer, nan if it was not called.
         bytes_before, bytes_after: of the weight.
-        note: why it stays float, or what else is to know.
+        note: why it stays float, or another remark.
     """
 
     layer: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording: a model that is used as before until `finalize` makes a plan of what its layers saw."""
+"""Recording: a model that is used as before until `finalize` makes a plan from its layers' inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.autotune.seen_layer import SeenLayer, noting
 
 
 class Recording:
-    """Notes what the linear layers of a model see, until `finalize` measures and makes the plan.
+    """Notes the inputs of a model's linear layers, until `finalize` measures and makes the plan.
 
     The model is used as before; calls and attributes of this object are the model's, so that it can stand in its place.
 
@@ -35,12 +35,12 @@ class Recording:
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy and pickle ask for is not the model's
+        if name.startswith("__"):  # names that copy and pickle ask for are not the model's
             raise AttributeError(name)
         return getattr(self.model, name)
 
     def finalize(self, example_input: Any = None) -> Plan:
-        """Stop recording, measure the candidates on what was seen, and return the plan; the model stays as it is.
+        """Stop recording, measure the candidates on the recorded inputs, and return the plan; the model stays as it is.
 
         Args:
             example_input: as in `autoquant`, for the bounds of the model as a whole. None: there is no input that could

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the linear layers of a model see while it runs: shapes, how often, and a few rows of the inputs.
+"""Record the inputs of a model's linear layers while it runs: shapes, how often, and a few rows.
 
 A hook on each layer notes it; the model computes as before. Layers that share a weight are one: they get one format.
 """
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(eq=False)
 class SeenLayer:
-    """Linear layers of one weight, and what they saw.
+    """Linear layers of one weight, and their inputs.
 
     Args:
         modules: by qualified name.
@@ -66,7 +66,7 @@ class SeenLayer:
 
     def note(self, x: Tensor) -> None:
         k = self.features[1]
-        if x.dim() < 1 or x.shape[-1] != k or not x.numel():  # the layer itself says what is wrong
+        if x.dim() < 1 or x.shape[-1] != k or not x.numel():  # the layer itself raises the error
             return
         if torch.is_autocast_enabled("cpu"):
             raise ValueError(f"autoquant: {self.name} runs inside torch.autocast, which is not measured: run without")
@@ -83,14 +83,14 @@ class SeenLayer:
 
 
 def record(model: nn.Module, layers: list[SeenLayer], run: Callable[[], Any]) -> Any:
-    """Return ``run()``, and note what the layers see in it."""
+    """Return ``run()``, and note the layers' inputs in it."""
     with noting(model, layers):
         return run()
 
 
 @contextlib.contextmanager
 def noting(model: nn.Module, layers: list[SeenLayer]) -> Iterator[None]:
-    """Let the layers note what they see while this is open."""
+    """Let the layers note their inputs while this is open."""
 
     def hook(layer: SeenLayer) -> Callable[..., None]:
         return lambda module, args, kwargs: layer.note(next(iter((*args, *kwargs.values()))))

@@ -78,7 +78,7 @@ class Timer:
 
 
 def _ratios(halves: list[dict[Key, float]], order: list[Key]) -> list[float]:
-    """By how much the halves differ on each call."""
+    """The ratio between the two halves on each call."""
     return [max(half[key] for half in halves) / min(half[key] for half in halves) for key in order]
 
 

@@ -2,8 +2,8 @@
 """The model as a whole on the example input: its error and its time with other layers in the place of some.
 
 Padding does not count: where the input has an ``attention_mask`` [B, L], as models of transformers take it, tensors
-[B, L, ...] are compared at the tokens that it lets through. What such a model makes of padding means nothing: of
-all-MiniLM-L6-v2 with int8 weights and activations on 32 sentences, 15.7 dB with it and 22.7 dB without.
+[B, L, ...] are compared at the tokens that it lets through. The outputs of padding mean nothing: all-MiniLM-L6-v2 with
+int8 weights and activations has 15.7 dB with them and 22.7 dB without, on 32 sentences.
 
 The model is changed for the length of a call only, and by one attribute: ``forward`` of the instance, which is
 taken away again.
@@ -27,7 +27,7 @@ from lowbit.quant.evaluation import arguments_of
 from lowbit.quant.fast_path import without_encoder_fast_path
 
 MASK = "attention_mask"
-CACHE = "past_key_values"  # what transformers' models call the cache that they return
+CACHE = "past_key_values"  # the name of the cache that transformers' models return
 RUNS_S = 10.0  # seconds to find out which layers the error at the output comes from
 REPRODUCIBLE_DB = 20.0  # by how much two runs of the float model have to agree better than the bound
 
@@ -45,13 +45,13 @@ class WholeModel:
         self.output: Any = None
         self._wanted: list[Tensor] = []
         self._run_s = 0.0
-        self._last: tuple[Choice, float] | None = None  # the choice that sqnr_db was asked for, and what it said
+        self._last: tuple[Choice, float] | None = None  # the choice that sqnr_db was asked for last, and its result
 
     def run(self) -> Any:
         return self.model(*self.args, **self.kwargs)
 
     def run_float(self) -> None:
-        """Run the model as it is and keep what it returns: other results are compared with it."""
+        """Run the model as it is and keep its result, with which others are compared."""
         start = time.perf_counter()
         self.output = self.run()
         self._run_s = time.perf_counter() - start
@@ -95,7 +95,7 @@ class WholeModel:
         return -math.inf if any(map(math.isnan, values)) else min(values, default=math.inf)
 
     def _tensors(self, output: Any) -> list[Tensor]:
-        """The floating tensors of what a model returns, but for a cache and padding."""
+        """The floating tensors of a model's result, but for a cache and padding."""
         if isinstance(output, Mapping):
             output = [value for name, value in output.items() if name != CACHE]
         mask = self.kwargs.get(MASK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of other packages: what was found (`report()`), and what such a package is made with (`Api`,
+"""Kernels of other packages: the packages that were found (`report()`), and the tools to make one (`Api`,
 `include_dir()`, `OPS`). docs/devices.md has the rules, docs/recipes/add_a_backend.md a package."""
 
 from __future__ import annotations

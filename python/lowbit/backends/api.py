@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the function of a package gets: `def register(api)`."""
+"""Api, the argument of a package's function: `def register(api)`."""
 
 from __future__ import annotations
 

@@ -18,16 +18,16 @@ GROUP, ALLOWED = "lowbit.backends", "LOWBIT_BACKENDS"
 
 @dataclass(slots=True)
 class Found:
-    """A package that has an entry point in the group, and what became of it.
+    """A package that has an entry point in the group, and its result.
 
     Attributes:
         name: of the package, as its metadata have it.
         version: of the package.
         entry: its function, ``module:function``.
         rows: that it added, best first.
-        info: what the function returned, as text; ``""`` for None.
+        info: the result of the function, as text; ``""`` for None.
         reason: why it added nothing; ``""`` if it did.
-        failure: what was raised; None if nothing was.
+        failure: the exception that was raised; None if there was none.
     """
 
     name: str
@@ -45,7 +45,7 @@ _state = "empty"  # then "being filled", "full"
 
 
 def fill() -> None:
-    """Ask every package once, in the order of their names; what one of them raises stays in `found`.
+    """Ask every package once, in the order of their names; an exception of one of them stays in `found`.
 
     Raises:
         KeyboardInterrupt: the next call goes on with the package that was being asked.
@@ -118,8 +118,8 @@ def _asked(entry: metadata.EntryPoint) -> Found:
 
 
 def _kept(error: Exception) -> Exception:
-    """The error as `found` has it: its frames would keep what the op that came first was called with. Where it will be
-    raised, LOWBIT_STRICT=1, it has them."""
+    """The error as `found` keeps it: without frames, which would keep the arguments of the op that came first. With
+    LOWBIT_STRICT=1 it will be raised, and has them."""
     link: BaseException | None = None if os.environ.get("LOWBIT_STRICT") == "1" else error
     while link is not None:
         link.__traceback__ = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found, in which order, and why not."""
+"""The packages that were found, their order, and the reasons of those that added nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Report(list[Found]):
 
 
 def told(package: Found) -> str:
-    """Say in one line what became of a package."""
+    """Return a package's result in one line."""
     return package.reason.partition("\n")[0] if package.reason else f"added {', '.join(package.rows)}"
 
 
 def report() -> Report:
-    """Say which packages have kernels for lowbit, what they added, and why those that added nothing did not.
+    """Report the packages that have kernels for lowbit: the rows that each added, or why it added none.
 
     Completes the list of backends, as the first op does.
 

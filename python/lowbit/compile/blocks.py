@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """lowbit.compile_blocks: the repeated block of a model is compiled once, for all of its layers.
 
-Blocks of one structure have one graph because parameters are inputs of it. What else would tell them apart is kept out:
-no forward of ours reads a name or an address, and the index of a layer, by which transformers finds its part of a
-cache, is looked up before the graph begins.
+Blocks of one structure have one graph because parameters are inputs of it. Other differences are kept out: no forward
+of ours reads a name or an address, and the index of a layer, by which transformers finds its part of a cache, is looked
+up before the graph begins.
 
 `torch.compiler.nested_compile_region` would enter one graph in a call and not one for each block, 0.1 ms each. In torch
 2.13 it gives each block the parameters of the first where a method is marked on an object, without a word.

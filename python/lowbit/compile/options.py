@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.compile_options: what torch.compile is told so that it folds post-ops into our ops."""
+"""lowbit.compile_options: options of torch.compile that make it fold post-ops into our ops."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _HOOK = "post_grad_custom_pre_pass"
 
 
 def compile_options() -> dict[str, Any]:
-    """Return the ``options`` of ``torch.compile`` by which Inductor folds what follows a quantized linear
+    """Return the ``options`` of ``torch.compile`` by which Inductor folds the ops behind a quantized linear
     layer into it.
 
     Bias, relu, gelu (both), silu, a product and a sum with a tensor of the shape of the result become arguments of
-    ``lowbit::linear``, in this order: the post-op chain of the op, which ``lowbit.fuse`` uses in eager mode. What does
-    not fit the chain is compiled as it would be otherwise. Nothing outside of the compilation changes, and Inductor's
-    cache knows the pass. ``lowbit.explain(options)`` says what was folded.
+    ``lowbit::linear``, in this order: the post-op chain of the op, which ``lowbit.fuse`` uses in eager mode. Ops that
+    do not fit the chain are compiled as without it. Nothing outside of the compilation changes, and Inductor's cache
+    knows the pass. ``lowbit.explain(options)`` lists the folded ops.
 
-    Where torch has no hook for such a pass, the options are empty; this is said once.
+    Where torch has no hook for such a pass, the options are empty, with one warning.
 
     Raises:
-        ValueError: ``torch._inductor.config`` has a pass of somebody else, which the options would replace.
+        ValueError: ``torch._inductor.config`` has another pass, which the options would replace.
 
     Example:
         >>> compiled = torch.compile(model, options=lowbit.compile_options())
@@ -41,7 +41,7 @@ def compile_options() -> dict[str, Any]:
 
 
 def fold_report(options: dict[str, Any]) -> Any:
-    """Return what the pass in these options did, or None where they are not of `compile_options`."""
+    """Return the report of the pass in these options, or None where they are not of `compile_options`."""
     return getattr(options.get(_HOOK), "report", None)
 
 

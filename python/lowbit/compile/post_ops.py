@@ -4,7 +4,7 @@
     y = act(x @ w.T + bias) * mul + add
 
 Activations are those of `ops/linear.py`: each is traced with Inductor's own decompositions, once per dtype, and the
-graph is searched for what came out. A node is folded where nobody else reads what it is computed from.
+graph is searched for the result. A node is folded where no other node reads its inputs.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _replace(
 
 
 def _erase(node: fx.Node) -> None:
-    """Take out a node that nobody reads, and what only it has read."""
+    """Remove a node that no other node reads, and the inputs that only it has read."""
     inputs = node.all_input_nodes
     if node.users or node.op != "call_function":
         return
@@ -162,7 +162,7 @@ def _pattern(activation: int, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
 
 
 def _matches(pattern: Any, node: Any, bound: dict[fx.Node, Any]) -> bool:
-    """Whether ``node`` is computed as ``pattern`` is; ``bound`` has what each node of the pattern is in the graph."""
+    """Whether ``node`` is computed as ``pattern`` is; ``bound`` maps nodes of the pattern to those of the graph."""
     if not isinstance(pattern, fx.Node):
         return type(node) in (int, float, bool, torch.dtype) and pattern == node
     if pattern in bound:
@@ -186,7 +186,7 @@ def _only_within(linear: fx.Node, inside: set[fx.Node], end: fx.Node) -> bool:
 
 
 def _left(linear: fx.Node, arguments: dict[str, Any]) -> str:
-    """Why what follows the op stays outside of it; nothing where what follows is no post-op."""
+    """Why the ops behind ``linear`` stay outside of it; nothing where they are no post-ops."""
     reasons = []
     for user in linear.users:
         name = _BINARY.get(user.target) or ("cast" if user.target is _CAST else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `compile_options` has folded into each quantized linear layer, as a table."""
+"""The table of the ops that `compile_options` has folded into each quantized linear layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA GPUs: code for them before they are there. What runs on them: docs/ops/cuda.md."""
+"""NVIDIA GPUs: code for them before they are there. docs/ops/cuda.md lists the ops that run on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def prebuild(*architectures: str) -> dict[str, str]:
         architectures: NVRTC's names, such as ``"sm_80"``, ``"sm_90a"``.
 
     Returns:
-        The file of each kernel source, and what it is.
+        The file of each kernel source, and its description.
 
     Raises:
         RuntimeError: NVRTC was not found, or does not know the architecture.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lowbit_ze`: Intel GPUs by oneAPI Level Zero, for a torch that is not built for them. What runs
-on them: docs/ops/level_zero.md.
+"""`lowbit_ze`: Intel GPUs by oneAPI Level Zero, for a torch that is not built for them. docs/ops/level_zero.md lists
+the ops that run on them.
 
 Example:
     >>> from lowbit.devices import level_zero

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices lowbit has kernels for, and the one check of it."""
+"""The devices that lowbit has kernels for, and the one check of a tensor's device."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _arguments(model: nn.Module, given: Any) -> tuple[tuple[Tensor, ...], dict[s
 
 
 def _gradients(model: nn.Module, arguments: list[Any], result: Any) -> None:
-    """Compute what a backward would, and drop it."""
+    """Compute the gradients of a backward, and drop them."""
     tensors = [tensor for tensor in [*model.parameters(), *arguments] if isinstance(tensor, Tensor)]
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     outputs = [tensor for tensor in _tensors(result) if tensor.requires_grad]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row runs and why the others do not; what this machine and this torch gave us."""
+"""Diagnostics: the kernel row that runs and why the others do not; facts about this machine and this torch."""

@@ -48,8 +48,8 @@ class ComparedLayer:
 
 @dataclass(repr=False)
 class Comparison(LayerTable):
-    """What `compare_checkpoints` found. Print it, let a notebook show it, or ``plot()`` it. ``layers`` has
-    a line for each weight.
+    """The result of `compare_checkpoints`. Print it, let a notebook show it, or ``plot()`` it. ``layers`` has a line
+    for each weight.
 
     Args:
         a, b: the checkpoints.
@@ -67,7 +67,7 @@ class Comparison(LayerTable):
 
     @property
     def error_db(self) -> float:
-        """Of all weights together."""
+        """The SQNR of all weights together."""
         return decibel(sum(row.signal for row in self.rows), sum(row.noise for row in self.rows))
 
     @staticmethod
@@ -114,8 +114,8 @@ def compare_checkpoints(a: str | os.PathLike[str], b: str | os.PathLike[str]) ->
     """Compare the weights of two checkpoints by name, one at a time: float ones, packed ones, or one of each.
 
     Args:
-        a: what counts as exact: a folder with safetensors files, or such a file.
-        b: what is measured against it.
+        a: the checkpoint that counts as exact: a folder with safetensors files, or such a file.
+        b: the one that is measured against it.
 
     Returns:
         A Comparison: print it, or ``plot()`` it.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel row serves each quantized layer of a module, and why the others do not; what a mod of flex_attention
-becomes; what a compilation has folded."""
+"""explain: the kernel row that serves each quantized layer of a module, and why the others do not; the program of a mod
+of flex_attention; the ops that a compilation has folded."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def _cells(entry: LayerExplanation) -> tuple[str, ...]:
 
 
 def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Say which kernel row serves each ``QuantLinear`` inside a module, and why the others do not.
+    """Return the kernel row that serves each ``QuantLinear`` inside a module, and why the others do not.
 
-    A score_mod, a mask_mod or a BlockMask is explained as what it becomes: its program, and its blocks.
-    The options of `compile_options` are explained as what was folded into the linear ops that were compiled with them.
+    A score_mod, a mask_mod or a BlockMask is explained by its program and its blocks. The options of `compile_options`
+    are explained by the ops that were folded into linear ops compiled with them.
 
     Args:
         module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask; or

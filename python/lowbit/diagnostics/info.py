@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this build runs on this machine: versions, ISA, threads, registered ops, and the reason of every fallback."""
+"""info: versions, ISA, threads and registered ops of this build on this machine, and the reason of every fallback."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _backends() -> dict[str, str]:
 
 
 def _recorder() -> str:
-    """Where the calls of this process are written."""
+    """The file of this process's recorder, or why there is none."""
     state = _C.recorder.state()
     if not state["on"] or os.environ.get("LOWBIT_FR") == "0":
         return "off"
@@ -82,13 +82,13 @@ def _recorder() -> str:
 
 
 def _onednn() -> str:
-    """Which library was found and whether its rows can run, or where it was looked for."""
+    """The library that was found and whether its rows can run, or the places that were searched."""
     found = _C.onednn.facts()
     return found["reason"] or f"{found['version']}, {found['path']}"
 
 
 def _cuda() -> dict[str, str]:
-    """What was found of NVIDIA's libraries, and which ops run on the first device."""
+    """NVIDIA's libraries that were found, and the ops that run on the first device."""
     facts = {"cuda:0": f"not available: {_C.cuda.unavailable(0)}"}
     if not _C.cuda.unavailable(0):
         ops = [op for op in _C.OPS if any(row["device"] == "cuda" for row in _C.kernels(op))]
@@ -110,7 +110,7 @@ def _level_zero() -> str:
 
 
 def _modules() -> str:
-    """The SPIR-V modules of this build with what compiled them, or why it has none."""
+    """The compiler of this build's SPIR-V modules, or why it has none."""
     if reason := _C.level_zero.modules_missing():
         return f"none: {reason}"
     return f"{len(_C.level_zero.modules())}, by {_C.level_zero.modules_compiler()}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a JSON file as the types that dataclasses declare: what has another type raises ValueError and names its
-place in the file."""
+"""Values of a JSON file as the types that dataclasses declare: a value of another type raises a ValueError that names
+its place in the file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations share: their base class, torchao's vocabulary for scales, and the checks of its fields."""
+"""The common part of the configurations: their base class, torchao's vocabulary for scales, and checks of fields."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FormatConfig:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        """Return the call that makes it, with what differs from the defaults."""
+        """Return the call that makes it, with the arguments that differ from the defaults."""
         changed = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         default = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         told = ", ".join(
@@ -94,7 +94,7 @@ class TrainingConfig:
     __slots__ = ()
 
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> Any:
-        """Do to ``model`` what ``quantize_`` was asked for, after every check, and return its report."""
+        """Quantize or prepare ``model`` for ``quantize_``, after every check, and return the report."""
         raise NotImplementedError
 
 

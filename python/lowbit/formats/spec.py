@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one quantized linear layer is made of, in words and in the numbers that the ops take.
+"""The description of one quantized linear layer, in words and in the numbers that the ops take.
 
 A spec is the common result of every configuration: quantize_, QuantLinear and the report know nothing else
 about a format.
@@ -110,7 +110,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """What the numbers beside a packed weight say: its spec (how scales were chosen is not kept), n, k and layout."""
+    """The numbers beside a packed weight, read: its spec (how scales were chosen is not kept), n, k and layout."""
 
     spec: LinearSpec
     n: int
@@ -141,7 +141,7 @@ class StoredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the packed uint8 weight."""
+        """The shape of the packed uint8 weight."""
         return self.spec.shape(self.n, self.k, self.layout)
 
     def __str__(self) -> str:

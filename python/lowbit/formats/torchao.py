@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchao's own configuration objects, turned into lowbit's; and what to use in place of names that lowbit
-does not have."""
+"""torchao's own configuration objects, turned into lowbit's; and replacements of names that lowbit does not have."""
 
 from __future__ import annotations
 
@@ -97,11 +96,11 @@ INSTEAD = {
     name: f"lowbit.optim.{name}"
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit")
 }
-"""What to take here in place of a name of torchao or bitsandbytes."""
+"""The replacement here of a name of torchao or bitsandbytes."""
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """Return the error of a name that a module of ours lacks; it says what to use in place of a name of torchao."""
+    """Return the error of a name that a module of ours lacks; it names the replacement of a name of torchao."""
     instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
 
@@ -111,7 +110,7 @@ def from_torchao(config: Any) -> Any:
     the range of each group.
 
     Raises:
-        TypeError: torchao's object asks for what is not here; says what to take instead.
+        TypeError: torchao's object asks for something that is not here; names a replacement.
         ValueError: one of its fields cannot be honoured.
     """
     if isinstance(config, type) or not is_dataclass(config) or not type(config).__module__.startswith("torchao."):

@@ -9,7 +9,7 @@ with a scale (absmax) for each ``blocksize`` of them, and in a state dict beside
     weight.quant_state.bitsandbytes__nf4 or __fp4     JSON in uint8: blocksize, shape, dtype, nested_offset ...
 An 8-bit one (LLM.int8) is int8 ``[n, k]`` with SCB, float32 [n]: w = weight * SCB / 127.
 
-Codes stay what they are. Of a scale per group 11 bits stay (float16 times a power of two per row), of one per row all.
+Codes keep every bit. Of a scale per group 11 bits stay (float16 times a power of two per row), of one per row all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def to_bitsandbytes(
 
     Args:
         state_dict: of a model whose quantized layers are nf4 or fp4.
-        dtype: what bitsandbytes decodes to.
+        dtype: the dtype that bitsandbytes decodes to.
         compress_statistics: quantize the scales again, to 8 bits.
 
     Raises:
@@ -205,7 +205,7 @@ def _read_8bit(state_dict: Mapping[str, Tensor], name: str, key: str) -> QuantLi
 
 
 def _nested(absmax: Tensor, facts: dict[str, Any], compress: bool) -> dict[str, Tensor]:
-    """The scales as they are, or as codes of bitsandbytes' dynamic map; what else is to be known goes to ``facts``."""
+    """The scales as they are, or as codes of bitsandbytes' dynamic map, whose numbers go to ``facts``."""
     if not compress:
         return {"absmax": absmax}
     offset = absmax.mean()
@@ -224,7 +224,7 @@ def _nested_layout(values: Tensor) -> state_format.Layout:
 
 
 def _levels(format: str) -> Tensor:
-    """What the codes of a lookup format stand for, float32."""
+    """The levels of a lookup format by code, float32."""
     codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     return QuantLinear.pack(codes, one, None, LinearSpec(format)).dequantize()[0]

@@ -2,7 +2,7 @@
 """bitsandbytes' blockwise 8-bit codes by the encoder of our optimizer states, which has the same maps.
 
 Codes are the nearest ones and a zero stays zero, where bitsandbytes' CPU kernel looks them up in 65,536 bins. With the
-map without signs, what is above 0 keeps a code above that of 0, as in our states.
+map without signs, a value above 0 keeps a code above that of 0, as in our states.
 """
 
 from __future__ import annotations

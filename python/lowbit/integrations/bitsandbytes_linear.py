@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bitsandbytes' Linear4bit and Linear8bitLt call, on the weights where bitsandbytes has them.
+"""The products of bitsandbytes' Linear4bit and Linear8bitLt, on the weights where bitsandbytes has them.
 
-Nothing of a weight is packed or kept between calls: there is one copy of it, bitsandbytes', and what a program writes
-into it counts from the next call on. Few rows of x are multiplied by the codes themselves; for more, some rows of the
-weight at a time become floats, which stay in a cache while they are multiplied. Weights are exact in the first case,
-where bitsandbytes rounds them to the dtype of x, and sums are float32.
+Nothing of a weight is packed or kept between calls: there is one copy of it, bitsandbytes', and a program's writes into
+it count from the next call on. Few rows of x are multiplied by the codes themselves; for more, some rows of the weight
+at a time become floats, which stay in a cache while they are multiplied. Weights are exact in the first case, where
+bitsandbytes rounds them to the dtype of x, and sums are float32.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _weight(
     numel: int,
     nested: tuple[Tensor | None, ...] | None,
 ) -> _Weight | None:
-    """The weight, or None if it is not as bitsandbytes' ops describe it; then bitsandbytes says what is wrong."""
+    """The weight, or None if it is not as bitsandbytes' ops describe it; then bitsandbytes raises the error."""
     format = _FORMATS.get(quant_type)
     if format is None or blocksize not in _BLOCK_SIZES or absmax.dtype != torch.float32 or absmax.dim() != 1:
         return None

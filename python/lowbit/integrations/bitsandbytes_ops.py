@@ -2,8 +2,8 @@
 """bitsandbytes on our kernels: an unchanged program with its optimizers and layers, on the CPU.
 
 bitsandbytes calls its entry points (group ``bitsandbytes.backends``) at the end of its import; ours, in
-`lowbit_autoload`, calls `take_ops`. Each op of the table below then has a CPU kernel of ours, which serves what it
-computes in the same way and hands everything else to bitsandbytes' own. LOWBIT_BITSANDBYTES=0 leaves all as it is.
+`lowbit_autoload`, calls `take_ops`. Each op of the table below then has a CPU kernel of ours, which serves the calls
+that it computes in the same way and hands the others to bitsandbytes' own. LOWBIT_BITSANDBYTES=0 leaves all as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ where the arguments are not for us. (dequantize_blockwise is a lookup in 256 val
 as fast.)"""
 
 states: dict[str, str] = {}
-"""What became of each op, for `lowbit.info()`."""
+"""The state of each op, for `lowbit.info()`."""
 
 
 def take_ops() -> None:

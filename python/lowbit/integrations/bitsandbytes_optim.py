@@ -3,8 +3,8 @@
 
 The rules are the same (csrc/rules): adam, and lamb and lars without a trust ratio, decay the parameter (AdamW);
 momentum adds the decay to the gradient and takes the first gradient as it is; lion. States are bitsandbytes' maps and
-blocks, so that a state dict goes either way. What differs: a code is the nearest one, where bitsandbytes' CPU looks it
-up in 65,536 bins and turns an exact 0 into 2e-5 of its block; and no float copy of p, g or a state is made.
+blocks, so that a state dict goes either way. Two things differ: a code is the nearest one, where bitsandbytes' CPU
+looks it up in 65,536 bins and turns an exact 0 into 2e-5 of its block; and no float copy of p, g or a state is made.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor of a checkpoint is which parameter of a model of transformers, and what the files say of their weights.
+"""The parameter of a transformers model for each tensor of a checkpoint, and the files' facts about their weights.
 
 A checkpoint may name a parameter as an older version did, or without the prefix of its base model; transformers renames
 while it loads, and this does the same.

@@ -21,10 +21,11 @@ class CheckpointProgress:
 
     Args:
         folder: where the shards are, and the file ``progress.json``, if a run was interrupted.
-        identity: what has to be the same for a run to go on, in values of JSON.
+        identity: values of JSON that have to be the same for a run to go on.
 
     Raises:
-        ValueError: the folder is of a run with another identity, or a file in it is damaged. Says what to remove.
+        ValueError: the folder is of a run with another identity, or a file in it is damaged. Names the file or
+        folder to remove.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layers and norms of a decoder of transformers by what they do: read the residual stream, write to it.
+"""The linear layers and norms of a decoder of transformers by their task: read the residual stream, or write to it.
 
     stream = embedding(tokens)
     stream += o_proj(attention(q_proj(x), k_proj(x), v_proj(x))),   x = norm(stream)
     stream += down_proj(act(gate_proj(x)) * up_proj(x)),            x = norm(stream)
     logits = head(norm(stream))
 
-Names are those of Llama and its relatives; what has others is refused by name.
+Names are those of Llama and its relatives; a model with others is refused, with the name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Half:
 
     Args:
         norm: in front of it.
-        inner: the linear layer whose last ``inner_rows`` rows make what ``writer`` reads: values, or the up projection.
+        inner: the linear layer whose last ``inner_rows`` rows make the input of ``writer``: values, or
+        the up projection.
         writer: the linear layer whose result is added to the stream.
         head_dim: of attention; 0 of an MLP.
     """
@@ -177,7 +178,7 @@ class _Finder:
         return Half(first, readers[-1], rows, out, head_dim), Half(second, gated[-1], down.in_features, down, 0)
 
     def value_rows(self, attention: nn.Module, readers: tuple[nn.Linear, ...], head_dim: Any, out: nn.Linear) -> int:
-        """How many of the last rows of the last reader are values."""
+        """The number of the last reader's last rows that are values."""
         name = self.names[id(attention)]
         if not isinstance(head_dim, int) or head_dim < 1 or out.in_features % head_dim:
             self.refuse(f"{name} must have a head_dim that divides the {out.in_features} inputs of o_proj")

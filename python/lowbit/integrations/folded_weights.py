@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a model's weights that keep what it computes: checked by running it with them before any is made.
+"""Changes of a model's weights that keep its results: checked by running it with them before any is made.
 
 In the run each module gets its own weights in float64 while it is called, changed or not, so that the check sees no
 rounding of the model's dtype and needs no second copy of the model: only the weights of one module are there twice.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lowbit.quant.evaluation import evaluating
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""Of logits, by the dtype of the run: norms of transformers compute in float32 in either. A model whose pieces are put
-together otherwise differs by about 1."""
+"""The allowed difference of logits, by the dtype of the run: norms of transformers compute in float32 in either. A
+model whose pieces are put together otherwise differs by about 1."""
 _TOKENS = (2, 16)
 
 
@@ -87,7 +87,7 @@ def make_checked(function: str, model: nn.Module, words: int, changes: Changes) 
         try:
             wanted = _logits_in(model, words, dtype)
             break
-        except Exception as error:  # the model is the caller's, and so is what it raises; some have no float64
+        except Exception as error:  # the model is the caller's, and may raise anything; some have no float64
             if dtype is torch.float32:
                 raise ValueError(f"{function}: model must give logits for random tokens, got {error}") from error
     if not wanted.isfinite().all():

@@ -69,8 +69,8 @@ def fuse(model: nn.Module) -> FusedModules:
 
 
 def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
-    """Fuse the decoder layers whose pieces are fused, then the decoders whose layers are. Of what has a piece in
-    ``left``, that is what is told."""
+    """Fuse the decoder layers whose pieces are fused, then the decoders whose layers are. A module with a piece in
+    ``left`` is reported with the reason of that piece."""
     from lowbit.integrations.decoder_pieces import is_decoder_layer
     from lowbit.integrations.fused_decoder import fuse_decoder
     from lowbit.integrations.fused_layer import FusedDecoderLayer, fuse_decoder_layer
@@ -92,6 +92,6 @@ def _fuse_layers(model: nn.Module, pieces: FusedModules) -> None:
 
 
 def _rotary_columns(model: nn.Module) -> list[int]:
-    """How many columns of a head the rotary embeddings of the model rotate, two for each of their frequencies."""
+    """The columns of a head that the rotary embeddings of the model rotate, two for each of their frequencies."""
     frequencies = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     return list(dict.fromkeys(2 * buffer.numel() for buffer in frequencies))

@@ -80,9 +80,9 @@ class FusedAttention(Fused):
     def place_in(
         self, cache: Any, x: Tensor
     ) -> tuple[GrowingLayer | GrowingSlidingLayer | None, Tensor, Tensor, int] | None:
-        """Where the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the cache, which
-        counts them by `extend`; its keys and values; their first place in these. Without a cache, new memory. None:
-        they can only join this cache by its ``update``."""
+        """The tensors that the keys and values of the new tokens ``x [B, L, ...]`` are written to: the layer of the
+        cache, which counts them by `extend`; its keys and values; their first place in these. Without a cache, new
+        memory. None: they can only join this cache by its ``update``."""
         (batch, length), heads, size = x.shape[:2], self.facts["kv_heads"], self.head_dim
         if cache is None:
             return None, *x.new_empty(2, batch, heads, length, size), 0
@@ -104,8 +104,8 @@ class FusedAttention(Fused):
 def fuse_attention(module: nn.Module, rotary_columns: Sequence[int]) -> str:
     """Fuse ``module``, an attention module of transformers, or return why it stays as it is.
 
-    What it does between its input and the attention function, and after it, is found out by a call with random tokens:
-    queries, keys, values, options and result must be those of the fused module.
+    A call with random tokens checks the steps before and after the attention function: queries, keys, values, options
+    and result must be those of the fused module.
 
     Args:
         rotary_columns: how many columns of a head the model's rotary embeddings may rotate.
@@ -176,7 +176,7 @@ def _probe(module: nn.Module, hidden: int, columns: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
-    """What the attention function is given in this call, and the result; None where it is not called, or not so."""
+    """The arguments of the attention function in this call, and the result; None where it is not called, or not so."""
     seen: dict[str, Any] = {}
 
     def record(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
@@ -189,7 +189,7 @@ def _recorded(module: nn.Module, call: dict[str, Any]) -> dict[str, Any] | None:
     try:
         with probed(module):
             seen["out"] = module(**call)[0]
-    except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes something else
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # it takes other arguments
         return None
     finally:
         if previous is None:

@@ -128,7 +128,7 @@ def _only_hands_on(module: nn.Module, layers: tuple[nn.Module, ...]) -> bool:
 
 
 _Call = tuple[Any, Tensor, tuple[Any, ...]]
-"""Who was called, with what, and what all layers share."""
+"""The layer that was called, its input, and the arguments that all layers share."""
 
 
 def _called(
@@ -156,7 +156,7 @@ def _stand_in(layer: nn.Module | None, result: Tensor, calls: list[_Call]) -> Ca
 
 
 def _result(module: nn.Module, x: Tensor, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Tensor:
-    """What the module returns, nothing where it takes something else."""
+    """The result of the module; empty where it takes other arguments."""
     seen = torch.tensor([[0, 1, 1]], device="cpu")
     config = module.config
     implementation, config._attn_implementation = config._attn_implementation, "lowbit"

@@ -19,7 +19,7 @@ from lowbit.quant.fused import Fused, has_own_tensors, hooked, is_inference, pro
 from lowbit.quant.fused_norm import FusedRMSNorm
 from lowbit.quant.gated_mlp import FusedGatedMLP
 
-_OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; what the window hides is in the mask
+_OPTIONS = {"scaling", "softcap", "sliding_window"}  # of attention; the window is in the mask
 _UNREAD = {"position_ids", "use_cache", "cache_position"}  # arguments that nothing inside a layer reads
 _is_compiling = torch.compiler.is_compiling
 _TOLERANCE = 1e-6  # of the largest value: sums of float32
@@ -44,8 +44,8 @@ def in_one_call(
     past_key_values: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward. In
-    ``facts``, of what always has these layers, their weights are kept."""
+    """The result of layers whose ``facts["same"]`` are equal; None where this is a call for their own forward.
+    ``facts``, of the layer or the model that always has these layers, keeps their weights."""
     length, attention = x.shape[1], layers[0].facts["attention"]
     if (
         not is_inference(x)
@@ -95,7 +95,7 @@ def _calls_lowbit_attention(attention: nn.Module) -> bool:
 def fuse_decoder_layer(module: nn.Module) -> str:
     """Fuse ``module``, a layer whose pieces were fused, or return why it stays as it is.
 
-    How it joins its pieces is found out by a call in which each piece returns something of its own.
+    A call in which each piece returns a tensor of its own shows how the layer joins its pieces.
     """
     problem = _problem(module)
     if problem:
@@ -117,7 +117,7 @@ def fuse_decoder_layer(module: nn.Module) -> str:
 
 
 def _same(attention: FusedAttention, mlp: FusedGatedMLP, norm: FusedRMSNorm) -> dict[str, Any]:
-    """What layers of one call must have in common."""
+    """The numbers that layers of one call must have in common."""
     scale, softcap = (attention.facts["options"].get(name) for name in ("scaling", "softcap"))
     heads = attention.facts["norm"] or {"eps": 0.0, "offset": 0.0}
     return {
@@ -175,7 +175,7 @@ def _joins_as_the_op(module: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What each piece is given in a call with ``x`` in which it returns its entry of ``results``; with ``result``."""
+    """The input of each piece in a call with ``x`` in which it returns its entry of ``results``; with ``result``."""
     inputs: dict[str, Tensor] = {}
 
     def stand_in(name: str) -> Callable[..., Any]:
@@ -188,6 +188,6 @@ def _inputs_of_pieces(module: nn.Module, x: Tensor, results: dict[str, Tensor]) 
     try:
         with probed(module, {module._modules[name]: stand_in(name) for name in results}):
             result = module(x, attention_mask=None, position_embeddings=(x, x), past_key_values=None)
-    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes something else
+    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):  # it takes other arguments
         return {}
     return inputs | {"result": result} if isinstance(result, Tensor) else {}

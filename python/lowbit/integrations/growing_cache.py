@@ -19,12 +19,12 @@ LEAST_ROOM = 256  # tokens; a quarter of a longer cache: 1 of 5 tokens is moved 
 
 
 _IN_ROOM = ...
-"""In the place of a layer's states: they are what its room holds."""
+"""Stands for a layer's states where they are in its room."""
 
 
 class _Held:
-    """``keys`` or ``values``: what somebody has set, or what the room holds, of which a view is made when it is asked
-    for. Two views for each layer were 0.1 ms of a token."""
+    """``keys`` or ``values``: a tensor that was set, or a view of the room, made when it is asked for. Two views for
+    each layer were 0.1 ms of a token."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -40,10 +40,10 @@ class _Held:
 
 
 class _Growing:
-    """What both kinds of layers have in common: ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
+    """The common part of both kinds of layers: ``keys`` and ``values`` ``[B, H, S, E]`` are parts of larger tensors.
 
-    Tokens behind a `crop` are overwritten by the next ones, also in views of ``keys`` that were taken before it. What
-    needs a gradient, and what is compiled, is concatenated as before.
+    Tokens behind a `crop` are overwritten by the next ones, also in views of ``keys`` that were taken before it.
+    Tensors that need a gradient, and compiled calls, concatenate as before.
     """
 
     keys = _Held(0)
@@ -57,7 +57,7 @@ class _Growing:
         self._begin_anew()
 
     def __copy__(self) -> Any:
-        """A copy that goes on by itself. Both move what they hold before they write again: where one was cropped, its
+        """A copy that goes on by itself. Both move their tokens before they write again: where one was cropped, its
         next token would stand in the place of the other's last."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
@@ -131,11 +131,11 @@ class _Growing:
         return states.shape[-2] if self.is_initialized and states.numel() else 0
 
     def _seen(self, held: int) -> int:
-        """How many of the ``held`` tokens new ones may see."""
+        """The number of ``held`` tokens that new ones may see."""
         return held
 
     def _count(self, length: int) -> int:
-        """Hold what the rooms hold, of which the last ``length`` tokens are new; return how many these may see."""
+        """Hold the tokens of the rooms, the last ``length`` of which are new; return how many these may see."""
         self._states[:] = _IN_ROOM, _IN_ROOM
         return self._rooms[0].total
 
@@ -162,7 +162,7 @@ class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
     def _count(self, length: int) -> int:
         self.cumulative_length += length
         seen = self._seen(super()._count(length) - length) + length
-        if not self.record_past:  # otherwise `crop` forgets what is before the window
+        if not self.record_past:  # otherwise `crop` forgets the tokens before the window
             for room in self._rooms:
                 room.keep_last(self.sliding_window - 1)
         return seen
@@ -171,15 +171,15 @@ class GrowingSlidingLayer(_Growing, DynamicSlidingWindowLayer):
 class _Room:
     """A tensor with room for more tokens than it has: the memory of one layer.
 
-    Where the layer holds something else than what was written last (a copy of it went on, or somebody has set its
-    states), the room begins anew, since both would write the same tokens.
+    Where the layer does not hold the tokens that were written last (a copy of it went on, or its states were set), the
+    room begins anew, since both would write the same tokens.
     """
 
     def __init__(self, longest: int | None) -> None:
         self.longest = longest
         self.states: Tensor | None = None
         self.begin = 0
-        """Where the tokens begin that the layer holds, as long as this room is its own; `total` of them."""
+        """The first of the layer's tokens, as long as this room is its own; there are `total` of them."""
         self.total = 0
         self._view: Tensor | None = None
 
@@ -203,7 +203,7 @@ class _Room:
 
     def make(self, held: Any, length: int, shape: tuple[int, ...], like: Tensor) -> None:
         """See to it that ``states`` has, from ``begin`` on, the ``length`` tokens of ``held`` and room for ``shape``.
-        Of a prompt that is longer than ``longest``, most is not needed for the next token: it gets no room for it."""
+        Most of a prompt that is longer than ``longest`` is not needed for the next token: it gets no room."""
         own = held is _IN_ROOM or held is self._view
         if own and self._takes(shape, like):
             return
@@ -234,7 +234,7 @@ class _Room:
             self.begin, self.total, self._view = self.begin + self.total - count, count, None
 
     def narrow_to(self, before: Tensor, held: Tensor) -> None:
-        """Let the next tokens stand behind ``held``, a part of what the layer held ``before``."""
+        """Let the next tokens stand behind ``held``, a part of the layer's tokens ``before``."""
         if before is self._view:
             self.begin += (held.storage_offset() - before.storage_offset()) // max(1, held.stride(-2))
             self.total, self._view = held.shape[-2], held

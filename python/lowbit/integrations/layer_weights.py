@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the op decoder_layers takes of its layers, kept for as long as these do not change."""
+"""The weights of layers as the op decoder_layers takes them, kept for as long as the layers do not change."""
 
 from __future__ import annotations
 

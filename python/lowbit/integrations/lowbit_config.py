@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LowbitConfig: what ``from_pretrained`` of transformers takes, and what a checkpoint's config.json says."""
+"""LowbitConfig: the argument of transformers' ``from_pretrained``, and its entry in a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 
 METHOD = "lowbit"
 VERSION = 1
-"""Of the entry ``quantization_config`` in a config.json; packed weights have a version of their own."""
+"""The version of the entry ``quantization_config`` in a config.json; packed weights have a version of their own."""
 
 
 class LowbitConfig(QuantizationConfigMixin):
@@ -42,8 +42,8 @@ class LowbitConfig(QuantizationConfigMixin):
             ``"int4_weight_only(group_size=32)"``, or a dict (``{"format": "int4_weight_only", "group_size": 32}``).
             None leaves them float. "gguf" takes the codes of the file that ``from_pretrained(..., gguf_file=...)``
             names as they are; it stands alone.
-        modules_to_not_convert: names or patterns, as transformers has them, of what stays float. None: the last module,
-            and an output head that ``head`` says nothing of. Layers whose weight is tied to another stay float, but for
+        modules_to_not_convert: names or patterns, as transformers has them, of modules that stay float. None: the last
+            module, and an output head without a ``head``. Layers whose weight is tied to another stay float, but for
             ``embeddings`` and ``head``.
         plan: configurations of single layers by their qualified names, None for one that stays float; it stands above
             ``modules_to_not_convert``. It may name embeddings.

@@ -81,7 +81,7 @@ def quantize_checkpoint(
         FileExistsError: ``out`` is there.
         ValueError: the checkpoint is quantized already, a configuration is with GPTQ, which needs inputs of the
             model, weights are not finite, the settings are not those of an interrupted run, a file of that run is
-            damaged, or what was written reads back otherwise.
+            damaged, or a written file reads back otherwise.
 
     Example:
         >>> lowbit.quantize_checkpoint("llama", "llama-int4", "int4_weight_only(group_size=32)")
@@ -145,7 +145,7 @@ class _Layer:
 
 
 class _Run:
-    """What one run knows: the structure of the model, which layers are packed, which shards are done."""
+    """The state of one run: the structure of the model, the layers to pack, the shards that are done."""
 
     def __init__(self, source: Path, folder: Path, settings: LowbitConfig) -> None:
         self.source, self.folder, self.settings = source, folder, settings
@@ -230,7 +230,7 @@ class _Run:
         }
 
     def finish(self, target: Path) -> None:
-        """Write what is beside the weights, and give the folder its name."""
+        """Write the files beside the weights, and give the folder its name."""
         for path in self.folder.glob("*.tmp"):  # of runs that were killed
             path.unlink()
         for path in self.source.iterdir():
@@ -249,7 +249,7 @@ class _Run:
         self.folder = target
 
     def report(self) -> QuantizationReport:
-        """What was done, also by the runs before this one."""
+        """The report of this run and of the runs before it."""
         report = QuantizationReport(str(self.settings.config or "by plan"))
         rows = {row.layer: row for part in self.progress.rows.values() for row in part}
         rows |= {row.layer: row for row in self.left}

@@ -3,8 +3,8 @@
 
 Importing this module registers the quantization method "lowbit" with transformers; lowbit does so itself as soon as
 transformers is imported (when_imported.py), also in a program that never names lowbit. Weights are packed one by one as
-they are read, so that the float model is never in memory as a whole; what was packed is read from a checkpoint by the
-numbers beside each weight (``layout``), which need no configuration.
+they are read, so that the float model is never in memory as a whole; packed weights are read from a checkpoint by the
+numbers beside each (``layout``), which need no configuration.
 
 Example:
     >>> config = lowbit.LowbitConfig("int4_weight_only(group_size=32)")
@@ -45,7 +45,7 @@ from lowbit.quant.select import serving_kernel
 
 
 class LowbitQuantizer(HfQuantizer):
-    """What ``from_pretrained`` asks of a quantization method.
+    """The quantization method that ``from_pretrained`` calls.
 
     ``model.hf_quantizer.report`` is the `QuantizationReport` of a model that was quantized while it was loaded; it is
     empty where the checkpoint was quantized before.
@@ -55,9 +55,9 @@ class LowbitQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.selection: Selection | None = None  # what is to be packed; None where the checkpoint is
+        self.selection: Selection | None = None  # the layers to pack; None where the checkpoint is
         self.files: list[str] = []
-        self.converted: set[tuple[str, ...]] = set()  # what converters of transformers made that is packed now
+        self.converted: set[tuple[str, ...]] = set()  # results of transformers' converters that are packed now
         self.report = QuantizationReport(
             str("gguf" if quantization_config.gguf else quantization_config.config or "by plan")
         )
@@ -99,7 +99,7 @@ class LowbitQuantizer(HfQuantizer):
         self.gguf_file = gguf_file
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype of what is not packed: float32 where neither the caller nor the file says it."""
+        """The dtype of parameters that are not packed: float32 where neither the caller nor the file says it."""
         return torch.float32 if dtype is None else dtype
 
     def get_state_dict(self, gguf_file: str, model: nn.Module) -> dict[str, Tensor]:
@@ -166,7 +166,8 @@ class LowbitQuantizer(HfQuantizer):
         _repack(model)
         disable_encoder_fast_path(model)
         check_state_dicts_of(model)
-        # What a converter split or merged is packed now: it is saved under the names that the model has for it.
+        # A weight that a converter split or merged is packed now: it is saved under the names that the model has
+        # for it.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [item for item in conversions if tuple(item.target_patterns) not in self.converted]
         if self.selection is not None:
@@ -206,7 +207,7 @@ class LowbitQuantizer(HfQuantizer):
         return model.state_dict(), metadata_of(sorted(formats))
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        # That of model.config, which save_pretrained turns into text.
+        # ``dtype`` is that of model.config, which save_pretrained turns into text.
         dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model
 
@@ -224,8 +225,8 @@ class LowbitQuantizer(HfQuantizer):
 
 
 class PackWeight(ConversionOps):
-    """The conversion that transformers runs on a weight that it has read: a QuantLinear holds it from then on; what is
-    no weight of ours goes on as it is."""
+    """The conversion that transformers runs on a weight that it has read: a QuantLinear holds it from then on; other
+    weights go on as they are."""
 
     def __init__(self, quantizer: LowbitQuantizer) -> None:
         self.quantizer = quantizer
@@ -244,7 +245,7 @@ class PackWeight(ConversionOps):
             value = value[0] if isinstance(value, list) else value
             if self.quantizer.pack(model, name, value):
                 missing_keys.discard(name)
-                if name not in target_patterns:  # a converter split or merged what the file holds
+                if name not in target_patterns:  # a converter split or merged the file's tensor
                     self.quantizer.converted.add(tuple(target_patterns))
             else:
                 left[name] = value
@@ -252,7 +253,7 @@ class PackWeight(ConversionOps):
 
 
 def metadata_of(formats: list[str]) -> dict[str, str]:
-    """Return what a safetensors file says in words of its packed weights; the numbers beside each are what counts."""
+    """Return the words of a safetensors file about its packed weights; the numbers beside each decide."""
     return {
         "lowbit.version": _C.version,
         "lowbit.layout": _C.LAYOUT,
@@ -281,7 +282,7 @@ def _hold_stored(model: nn.Module, stored: dict[str, Tensor]) -> None:
         weight = torch.empty(layer.shape, dtype=torch.uint8, device="meta")
         _become_packed(module, nn.Parameter(weight, requires_grad=False), layer.spec, layer.layout)
         module.layout = torch.empty_like(stored[f"{name}.layout"], device="meta")
-        # Of a table whose tied head is in the file alone, transformers would draw the packed weight.
+        # transformers would draw random numbers for the packed weight of a table whose tied head alone is in the file.
         module._is_hf_initialized = is_embedding(module)
 
 

@@ -21,7 +21,7 @@ from lowbit.quant.rotation import KINDS, Rotation, rotation
 
 @dataclass(frozen=True, slots=True)
 class RotationReport:
-    """What `rotate_` did.
+    """The report of `rotate_`.
 
     Attributes:
         stream: R; ``stream.matrix()`` is float64 ``[hidden, hidden]``.
@@ -29,7 +29,7 @@ class RotationReport:
         layers: how many decoder layers.
         untied: whether the embedding and the head shared a weight before, and do no more.
         difference: of logits of random tokens, before and after, over their size; computed in float64, where that is
-            possible, with the weights in their dtype. It is what rounding them costs.
+            possible, with the weights in their dtype. It is the error of rounding them.
     """
 
     stream: Rotation
@@ -51,7 +51,7 @@ def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: b
     """Turn the residual stream of a language model of transformers in place, before it is quantized.
 
     Weights and activations with outliers in a few channels need large scales for all of them; turned by a Hadamard
-    matrix, each channel has a part of every outlier. The model computes what it did: gains of RMSNorm go into the
+    matrix, each channel has a part of every outlier. The model computes the same results: gains of RMSNorm go into the
     linear layers behind (and become 1), the rotation into the embedding, the head, and every layer that reads or
     writes the stream. (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456; SpinQuant, Liu et al. 2024, arXiv:2405.16406,
     its R1 and R2.)
@@ -71,7 +71,7 @@ def rotate_(model: nn.Module, kind: str = "hadamard", *, seed: int = 0, heads: b
         heads: turn the values of each head too, which o_proj takes back.
 
     Returns:
-        A `RotationReport`; it prints what was done.
+        A `RotationReport`; it prints the changes.
 
     Raises:
         TypeError: model is no module, seed no int, or a weight of another dtype.
@@ -134,7 +134,7 @@ def _changes(decoder: Decoder, stream: Rotation, heads: Rotation | None) -> Chan
 
 
 def _fold(norm: Norm, changes: Changes, stream: Rotation) -> None:
-    """Take the gains of the norm, and the rotation of what it reads, into the layers behind it."""
+    """Take the gains of the norm, and the rotation of its input, into the layers behind it."""
     gains = norm.offset + norm.module.weight.detach().double()
     for reader in norm.readers:
         changes.add(reader, "weight", lambda weight: stream.turn(weight * gains))
@@ -145,7 +145,7 @@ def _turn_heads(half: Half, changes: Changes, heads: Rotation) -> None:
     """Turn the values of each head, and take that back in front of o_proj."""
 
     def turned(values: Tensor) -> Tensor:
-        """Of the rows of a weight [n, k] or a bias [n]."""
+        """Turn the rows of a weight [n, k] or a bias [n]."""
         by_heads = values.reshape(-1, half.head_dim, *values.shape[1:])
         return heads.turn(by_heads.movedim(1, -1)).movedim(-1, 1).reshape(values.shape)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model of transformers a LowbitConfig packs, each with its configuration.
+"""Select the layers of a transformers model that a LowbitConfig packs, each with its configuration.
 
 Linear layers whose weight is tied to another stay float, but where that of an embedding is asked for: then all layers
 that share the weight are packed, and share the packed one.
@@ -30,13 +30,13 @@ _NAMED = "named by modules_to_not_convert"
 
 
 class Selection:
-    """What becomes of the layers of ``model``.
+    """The layers of ``model`` to pack, and those that stay float.
 
     Args:
-        keep, keep_embeddings: names and patterns of what stays float, of linear layers and of embeddings.
+        keep, keep_embeddings: names and patterns of linear layers and of embeddings that stay float.
 
     Raises:
-        ValueError: plan names what is no layer, cannot be packed, or has to have one configuration and gets two.
+        ValueError: plan names a module that is no layer or cannot be packed, or gives tied layers two configurations.
     """
 
     def __init__(self, model: nn.Module, settings: LowbitConfig, keep: list[str], keep_embeddings: list[str]) -> None:
@@ -57,7 +57,7 @@ class Selection:
         return self.tied.get(name, (name,))
 
     def layout(self, name: str) -> str:
-        """Where the parts of the packed weight lie: a weight of tables alone is "row-major"."""
+        """The layout of the packed weight: a weight of tables alone is "row-major"."""
         shared = map(self._model.get_submodule, self.shared_with(name))
         return ROW_MAJOR if all(map(is_embedding, shared)) else _C.LAYOUT
 
@@ -67,8 +67,8 @@ class Selection:
         return replace(spec, x_format="float") if is_embedding(self._model.get_submodule(name)) else spec
 
     def _take_head(self, keep: list[str]) -> None:
-        """Give the output head and what is tied to it the configuration of heads, where nothing else is said of them;
-        what cannot be packed stays as it is."""
+        """Give the output head and layers tied to it the configuration of heads, where they have no other; those that
+        cannot be packed stay as they are."""
         heads = set(map(id, head_layers(self._model)))
         names = {name for name, module in self._model.named_modules() if id(module) in heads}
         shared = tuple(sorted({other for name in names for other in self.shared_with(name)}))

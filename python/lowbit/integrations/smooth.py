@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """lowbit.smooth_: scales of channels that a decoder's weights take over from its activations, before it is quantized.
 
-A channel of the input x of a linear layer is divided by s and the column of its weight multiplied by it: x / s is what
-the norm in front (its gains), the values (in front of o_proj) or the up projection (in front of down_proj) now give.
-The error of a column counts as s^-2, while the scale of its group grows by less than s where other channels of the
+A channel of the input x of a linear layer is divided by s and the column of its weight multiplied by it: the norm in
+front (its gains), the values (in front of o_proj) or the up projection (in front of down_proj) now give x / s. The
+error of a column counts as s^-2, while the scale of its group grows by less than s where other channels of the
 group are smaller: columns that meet large inputs get more of the codes.
 """
 
@@ -29,7 +29,7 @@ from lowbit.quant.packing import pack_weight
 from lowbit.tables.folding import folded
 
 STEPS = 20
-"""Of the search for alpha, as in AWQ."""
+"""Steps of the search for alpha, as in AWQ."""
 RANK = 32
 _LEAST = 1e-8  # of the mean of x^2: a channel that is 0 in all inputs has a finite scale
 
@@ -51,7 +51,7 @@ class SmoothedRow:
 
 @dataclass(frozen=True, slots=True)
 class SmoothingReport:
-    """What `smooth_` did: a `SmoothedRow` for each input, and ``difference`` as in `RotationReport`."""
+    """The report of `smooth_`: a `SmoothedRow` for each input, and ``difference`` as in `RotationReport`."""
 
     rows: list[SmoothedRow]
     difference: float
@@ -70,17 +70,17 @@ def smooth_(
 ) -> SmoothingReport:
     """Move scales of channels of a language model of transformers from activations into weights, in place.
 
-    The model computes what it did. For each input of linear layers the scales are s = rms(x)^alpha, with the alpha from
-    0 to 1 that makes the error of the outputs least when the weights are quantized. (AWQ, Lin et al. 2023,
+    The model computes the same results. For each input of linear layers the scales are s = rms(x)^alpha, with the alpha
+    from 0 to 1 that makes the error of the outputs least when the weights are quantized. (AWQ, Lin et al. 2023,
     arXiv:2306.00978; errors count as the mean of x x^T says.) Call it before `quantize_` with a calibration; with GPTQ
     it is not needed. After `rotate_`, which makes channels alike, little is left to gain.
 
-    Models, checks and what is refused are those of `rotate_`; the head stays as it is.
+    Models, checks and refusals are those of `rotate_`; the head stays as it is.
 
     Args:
         model: in float on the CPU.
-        batches: inputs that it is run on, or what ``lowbit.calibrate`` saw of them; with ``hessian=True``, else only
-            the mean of x^2 of each channel counts, which may choose scales that are worse than none.
+        batches: inputs that it is run on, or a result of ``lowbit.calibrate`` with ``hessian=True``; without, only the
+            mean of x^2 of each channel counts, which may choose scales that are worse than none.
         config: the format that the errors are those of; None is
             ``int8_dynamic_activation_int4_weight(group_size=32)``.
 

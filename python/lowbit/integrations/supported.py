@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which packages lowbit joins are installed, in which version, and what becomes of them; imports none of them."""
+"""The packages that lowbit joins: their versions if installed, and lowbit's part in each; imports none of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SWITCH = "LOWBIT_BITSANDBYTES"
 
 
 def integration_states() -> dict[str, str]:
-    """Return a sentence for each package: its version and what lowbit does in it, or why nothing."""
+    """Return a sentence for each package: its version and lowbit's part in it, or why it has none."""
     states = {}
     for package, oldest in _OLDEST.items():
         try:

@@ -47,7 +47,7 @@ NAME = "lowbit"
 class QuantizedCache(Cache):
     """A transformers cache in int8 or int4: ``past_key_values`` of any decoder with full attention.
 
-    The first prompt is attended to in float, as it is at hand; it is quantized for what comes after.
+    The first prompt is attended to in float, as it is at hand; it is quantized for the tokens after it.
 
     Args:
         format: ``"int8"`` or ``"int4"``, as in `lowbit.QuantizedKVCache`.
@@ -78,7 +78,7 @@ class QuantizedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers expects of a layer, on a QuantizedKVLayer."""
+    """A layer as transformers expects it, on a QuantizedKVLayer."""
 
     is_sliding = False
     is_compileable = False

@@ -46,7 +46,7 @@ class _Finder:
         if module is None or getattr(module.__spec__, "_initializing", False):
             return False
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # what it imports need not ask again
+            sys.meta_path.remove(self)  # modules that it imports need not ask again
         for integration in self.integrations:
             try:
                 importlib.import_module(integration)

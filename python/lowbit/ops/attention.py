@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with its gradient: what scaled_dot_product_attention and flex_attention are made of.
+"""Attention with its gradient, for scaled_dot_product_attention and flex_attention.
 
 As for `linear`, the Function stands outside the op and is used only when a gradient is wanted. It keeps q, k, v, the
 result (on a CPU in float32) and one log-sum-exp per row; the scores are computed again in the backward.
@@ -127,7 +127,7 @@ def _tensors(call: dict[str, Any]) -> list[Tensor | None]:
 
 
 def _joined(others: dict[str, Any], tensors: Sequence[Any]) -> dict[str, Any]:
-    """The call of `_without_tensors` and `_tensors`, or of what stands for each tensor."""
+    """The call of `_without_tensors` and `_tensors`, or of a stand-in for each tensor."""
     call = others | dict(zip(_TENSORS, tensors, strict=False))
     begin = len(_TENSORS)
     for name in _LISTS:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of
-what csrc/torch allocates."""
+"""Fake kernels of attention, decoding and the quantized cache: shape, dtype and strides of the
+results of csrc/torch."""
 
 from __future__ import annotations
 

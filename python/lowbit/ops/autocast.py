@@ -30,6 +30,6 @@ def _linear_of(device: str, keys: torch._C.DispatchKeySet) -> Callable[..., Tens
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Cast what autocast casts: floats but float64."""
+    """Cast as autocast does: floats but float64."""
     wanted = tensor is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(dtype) if wanted else tensor

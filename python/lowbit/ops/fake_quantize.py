@@ -34,7 +34,7 @@ def fake_quantize_weight(
     Args:
         weight: ``[n, k]`` float32, bfloat16 or float16. A group that holds inf or nan becomes nan.
         format: ``(format, group_size, mapping)``, as `LinearSpec.fake_quantize_args` says them.
-        scale: ``[n, groups]`` float32, rounded to what is stored; None: that of the range of each group.
+        scale: ``[n, groups]`` float32, rounded as for storage; None: that of the range of each group.
         zero: likewise, the zero points that go with the scales of an asymmetric weight.
 
     Returns:
@@ -104,8 +104,8 @@ class _Weight(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     """x @ fake_quantize(weight).T + bias. In one with the product, the gradient of the rounded weight has no
-    other owner and becomes that of the weight in place: memory of its size that is new costs more than what is
-    computed in it."""
+    other owner and becomes that of the weight in place: new memory of that size costs more than the
+    computation in it."""
 
     @staticmethod
     def forward(

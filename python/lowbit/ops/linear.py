@@ -20,7 +20,7 @@ from lowbit.ops.registration import register
 register()
 _linear_op = torch.ops.lowbit.linear.default
 _dequantize_op = torch.ops.lowbit.dequantize.default
-_linear_function = _linear_op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
+_linear_function = _linear_op._op  # an OpOverload calls it: 0.2 us less, but unknown to Dynamo
 _is_grad_enabled = torch.is_grad_enabled
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
@@ -108,8 +108,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, op_args: LinearArgs
 
 
 def _adds_exactly(x: Tensor, bias: Tensor, op_args: LinearArgs) -> bool:
-    """Whether adding the bias to the stored product gives what the kernel stores: it adds in float32
-    and rounds once."""
+    """Whether adding the bias to the stored product gives the kernel's result: it adds in float32 and rounds once."""
     whole = x.dtype is bias.dtype is torch.float32 and bias.shape == op_args[:1]
     return whole and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 

@@ -96,7 +96,7 @@ def take(steps: Sequence[Step]) -> None:
             step.take_compiled()
         return
     ready = [step.checked() for step in steps]
-    # what is called directly, and not by torch's dispatcher, shows up in torch's profiler where that is told
+    # a direct call, not through torch's dispatcher, is in torch's profiler only where it is told
     seen = torch.autograd._profiler_enabled()
     with torch.profiler.record_function("lowbit::optim_step_") if seen else contextlib.nullcontext():
         for step in ready:

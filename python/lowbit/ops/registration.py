@@ -67,7 +67,7 @@ def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
     By keyword, torch takes 0.2 us longer for each argument.
     """
     op, names = _op(name), argument_names(name)
-    # What an OpOverload calls, 0.2 us less: unknown to Dynamo, as itemgetter is.
+    # An OpOverload calls it; 0.2 us less, and unknown to Dynamo, as itemgetter is.
     function, in_order = op._op, operator.itemgetter(*names)
 
     def call(arguments: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def by_name(name: str) -> Callable[[dict[str, Any]], Any]:
 def function_of(name: str) -> Callable[..., Any]:
     """Return ``lowbit::name`` as a function of its arguments in the order of the schema."""
     op = _op(name)
-    function = op._op  # what an OpOverload calls: 0.2 us less, but unknown to Dynamo
+    function = op._op  # an OpOverload calls it: 0.2 us less, but unknown to Dynamo
 
     def call(*arguments: Any) -> Any:
         return (op if _is_dynamo_compiling() else function)(*arguments)
@@ -107,8 +107,7 @@ def refuse_derivatives(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def check(name: str, arguments: dict[str, Any]) -> None:
-    """Raise what ``lowbit::name`` would raise of these arguments before it computes. Sizes that only a run will say
-    are left to the run."""
+    """Raise the errors of ``lowbit::name`` for these arguments. Sizes that only a run knows are left to the run."""
     values = [arguments[argument] for argument in argument_names(name)]
     try:
         _C.check_call(name, [fakes.described(value) for value in values])

@@ -15,7 +15,7 @@ from lowbit.optim.checks import check_number, check_switch
 
 
 class _Adam(LowBitOptimizer):
-    """What Adam and AdamW share.
+    """The common part of Adam and AdamW.
 
     Args:
         params: float32, bfloat16 or float16 parameters on the CPU (DTensors too), or param groups.
@@ -26,7 +26,8 @@ class _Adam(LowBitOptimizer):
         amsgrad: divide by the largest second moment so far.
         block_size: elements that share a scale, a power of two from 32 to 4096; 256, or 128 of the
             4-bit classes (torchao's).
-        bf16_stochastic_round: round bfloat16 parameters up with the probability of what is cut off, from torch's seed.
+        bf16_stochastic_round: round bfloat16 parameters up with the probability of the part that is cut off,
+        from torch's seed.
         options: maximize; min_8bit_size=4096 (smaller parameters keep float32 moments); optim_bits=32, 16, 8 or 4.
 
     Raises:

@@ -120,11 +120,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; called with gradients enabled.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
             RuntimeError: a sparse gradient.
-            ValueError: an option of a group is not what the constructor would take.
+            ValueError: the constructor would not take an option of a group.
         """
         loss = None
         if closure is not None:
@@ -153,8 +153,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_changed_options(self) -> None:
-        """Raise ValueError for an option of a group that was changed to what no step could serve, before anything
-        changes. Not for lr, which schedulers may take below 0: `take` has its check."""
+        """Raise ValueError for an option of a group that was changed to a value that no step could serve, before
+        anything changes. Not for lr, which schedulers may take below 0: `take` has its check."""
         if torch.compiler.is_compiling():
             return
         for index, group in enumerate(self.param_groups):
@@ -194,7 +194,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         4-bit codes do not say their order: a loader reads them in that of the parameter.
 
         Raises:
-            ValueError: an option of a group is not what the constructor would take.
+            ValueError: the constructor would not take an option of a group.
         """
         self._check_changed_options()
         for group in self.param_groups:

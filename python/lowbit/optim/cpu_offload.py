@@ -2,8 +2,8 @@
 """Optimizer states and steps on the CPU, for parameters that lie on a device.
 
 Each parameter has a copy on the CPU, which another optimizer, the base optimizer, steps. A step is: parameters and
-gradients to the CPU, the base optimizer's step there, parameters back. Parameters are copied at each step, as what
-happens to them in between (a checkpoint that is loaded, `.data`) need not leave a trace that could be compared.
+gradients to the CPU, the base optimizer's step there, parameters back. Parameters are copied at each step: changes in
+between (a checkpoint that is loaded, `.data`) need not leave a trace that could be compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: an argument of another type, a DTensor on a device (`fully_shard` has CPUOffloadPolicy),
-            or what ``optimizer_class`` refuses.
+            or an argument that ``optimizer_class`` refuses.
 
     Example:
         >>> optimizer = CPUOffloadOptimizer(model.parameters(), lowbit.optim.AdamW8bit, lr=1e-4)
@@ -88,7 +88,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._adopt([group])
 
     def _stepped(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what the base optimizer steps in the place of each parameter: its copy, or the parameter itself."""
+        """Return the tensor that the base optimizer steps in the place of each parameter: its copy, or
+        the parameter itself."""
         for param in params:
             if param.device.type == "cpu" or not param.requires_grad or param.numel() < self.minimal_size:
                 continue
@@ -101,7 +102,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return [self._copies.get(param, param) for param in params]
 
     def _adopt(self, groups: list[dict[str, Any]]) -> None:
-        """Take over what the base optimizer made of groups that were added, and watch their gradients."""
+        """Take over the base optimizer's groups for those that were added, and watch their gradients."""
         self._show()
         for param in (param for group in groups for param in group["params"]):
             self._devices[param] = param.device
@@ -135,7 +136,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss; called with gradients enabled.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
             ValueError: a parameter has gone to another device since it was added.
@@ -192,10 +193,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what the base optimizer loads: a state dict of its class, offloaded or not.
+        """Load a state dict that the base optimizer loads: of its class, offloaded or not.
 
         Raises:
-            ValueError: what is no state dict of an optimizer, or what the base optimizer refuses.
+            ValueError: it is no state dict of an optimizer, or the base optimizer refuses it.
         """
         assert self.base_optimizer is not None
         loading.check_outline(state_dict, f"{_NAME}.load_state_dict")
@@ -222,7 +223,7 @@ def _while_alive(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _to_cpu(tensor: Tensor | None) -> Tensor | None:
-    """Copy a tensor, or begin to; torch takes pinned memory for what is not waited for."""
+    """Copy a tensor, or begin to; torch takes pinned memory for a copy that is not waited for."""
     return None if tensor is None else tensor.detach().to("cpu", non_blocking=tensor.device.type in _PINS)
 
 

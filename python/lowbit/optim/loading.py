@@ -28,7 +28,7 @@ _KEPT_OPTIONS = ("state_format", "block_size", "min_8bit_size", "bf16_stochastic
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The optimizer that a state dict is loaded into, and what torch's class does not know of it."""
+    """The optimizer that a state dict is loaded into, with facts about it that torch's class does not have."""
 
     optimizer: torch.optim.Optimizer
     rule: str
@@ -66,7 +66,7 @@ def _hold(target: Target, state_dict: dict[str, Any]) -> dict[str, Any]:
     check_outline(state_dict, call)
     saved_groups, groups = state_dict["param_groups"], target.optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
-        return state_dict  # torch's loader says what is wrong
+        return state_dict  # torch's loader raises the error
     _check_keys(state_dict, call)
     merged = [
         _merged_group(target, saved, group, f"{call}: param group {number}")
@@ -113,7 +113,7 @@ def _check_keys(state_dict: dict[str, Any], call: str) -> None:
 
 
 def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return what a param group becomes."""
+    """Return the param group after loading."""
     is_ours = "state_format" in saved
     try:
         given = saved if is_ours else saved_state.options_of(saved, target.rule)
@@ -129,7 +129,7 @@ def _merged_group(target: Target, saved: dict[str, Any], group: dict[str, Any], 
 
 def _convert(entry: saved_state.Entry, again: Counter[str]) -> _Held | None:
     """Return the state of one parameter in the layout that it has in this optimizer, None if it was never stepped;
-    count what loses by it."""
+    count states that lose precision by it."""
     saved = saved_state.read(entry)
     if saved is None:
         return None

@@ -49,14 +49,14 @@ def prepare(
     """Make the state of a parameter, or convert it to the parameter's memory order and the options as they are now.
 
     Args:
-        rule, options: what is kept.
+        rule, options: they decide which moments are kept, and how.
         param: the parameter.
         state: its state, changed.
         kept: how the moments in ``state`` lie; None: as they are to.
         owner: the name of the optimizer, for errors.
 
     Returns:
-        How they lie now.
+        Their layout now.
 
     Raises:
         ValueError: no step could serve the parameter, or the state is not of its shape, or lacks a moment.

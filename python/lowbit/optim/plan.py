@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of one param group needs, found once: lists of the tensors themselves, by state format and device.
+"""The plan of a step of one param group, made once: lists of the tensors themselves, by state format and device.
 
-A plan holds the very tensors of parameters and states, which the step reads anew each time: what `.data =` puts into
-them is followed. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
+A plan holds the very tensors of parameters and states, which the step reads anew each time: data that `.data =` puts
+into them counts. The exceptions are views of the local tensors of DTensors, whose addresses are compared. Everything
 else that a plan was made from is compared by `serves`; gradients are looked up at each step.
 """
 
@@ -83,14 +83,14 @@ class CallLists:
         return StepLists(params, grads, self.states, self.scales, self.steps)
 
     def write_back(self, stepped: StepLists) -> None:
-        """Take over what was stepped in a copy."""
+        """Take over the parameters that were stepped in a copy."""
         for place in self.gaps:
             self.params[place].copy_(stepped.params[place])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The lists of a step, and what they were made from."""
+    """The lists of a step, and the values that they were made from."""
 
     calls: list[CallLists]
     options: StateOptions
@@ -132,7 +132,8 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
 
 
 def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
-    """What says that a parameter lies as it did, and that views of local tensors still are of them."""
+    """The places of parameters: equal ones mean that they lie as before, and that views are of the
+    same local tensors."""
     places: list[Any] = [(param.shape, param.stride()) for param in params]
     if sharded and not torch.compiler.is_compiling():
         local = [sharding.local(tensor) for tensor in sharded]

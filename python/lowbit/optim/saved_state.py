@@ -43,12 +43,12 @@ class Moment:
 
 @dataclass(slots=True)
 class Entry:
-    """What was saved for one parameter."""
+    """The saved state of one parameter."""
 
     rule: str  # of the optimizer that it is for
     owner: str  # name of its class
     saved_group: dict[str, Any]
-    group: dict[str, Any]  # what it becomes
+    group: dict[str, Any]  # the group that it becomes
     param: Tensor
     state: dict[str, Any]
     what: str  # for errors
@@ -225,7 +225,7 @@ def _check(tensor: Any, dtypes: tuple[torch.dtype, ...], shape: Sequence[int], w
 
 
 def _check_map(qmap: Any, state_format: str, is_signed: bool, what: str) -> None:
-    """Raise ValueError unless the codes mean what they mean here."""
+    """Raise ValueError unless the codes mean the same as here."""
     count = 16 if state_format == "dynamic4" else 256
     _check(qmap, _FLOATS, (count,), what)
     codes = torch.arange(count, dtype=torch.uint8, device="cpu")

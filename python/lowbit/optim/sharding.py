@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of DTensor parameters (FSDP2, tensor parallelism): a step sees local shards, a checkpoint sees DTensors.
 
-Blocks never cross shards. Values and 8-bit codes shard as their parameter. What has no parameter's shape (scales, 4-bit
-codes) is one row per shard, padded to the largest, of a global ``[shards, largest]``: torch.distributed.checkpoint then
-refuses another number of shards by its shape, where the blocks would not fit.
+Blocks never cross shards. Values and 8-bit codes shard as their parameter. Scales and 4-bit codes, which do not have
+the parameter's shape, are one row per shard, padded to the largest, of a global ``[shards, largest]``:
+torch.distributed.checkpoint then refuses another number of shards by its shape, where the blocks would not fit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments in memory: their layout, allocate, encode, decode. What the codes mean: docs/ops/optim.md."""
+"""Moments in memory: their layout, allocate, encode, decode. docs/ops/optim.md has the meaning of codes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of values or codes."""
+        """The dtype of values or codes."""
         return _FLOATS.get(self.state_format, torch.uint8)
 
     @property
     def scales(self) -> int:
-        """How many there are."""
+        """The number of scales."""
         return scale_count(self.numel, self.block_size) if self.block_size else 0
 
     def empty(self, dtype: torch.dtype) -> Tensor:

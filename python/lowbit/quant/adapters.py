@@ -157,7 +157,8 @@ def _checksum(weight: Tensor) -> int:
 
 @contextlib.contextmanager
 def _decoded(base: QuantLinear) -> Iterator[nn.Linear]:
-    """Make the layer an nn.Linear with the decoded weight while peft changes it; at the end it is what it was."""
+    """Make the layer an nn.Linear with the decoded weight while peft changes it; at the end it is
+    a QuantLinear again."""
     kind, packed = type(base), base.weight
     base._parameters["weight"] = nn.Parameter(base.dequantize(), requires_grad=False)
     base.__class__ = nn.Linear  # also for calls of merge and unmerge from inside, as DoRA makes them

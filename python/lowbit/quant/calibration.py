@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""calibrate: what the linear layers of a model are given, by which errors of their weights count."""
+"""calibrate: moments of the inputs of a model's linear layers, which weight the errors of their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRESS_AFTER_S = 2.0
 
 @dataclass(slots=True)
 class Calibration:
-    """What ``calibrate`` saw, for ``quantize_(model, config, calibration=...)``.
+    """The result of ``calibrate``, for ``quantize_(model, config, calibration=...)``.
 
     Args:
         layers: moments by the qualified name of each linear layer that was called.
@@ -39,7 +39,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read what ``save`` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
             ValueError: it is another file, or of a version that is not here.
@@ -66,7 +66,7 @@ def calibrate(
     hessian: bool = False,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> Calibration:
-    """Run ``model`` on ``batches`` and return what its linear layers were given.
+    """Run ``model`` on ``batches`` and return the moments of its linear layers' inputs.
 
     The model runs in evaluation mode without gradients, and is as it was afterwards. A few dozen inputs like those of
     use are enough.
@@ -83,7 +83,7 @@ def calibrate(
 
     Raises:
         TypeError: model is no module, or batches is one input and no iterable of inputs.
-        ValueError: there was no batch, the model fails on one (says on which, and what it is), or no linear layer was
+        ValueError: there was no batch, the model fails on one (names the batch and its type), or no linear layer was
             called; a layer was given inf or nan (says which).
 
     Example:
@@ -125,7 +125,7 @@ def _run(model: nn.Module, batch: Any, number: int) -> None:
     args, kwargs = arguments_of(batch)
     try:
         model(*args, **kwargs)
-    except Exception as error:  # the model is the caller's, and so is what it raises
+    except Exception as error:  # the model is the caller's, and may raise anything
         told = [*map(_told, args), *(f"{name}={_told(value)}" for name, value in kwargs.items())]
         raise ValueError(
             f"calibrate: the model must run on each batch, got {type(error).__name__} on batch {number}, which is "
@@ -142,7 +142,7 @@ def _told(value: Any) -> str:
 def _counting(moments: InputMoments) -> Callable[..., None]:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.dim() and x.shape[-1] == len(moments.squares):  # else the layer itself says what is wrong
+        if x.dim() and x.shape[-1] == len(moments.squares):  # else the layer itself raises the error
             moments.add(x.to(moments.squares.device))
 
     return count

@@ -38,13 +38,13 @@ class CodedWeight:
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, spec: LinearSpec) -> CodedWeight:
         """Return the weight of codes ``[n, k]``, and of scales and zero points ``[n, groups]`` float32, which are
-        rounded to what is stored."""
+        rounded for storage."""
         half = None if zero is None else zero.half()
         return cls(spec, codes, *split_scale(scale, spec.group_size), half)
 
     @classmethod
     def unpack(cls, packed: Tensor, stored: StoredWeight) -> CodedWeight:
-        """Return what a packed weight holds; the inverse of `pack`."""
+        """Return the codes, scales and zero points of a packed weight; the inverse of `pack`."""
         spec, k = stored.spec, stored.k
         rows, begin, sections = repack_weight(packed, stored, "row-major"), 0, []
         groups, bits = spec.groups(k), _C.FORMAT_FACTS[spec.format]["bits"]
@@ -86,7 +86,7 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     """Return scales ``[n, groups]`` as they are stored: float32 per column, and float16 per group or None.
 
     The part of a column is the power of two of its largest scale. To divide by it is exact, so float16 scales of other
-    checkpoints stay what they are. The part is half of that power where this alone keeps every scale of the column: the
+    checkpoints keep every bit. The part is half of that power where this alone keeps every scale of the column: the
     largest group's part may have been rounded up to 2, and the next power of two takes a bit from subnormal parts.
     """
     if not group_size:
@@ -133,7 +133,7 @@ def _codes(stream: Tensor, k: int, bits: int) -> Tensor:
 
 
 def _overlaps(bits: int) -> list[tuple[int, int, int]]:
-    """Which of 8 codes lie in which of ``bits`` bytes: (code, byte, how far the code is moved up in the byte)."""
+    """The places of 8 codes in ``bits`` bytes: (code, byte, how far the code is moved up in the byte)."""
     places = [(code, byte, bits * code - 8 * byte) for code in range(8) for byte in range(bits)]
     return [place for place in places if -bits < place[2] < 8]
 

@@ -18,9 +18,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> LayerName
     """Turn every `QuantLinear` and `QuantEmbedding` of ``model`` into an nn.Linear or nn.Embedding with the decoded
     weight, in place.
 
-    The weights are those that the packed ones stand for: what rounding took does not come back. Layers keep their
-    identity, hooks and bias; layers that share a packed weight share the float one. What was fused becomes what it
-    was; a layer that was a Conv1D of transformers becomes an nn.Linear, which computes the same.
+    The weights are the values of the packed ones: the error of rounding stays. Layers keep their identity, hooks and
+    bias; layers that share a packed weight share the float one. Fused modules become what they were; a layer that was a
+    Conv1D of transformers becomes an nn.Linear, which computes the same.
 
     Args:
         model: any module, also a QuantLinear by itself.

@@ -33,5 +33,5 @@ class Distortion:
 
     @property
     def absmax_db(self) -> float:
-        """What it would be with absmax."""
+        """The same with absmax scales."""
         return decibel(self.signal, self.absmax_noise)

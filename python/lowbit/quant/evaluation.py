@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a model to look at what its linear layers see: how an input becomes a call, and the state for it."""
+"""Running a model to look at its linear layers' inputs: how an input becomes a call, and the state for it."""
 
 from __future__ import annotations
 

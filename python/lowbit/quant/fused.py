@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules have in common that `lowbit.fuse` made faster: their class changes in place and can change back, and
-where a call is more than plain inference they compute as before."""
+"""The base of modules that `lowbit.fuse` made faster: their class changes in place and can change back, and where a
+call is more than plain inference they compute as before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fused(nn.Module):
     piece: ClassVar[type[Fused]]
     unfused: ClassVar[type[nn.Module]]
     facts: dict[str, Any]
-    """What was found out about the module when it was fused."""
+    """Facts about the module, found when it was fused."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, where neither pickle nor copy would find it.
@@ -41,7 +41,7 @@ class Fused(nn.Module):
         module.facts = facts
 
     def give_back(self) -> None:
-        """Turn the module back into what it was."""
+        """Turn the module back into its former class."""
         self.__class__ = self.unfused
         del self.facts
 
@@ -72,7 +72,8 @@ def unfuse(model: nn.Module) -> None:
 
 @functools.cache
 def _class_of(piece: type[Fused], unfused: type[nn.Module]) -> type[Fused]:
-    """A subclass of both: who asks for the original class still finds it, as transformers does to record outputs."""
+    """A subclass of both: code that asks for the original class still finds it, as transformers does
+    to record outputs."""
     return type(f"Fused{unfused.__name__}", (piece, unfused), {"piece": piece, "unfused": unfused})
 
 

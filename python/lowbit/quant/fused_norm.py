@@ -14,7 +14,8 @@ from lowbit.quant.fused import Fused, is_inference
 EPS = ("variance_epsilon", "eps")
 """The names that modules give it."""
 _TOLERANCE = 2e-5
-"""Of the largest value, between float32 in two orders of summation; another eps or offset differs by far more."""
+"""The allowed error, as a share of the largest value, between float32 in two orders of summation; another eps or offset
+differs by far more."""
 
 
 class FusedRMSNorm(Fused):
@@ -31,12 +32,12 @@ class FusedRMSNorm(Fused):
         return rms_norm(x, weight, self.facts["eps"], offset=self.facts["offset"])
 
     def is_as_fused(self) -> bool:
-        """Whether nobody has given it another eps."""
+        """Whether its eps is still the one that it was fused with."""
         return said_eps(self) == self.facts["said"]
 
 
 def said_eps(module: nn.Module) -> tuple[Any, ...]:
-    """What the module says under each of the names."""
+    """The module's values under each of the names."""
     inside = module.__dict__
     return inside.get(EPS[0]), inside.get(EPS[1])
 
@@ -45,8 +46,8 @@ def said_eps(module: nn.Module) -> tuple[Any, ...]:
 def norm_facts(module: nn.Module) -> dict[str, float] | None:
     """Return eps and offset of a module that computes ``x * rsqrt(mean(x^2) + eps) * (offset + weight)``, or None.
 
-    Names only suggest it: the module is given random rows, small ones too, where eps counts, and has to give what the
-    formula gives in float64.
+    Names only suggest it: the module is given random rows, small ones too, where eps counts, and has to give the
+    formula's result in float64.
     """
     weight, eps = getattr(module, "weight", None), _eps_of(module)
     lone = isinstance(weight, nn.Parameter) and len(list(module.parameters())) == 1 and not list(module.buffers())

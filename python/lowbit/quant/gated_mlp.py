@@ -40,8 +40,8 @@ class FusedGatedMLP(Fused):
         return layers["down_proj"](linear(x, up.weight, up.op_args, up.bias, mul=gated, row=up.row_number))
 
     def activation(self) -> int | None:
-        """The number of what ``act_fn`` computes now, which is found out again where it is another one or was changed;
-        None: the op does not have it."""
+        """The number of ``act_fn``'s activation now, which is found again where the function is another one or was
+        changed; None: the op does not have it."""
         function, facts = getattr(self, "act_fn", None), self.facts
         if function is not facts["act_fn"] or type(function) is not facts["kind"] or not facts["noted"].hold(function):
             if torch.compiler.is_compiling():
@@ -55,8 +55,8 @@ def fuse_gated_mlps(model: nn.Module) -> FusedModules:
     """Fuse each module of ``model`` that is a gated MLP of three `QuantLinear`, in place.
 
     A module is one when it has ``gate_proj``, ``up_proj``, ``down_proj`` (all quantized) and ``act_fn`` (silu, gelu or
-    relu), no other submodule or parameter, and when its own forward gives, on two random float32 rows, what the fused
-    one gives: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
+    relu), no other submodule or parameter, and when its own forward gives, on two random float32 rows, the results of
+    the fused one: within 1e-2 of the largest value (int8 activations of ``down_proj`` may round to a neighbour).
 
     A module with hooks on ``gate_proj``, ``up_proj`` or ``act_fn`` is left as it is. One that gets them later calls
     these three as before for as long as it has hooks, and in training mode; another ``act_fn`` counts when it comes.
@@ -99,7 +99,8 @@ def _has_gated_layers(module: nn.Module) -> bool:
 
 
 def _facts(function: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
-    """What a fused MLP with this ``act_fn`` knows: the number of the activation, and what it was found with."""
+    """The facts of a fused MLP with this ``act_fn``: the number of the activation, and the function and attributes that
+    it was found with."""
     activation = _activation(function)
     return {"activation": activation, "act_fn": function, "kind": type(function), "noted": Attributes(function)}
 

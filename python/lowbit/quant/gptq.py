@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPTQ (Frantar et al., arXiv 2210.17323): codes whose error in the layer's output is small, not in its weight.
 
-Input channels are rounded one after the other. The error of one, over what the channels that follow cannot make up for
-(the diagonal of the Cholesky factor U of the inverse of H, the mean of x x^T), is spread over them by U's row:
+Input channels are rounded one after the other. The error of one, divided by its diagonal entry of U (the Cholesky
+factor of the inverse of H, the mean of x x^T), is spread over the channels that follow by U's row:
     e = (w_i - decoded_i) / U[i, i];    w_j -= e U[i, j]  for j > i
 """
 
@@ -42,14 +42,14 @@ def gptq(
     if options.act_order:
         order = importance.argsort(descending=True, stable=True)
     factor = _factor(hessian[order][:, order], options.damping)
-    left = weight.T[order]  # [k, n], what is still to be rounded
+    left = weight.T[order]  # [k, n], not rounded yet
     scale, zero = scales(weight, importance)
     codes = weight.new_empty(k, n, dtype=torch.uint8)
     block = size if in_order else BLOCK
     for begin in range(0, k, block):
         end = min(begin + block, k)
         group = order[begin:end] // size
-        if in_order:  # the channels before have changed what this group holds
+        if in_order:  # the channels before have changed this group
             at = slice(begin // size, begin // size + 1)
             scale[:, at], zero[:, at] = scales(left[begin:end].T.contiguous(), importance[begin:end])
         codes[order[begin:end]], errors = _round_block(

@@ -2,8 +2,8 @@
 """InputMoments: sums over the inputs x [k] of a linear layer, by which errors of its weight count.
 
 An error e of a weight [n, k] changes the layer's output by x e^T, whose mean square is e^T H e with H = mean of x x^T.
-The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; the whole
-of it is what GPTQ needs.
+The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; GPTQ needs
+the whole of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of a packed weight: what a file holds becomes what the kernels read, and the other way round.
+"""The layouts of a packed weight: conversion between that of a file and that of the kernels.
 
-Codes, scales and zero points stay what they are, bit for bit. "row-major" is the one for exchange: each row of the
-weight by itself.
+Codes, scales and zero points keep every bit. "row-major" is the one for exchange: each row of the weight by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def numbers_of(layout: Tensor) -> StoredWeight:
     """Read the ``layout`` tensor of a state dict.
 
     Raises:
-        ValueError: it is no int64 tensor, or names what is not here.
+        ValueError: it is no int64 tensor, or names a version, format or layout that is not here.
     """
     if layout.dtype != torch.int64:
         raise ValueError(f"a layout of {layout.dtype}, which must be torch.int64")
@@ -89,7 +88,7 @@ def stored_problem(
     state_dict: Mapping[str, Any], prefix: str, spec: LinearSpec, n: int, k: int, layout: str = _C.LAYOUT
 ) -> str | None:
     """Say why the entries under ``prefix`` cannot be a packed weight of ``spec``, n and k, in any layout, or return
-    None. ``layout``: what is assumed where the numbers have no values."""
+    None. ``layout``: the layout that is assumed where the numbers have no values."""
     weight, numbers = state_dict.get(prefix + "weight"), state_dict.get(prefix + "layout")
     wanted = f"{prefix}weight must be packed as {spec.name} of n={n} k={k}"
     if isinstance(weight, Tensor) and weight.dtype != torch.uint8:

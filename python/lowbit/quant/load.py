@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""load: the weights of a quantized model from a file into a float model, whose layers become what the file holds.
+"""load: the weights of a quantized model from a file into a float model, whose layers become those of the file.
 
-A packed weight says in `layout`, the numbers beside it, what its bytes mean: the file needs no configuration.
+The numbers beside a packed weight, `layout`, give the meaning of its bytes: the file needs no configuration.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _INDEX_OR_FILE = (
 
 PACKED = (QuantLinear, QuantEmbedding)
 RENAMINGS: list[Callable[[nn.Module, dict[str, Tensor]], dict[str, Tensor]]] = []
-"""What gives the tensors of a file the names that a model has for them, where its library knows older ones: added by
-the integration of that library."""
+"""Functions that rename the tensors of a file to the names of a model, where its library knows older ones: added by the
+integration of that library."""
 
 
 def load(model: nn.Module, file: str | Path | Mapping[str, Tensor]) -> LayerNames:
-    """Load the state dict of a quantized model into ``model``, in place; its linear layers become what the file holds.
+    """Load the state dict of a quantized model into ``model``, in place; its linear layers become those of the file.
 
     ``model`` may be built on the meta device: then nothing is allocated twice. Its parameters become the file's
     tensors; layers that share a weight share it again.
@@ -113,8 +113,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 def packed_layers(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[nn.Module, StoredWeight]]]:
-    """Yield the layers whose packed weight the state dict holds, with what is stored; one that it cannot serve is
-    refused. Only the layouts have to hold values."""
+    """Yield the layers whose packed weight the state dict holds, with its numbers; one that it cannot serve is refused.
+    Only the layouts have to hold values."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         weight, layout = state.get(f"{prefix}weight"), state.get(f"{prefix}layout")
@@ -193,7 +193,7 @@ def _fill_buffers(model: nn.Module) -> None:
             module.to_empty(device="cpu", recurse=False)
             floats = [name for name in names if module._buffers[name].is_floating_point()]
             for name in floats:
-                module._buffers[name].fill_(torch.nan)  # what is left of it was not filled
+                module._buffers[name].fill_(torch.nan)  # its other elements were not filled
             initialize(module)
             names = [name for name in names if name not in floats or module._buffers[name].isnan().any()]
         left += [f"{prefix}.{name}" if prefix else name for name in names]

@@ -21,7 +21,7 @@ def check_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
     are packed where a layer is being trained. Those that are one tensor are still one in the layout that is loaded.
 
     Raises:
-        ValueError: names every such layer with what it wants and what the state dict holds.
+        ValueError: names every such layer with the wanted entry and that of the state dict.
     """
     layers = {
         f"{prefix}{name}." if name else prefix: child

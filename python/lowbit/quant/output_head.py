@@ -40,7 +40,7 @@ def head_config(function: str, head: Any, config: FormatConfig | None) -> Format
     Args:
         function: of which ``head`` is an argument, for errors.
         head: "int8" takes 8 bits, and the groups and activations of ``config``, where that has fewer bits; None takes
-            the head as any layer; anything else is what `config_of` takes.
+            the head as any layer; anything else goes to `config_of`.
         config: of all other layers, None for float.
     """
     if head is None or (head == INT8 and config is None):

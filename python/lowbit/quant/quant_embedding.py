@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuantEmbedding: an nn.Embedding whose weight is stored packed.
 
-weight uint8, frozen; layout int64[8] says what the bytes mean (formats/spec.py). By itself a weight is "row-major", a
-row of the matrix for each row of the table; one that a QuantLinear shares (tied weights) is in the layout of that.
+weight uint8, frozen; layout int64[8] has the meaning of the bytes (formats/spec.py). By itself a weight is "row-major",
+a row of the matrix for each row of the table; one that a QuantLinear shares (tied weights) is in the layout of that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QuantEmbedding(nn.Embedding):
     like: Tensor
     """Empty; its dtype is that of the result."""
     float_class: type[nn.Embedding] = nn.Embedding
-    """What it was; a table of Gemma multiplies its rows by ``embed_scale``."""
+    """Its former class; a table of Gemma multiplies its rows by ``embed_scale``."""
 
     def __init__(
         self,

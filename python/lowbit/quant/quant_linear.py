@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """QuantLinear: an nn.Linear whose weight is stored packed, once.
 
-weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] says what the bytes mean
+weight [panels, panel_bytes] uint8, frozen; bias as it was; layout int64[8] has the meaning of the bytes
 (formats/spec.py). All three are plain tensors, so state dicts, safetensors, export and FSDP2 (which shards whole
 panels) need no hooks of ours.
 """
@@ -131,8 +131,8 @@ class QuantLinear(nn.Linear):
         A lookup format (nf4, fp4, fp4_e2m1, fp8_e4m3) has none: ``w = scale * level[code]``.
 
         Raises:
-            ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite in
-                what they are stored as (float32 per row times float16 per group; float16).
+            ValueError: a shape or dtype is another, codes are past those of the format, scale or zero are not finite as
+                they are stored (float32 per row times float16 per group; float16).
         """
         _check_plain(codes, scale, zero, spec)
         return cls.from_packed(CodedWeight.of(codes, scale, zero, spec).pack(), *codes.shape, spec, bias)

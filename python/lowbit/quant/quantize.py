@@ -39,7 +39,7 @@ def quantize_(
     calibration: Calibration | Iterable[Any] | None = None,
     head: FormatConfig | str | None = INT8,
 ) -> QuantizationReport:
-    """Quantize the selected linear layers of ``model`` in place and return what was done.
+    """Quantize the selected linear layers of ``model`` in place and return a report.
 
     Layers are packed one by one and each float weight is freed at once, so memory peaks at the model plus one layer.
     Layers that share a weight share the packed one. On the meta device only the structure changes; load a quantized
@@ -48,11 +48,12 @@ def quantize_(
     Args:
         model: any module; its layers keep their identity, hooks and bias.
         config: a configuration, e.g. ``lowbit.int8_dynamic_activation_int4_weight(group_size=32)``, or one of torchao's
-            own; one that lowbit does not have is refused, and the error says what to use. Or
+            own; one that lowbit does not have is refused, and the error names a replacement. Or
             ``lowbit.training.QATConfig(config)``, with which layers are trained first.
         filter_fn: called with (module, qualified name), True selects nn.Linear, or nn.Embedding, which becomes a
-            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight something
-            else reads or computes; the report says what was left out and why. Adapters of peft stay float.
+            `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight
+            something else reads or computes; the report lists those that were left out, with reasons. Adapters of
+            peft stay float.
         device: "cpu" moves weights there, layer by layer; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count

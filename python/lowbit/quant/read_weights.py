@@ -2,7 +2,7 @@
 """Linear layers of transformers' models whose weight is read beside the layer, and so must not be packed: T5 looks at
 its dtype, Mamba multiplies by it.
 
-Found in the source of the class that owns the layer, since no call of the layer shows it.
+The source of the class that owns the layer shows it, since no call of the layer does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from lowbit.quant.linear_layers import is_linear
 
 _NAMED = re.compile(r"\bself\.(\w+)\.weight\b")
-_HARMLESS = {"device", "requires_grad"}  # what a packed weight says of itself as a float one does
+_HARMLESS = {"device", "requires_grad"}  # attributes that a packed weight has like a float one
 _CAREFUL = {"uint8", "is_floating_point"}  # a method that asks about these knows of packed weights
 _NO_CALL = "init"  # in names of methods that are called before the weights are there
 
 
 def weights_that_are_read(model: nn.Module) -> dict[int, str]:
-    """Return, by the ids of the layers, who reads their weight."""
+    """Return, by the ids of layers, a sentence that names the class that reads their weight."""
     found = {}
     for module in model.modules():
         layers = {name: layer for name, layer in module._modules.items() if layer is not None and is_linear(layer)}
@@ -41,7 +41,7 @@ def _is_of_transformers(cls: type) -> bool:
 
 @functools.cache
 def _read_by(cls: type) -> frozenset[str]:
-    """The names of layers whose weight a method of this class reads; of a method that is replaced nothing counts."""
+    """The names of layers whose weight a method of this class reads; methods that are replaced do not count."""
     names: set[str] = set()
     replaced: set[str] = set()
     for base in cls.__mro__:
@@ -55,7 +55,7 @@ def _read_by(cls: type) -> frozenset[str]:
 
 @functools.cache
 def _methods_of(home: str) -> dict[str, dict[str, set[str]]]:
-    """What each method of each class in a file reads; nothing where there is no source."""
+    """The layers whose weight each method of each class in a file reads; none where there is no source."""
     try:
         text = inspect.getsource(sys.modules[home])
     except (KeyError, OSError, TypeError):
@@ -89,8 +89,8 @@ def _read_in(method: ast.FunctionDef) -> set[str]:
 
 
 def _walked(method: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a method, but for what it does in training alone: there Mamba hands weights to kernels for GPUs,
-    and computes as always where it has none."""
+    """The nodes of a method, but for those of training alone: there Mamba hands weights to kernels for GPUs, and
+    computes as always where it has none."""
     waiting: list[ast.AST] = [method]
     while waiting:
         node = waiting.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QuantizationReport: what quantize_ did with every linear layer, as text, HTML and a dictionary."""
+"""QuantizationReport: the result of quantize_ for every linear layer, as text, HTML and a dictionary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ReportRow:
             of the layer's outputs.
         kernel: the row that will serve it with activations of the weight's dtype; two where one token
             takes another row.
-        note: why it was skipped, or what else happened.
+        note: why it was skipped, or another remark.
         absmax_db: the error dB with the scales of the groups' ranges, where others were chosen; else nan.
     """
 
@@ -90,7 +90,7 @@ class FloatWeight:
 
 @dataclass(repr=False)
 class QuantizationReport(LayerTable):
-    """Say what ``quantize_`` did. Print it, or let a notebook show it: layers of one kind are one line, with the bytes
+    """The report of ``quantize_``. Print it, or let a notebook show it: layers of one kind are one line, with the bytes
     of all of them. ``layers`` has a line for each.
 
     Args:
@@ -147,7 +147,7 @@ class QuantizationReport(LayerTable):
 
     @staticmethod
     def _cells(rows: list[ReportRow]) -> tuple[str, ...]:
-        """What a line says of layers that are alike: bytes of all of them, the spread of their errors."""
+        """The cells of a line of layers that are alike: bytes of all of them, the spread of their errors."""
         row = rows[0]
         return (
             row.format or "skipped",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orthogonal matrices R [d, d] that spread what single channels hold over all of them.
+"""Orthogonal matrices R [d, d] that spread the values of single channels over all of them.
 
 A Hadamard matrix has entries of +-1 / sqrt(d) alone, so each channel of x R is made of all channels of x in equal
 parts. It is a Kronecker product of small ones and is applied factor by factor: d * (the sum of their orders) products
@@ -30,7 +30,7 @@ class Rotation:
     """x -> x R with R = diag(signs) (F1 x F2 x ...), a Kronecker product.
 
     Args:
-        name: what it is, for reports.
+        name: of the rotation, for reports.
         signs: float64 ``[d]``, of +-1.
         factors: orthogonal matrices, float64, whose orders multiply to d.
     """

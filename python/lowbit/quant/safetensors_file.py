@@ -2,8 +2,8 @@
 """safetensors files tensor by tensor: read without a mapping, written without holding them.
 
 A file is the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape, data_offsets, and
-``__metadata__``), and the bytes of all tensors without gaps. The safetensors package maps what it reads, whose pages
-stay in the process, and takes all tensors of a file to write it; here one tensor at a time is in memory.
+``__metadata__``), and the bytes of all tensors without gaps. The safetensors package maps a file that it reads, whose
+pages stay in the process, and takes all tensors of a file to write it; here one tensor at a time is in memory.
 """
 
 from __future__ import annotations

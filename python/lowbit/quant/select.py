@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers quantize_ takes, and every check that comes before the first change."""
+"""Select the layers of quantize_, with every check that comes before the first change."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Selected:
     module: nn.Module  # nn.Linear, Conv1D or nn.Embedding
     spec: LinearSpec
     kernel: str
-    note: str  # what the report adds
+    note: str  # for the report
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _may_be_forced(module: nn.Module) -> bool:
 
 
 def embedding_reason(module: nn.Module) -> str:
-    """Why an embedding cannot be quantized, or an empty string; also for what is none."""
+    """Why an embedding cannot be quantized, or an empty string, also for a module that is no embedding."""
     if not is_embedding(module):
         return ""
     known = type(module) in (nn.Embedding, QuantEmbedding) or is_scaled_embedding(module) or is_fake_quantized(module)
@@ -260,9 +260,9 @@ def _check_values(name: str, weight: torch.Tensor, spec: LinearSpec) -> None:
 
 
 def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected: list[Selected]) -> Calibration | None:
-    """Return the calibration that was given, or that of the batches that were; raise unless it is what the
-    configuration needs and has seen every layer."""
-    selected = [item for item in selected if is_linear(item.module)]  # what an embedding is given does not weigh errors
+    """Return the calibration that was given, or that of the given batches; raise unless the configuration can use it
+    and it has seen every layer."""
+    selected = [item for item in selected if is_linear(item.module)]  # inputs of an embedding do not weigh errors
     real = [item for item in selected if item.module.weight.device.type != "meta"]
     gptq = any(isinstance(item.spec.algorithm, GPTQ) for item in real)
     if given is None:
@@ -300,7 +300,7 @@ def calibration_of(model: nn.Module, given: Any, config: FormatConfig, selected:
 
 
 def inputs_of(group: list[Selected], calibration: Calibration | None) -> InputMoments | None:
-    """What the layers that share a weight were given, together, where their codes depend on it."""
+    """The inputs of the layers that share a weight, together, where their codes depend on them."""
     if calibration is None or group[0].spec.takes_absmax:
         return None
     inputs = [calibration.layers[item.name] for item in group if is_linear(item.module)]

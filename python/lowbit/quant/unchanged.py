@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kept result depends on: entries in the dictionaries of modules, which must still be what they were."""
+"""The entries in dictionaries of modules that a kept result depends on, and the check that they are as they were."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLAIN = (int, float, str, tuple)
 
 
 class Attributes:
-    """The public attributes that an object had when they were noted: what its forward may read beside its tensors."""
+    """The public attributes that an object had when they were noted, which its forward may read beside its tensors."""
 
     def __init__(self, of: Any, without: Collection[str] = ()) -> None:
         inside = getattr(of, "__dict__", {})
@@ -22,7 +22,7 @@ class Attributes:
         self.values = tuple(inside[name] for name in self.names)
 
     def hold(self, of: Any) -> bool:
-        """Whether they are as they were. A number may be another object, as it is in what was unpickled."""
+        """Whether they are as they were. A number may be another object, as after unpickling."""
         for name, value in zip(self.names, self.values, strict=True):
             now = getattr(of, name, None)
             if now is not value and not (type(now) is type(value) and isinstance(now, _PLAIN) and now == value):
@@ -34,7 +34,7 @@ class Unchanged:
     """Entries of dictionaries, classes of modules, hooks and addresses that were noted, and whether all of them are as
     they were. That is asked in C, 40 ns for each; in Python it took longer than the kernels of a layer.
 
-    A copy holds nothing, and neither does what was unpickled: the entries are those of these modules.
+    A copy holds nothing, nor does an unpickled object: the entries are those of these modules.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Unchanged:
         self._hooks += (module._forward_hooks, module._forward_pre_hooks)
 
     def note_addresses(self, tensors: Sequence[Tensor]) -> None:
-        """Note where the memory of the tensors is; somebody has to hold it."""
+        """Note the addresses of the tensors, and hold them: freed memory could get the same address again."""
         self._tensors += tensors
         self._addresses += map(Tensor.data_ptr, tensors)
 

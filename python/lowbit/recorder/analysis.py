@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder of recordings says: where every rank is, where ranks first differ, and which of them is to blame.
+"""Analyse a folder of recordings: where every rank is, where ranks first differ, and which of them is to blame.
 
 Ranks of one program make the same calls in the same order, so records are compared by their sequence number, and
 collectives by their number in the process group; clocks play no part. Blame: the ranks outside of the largest set that
@@ -20,7 +20,7 @@ _ANY_SHAPE = {"c10d.gather", "c10d.scatter", "c10d.all_to_all", "c10d.all_to_all
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Where one process is."""
+    """The state of one process."""
 
     name: str
     rank: int
@@ -128,7 +128,7 @@ def _facts(record: Record) -> dict[str, Hashable]:
 
 
 def _difference(what: str, number: int, records: dict[int, Record | None]) -> Difference | None:
-    """Whether ranks differ at one place, in what first, and who is in the minority."""
+    """The first difference of ranks at one place, with the ranks in the minority; None where they agree."""
     told = {rank: None if record is None else _facts(record) for rank, record in records.items()}
     sets: defaultdict[str, list[int]] = defaultdict(list)
     for rank, facts in told.items():

@@ -116,7 +116,7 @@ def _close_when_done(result: Any, handle: tuple[int, int]) -> None:
 
 
 def _close_pending() -> None:
-    """Close what has ended meanwhile; of works that are not waited for, the oldest."""
+    """Close the works that have ended meanwhile, and the oldest of works that are not waited for."""
     for entry in _pending[:]:
         if entry[0].is_completed() or len(_pending) > _MOST_PENDING:
             _pending.remove(entry)

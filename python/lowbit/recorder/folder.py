@@ -13,7 +13,7 @@ from lowbit.recorder.torch_dumps import from_torch, unpickle
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Recordings of a folder, and what could not be read, a sentence each."""
+    """Recordings of a folder, and a sentence for each file that could not be read."""
 
     path: str
     recordings: tuple[Recording, ...]

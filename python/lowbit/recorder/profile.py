@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows ran, how often, how long, and how far from what this machine can do at most."""
+"""profile: the rows that ran, how often, how long, and how far from this machine's limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH_OPS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class TorchOp:
-    """What an op of torch took by itself, without the ops that it called."""
+    """The time of an op of torch by itself, without the ops that it called."""
 
     name: str
     calls: int
@@ -126,7 +126,7 @@ class profile:
         self._ended = True
 
     def between(self, in_rows: float) -> list[tuple[str, int | None, float]]:
-        """Return what took the time that is not in rows, by name, calls and seconds; nothing without torch_ops."""
+        """Return the ops that took the time outside of rows, by name, calls and seconds; nothing without torch_ops."""
         if self._torch is None:
             return []
         ours = [op for op in self.torch_ops if op.name.startswith("lowbit::")]
@@ -161,8 +161,8 @@ class profile:
         return ProfileTable(self.rows(), self)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the roofline: what each row computed in a second over its operations per byte, below what memory and
-        arithmetic allow; return the axes. Rows whose products are not counted are in the table alone.
+        """Draw the roofline: each row's operations in a second over its operations per byte, below the limits of memory
+        and arithmetic; return the axes. Rows whose products are not counted are in the table alone.
 
         Args:
             ax: axes of matplotlib to draw into; None makes new ones.

@@ -30,7 +30,7 @@ _TENSORS, _SIZES = 3, 4
 _BEING_WRITTEN = (1 << 64) - 1
 BETWEEN_TWO = {"c10d.send", "c10d.recv", "c10d.recv_any_source"}
 MOST_RANKS = 1 << 20
-"""Of one run: an order of magnitude more than any has."""
+"""The most ranks of one run: an order of magnitude more than any has."""
 
 
 class RecordingError(ValueError):
@@ -101,7 +101,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The records of one process, by sequence number, and what is known of it."""
+    """The records of one process, by sequence number, and facts about it."""
 
     path: str
     host: str
@@ -217,7 +217,7 @@ def parse(content: bytes, path: str = "") -> Recording:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the numbers of a record mean, as the header of its file says."""
+    """The names of numbers in a record, from the header of its file."""
 
     state: list[str]
     dtype: list[str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can do at most, and kernel rows below it: a roofline (Williams, Waterman, Patterson, 2009)."""
+"""The limits of this machine, and kernel rows below them: a roofline (Williams, Waterman, Patterson, 2009)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PROBED_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine does at most, measured: reading memory, float32 FMAs and products of int8 in registers, each
+    """The measured limits of this machine: reading memory, float32 FMAs and products of int8 in registers, each
     on all threads."""
 
     threads: int
     bandwidth: float  # bytes in a second
     float32: float  # operations in a second; a product and its sum are two
     int8: float
-    float32_of: str  # what was measured
+    float32_of: str  # the code that was measured
     int8_of: str
 
     def operations(self, arithmetic: str) -> float:

@@ -48,7 +48,7 @@ def unpickle(content: bytes, path: str) -> Any:
 
 
 def from_torch(content: Any, path: str) -> Recording:
-    """What a dump of torch's recorder says, as a recording of one rank; its number is at the end of the file's name.
+    """A dump of torch's recorder as a recording of one rank, whose number is at the end of the file's name.
 
     Raises:
         RecordingError: it has no version 2.x, or something is missing or of another type.

@@ -31,7 +31,7 @@ class QuantizedActivations:
     zero: Tensor  # float64 integers; 0 when symmetric
 
     def decode(self) -> Tensor:
-        """Return what the kernel multiplies with, float64 ``[m, k]``."""
+        """Return the factors that the kernel multiplies, float64 ``[m, k]``."""
         return self.scale.double() * (self.codes - self.zero)
 
 

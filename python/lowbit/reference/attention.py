@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in float64, all scores at once: what flex_attention must return.
+"""Attention in float64, all scores at once: the result of flex_attention.
 
 scores = score_mod(scale * q k^T); -inf where mask_mod says no; softmax over k (and the sink, a column without a
 value); times v.

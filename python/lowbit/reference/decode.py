@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `decode` computes and what the codes of a key-value cache mean, in float64."""
+"""The result of `decode` and the values of a key-value cache's codes, in float64."""
 
 from __future__ import annotations
 

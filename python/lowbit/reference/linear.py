@@ -46,7 +46,7 @@ def product(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float"
 
 
 def magnitude(x: Tensor, weight: QuantizedWeight | Tensor, x_format: str = "float") -> Tensor:
-    """Return sum_k |x| * |w|, what rounding errors are proportional to.
+    """Return sum_k |x| * |w|, to which rounding errors are proportional.
 
     Kernels may multiply codes counted from an offset of their own (0 for int4, else the zero point of a symmetric
     weight) and take zero point times sum of x off the total, so a weight counts as far as it and the zero point are

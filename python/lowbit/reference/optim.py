@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer step computes, in torch float64: the maps of the state formats, encoding, the
-rules, stochastic rounding.
+"""An optimizer step in torch float64: the maps of the state formats, encoding, the rules, stochastic rounding.
 
 A quantized moment is stored as codes and one float32 scale per block of consecutive elements:
 moment = map[code] * scale.
@@ -67,8 +66,8 @@ def scales(values: Tensor, format: str, block_size: int) -> Tensor:
 def nearest_code(relative: Tensor, format: str, signed: bool) -> Tensor:
     """Code of the value nearest to each element, by search; float8 breaks ties to even, the maps upward.
 
-    A moment that cannot be negative divides by its root, so what is above 0 keeps at least the smallest code above that
-    of 0.
+    A step divides by the root of a moment that cannot be negative, so a value above 0 has at least the smallest code
+    above that of 0.
     """
     if format == "float8":  # via float32: exact unless relative has more than 24 bits
         codes = relative.float().to(torch.float8_e4m3fn).view(torch.uint8).long()
@@ -174,7 +173,8 @@ def random16(numel: int, block_size: int, seed: int, step: int, index: int) -> T
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 ``[n]`` to bfloat16: up in magnitude with the probability of what is cut off. inf and nan stay."""
+    """Round float32 ``[n]`` to bfloat16: up in magnitude with the probability of the part that is cut off. inf
+    and nan stay."""
     raised = (x.view(torch.int32).long() & 0xFFFFFFFF) + bits & 0xFFFF0000
     rounded = torch.where(raised >= 2**31, raised - 2**32, raised).int().view(torch.float32)
     return torch.where(x.isnan(), x, rounded).bfloat16()

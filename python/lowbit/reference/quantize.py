@@ -38,7 +38,7 @@ LEVELS = {
     "fp4_e2m1": _both_signs([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "fp8_e4m3": torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float(),
 }
-"""What the codes of a lookup format stand for, float32. Those of fp4 are bitsandbytes'; two codes of it are 0."""
+"""The levels of the lookup formats by code, float32. Those of fp4 are bitsandbytes'; two codes of it are 0."""
 
 
 def largest_level(format: str) -> float:
@@ -75,8 +75,8 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, codes: Tensor, scale: Tensor, zero: Tensor | None, format: str, group_size: int) -> QuantizedWeight:
-        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded to what is stored;
-        those of a `QuantizedWeight` need no rounding."""
+        """Make one of codes ``[n, k]``, scales and zero points ``[n, groups]``, which are rounded for storage; those of
+        a `QuantizedWeight` need no rounding."""
         half = None if zero is None else zero.half()
         return cls(format, group_size, codes, *split_stored_scale(scale, group_size), half)
 
@@ -96,7 +96,7 @@ class QuantizedWeight:
 
     @property
     def levels(self) -> Tensor:
-        """What each code stands for before zero point and scale, float64 ``[n, k]``."""
+        """The value of each code before zero point and scale, float64 ``[n, k]``."""
         return LEVELS[self.format].double()[self.codes.int()] if self.format in LEVELS else self.codes.double()
 
     def spread(self, per_group: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
     """Store a scale per group as float32 per column times float16 per group.
 
     The column's part is the largest power of two that its largest scale holds: dividing by it is exact, so float16
-    scales of other checkpoints stay what they are.
+    scales of other checkpoints keep every bit.
     """
     if not group_size:
         return scale[:, 0], None

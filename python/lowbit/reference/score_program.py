@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a score program means: every op in torch, float64 and int32, one element of the scores per (q, k)."""
+"""The meaning of a score program: every op in torch, float64 and int32, one element of the scores per (q, k)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ that is worse than the scale of the group's range (csrc/formats/scale_search.hpp
 
 With the scale u the codes of a group stand for levels l around the zero point; the best scale for those levels is
 ``t = sum h w l / sum h l^2``, and it leaves ``sum h w^2 - (sum h w l)^2 / sum h l^2``. The candidate with the
-largest ``(sum h w l)^2 / sum h l^2`` wins, its t is rounded to what is stored, and one more is made of the levels
-that it gives.
+largest ``(sum h w l)^2 / sum h l^2`` wins, its t is rounded for storage, and one more candidate is made of its levels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def search(
 
     Args:
         weight, format, group_size, mapping: as `quantize` takes them; not ``symmetric_no_clipping_err``.
-        importance: ``[k]``, what a squared error counts; None: all the same.
+        importance: ``[k]``, the weight of a squared error; None: all the same.
     """
     start = quantize(weight, format, group_size, mapping)
     most, asymmetric = 2 ** bits_of(format) - 1, mapping == "asymmetric"

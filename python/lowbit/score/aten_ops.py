@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each ATen op means as score-program instructions: those of aten_pointwise.py, and here those that read, make
+"""The score-program instructions of each ATen op: those of aten_pointwise.py, and here those that read, make
 or fold tensors.
 
 FUNCTIONS says which op a function that a mod calls from Python is.
@@ -167,7 +167,7 @@ INSTRUCTIONS = POINTWISE | {
     "bucketize": _bucketize,
     "searchsorted": _searchsorted,
 }  # fmt: skip
-"""ATen op by name: what writes its instructions."""
+"""The functions that write the instructions of each ATen op, by its name."""
 
 
 _DUNDERS = {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a piece of Python code can read, by its opcodes: names of globals, and names of attributes of whatever it
-gets hold of."""
+"""The names that a piece of Python code can read, by its opcodes: globals, and attributes of any object
+that it gets."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Names:
 
 @functools.lru_cache(4096)
 def names_of(code: types.CodeType) -> Names | None:
-    """Return what the code and the functions inside it name; None if it changes what is outside, imports, or reads in
-    ways that have no name."""
+    """Return the names in the code and in the functions inside it; None if it changes objects outside, imports, or
+    reads in ways that have no name."""
     found_globals: set[str] = set()
     attributes: set[str] = set()
     for inner in _with_inner(code):

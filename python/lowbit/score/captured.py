@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a score_mod or mask_mod reads besides its arguments: the key that its program is kept under, and its tensors.
+"""Find the objects that a score_mod or mask_mod reads besides its arguments: the key of its program, and its tensors.
 
 A new closure per batch is the same mod with other tensors. So the key holds code and constants, and of a tensor only
 its dtype and its number of dimensions; the tensors themselves are listed in the order in which they are met, and handed
@@ -57,7 +57,7 @@ _NEVER_RUN = frozenset(
     __replace__ __annotate_func__ __annotate__
 """.split()
 )
-"""What no reading of an object runs: its making, copying and changing."""
+"""Methods that no reading of an object runs: its making, copying and changing."""
 
 
 @dataclass(slots=True)
@@ -79,11 +79,11 @@ class _Unknown(Exception):
 
 _known_names: dict[
     Any, frozenset[str]
-] = {}  # by the code of a mod: what it and the code that it reached so far name as attributes
+] = {}  # by the code of a mod: the attributes that it and the code that it reached so far name
 
 
 def captured_by(mod: Callable[..., Any]) -> Captured:
-    """List what ``mod`` reads besides its arguments."""
+    """List the objects that ``mod`` reads besides its arguments."""
     function = mod.function if type(mod) in (MaskMod, ScoreMod) else mod
     root = getattr(function, "__code__", type(function))
     names = _known_names.get(root, frozenset())
@@ -248,8 +248,7 @@ class _Walk:
         return named, self.value(forward) if type(module) not in _CONTAINERS or type(module) is nn.Sequential else None
 
     def _protocols(self, value: Any) -> Hashable:
-        """The methods that Python calls by itself; those that hand out what an attribute's name does not
-        say are unknown."""
+        """The methods that Python calls by itself; those that return more than an attribute's name says are unknown."""
         kind, found = type(value), []
         fields = getattr(kind, "__dataclass_fields__", {})
         for name, item in sorted(_inherited(kind).items()):
@@ -297,7 +296,7 @@ def _is_dunder(name: str) -> bool:
 
 @functools.cache
 def _pure_functions() -> frozenset[Any]:
-    """What returns the same for the same arguments; random numbers the tracer finds by itself."""
+    """Functions that return the same for the same arguments; the tracer finds random numbers by itself."""
     homes = [
         torch._C._VariableFunctions,
         torch._C._nn,

@@ -2,8 +2,8 @@
 """``x[...]`` inside a mod, in every form that torch takes: 0-d tensors, ints, lists, slices, None, ``...`` and
 mixtures of them.
 
-torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; what is
-left are tensors.
+torch itself would ask a 0-d index tensor for its number here. Ints and slices become views first; the other
+indices are tensors.
 """
 
 from __future__ import annotations

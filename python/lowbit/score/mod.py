@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mods that can be drawn: what `lowbit.attention.masks` and `lowbit.attention.mods` are made of. Plain functions
+"""Mods that can be drawn: the base of `lowbit.attention.masks` and `lowbit.attention.mods`. Plain functions
 work everywhere too."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ScoreMod:
         return self.__name__
 
     def dense(self, q_len: int, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> Tensor:
-        """Return what becomes of a score that is ``score`` everywhere, float32 ``[q_len, kv_len]``."""
+        """Return the modified scores where each score is ``score``, float32 ``[q_len, kv_len]``."""
         return _dense(lambda q, k: self(_number(score), _number(b), _number(h), q, k), q_len, kv_len)
 
     def text(self, q_len: int = 16, kv_len: int | None = None, *, score: float = 0.0, b: int = 0, h: int = 0) -> str:

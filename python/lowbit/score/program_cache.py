@@ -49,7 +49,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A program and its tensors: what an attention op takes."""
+    """A program and its tensors, as an attention op takes them."""
 
     code: list[int]
     captured: list[Tensor]
@@ -70,7 +70,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
 
     Raises:
         UnknownOp: the mod computes something that a program cannot express; evaluate it through torch.
-        RuntimeError: the mod branches on values, draws random numbers or writes to what it is given.
+        RuntimeError: the mod branches on values, draws random numbers or writes to its arguments.
     """
     captured = Captured(mod.tensors) if isinstance(mod, Subgraph) else captured_by(mod)
     argument = _MASK if mask else _SCORE
@@ -97,7 +97,7 @@ def bind(op: str, mod: Callable[..., Any], *, mask: bool, dtype: torch.dtype = t
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """What decides the dtypes of what a mod computes, besides its operands."""
+    """The settings that decide the dtypes of a mod's results, besides its operands."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return torch.get_default_dtype(), autocast
 
@@ -123,7 +123,7 @@ def _trace(
     try:
         with (
             contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        ):  # of what the mod itself makes
+        ):  # made by the mod itself
             made = tracer.run(mod, arguments)
         return _finish(op, argument, tracer, made)
     except UnknownOp as unknown:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a mod gets while it is traced: no data, but what they are made of. What is done with them,
-the tracer decides."""
+"""The tensors that a mod gets while it is traced: no data, but a record of what they are made of. The tracer decides
+about ops on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowbit.score.program import Value
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The arguments of an op with each leaf changed; a sixth of what torch's own tree_map takes, which is most
+    """The arguments of an op with each leaf changed; in a sixth of the time of torch's own tree_map, which is most
     of a trace."""
     kind = type(tree)
     if kind is tuple:
@@ -45,7 +45,7 @@ class RandomOp(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What depends on captured tensors alone: number of the step that makes it."""
+    """A value that depends on captured tensors alone: the number of the step that makes it."""
 
     step: int
 
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Values of the program: an int64 tensor of the shape of what it stands for, that holds numbers of values."""
+    """Values of the program: an int64 tensor in the shape of the proxy, that holds numbers of values."""
 
     numbers: Tensor
 

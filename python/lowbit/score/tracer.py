@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a score_mod or mask_mod once on proxies, and write down what it does as a score program.
+"""Run a score_mod or mask_mod once on proxies, and write down its ops as a score program.
 
 The mod is called with 0-d tensors that hold no number. Every op on one of them does one of three things:
 
@@ -8,7 +8,7 @@ The mod is called with 0-d tensors that hold no number. Every op on one of them 
   so many values;
 - neither is possible: `UnknownOp`, and the caller evaluates the mod through torch.
 
-The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); what is built
+The usual functions are caught where Python calls them (`__torch_function__`, FUNCTIONS in aten_ops.py); functions built
 of several ops, below, where torch dispatches them (`__torch_dispatch__`): the first use of that imports 800 modules of
 torch, 1.2 s. There is no symbolic shape and no Dynamo in this: a mod of ten ops is traced in about a millisecond.
 """
@@ -47,7 +47,7 @@ _VALUE_READERS = {
     torch.Tensor.__format__,
     *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_leaf", "_version")),
 }  # fmt: skip
-"""What a proxy cannot say of the tensor that it stands for."""
+"""Attributes that a proxy does not know of the tensor that it stands for."""
 _NEVER_DRAW = frozenset(
     (
         "__get__",
@@ -68,7 +68,7 @@ _NEVER_DRAW = frozenset(
 
 @dataclass(slots=True)
 class Steps:
-    """What torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or
+    """The steps that torch runs before a call. Step i < leaves is captured tensor i; the others are constants, or
     (func, args, kwargs)."""
 
     leaves: int
@@ -93,7 +93,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Subgraph:
-    """A mod that torch.compile has taken apart: a graph that gets what it captured as further arguments."""
+    """A mod that torch.compile has taken apart: a graph that gets its captured tensors as further arguments."""
 
     graph: Callable[..., Any]
     captured: tuple[Any, ...]
@@ -202,7 +202,7 @@ class Tracer:
         return self._constants[id(tensor)]
 
     def real(self, tensor: Tensor) -> Tensor | None:
-        """What a proxy stands for, if it is made of captured tensors alone: then the program holds for
+        """The tensor that a proxy stands for, if it is made of captured tensors alone: then the program holds for
         their values only."""
         if not isinstance(tensor, Proxy):
             return tensor
@@ -263,7 +263,7 @@ class Tracer:
         if isinstance(tensor.content, Outside):
             return self.outside((func, (tensor.content,), {}), tensor.meta)
         if tensor.is_floating_point():
-            raise UnknownOp("aten.detach of what depends on the score")  # programs have nothing that stops a gradient
+            raise UnknownOp("aten.detach of what depends on the score")  # programs cannot stop a gradient
         return tensor
 
     def _step(self, name: str, func: Any, args: Any, kwargs: Any, proxies: list[Proxy]) -> Any:
@@ -335,7 +335,7 @@ class MutatedArgument(Exception):
 
 
 class _Capture(TorchFunctionMode):
-    """Puts the proxy in place of each captured tensor, and watches what is read from it."""
+    """Puts the proxy in place of each captured tensor, and watches its reads."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def _metas(tree: Any, zeros: bool) -> Any:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as what it
+    """A tensor of this shape and dtype; a symbolic size (torch.compile, torch.export) counts as the number that it
     is while tracing.
 
     A small one is real (ones: nothing divides by them in vain), as the first op on torch's meta device costs the

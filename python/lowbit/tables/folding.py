@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of one kind as one line: ``model.layers.*.mlp.up_proj x 30``.
 
-Layers are of one kind if their names differ in numbers alone. Those of a kind that are also alike in what a line says
-of them share that line. Where a kind has others too, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
+Layers are of one kind if their names differ in numbers alone. Those of a kind that are also alike in all cells share a
+line. Where a kind has others too, it says so: ``model.layers.*.mlp.up_proj x 28 of 30``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Row = TypeVar("Row")
 def folded(
     rows: Iterable[Row], alike: Callable[[Row], Hashable], name: Callable[[Any], str] = attrgetter("layer")
 ) -> list[tuple[str, list[Row]]]:
-    """Return the lines of a table of layers: what each begins with, and the rows that it is about.
+    """Return the lines of a table of layers: the begin of each, and its rows.
 
     Args:
         rows: one per layer.
-        alike: what rows of one kind have to have in common to share a line.
+        alike: the values that rows of one kind must have in common to share a line.
         name: the layer's name.
     """
     kinds: dict[str, dict[Hashable, list[Row]]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of the layers of a model: prints as a table in which layers of one kind share a line."""
+"""The base of reports on the layers of a model: prints as a table in which layers of one kind share a line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LayerTable:
 
     @staticmethod
     def _alike(row: Any) -> Hashable:
-        """What rows of one kind have to have in common to share a line."""
+        """The values that rows of one kind must have in common to share a line."""
         raise NotImplementedError
 
     @staticmethod
     def _cells(rows: Any) -> tuple[str, ...]:
-        """What a line says, behind the name, of rows that are alike."""
+        """The cells of a line behind the name, for rows that are alike."""
         raise NotImplementedError
 
     def _title(self) -> str:

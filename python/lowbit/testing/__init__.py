@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of lowbit are made of, and what the kernels of other packages are tested with: `backend_suite`."""
+"""Tools for the tests of lowbit, and for tests of other packages' kernels: `backend_suite`."""
 
 from __future__ import annotations
 

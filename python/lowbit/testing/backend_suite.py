@@ -89,7 +89,7 @@ def _rows(device: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _linear_cases() -> list[LinearCase]:
-    """Those of lowbit's own tests, and for each format and dtype some without anything behind the product."""
+    """The cases of lowbit's own tests, and for each format and dtype some without anything behind the product."""
     plain = itertools.product(((1, 16, 64), (5, 37, 100), (33, 64, 256)), DTYPES, format_cases())
     return linear_cases(rounds=1) + [LinearCase(*sizes, dtype, *format) for sizes, dtype, format in plain]
 
@@ -106,7 +106,7 @@ def check_linear(row: str, device: str) -> None:
         try:
             y = run_linear(case, dataclasses.replace(data, **there), row)
         except NotImplementedError:
-            continue  # what stands behind the product decides too
+            continue  # the ops behind the product decide too
         assert_within(y.cpu(), data.wanted, data.allowed, f"{row} {case}")
         reached = True
     assert reached, f"no case reaches the row {row}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of lowbit, and of other packages' kernels, are made of: cases, error budgets, kernel rows."""
+"""Cases, error budgets and kernel rows, for the tests of lowbit and of other packages' kernels."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def rows(op: str = "linear") -> list[dict[str, object]]:
 
 
 def attention_dtypes(row: str) -> tuple[torch.dtype, ...]:
-    """What a row of attention takes: one that multiplies float32 widens 16 bits to it."""
+    """The dtypes that a row of attention takes: one that multiplies float32 widens 16 bits to it."""
     dtype = row.split("_")[2]
     return tuple(getattr(torch, name) for name in (DTYPES if dtype == "float32" else (dtype,)))
 
@@ -387,7 +387,7 @@ class Moment:
         return optim_reference.unpack_nibbles(flat, self.numel) if self.format == "dynamic4" else flat
 
     def decode(self) -> Tensor:
-        """What is stored, float64 ``[numel]``."""
+        """The stored values, float64 ``[numel]``."""
         if self.scale is None:
             return self.state.double().flatten()
         return optim_reference.decode(self.codes(), self.scale, self.format, self.signed, self.block_size)
@@ -396,7 +396,7 @@ class Moment:
         """Largest error that storing these float64 values exactly may have: the distance to the nearest code, or half a
         step of the dtype.
 
-        Plus what float32 costs: a value may be a few roundings away from the middle between two codes, and a
+        Plus the error of float32: a value may be a few roundings away from the middle between two codes, and a
         scale is rounded.
         """
         if self.scale is None:

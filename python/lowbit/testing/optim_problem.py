@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of an optimizer, in the middle of a training, with what float64 says of it."""
+"""One step of an optimizer, in the middle of a training, with the result of float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def rule_of(name: str) -> str:
 
 
 class Problem:
-    """Parameters, gradients and moments in mid-training, as random as they come; `run` runs the op, `wanted` says what
-    float64 gets, `check_against` compares."""
+    """Parameters, gradients and moments in mid-training, as random as they come; `run` runs the op, `wanted` is the
+    float64 result, `check_against` compares."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Problem:
 
 
 def largest_error(moment: Moment, error: Tensor) -> Tensor:
-    """What the error of the largest element of a block, and so of the scale, costs the others."""
+    """The error of a block's elements that the error of its largest one, and so of the scale, causes."""
     if moment.scale is None:
         return torch.zeros_like(error)
     worst = reference.blocks(error, moment.block_size).amax(1)

@@ -37,8 +37,8 @@ class BitNetTrainingConfig(TrainingConfig):
     """Train ternary weights: ``quantize_(model, BitNetTrainingConfig())``, and ``step="convert"`` behind it.
 
     Float weights are rounded in every step: to -1, 0 or 1 times the mean size of the whole weight; activations to int8
-    with a scale for each row. What "convert" gives are `QuantLinear` of 2 bits with int8 activations: ``dequantize()``
-    is, bit for bit, the weight of the last forward.
+    with a scale for each row. "convert" gives `QuantLinear` of 2 bits with int8 activations: ``dequantize()`` is, bit
+    for bit, the weight of the last forward.
 
     Args:
         step: "prepare" or "convert".

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linear layer of float8 training casts, and how: torchao's configuration, by torchao's names.
+"""The casts of a linear layer in float8 training: torchao's configuration, by torchao's names.
 
 A linear layer has three products, each of two operands:
 
@@ -31,7 +31,7 @@ class ScalingType(enum.Enum):
 
 
 class ScalingGranularity(enum.Enum):
-    """What one scale is for."""
+    """The part of an operand that shares one scale."""
 
     TENSORWISE = "tensorwise"
     """The whole operand."""

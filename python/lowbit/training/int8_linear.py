@@ -28,7 +28,7 @@ class Int8MixedPrecisionLinear(nn.Linear):
     end = "Int8MixedPrecisionTrainingConfig(False, False, False)"
     trained_as = "int8 products"
     int8_products: tuple[bool, bool, bool]
-    """Which of `PRODUCTS` are in int8."""
+    """For each of `PRODUCTS`, whether it is in int8."""
     float_class: type[nn.Module]
     transposed: bool
     """Whether the weight lies as [k, n], as that of a Conv1D does."""

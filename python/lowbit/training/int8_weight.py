@@ -3,8 +3,8 @@
 
     weight[i, j] = codes[i, j] * scale[i],   codes -127..127 in int8 [n, k], scale float32 [n]
 
-Whatever writes into it gets its values, changes them and hands them back, and they are rounded stochastically: up with
-the probability of what is cut off. So updates that are smaller than a step of a row count, in the mean.
+An op that writes into it gets its values, changes them and hands them back, and they are rounded stochastically: up
+with the probability of the part that is cut off. So updates that are smaller than a step of a row count, in the mean.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Int8Weight(torch.Tensor):
         plain, named = pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
         if not (written and isinstance(first, cls)):
             return func(*plain, **named)
-        first.store(func(first.values(), *plain[1:], **named))  # in float32: bfloat16 would lose what is small
+        first.store(func(first.values(), *plain[1:], **named))  # in float32: bfloat16 would lose small changes
         return first
 
 

@@ -33,9 +33,9 @@ class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
     """Train int8 weights: ``quantize_(model, Int8WeightOnlyQuantizedTrainingConfig())``, then make the optimizer.
 
     The weight is int8 codes and one scale a row; there is no float copy. Forward and backward multiply by its values in
-    float, and its gradient is float. What an optimizer writes is rounded stochastically, with torch's generator, so
-    that updates smaller than a step of the codes count in the mean. ``step="convert"`` ends it: ordinary `QuantLinear`
-    of these codes.
+    float, and its gradient is float. The values that an optimizer writes are rounded stochastically, with torch's
+    generator, so that updates smaller than a step of the codes count in the mean. ``step="convert"`` ends it: ordinary
+    `QuantLinear` of these codes.
 
     Args:
         step: "prepare" or "convert".

@@ -32,12 +32,12 @@ SCALE, ZERO = "weight_scale", "weight_zero"
 
 
 class FakeQuantized(nn.Module):
-    """What both layers share."""
+    """The common part of both layers."""
 
     end = 'QATConfig(config, step="convert")'
     spec: LinearSpec
     base_config: str
-    """Of the configuration that prepared the layer, as text; "convert" wants the same."""
+    """The configuration that prepared the layer, as text; "convert" wants the same."""
     float_class: type[nn.Module]
     transposed: bool
     """Whether the weight lies as [k, n], as that of a Conv1D does."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configurations of training share: checks before anything changes, and the report behind it."""
+"""The common part of training's configurations: checks before anything changes, and the report afterwards."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def check_devices(name: str, selected: Iterable[Selected], kernel: str | None = 
 
 
 def in_order(model: nn.Module, rows: dict[str, ReportRow], skipped: Iterable[Any]) -> list[ReportRow]:
-    """The rows of what changed and of what stays float, as ``model`` has its layers."""
+    """The rows of layers that changed and of those that stay float, in the order of ``model``."""
     rows = rows | {item.name: ReportRow.skipped(item.name, item.module, item.reason) for item in skipped}
     return [rows[name] for name, _ in model.named_modules() if name in rows]

@@ -35,9 +35,9 @@ class QATConfig(TrainingConfig):
     QATConfig(config, step="convert"))``.
 
     Prepared layers compute in float with the weights and activations that the quantized ones will have. The gradient
-    passes through the rounding, but for weights whose code was clipped. What "convert" gives are ordinary `QuantLinear`
-    and `QuantEmbedding`: ``dequantize()`` is, bit for bit, the weight of the last forward, and kernels round
-    activations to the same codes.
+    passes through the rounding, but for weights whose code was clipped. "convert" gives ordinary `QuantLinear` and
+    `QuantEmbedding`: ``dequantize()`` is, bit for bit, the weight of the last forward, and kernels round activations to
+    the same codes.
 
     Scales are those of the range of each group in every step, where ``base_config`` does not say how they are chosen.
 
@@ -47,7 +47,7 @@ class QATConfig(TrainingConfig):
             layers become float again.
         step: "prepare" or "convert".
         learned_scales: scales are parameters, ``weight_scale``, that begin as ``base_config`` chooses them and are
-            trained with the weights (LSQ); zero points stay what they were. Only "prepare" looks at it.
+            trained with the weights (LSQ); zero points stay as they were. Only "prepare" looks at it.
 
     Raises:
         TypeError: base_config is no configuration.

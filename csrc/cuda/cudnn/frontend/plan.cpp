@@ -113,7 +113,7 @@ Plan finished(std::shared_ptr<Graph> graph) {
   return plan;
 }
 
-// What cuDNN refuses is a reason; so is what its parts cannot find (a library that is missing), which it throws.
+// Turns cuDNN's refusals into reasons, and its exceptions too: it throws where a library that it needs is missing.
 template <class Make>
 Plan plan_or_reason(Make&& make) {
   try {

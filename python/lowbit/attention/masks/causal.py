@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each query sees itself and what comes before."""
+"""Each query sees itself and the keys before it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device of ours torch has in this process, in one place."""
+"""The device of ours that torch has in this process, in one place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.<device>`: what torch asks a device's module for."""
+"""`torch.<device>`: the functions that torch asks a device's module for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DeviceModule:
         return self.name_of(_index(device))
 
     def name_of(self, index: int) -> str:
-        """Return what a device is called; each kind says it."""
+        """Return the name of a device; each kind of device defines it."""
         raise NotImplementedError
 
     def synchronize(self, device: Any = None) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every torch op that has no kernel of its own here: run by the CPU's kernel, in one run, over the device's own memory.
 
-Inputs become CPU tensors at the same address (nothing is copied), so what is written in place is written. Results are
-new device tensors, or the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a copy,
-taken over afterwards.
+Inputs become CPU tensors at the same address (nothing is copied), so writes in place reach the device tensor. Results
+are new device tensors, or the device tensor whose memory they are. An `out=` tensor may be resized by the op: it is a
+copy, taken over afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOST_INDICES = {
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """What a call must know of its op: which arguments are `out=`, which name a device."""
+    """The part of an op's schema that a call needs: the arguments that are `out=`, those that name a device."""
 
     outs: frozenset[str]
     tensors: frozenset[str]
@@ -53,7 +53,7 @@ def _schema_of(op: Any) -> _Schema:
 
 @dataclass(slots=True)
 class _Call:
-    """The tensors of one call: what each device tensor is on the host, and back."""
+    """The tensors of one call: the host tensor of each device tensor, and back."""
 
     op: Any
     schema: _Schema

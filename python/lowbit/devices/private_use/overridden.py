@@ -23,7 +23,7 @@ def register(library: torch.library.Library) -> None:
 
 
 def _attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False) -> Any:
-    """By plain ops: torch asks a C++ table, which Python cannot fill, for the fused ones."""
+    """Attention by plain ops: torch asks a C++ table, which Python cannot fill, for the fused ones."""
     return aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

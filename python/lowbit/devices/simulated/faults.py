@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program can ask of a simulated device and of no real one: its faults on demand, and exact counts."""
+"""Functions of a simulated device that no real one has: faults on demand, and exact counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def inject(
             RuntimeError and has done nothing. ``"lost"``: the same, and so does everything on the device until
             :func:`recover`. ``"slow"``: a launch takes longer.
         device: number or name.
-        microseconds: what a slow launch takes more.
+        microseconds: the extra time of a slow launch.
 
     Raises:
         ValueError: an unknown fault, a device that is none of ours, a negative number.

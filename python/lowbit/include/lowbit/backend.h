@@ -3,8 +3,8 @@
  * library is found, docs/recipes/add_a_backend.md is a whole package.
  *
  * The library exports lowbit_backend_rows(), a table of rows. A row serves one op on one type of device: refuses() says
- * whether it can run a call, run() runs it. Both get the arguments of the op, lowbit_<op>_args, which are checked: what
- * a comment below says of a tensor holds. The numbers of enumerations never change; new ones are appended.
+ * whether it can run a call, run() runs it. Both get the arguments of the op, lowbit_<op>_args, which are checked: the
+ * comments on tensors below hold. The numbers of enumerations never change; new ones are appended.
  *
  * A table of another version, or with another size of a struct, is refused whole. Two ops are not offered to rows of
  * others, score_program and block_classes, and neither is an attention with a score_mod or a mask_mod: these are
@@ -301,7 +301,7 @@ static inline int lowbit_code(const lowbit_weight *weight, int64_t n, int64_t k)
   return code;
 }
 
-/* What w[n, k] is its code's level times, of LOWBIT_LAYOUT_X86_PANEL_16X64. */
+/* The factor of a code's level in w[n, k], of LOWBIT_LAYOUT_X86_PANEL_16X64. */
 static inline float lowbit_scale(const lowbit_weight *weight, int64_t n, int64_t k) {
   const int64_t column = n % weight->columns;
   const uint8_t *row = weight->data + n / weight->columns * weight->row_bytes;

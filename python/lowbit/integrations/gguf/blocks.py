@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GGUF's block types as codes, scales and zero points: ``w = scale * (code - zero)``.
 
-A type is read into the format that has its codes. What is stored differently: scales that are products (``d`` times 6
-bits of a K type) are rounded to float16 times a power of two of the row, and a minimum becomes a float16 zero point,
-``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of the type's own value; `exact` types have
-neither. Levels of IQ4 are whole numbers and are held as int8, exactly, in twice the bytes.
+A type is read into the format that has its codes. Some numbers are stored differently: scales that are products (``d``
+times 6 bits of a K type) are rounded to float16 times a power of two of the row, and a minimum becomes a float16 zero
+point, ``-minimum / scale``. So each weight is within 2^-11 of |w| + |minimum| of the type's own value; `exact` types
+have neither. Levels of IQ4 are whole numbers and are held as int8, exactly, in twice the bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lowbit.quant.codes import CodedWeight, split_scale
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int16)
 _FAR = 65504.0
 """The largest float16. A group whose zero point is further away is held as its minimum alone, code 1 of scale
-``minimum``: all that its codes add is below 2^-11 of it."""
+``minimum``: its codes add less than 2^-11 of it."""
 
 
 @dataclass(slots=True)
 class Groups:
-    """What blocks ``[n, blocks, bytes]`` say: ``w = scale * code + minimum``."""
+    """The numbers of blocks ``[n, blocks, bytes]``: ``w = scale * code + minimum``."""
 
     codes: Tensor
     """uint8, ``[n, blocks, weights of a block]``."""

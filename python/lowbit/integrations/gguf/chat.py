@@ -21,7 +21,7 @@ def chat(
 
     Args:
         path: a GGUF file.
-        prompts: what is asked, one after the other, in one conversation; None asks in the terminal until an empty line.
+        prompts: the questions of one conversation, in order; None asks in the terminal until an empty line.
         activations: as of `load_gguf`.
         max_new_tokens: of each answer.
 

@@ -2,7 +2,7 @@
 """The header of a GGUF file, checked as a whole before a weight is read: metadata, and where each tensor lies.
 
 The ``gguf`` package's reader makes a numpy view of every word of a vocabulary (3 to 6 s for 49,152 words on two cores);
-here the words are stepped over, and what a damaged file claims is compared with its size first.
+here the words are stepped over, and the claims of a damaged file are compared with its size first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GgufFile:
     metadata: dict[str, Any]
     """Values by key, but for arrays of texts (the vocabulary), which are stepped over."""
     kinds: dict[str, GGUFValueType]
-    """What each value is in the file."""
+    """The type of each value in the file."""
     tensors: dict[str, GgufTensor]
     maps: list[mmap.mmap] = field(repr=False)
 

@@ -34,8 +34,8 @@ def load_gguf(
         fuse: make the pieces around the linear layers faster, as `lowbit.fuse` does.
 
     Raises:
-        FileNotFoundError, ValueError: the file or a part of it is missing, is cut, or holds what has no place in the
-            model; names it. Nothing is half loaded.
+        FileNotFoundError, ValueError: the file or a part of it is missing, is cut, or has a tensor without a place in
+            the model; names it. Nothing is half loaded.
 
     Example:
         >>> model, tokenizer = lowbit.load_gguf("SmolLM2-135M-Instruct.Q4_1.gguf")

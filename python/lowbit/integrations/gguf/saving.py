@@ -155,7 +155,7 @@ def _halves(weight: CodedWeight) -> Tensor:
 
 
 def _minimums(weight: CodedWeight) -> Tensor:
-    """float16 numbers that are read as the zero points: the nearest to what they stand for, or its neighbours."""
+    """float16 numbers that are read as the zero points: the nearest to their value, or its neighbours."""
     scale, zero = weight.scale, weight.zero
     nearest = (-scale * zero.float()).half()
     found, chosen = zero == 0, torch.where(zero == 0, 0, nearest)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a GGUF file as the state dict of a model of transformers, each weight packed as it is read.
 
-Names, and what llama.cpp's converter did to the weights, are those of transformers' own tables. What it did to the rows
-of a packed weight is found by asking the same table for the numbers of the rows.
+Names, and the changes that llama.cpp's converter made to weights, are those of transformers' own tables. The order of a
+packed weight's rows is found by asking the same table for the numbers of the rows.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class StateReader:
         return state | {f"{other}.layout": numbers.clone() for other in shared}
 
     def _packed(self, tensor: GgufTensor, rows: Tensor | None, layout: str) -> tuple[Tensor, LinearSpec]:
-        """The packed weight, made a few rows at a time: what a block type is unpacked to takes several times its bytes,
-        and a table of words may be half of the file."""
+        """The packed weight, made a few rows at a time: an unpacked block type takes several times its bytes, and a
+        table of words may be half of the file."""
         (n, k), spec = tensor.shape, self._spec(tensor)
         source = np.frombuffer(tensor.data, np.uint8).reshape(n, -1)
         packed = torch.empty(spec.shape(n, k, layout), dtype=torch.uint8, device="cpu")
@@ -144,8 +144,8 @@ def _pack(rows: Tensor, type: str, spec: LinearSpec, layout: str) -> Tensor:
 
 
 class _Names:
-    """What the table of names asks of a model, which it asks of every module in it too, and makes the table anew for
-    each (16 s for 30 layers): here it is asked of the model and of its base, by whose names some files go."""
+    """A model as the table of names sees it. The table asks every module inside too, and is made anew for each (16 s
+    for 30 layers): here there are only the model and its base, whose names some files use."""
 
     def __init__(self, model: nn.Module, has_base: bool = True) -> None:
         self.config, self.state_dict = model.config, model.state_dict

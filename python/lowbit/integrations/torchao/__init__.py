@@ -7,7 +7,7 @@ Example:
     >>> from lowbit.integrations.torchao.optim import AdamW8bit
     >>> quantize_(model, Int8WeightOnlyConfig(granularity=PerGroup(128)))
 
-What torchao has and lowbit has not raises an error that says what to use. torchao itself need not be installed.
+A name of torchao that lowbit does not have raises an error with a replacement. torchao itself need not be installed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Files that torchao wrote (torchao.prototype.safetensors, save_pretrained of transformers), read without torchao.
 
 A weight ``0.weight`` of a tensor class is stored as its parts, tensors ``0._weight_qdata``, ``0._weight_scale`` and so
-on; what else it has is JSON in the metadata of the file, under its name:
+on; its other attributes are JSON in the metadata of the file, under its name:
     {"_type": "Int8Tensor", "_data": {"block_size": [1, 64], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
      "act_quant_kwargs": null}, "_tensor_data_names": ["qdata", "scale"]}
 ``tensor_names`` is the list of all names; a plain tensor has the type "Tensor". Shards have the same metadata, and a
@@ -63,7 +63,7 @@ def stored_tensors(place: Path) -> Iterator[tuple[str, Tensor | Stored]]:
 
 
 def _object(told: Any) -> Any:
-    """What this JSON says: dtypes of torch, enums by the names of their values, objects as `Stored`."""
+    """The values of this JSON: dtypes of torch, enums by the names of their values, objects as `Stored`."""
     if isinstance(told, list):
         return [_object(item) for item in told]
     if not isinstance(told, dict) or "_type" not in told:
