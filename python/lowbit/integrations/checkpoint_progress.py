@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointProgress: which shards of a checkpoint are written, with their checksums, so that a run can be taken up."""
+"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can go on."""
 
 from __future__ import annotations
 
