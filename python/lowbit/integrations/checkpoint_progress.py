@@ -60,7 +60,7 @@ class CheckpointProgress:
                 continue
             if file_checksum(shard) != checksum:
                 raise ValueError(
-                    f"quantize_checkpoint: {shard} of an interrupted run differs from the bytes written: a broken disk? "
+                    f"quantize_checkpoint: {shard} of an interrupted run differs from the bytes written: broken disk? "
                     "Remove that file, and the run makes it again"
                 )
             self.rows[name], self._checksums[name] = rows, checksum
