@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of a device have in common: tensors, views, files and training there beside the CPU; a small model."""
+"""The common part of the tests of a device: tensors, views, files and training there beside the CPU; a small model."""
 
 from __future__ import annotations
 

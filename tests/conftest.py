@@ -41,7 +41,7 @@ if DEVICE := os.environ.get("LOWBIT_TEST_DEVICE"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs arrays of the host, or the kernels of torch's CPU key, is not for another device."""
+    """Tests that need arrays of the host, or the kernels of torch's CPU key, are not for another device."""
     items[:] = [item for item in items if not DEVICE or item.path.stem not in on_device.OF_THE_CPU]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests compile, kept from one run to the next: ~/.cache/lowbit/tests/<name>-<hash of the sources and the compiler>."""
+"""Files that tests compile, kept from one run to the next: ~/.cache/lowbit/tests/<name>-<hash of the sources and the compiler>."""
 
 from __future__ import annotations
 

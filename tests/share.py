@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests a run takes.
+"""The tests that a run takes.
 
 A test function is a kind of check; its parameters are variants of it. `pytest` alone runs every kind of check once: the
 functions marked `core` with all their variants (every kernel row against float64), of each other function one variant and
-of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. What is named by a path, -k or -m runs whole.
+of the rest one in QUICK. `--share N` runs one in N of the rest and `--everything` all. Tests named by a path, -k or -m run whole.
 
 Variants are chosen by a hash of the test's id and of the commit: the next commit has others, and every kernel row gets its
 turn, which a counter does not give (it meets the same rows again where their number is a multiple of N).

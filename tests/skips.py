@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was skipped and why, as a table at the end of a run; a reason that is not in known_skips.txt fails the run.
+"""The skipped tests with their reasons, as a table at the end of a run; a reason that is not in known_skips.txt fails the run.
 
 Skips of nested runs (tests/nested.py) count too.
 """

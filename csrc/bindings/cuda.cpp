@@ -44,7 +44,7 @@ void register_cuda(py::module_& m) {
       "Why our kernels cannot run on this device; an empty string if they can.");
   cuda.def("cudnn_missing", cuda::cudnn_missing, "Why no row is cuDNN's; an empty string if they are there.");
   cuda.def("prebuild", prebuild, py::arg("architecture"),
-           "Compile what optimizers and linear layers use most into the cache, without a GPU; return name and path.");
+           "Compile the most used kernels of optimizers and linear layers into the cache; return name and path.");
 }
 
 }  // namespace lowbit

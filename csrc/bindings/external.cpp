@@ -235,7 +235,7 @@ py::list added() {
 void register_external(py::module_& parent) {
   using py::arg;
   py::module_ m = parent.def_submodule("external", "Kernel rows of third parties (lowbit.backends).");
-  py::class_<Rows>(m, "Rows", "What one package adds: all of it or, where something is wrong, nothing.")
+  py::class_<Rows>(m, "Rows", "The rows that one package adds: all of them or, where something is wrong, none.")
       .def(py::init<>())
       .def("add_library", &Rows::add_library, arg("path"),
            "Add the rows of a shared library's table; return their names. ValueError: why it is refused.")

@@ -86,8 +86,8 @@ void register_private_use(py::module_& parent) {
   m.def("usage", usage, arg("device"),
         "Return bytes and blocks in use, the peak, blocks allocated so far and the capacity.");
   m.def("reset_peak", [](int device) { private_use().reset_peak(device); }, arg("device"),
-        "Let the peak start again from what is in use.");
-  m.def("functions", functions, "Return the addresses of what python/lowbit/devices/private_use/shim.cpp calls.");
+        "Let the peak start again from the bytes in use.");
+  m.def("functions", functions, "Return the addresses of functions for python/lowbit/devices/private_use/shim.cpp.");
 }
 
 }  // namespace lowbit

@@ -92,7 +92,7 @@ Returns:
     weighted by importance over a power of two, if given.)");
   m.def("repack", repack_into, arg("packed"), arg("layout"), arg("out"), arg("out_layout"), arg("n"), arg("k"),
         arg("format"), arg("group_size"), arg("asymmetric"),
-        "Write a packed weight in another layout; codes, scales and zero points stay what they are, bit for bit.");
+        "Write a packed weight in another layout; codes, scales and zero points keep every bit.");
   m.def("all_finite", is_all_finite, arg("tensor"),
         "Return True if a float32, bfloat16 or float16 tensor has no inf and no nan.");
 }

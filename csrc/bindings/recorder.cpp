@@ -103,7 +103,7 @@ void register_recorder(py::module_& m) {
   r.def("watch", watch, py::arg("seconds"),
         "Dump when a call runs for longer than that (0: never), and on SIGUSR1, from a thread that needs no lock.");
   r.def("open_call", open_call, py::arg("op"), py::arg("row"), py::arg("tensors"), py::arg("read"),
-        py::arg("group_sequence"), "Record a call that is no op of lowbit; return what close_call takes.");
+        py::arg("group_sequence"), "Record a call that is no op of lowbit; return the handle for close_call.");
   r.def("close_call", close_call, py::arg("handle"), py::arg("finished"), "End such a call.");
   r.def("set_rank", set_rank, py::arg("rank"), py::arg("world"), "Say which rank of how many this process is.");
   r.def("begin_profile", begin_profile, "Keep every call from now on; return where this profile begins.");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Red zones: under AddressSanitizer (tools/sanitize) every array in scratch memory is followed by bytes that nothing
-// may touch, so that an access past its end is reported, where it would meet the next array and stay unseen. In every
-// other build they have no bytes and nothing here does anything.
+// may touch. So an access past its end is reported; without them it would meet the next array, unseen. In every other
+// build they have no bytes and nothing here does anything.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@ namespace lowbit {
 
 inline constexpr int kPrivateUse = 12;
 
-// Of one device; blocks: allocated since the start. As in python/lowbit/devices/private_use/shim.cpp.
+// Memory of one device; blocks: allocated since the start. As in python/lowbit/devices/private_use/shim.cpp.
 struct MemoryUsage {
   int64_t live_bytes = 0, peak_bytes = 0, live_blocks = 0, blocks = 0, capacity = 0;
 };

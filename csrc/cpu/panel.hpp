@@ -148,7 +148,7 @@ struct Unit : codec_of<kFormat> {
     }
     body(std::false_type{});
   }
-  // Of a panel, by its first tile. A branch that is guessed wrong takes as long as two units.
+  // Judges a panel by its first tile. A branch that is guessed wrong takes as long as two units.
   LOWBIT_INLINE static bool mostly_plain(const uint8_t* codes) {
     int64_t plain = 0;
     for (int64_t unit = 0; unit < kPerTile; unit++)
@@ -202,7 +202,7 @@ void widen_tiles(const WeightSpec& spec, const uint8_t* weight, int64_t panel, i
   // whole is 0.
   f32x16 scale[kParts], whole[kParts], rest[kParts];
   alignas(64) uint8_t room[kByteTile];
-  // Not of int8 per channel, whose values are final.
+  // Values of int8 per channel are final, without a scale.
   const bool scaled = codec_of<kFormat>::value_zero != symmetric_zero(kFormat) || view.group_scale;
   for (int64_t tile = first_tile; tile < first_tile + tiles; tile++, out += kTileK * 16) {
     if constexpr (!is_float(kFormat))

@@ -7,7 +7,7 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// Of n elements from `begin` on; the same in every lane. Four sums: one would wait 4 cycles for each vector.
+// Takes n elements from `begin` on; the result is the same in every lane. Four sums: one would wait 4 cycles a vector.
 LOWBIT_INLINE f32x16 reciprocal_root_mean_square(const void* x, DType dtype, int64_t begin, int64_t n, double eps) {
   f32x16 squares[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
   int64_t i = 0;

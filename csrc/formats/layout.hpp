@@ -117,7 +117,7 @@ struct ColumnSum {
     if constexpr (kIntegers) levels += codec_of<kFormat>::level(code);
     else levels += static_cast<int64_t>(codec_of<kFormat>::level(code) * kUnits);
   }
-  // Of `count` codes; scale: over that of the column.
+  // Adds a group of `count` codes; scale: over that of the column.
   LOWBIT_INLINE void end_group(int64_t count, float zero, float scale) {
     const int64_t sum = kIntegers ? (levels << 24) - static_cast<int64_t>(zero * kUnits) * count : levels;
     const float of_sum = static_cast<float>(sum), rest = static_cast<float>(sum - static_cast<int64_t>(of_sum)),

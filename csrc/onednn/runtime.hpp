@@ -17,7 +17,7 @@ struct Api {
 
 const Api& api();  // RuntimeError: why there is none
 
-// Of the OpenMP that the library was built with; null in a sequential build.
+// Functions of the OpenMP that the library was built with; null in a sequential build.
 struct OpenMP {
   void (*set_num_threads)(int) = nullptr;
   int (*get_max_threads)() = nullptr;

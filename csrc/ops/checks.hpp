@@ -22,7 +22,7 @@ void check_tensor(std::string_view op, std::string_view name, const TensorView& 
                   std::initializer_list<int64_t> shape);
 // An enumerator of `count`; returned.
 int64_t check_number(std::string_view op, std::string_view name, int64_t number, std::size_t count);
-// Of query and key: one head of the keys serves a group of those of the queries.
+// Checks the heads of query and key: one head of the keys serves a group of those of the queries.
 void check_groups(std::string_view op, int64_t heads, int64_t kv_heads);
 
 inline void check_shape(std::string_view op, std::string_view name, const TensorView& tensor,

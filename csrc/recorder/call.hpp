@@ -38,7 +38,7 @@ struct Call {
   void add(const TensorView& view) { add(view.dtype, view.shape.data(), view.rank); }
 };
 
-// Of all elements of a view; 0 of an argument that was not given.
+// The bytes of all elements of a view; 0 for an argument that was not given.
 inline int64_t bytes_of(const TensorView& view) {
   return view ? view.numel() * static_cast<int64_t>(size_of(view.dtype)) : 0;
 }

@@ -20,7 +20,7 @@ struct Ring {
   std::size_t bytes() const { return kHeaderBytes + std::size_t{header->capacity} * sizeof(Record); }
 };
 
-// Of this process; null: LOWBIT_FR=0, or there is no memory for it either.
+// The ring of this process; null: LOWBIT_FR=0, or there is no memory for it.
 LOWBIT_API Ring* ring();
 LOWBIT_API Ring* ring_if_made();
 

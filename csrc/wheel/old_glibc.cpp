@@ -62,7 +62,7 @@ extern "C" {
 extern "C" [[gnu::visibility("hidden")]] char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
-// Of std::random_device (glibc 2.36), which nothing here uses but the linker takes along.
+// For std::random_device (glibc 2.36), which nothing here uses but the linker takes along.
 extern "C" int getentropy(void* buffer, unsigned long bytes);
 extern "C" [[gnu::visibility("hidden")]] unsigned arc4random() {
   unsigned random;

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         description="An empty line ends it. Needs gguf and transformers.",
     )
     chat.add_argument("file", help="a .gguf file")
-    chat.add_argument("prompt", nargs="*", help="what to ask; default: asked in the terminal")
+    chat.add_argument("prompt", nargs="*", help="the prompt; default: asked in the terminal")
     chat.add_argument("--activations", choices=("int8", "float"), default="int8", help="of linear layers")
     chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of each answer")
     chat.set_defaults(run=_chat)
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(run=_compare)
     recorder = commands.add_parser(
         "recorder",
-        help="what the flight recorders of a folder say: where each rank is, where they first differ, which to blame",
+        help="report of a folder's flight recorders: where each rank is, where they first differ, which to blame",
         description="Reads rings of processes that live or are gone, dumps, and dumps of torch's flight recorder.",
     )
     recorder.add_argument("folder", nargs="?", help="default: where this user's recorders write")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's own tests of flex_attention ask for and no other file here has: paged caches, lists made by hand, options, devices, dynamic shapes."""
+"""The parts of torch's own tests of flex_attention that no other file here has: paged caches, lists made by hand, options, devices, dynamic shapes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flex_attention refuses: torch's kind of error, naming the argument."""
+"""Refusals of flex_attention: torch's kind of error, naming the argument."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scaled_dot_product_attention refuses, and how it behaves as an op of torch: compile, opcheck, memory."""
+"""Refusals of scaled_dot_product_attention, and its behaviour as an op of torch: compile, opcheck, memory."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ EMPTY = [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 2, 3, 0), (2,
 @pytest.mark.parametrize("score", ["none", "program", "captures", "through torch", "captures through torch"])
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
 def test_flex_with_any_mods(sizes: tuple[int, ...], score: str, mask: str) -> None:
-    """What torch's ops give with no score: zeros, lse of the sink alone."""
+    """The results of torch's ops with no score: zeros, lse of the sink alone."""
     b, h, _, length, kv_length = sizes
     table = torch.randn(h, length, kv_length, requires_grad=True)
     score_mod = {

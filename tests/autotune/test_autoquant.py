@@ -237,7 +237,7 @@ def test_an_example_is_a_tensor_arguments_or_keywords(block, x, make_plan, form)
 
 def test_padding_does_not_count_for_the_bound_of_the_model(make_plan):
     class Padded(nn.Module):
-        """What it returns for padding is all noise once anything is rounded."""
+        """A layer whose results for padding are all noise once anything is rounded."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -24,7 +24,7 @@ FAST, MIDDLE, EXACT = LinearSpec("int4", 32), LinearSpec("int8"), LinearSpec("fl
 
 
 class Layer:
-    """What choosing asks of a MeasuredLayer."""
+    """The part of a MeasuredLayer that choosing uses."""
 
     def __init__(self, name: str, *options: tuple[LinearSpec | None, float, float]) -> None:
         self.name = name

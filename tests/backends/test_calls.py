@@ -108,7 +108,7 @@ def test_rows_get_every_argument_by_its_name(packages: Packages, python: Callabl
 
 
 def without_sums(value: object) -> object:
-    """What a row was told, without what stands in the memory of tensors."""
+    """The arguments of a row, without the sums of its tensors."""
     if isinstance(value, dict):
         return {name: without_sums(each) for name, each in value.items()}
     if isinstance(value, list) and len(value) == 3 and isinstance(value[0], list):

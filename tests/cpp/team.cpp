@@ -32,7 +32,7 @@ void regions() {
   }
 }
 
-// The first error of a region reaches whoever began it, and the team goes on.
+// The first error of a region reaches its caller, and the team goes on.
 void errors() {
   for (int bad = 0; bad < 4; bad++) {
     std::atomic<int> ran{0};

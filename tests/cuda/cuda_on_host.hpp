@@ -209,7 +209,7 @@ inline int __float2int_rn(float a) {  // nan: 0; what does not fit: the nearest 
   return a != a ? 0 : a >= 0x1p31f ? INT32_MAX : a < -0x1p31f ? INT32_MIN : static_cast<int>(std::nearbyintf(a));
 }
 
-// What printed score programs use besides.
+// Words that only printed score programs use.
 #define __device__
 #define __forceinline__ inline
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -235,7 +235,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 #include "mma_on_host.hpp"
 #include "tiles_on_host.hpp"
 
-// What the emulated driver calls; false: threads wait for each other for ever or left others waiting, or shared memory
+// The emulated driver calls it; false: threads wait for each other for ever or left others waiting, or shared memory
 // was written outside of its bounds.
 extern "C" inline __attribute__((used)) bool lowbit_run_grid(void (*kernel)(const void*), const void* args,
                                                              unsigned ctas, unsigned threads, unsigned shared_bytes,

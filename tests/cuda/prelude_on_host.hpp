@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuda/device/prelude.cuh gives to the sources of csrc/gpu, on the host. Included by cuda_on_host.hpp.
+// The words of cuda/device/prelude.cuh for the sources of csrc/gpu, on the host. Included by cuda_on_host.hpp.
 #pragma once
 
 namespace lowbit::gpu {

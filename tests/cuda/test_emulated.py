@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows for CUDA on a machine without a GPU: driver and NVRTC are emulated (emulated_cuda.cpp), kernels run on the host.
 
-What this cannot see: speed, occupancy, the memory model between CTAs, a real driver. `gpu` tests are for those.
+It cannot see speed, occupancy, the memory model between CTAs, a real driver. `gpu` tests are for those.
 """
 
 from __future__ import annotations

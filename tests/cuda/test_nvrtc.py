@@ -27,7 +27,7 @@ from tests import internals
 architecture, every_linear, *names = sys.argv[1:]
 print(json.dumps([made for name in names for made in internals.prebuild(architecture, name, every_linear == "1")]))
 """
-# What takes most registers of each kind of linear.
+# The kernels of each kind of linear that take most registers.
 HEAVIEST = (
     "linear of float32, 0 scales a tile, activations in 3 parts, 16 rows",
     "linear of float16, 0 scales a tile, activations in 2 parts, 16 rows",

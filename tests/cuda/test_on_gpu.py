@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only silicon shows: the bits of the CPU, streams, CUDA graphs, several devices, torch's GradScaler."""
+"""Tests that need silicon: the bits of the CPU, streams, CUDA graphs, several devices, torch's GradScaler."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the docs say about the code is so: links and paths lead somewhere, rows are named, the README's lines run, the
+"""The docs are true of the code: links and paths lead somewhere, rows are named, the README's lines run, the
 API page is current, the recipes' diffs apply, the README's commands are those of .ci/run."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random score_mods and mask_mods as text.
 
-Expressions have a type: int, bool, exact (a float that every dtype holds exactly, or inf) or float. What jumps (comparisons, floor,
-remainder) takes ints and exact floats alone: of a rounded score it could be anything. Captured tensors are collected on the way,
+Expressions have a type: int, bool, exact (a float that every dtype holds exactly, or inf) or float. Ops that jump (comparisons,
+floor, remainder) take ints and exact floats alone: of a rounded score they could be anything. Captured tensors are collected on the way,
 with the text that makes each; the mod sees them as t0, t1, ...
 """
 

@@ -2,7 +2,7 @@
 """Runs cases, each batch in a forked child: `python -m tests.fuzz.server` reads requests and writes answers, one JSON a line.
 
 The server imports torch and lowbit and then runs nothing, so a child starts in milliseconds, without threads, plans or kept programs
-of earlier cases, and takes the instruction set of its request. What does not answer in time is killed: a hang.
+of earlier cases, and takes the instruction set of its request. A child that does not answer in time is killed: a hang.
 
     request  {"op", "isa", "seconds", "cases": [{"seed"} or {"choices"} or {"text"}]}
     answer   [{"status": ok, fail, crash or hang, "signature", "detail", "text", "choices", "seconds"}], up to the first crash or hang

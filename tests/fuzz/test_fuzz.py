@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each op: the texts of its corpus and a fixed list of seeds, so that what fails here fails because of a change. Seeds that
-nobody has tried, for minutes or hours: `python -m tests.fuzz --minutes 60`, or LOWBIT_FUZZ_START=n here for those from n on."""
+were never tried, for minutes or hours: `python -m tests.fuzz --minutes 60`, or LOWBIT_FUZZ_START=n here for those from n on."""
 
 from __future__ import annotations
 

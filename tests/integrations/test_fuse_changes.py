@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in a fused model between two calls counts, and what is changed back counts again."""
+"""A change in a fused model between two calls counts, and so does one that takes it back."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_one_call_again_when_a_hook_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_model_is_freed_when_its_last_name_is_gone() -> None:
-    """What is kept of a call refers to no layer that holds it: the weights would wait for the garbage collector."""
+    """The kept part of a call refers to no layer that holds it: the weights would wait for the garbage collector."""
     model = made("llama")
     lowbit.fuse(model)
     answer(model, prompt())

@@ -37,7 +37,7 @@ def decoded(type: str, blocks, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def minimums(type: str, blocks, k: int) -> torch.Tensor:
-    """What is added to each weight of a type with minimums, ``[n, k]``; 0 for the others."""
+    """The number that is added to each weight of a type with minimums, ``[n, k]``; 0 for the others."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
     read = BLOCK_TYPES[type].read(torch.from_numpy(blocks).view(len(blocks), -1, size))
     if read.minimum is None:

@@ -179,8 +179,8 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "spoil", "match"),
     [
-        ("model-00001-of-", flip, r"model-00001-of-.*safetensors of an interrupted run is not what was written.*Remove that file"),
-        ("model-00002-of-", cut, r"model-00002-of-.*safetensors of an interrupted run is not what was written.*Remove that file"),
+        ("model-00001-of-", flip, r"model-00001-of-.*safetensors of an interrupted run differs from the bytes written.*Remove that file"),
+        ("model-00002-of-", cut, r"model-00002-of-.*safetensors of an interrupted run differs from the bytes written.*Remove that file"),
         ("progress.json", cut, "progress.json of an interrupted run is damaged; remove that folder"),
         ("progress.json", lambda path: path.write_text("{}"), "progress.json of an interrupted run is damaged; remove that folder"),
         ("progress.json", lambda path: path.write_bytes(b"\xff\0"), "progress.json of an interrupted run is damaged; remove that folder"),

@@ -179,7 +179,7 @@ class Doubled(nn.Linear):
 
 
 def cut_channels(model: nn.Module) -> None:
-    """What a layer adds to the stream is cut channel by channel; nothing of its pieces says so."""
+    """Cut a layer's part of the stream channel by channel; nothing of its pieces says so."""
     mlp = model.model.layers[1].mlp
     forward = type(mlp).forward
     mlp.__class__ = type("Other", (type(mlp),), {"forward": lambda self, x: forward(self, x).relu()})

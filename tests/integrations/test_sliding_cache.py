@@ -55,7 +55,7 @@ STEPS = (
 
 
 def stepped(layer: DynamicSlidingWindowLayer, step: str, amount: int, new: tuple[Tensor, Tensor]) -> Any:
-    """What the step returns, or the text of its error."""
+    """The result of the step, or the text of its error."""
     batch = batch_of(layer)
     try:
         if step.startswith("crop"):

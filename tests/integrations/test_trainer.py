@@ -99,7 +99,7 @@ def test_optim_args_are_read(tmp_path: Path) -> None:
 
 
 class LastState(TrainerCallback):
-    """What a run ends with, beside its adapters: the generators, which give dropout and the order of texts."""
+    """The state at the end of a run, beside its adapters: the generators, which give dropout and the order of texts."""
 
     def on_train_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
         scheduler = dict(others["lr_scheduler"].state_dict())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA rows make before they run: kernels by NVRTC, and plans of cuDNN.
+// Code that CUDA rows make before they run: kernels by NVRTC, and plans of cuDNN.
 #include <pybind11/stl.h>
 
 #include "bindings/tensor_caster.hpp"

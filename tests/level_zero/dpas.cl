@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dpas does, by shuffles, for OpenCL on a CPU: the functions of cl_intel_subgroup_matrix_multiply_accumulate that
+// The products of dpas, by shuffles, for OpenCL on a CPU: the functions of cl_intel_subgroup_matrix_multiply_accumulate that
 // csrc/level_zero/device/matrix.hpp declares. Of a row of the first factor a lane holds 2 bytes (16 lanes) or 4 (8).
 int __attribute__((overloadable, convergent)) intel_sub_group_shuffle(int value, uint lane);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands for torch's libc10_xpu.so: a queue of device 0 with one piece of work, done when somebody waits for it.
+// Stands for torch's libc10_xpu.so: a queue of device 0 with one piece of work, done when it is waited for.
 #include <cstdint>
 
 void (*queued_by_torch)() = nullptr;

@@ -41,7 +41,7 @@ def scales_per_tile(case: LinearCase) -> int:
 
 
 def constants_of(case: LinearCase) -> list[int]:
-    """What a call of linear specialises its module for (csrc/level_zero/linear/constants.hpp)."""
+    """The constants that a call of linear specialises its module for (csrc/level_zero/linear/constants.hpp)."""
     kind, bits = _C.FORMAT_FACTS[case.format]["kind"], _C.FORMAT_FACTS[case.format]["bits"]
     parts = {"float32": 3, "float16": 2, "nf4": 3, "fp4": 3}.get(case.format, 1)
     return [

@@ -36,7 +36,7 @@ def runtime() -> Path:
 
 
 def kept_programs() -> Path:
-    """What this runtime has compiled, on this processor."""
+    """The folder of programs that this runtime has compiled, on this processor."""
     facts = runtime().resolve().stat()
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     return kept.folder("opencl", [], str(runtime()), facts.st_size, facts.st_mtime, flags)

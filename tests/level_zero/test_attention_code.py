@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Intel's compiler makes of attention and decode: no register in memory, no call, the dpas that the products need."""
+"""The code of Intel's compiler for attention and decode: no register in memory, no call, the dpas that the products need."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong between our client and a driver: it is told by name, nothing is half done, and the CPU goes on."""
+"""Faults between our client and a driver: they are told by name, nothing is half done, and the CPU goes on."""
 
 from __future__ import annotations
 

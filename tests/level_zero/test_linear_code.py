@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Intel's compiler makes of linear: no register in memory, packed bytes read once, the dpas that the products need."""
+"""The code of Intel's compiler for linear: no register in memory, packed bytes read once, the dpas that the products need."""
 
 from __future__ import annotations
 

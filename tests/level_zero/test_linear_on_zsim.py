@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear on zsim, on a device without dpas, on one of Xe-HPC and on one of Xe-HPG, whose dpas is shuffles in OpenCL C (dpas.cl).
 
-The modules are those that a GPU gets. What this cannot see: what dpas does with numbers on silicon.
+The modules are those that a GPU gets. It cannot see the numbers of dpas on silicon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PCI_IDS = {"without dpas": "", "pvc": "0x0bd5", "dg2": "0x5690"}
 
 @pytest.fixture(scope="session")
 def dpas(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What dpas does as a module that zsim links to every other."""
+    """The products of dpas as a module that zsim links to every other."""
     tools = ("clang-15", "llvm-spirv-15")
     if missing := [tool for tool in tools if not shutil.which(tool)]:
         pytest.skip(f"{' and '.join(missing)} not found, to make a module of dpas.cl")

@@ -82,7 +82,7 @@ def barriers_of(module: bytes) -> list[int]:
 
 
 def test_classes_of_blocks_are_ordered_in_global_memory() -> None:
-    """What one thread of a work-group zeroes there, another one writes: a barrier of local memory does not order that."""
+    """One thread of a work-group zeroes there, another one writes: a barrier of local memory does not order that."""
     found = barriers_of(_C.level_zero.module("attention_prepare"))
     assert found and all(semantics & 0x200 for semantics in found), found  # CrossWorkgroupMemory
 

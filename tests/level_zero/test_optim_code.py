@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Intel's compiler makes of the steps of optimizers, as the runtime has them built: no register in memory."""
+"""The code of Intel's compiler for the steps of optimizers, as the runtime has them built: no register in memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept between calls: primitives, by all that they depend on; never a weight."""
+"""Primitives are kept between calls, by all that they depend on; a weight never is."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ assert torch.equal(model(torch.ones(5, 64)), wanted)
 assert lowbit.explain(model, m=5)[0].row
 """
 MATMUL = "dnnl_matmul_primitive_desc_create"
-# What a fake says of a format tag (two blocks of 16, first of k, then of n), and the name of an implementation.
+# A fake's answer for a format tag (two blocks of 16, first of k, then of n), and the name of an implementation.
 PANELS = """int dnnl_memory_desc_query(void* desc, int what, void* to) {
   static const long sizes[] = {16, 16}, dims[] = {0, 1};
   if (what == 263) *(int*)to = 2; else *(const long**)to = what == 264 ? sizes : dims;

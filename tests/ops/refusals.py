@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an op refuses, it refuses alike with data and without, as torch.compile and torch.export call it."""
+"""An op has the same refusals with data and without, as torch.compile and torch.export call it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_between_calls_of_torch_that_use_it(threads: int) -> None:
 
 @pytest.fixture
 def in_use() -> Iterator[Callable[[], int]]:
-    """What is in use, for a test that runs on one thread."""
+    """The register state in use, for a test that runs on one thread."""
     if "xgetbv1" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("the CPU does not say what is in use")
     with ambient("threads 1"):

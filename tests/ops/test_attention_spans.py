@@ -27,7 +27,7 @@ def dtype_of(row: str) -> torch.dtype:
 
 
 def rounding(row: str) -> float:
-    """What results of a few units may be off besides the error of float32: results of 8 bits, or of 11."""
+    """The allowed error of results of a few units besides that of float32: results of 8 bits, or of 11."""
     return {torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype_of(row)]
 
 

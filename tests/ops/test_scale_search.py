@@ -32,7 +32,7 @@ def row(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def weights(n: int, k: int) -> Iterator[tuple[str, Tensor]]:
-    """What a search may meet, by name."""
+    """Weights that a search may meet, by name."""
     normal = torch.randn(n, k)
     yield "normal", normal
     yield "small and large rows", normal * 10.0 ** torch.linspace(-30, 30, n)[:, None]

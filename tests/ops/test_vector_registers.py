@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """No kernel returns with the upper halves of the vector registers in use.
 
-Until somebody clears them, every switch between AVX and SSE code in the process costs 0.3 us: a call of a small layer
+Until they are cleared, every switch between AVX and SSE code in the process costs 0.3 us: a call of a small layer
 took 7 us instead of 5. gcc leaves vzeroupper out around calls of functions that take a vector by value, or that use
 none (csrc/cpu/vector_io.hpp).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step keeps from the one before knows all that it depends on: data, states, options and gradients may change between steps.
+"""A step's kept plan knows all that it depends on: data, states, options and gradients may change between steps.
 
 The oracle is an optimizer that is made anew for every step and loads the state of the one before: it has nothing kept.
 """
@@ -107,7 +107,7 @@ CHANGES: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
     "frozen and back": frozen_and_back,
     "another dtype": another_dtype,
     "other addresses of the same size": other_addresses_of_the_same_size,
-    # What is saved before the next step has the order too.
+    # A state dict before the next step has the order too.
     "another memory order": lambda optimizer, params: setattr(params[0], "data", params[0].data.t().contiguous().t()),
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters there may be: frozen ones of any kind, empty ones, any strides; default dtype and device; copies on write."""
+"""Parameters of every kind: frozen ones of any kind, empty ones, any strides; default dtype and device; copies on write."""
 
 from __future__ import annotations
 

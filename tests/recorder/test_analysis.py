@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the analysis makes of recordings that are made up: who differs, who is missing, who hangs; and of bad files."""
+"""The analysis of recordings that are made up: ranks that differ, are missing or hang; and of bad files."""
 
 from __future__ import annotations
 

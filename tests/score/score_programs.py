@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of score programs share: running one, checking it against the reference, and the programs of users."""
+"""The common part of the tests of score programs: running one, checking it against the reference, and the programs of users."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def operands(name: str, dtype: torch.dtype) -> tuple[ProgramBuilder, list[Value]
 
 
 def interpret(code: list[int], captured: list[Tensor], scores: Tensor, q0: int = Q0, k0: int = K0) -> Tensor:
-    """What the program means."""
+    """The program's results by the reference."""
     return reference.evaluate(code, _C.SCORE_OPS, captured, scores, b=B, h=H, q0=q0, k0=k0)
 
 

@@ -2,7 +2,7 @@
 """Programs printed as CUDA C and OpenCL C, and as SPIR-V, compute what the machine computes: ops, random programs,
 tensors, faults.
 
-What is printed runs compiled by g++ (printed_programs.py), SPIR-V on an OpenCL runtime (linked_programs.py): bit for
+Printed programs run compiled by g++ (printed_programs.py), SPIR-V on an OpenCL runtime (linked_programs.py): bit for
 bit, but for the functions that the machine or the runtime has of its own. clang's OpenCL and NVRTC say whether texts are
 the languages that they should be, where these compilers are.
 """

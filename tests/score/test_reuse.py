@@ -36,7 +36,7 @@ SCORE, MASK = "s, b, h, q, k", "b, h, q, k"
 
 @functools.cache
 def maker(name: str, body: str, arguments: str = SCORE) -> Callable[[], Probe]:
-    """What makes the mod of an axis, whose ``body`` has "{}" where it reads, and its change; each call has the same code."""
+    """The function that makes the mod of an axis, whose ``body`` has "{}" where it reads, and its change; each call has the same code."""
     axis = AXES[name]
     scope = "global" if name == "globals" else "nonlocal"
     stored = {node.id for node in ast.walk(ast.parse(axis.change)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

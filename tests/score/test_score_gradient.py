@@ -23,7 +23,7 @@ def per_head_bias(p: ProgramBuilder) -> Value:
 
 
 def full_bias(p: ProgramBuilder) -> Value:
-    """[B, H, L, S]: large; nobody writes where another one does."""
+    """[B, H, L, S]: large; no two threads write to one element."""
     return p.op("add", p.op("score"), p.gather(p.captured("float", 4), p.op("b"), p.op("h"), p.op("q"), p.op("k")))
 
 

@@ -173,7 +173,7 @@ def test_a_soft_cap_keeps_its_relative_error_and_its_cap(score_row: str, inner: 
     assert found[~wanted.isnan()].abs().max() <= outer
 
 
-# What a program is, and what is refused.
+# Programs that are valid, and those that are refused.
 
 
 def test_values_are_computed_at_their_rate() -> None:

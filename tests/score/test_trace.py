@@ -60,7 +60,7 @@ MODS: dict[str, Callable[..., Any]] = {
 
 
 def evaluate(mod: Callable[..., Any], b: int, h: int, rows: int = 17, cols: int = 21) -> tuple[Tensor, Tensor]:
-    """What the program gives for a tile, and torch score by score."""
+    """The results of the program for a tile, and of torch score by score."""
     scores = torch.randn(rows, cols)
     bound = program_cache.bind("test", mod, mask=False)
     ours = scores.clone()

@@ -93,7 +93,7 @@ def prose_of(path: Path) -> Iterator[str]:
 
 
 def headless(text: str) -> list[str]:
-    """The sentences without a subject: that begin with a relative pronoun and are no question, or name nobody."""
+    """The sentences without a subject: those that begin with a pronoun and are no question, or have a vague person."""
     sentences = re.split(r"(?<=[.?!])\s+", QUOTED.sub("it", text))
     return [
         " ".join(sentence.split())
@@ -104,7 +104,7 @@ def headless(text: str) -> list[str]:
 
 def test_a_sentence_has_a_subject(tool: ModuleType) -> None:
     """No "What a task needs." as a comment, no "whoever": docs/style.md, Text. A heading of a page may ask."""
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*") if path.suffix in tool.SUFFIXES]
+    files = [path for room in (*ROOMS, "tests") for path in (ROOT / room).rglob("*") if path.suffix in tool.SUFFIXES]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found = [
         f"{path.relative_to(ROOT)}: {sentence}"

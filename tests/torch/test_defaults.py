@@ -289,7 +289,7 @@ def kv_cache(format: str) -> Callable[[Path], Any]:
 
 
 def autoquant(path: Path) -> Any:
-    """What the clock says is not compared; what the layers saw, and what a plan makes of them, is."""
+    """Times are not compared; the layers' inputs, and the plan's result, are."""
     plan = lowbit.autoquant(Model(), random(5, 64), candidates=[INT8], min_sqnr=10.0, cache=path / "times.json")
     saw = [(row.layer, row.shape, row.calls) for row in plan.rows]
     made = lowbit.Plan([PlanRow(*row, INT8.spec(torch.float32), "", 1.0, 1.0, 30.0, 1, 1) for row in saw], 20.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantization-aware training refuses: named, and with nothing half converted."""
+"""Refusals of quantization-aware training: named, and with nothing half converted."""
 
 from __future__ import annotations
 

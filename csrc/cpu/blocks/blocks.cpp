@@ -2,8 +2,8 @@
 // Rows of the ops blocks_linear and blocks_dequantize: weights of 4 bits where bitsandbytes has them.
 //
 // The product goes along k: 64 bytes of a row of w, a chunk, are 16 words of 8 codes. Nibble `at` of word j, counted
-// from the lowest, is weight 8 j + (at ^ 1) of the chunk, so x is put in that order first (a float vector per nibble),
-// and a shift, a look-up and an FMA serve 16 weights. The 8 weights of a lane have one scale, whatever blocks they are
+// from the lowest, is weight 8 j + (at ^ 1) of the chunk. So x is put in that order first (a float vector per nibble).
+// Then a shift, a look-up and an FMA serve 16 weights. The 8 weights of a lane have one scale, whatever blocks they are
 // in: it multiplies the sum of the chunk. Some rows of w share each load of x, of which a chunk takes eight times its
 // own bytes.
 #include LOWBIT_ISA_HEADER

@@ -89,8 +89,8 @@ void cut_panel(const WeightSpec& spec, const PanelView& view, int64_t begin, int
   alignas(64) uint8_t unpacked[kByteTile];
   for (int64_t tile = 0; tile < length; tile += kTileK) {
     const uint8_t* codes = readable_tiles<kFormat>(spec, view, (begin + tile) / kTileK, 1, unpacked);
-    // Of either half: value = number read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied
-    // by a sum of x, and could cancel what the codes have added.
+    // In each half value = number read + offset. Only the rest of a zero point, 0 where we chose it, is multiplied by a
+    // sum of x, and could cancel what the codes have added.
     f32x16 offset[2];
     for (int half = 0; half < 2; half++) {
       const int64_t g = spec.group_size ? (begin + tile + half * kHalfK) / spec.group_size : 0;
@@ -177,7 +177,8 @@ struct PartProduct {
   static constexpr int64_t step = kPartK, tile_bytes = 64;
   const LinearArgs& args;
   int x_parts, parts, code_max;
-  // Of two panels 16 to 24 KiB, of an L1 of 48; where sums leave registers at the end of a block, the longer is faster.
+  // Two panels take 16 to 24 KiB of an L1 of 48; where sums leave registers at the end of a block, the longer
+  // is faster.
   int64_t block_k, weight_bytes;
   int64_t first, sum_k, k;
   PartRows rows;

@@ -37,7 +37,7 @@ struct TensorConstants {
         stochastic(args.stochastic_rounding && tensor.param_dtype == DType::bfloat16) {}
 };
 
-// Up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
+// Rounds up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
 LOWBIT_INLINE f32x16 round_stochastically(f32x16 value, int64_t i, int32_t key) {
   alignas(64) static constexpr int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const i32x16 element = add(load_i32(kLanes), set1(static_cast<int32_t>(i)));

@@ -42,7 +42,7 @@ LOWBIT_INLINE void choose_scales(const WeightSpec& spec, const float* x, Mapping
     scale[g] = choose_scale<Codec>(x + g * spec.group_k(), length_of_group(spec, g), mapping, levels);
 }
 
-// Of scales as they are stored.
+// Chooses zero points for scales as they are stored.
 LOWBIT_INLINE void choose_zeros(const WeightSpec& spec, const float* x, const float* scale, float* zero) {
   const float levels = static_cast<float>(code_max(spec.format));
   for (int64_t g = 0; g < spec.groups(); g++)

@@ -51,7 +51,7 @@ constexpr float kTanhEnd = 8, kTanhP[] = {0.99999988f, 1.2925666e-1f, 2.9510257e
 constexpr float kTanhQ[] = {1, 4.6258882e-1f, 2.3815563e-2f, 2.3866943e-4f, 2.4592163e-7f};
 struct RationalTanh {
   f32x16 end, p[4], q[5];
-  // Of c tanh(b x).
+  // Coefficients of c tanh(b x).
   LOWBIT_INLINE RationalTanh(float b, float c) {
     float power = 1;
     for (int i = 0; i < 5; i++, power *= b * b) q[i] = set1(kTanhQ[i] * power);

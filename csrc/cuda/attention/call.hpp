@@ -12,8 +12,8 @@ constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
 constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
 
-// Of the forward: a warp has 16 row_tiles queries. As much as 255 registers hold: the sums of the result, and a
-// tile of scores.
+// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, and
+// a tile of scores.
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers
@@ -26,8 +26,8 @@ constexpr ForwardShape forward_shape(int e, int ev, bool plain) {
   return {e, ev, row_tiles, most <= 128 && (most <= 64 || row_tiles == 1) ? 64 : 32, row_tiles == 1 && e <= 128};
 }
 
-// Of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are made by
-// `parts` CTAs.
+// The shape of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are
+// made by `parts` CTAs.
 struct BackwardShape {
   int e, ev, passing, stages, parts;
   static constexpr int kStaying = 16 * kAttentionWarps;

@@ -35,7 +35,7 @@ std::string text_of(const AttentionShape& shape) {
   return text;
 }
 
-// With one line on stderr, as the compilation of a kernel has it.
+// Prints one line on stderr, as the compilation of a kernel does.
 Plan make_and_keep(const AttentionShape& shape, const CudnnDevice& device, const std::string& path) {
   const auto started = std::chrono::steady_clock::now();
   Plan plan = make_plan(shape, device);

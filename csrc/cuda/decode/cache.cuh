@@ -2,8 +2,8 @@
 // Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are
 // exact in bfloat16.
 //
-// Of a group of 32 columns lane (g, t) takes 8 of a key, in two steps of 16 k, and of the values of four tokens, t, t +
-// 4, t + 8 and t + 12, four columns that lie side by side.
+// Of a group of 32 columns lane (g, t) takes 8 of a key, in two steps of 16 k. Of the values of four tokens (t, t + 4,
+// t + 8 and t + 12) it takes four columns that lie side by side.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"

@@ -86,7 +86,7 @@ struct Decode {
     }
   }
 
-  // Of the 16 tokens of this warp.
+  // Scores of the 16 tokens of this warp.
   LOWBIT_INLINE void multiply_keys(float (&s)[kTiles][4]) const {
     const int lane = lane_of_warp(), t = lane % 4, token = warp_of_cta() * 16 + lane / 4;
     const char *first = shared.keys.row(token), *second = shared.keys.row(token + 8);

@@ -23,7 +23,7 @@ LOWBIT_INLINE void load_row(float (&x)[kGroups], const void* from, DType dtype, 
   }
 }
 
-// By a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
+// Rotates by a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
 template <int kGroups>
 LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
   constexpr int kSize = static_cast<int>(kv_rotation(kGroups * 32));

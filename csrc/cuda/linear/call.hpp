@@ -16,7 +16,7 @@ struct ProductCall {
   void* partial;   // [splits, m, n], float or int32, as sums are; of one split: not used
 };
 
-// Of int8 activations in tiles (code_tiles.cuh).
+// Sizes of tiles of int8 activations (code_tiles.cuh).
 constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
               kTileColumns = kTilePanels * 16;
 

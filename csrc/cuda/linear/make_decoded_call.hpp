@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the host: linear of many rows, whose weight is decoded to the dtype of the activations, or to int8, and multiplied
-// by a library of the device, some columns and some rows at a time, so that memory stays bounded and decoded weights
-// stay in the cache. A weight that is decoded to 16 bits is rounded once to their significant bits; codes with one
-// scale a column are exact.
+// On the host: linear of many rows. The weight is decoded to the dtype of the activations, or to int8, and multiplied
+// by a library of the device, some columns and some rows at a time. So memory stays bounded, and decoded weights stay
+// in the cache. A weight that is decoded to 16 bits is rounded once to their significant bits; codes with one scale a
+// column are exact.
 #pragma once
 
 #include <algorithm>

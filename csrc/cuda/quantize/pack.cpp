@@ -18,7 +18,7 @@ std::vector<T> read_back(const Place& place, std::string_view op, const void* fr
 
 void check_waits(const Place& place, std::string_view op) {
   check(!is_captured(place), ErrorKind::runtime, op,
-        ": waits for what its kernels find, and the stream is being captured in a CUDA graph; call it before");
+        ": waits for the results of its kernels, and the stream is being captured in a CUDA graph; call it before");
 }
 
 void run_quantize(const QuantizeArgs& args) {

@@ -50,7 +50,7 @@ Module load(const Place& place, const Source& source) {
   return module;
 }
 
-// Of this process, by the index of their device and their key.
+// The programs of this process, by the index of their device and their key.
 struct Programs {
   mutable std::mutex mutex;
   mutable std::map<std::pair<int16_t, SourceKey>, Program> loaded;  // whose nodes never move

@@ -15,7 +15,7 @@ LOWBIT_INLINE void count_steps(const StepTable& table) {
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) *table.tensor[i].step_count += 1;
 }
 
-// Up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
+// Rounds up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
 LOWBIT_INLINE f32 round_stochastically(f32 value, int element, int32_t key) {
   const i32 up = add(bits_of(value), shift_right<16>(random_bits(i32{element}, key)));
   const i32 cut = bit_and(up, i32{static_cast<int32_t>(0xffff0000)});
@@ -131,7 +131,7 @@ LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>&
   using ThisUpdate = Update<kFormat, Rule, kBlock, kEach>;
   constexpr int kChunk = kStepThreads * ThisUpdate::n;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
-  // Of two chunks in turn, so that one barrier each is enough.
+  // Two chunks take turns, so that one barrier each is enough.
   LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   for (int64_t chunk = first; chunk < first + kTaskElements && chunk < tensor.numel; chunk += kChunk) {
     const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * ThisUpdate::n;

@@ -79,7 +79,7 @@ struct Codes {
       if (count & 4) whole = load_words(tile + (count & 3) * 128);
     }
   }
-  // Of 32 k of a column, four in each word.
+  // The codes of 32 k of a column, four in each word.
   LOWBIT_INLINE u32x8 bytes(int side, int half) const {
     constexpr u32x8 kOne = {0, 0, 1, 1, 2, 2, 3, 3}, kTwo = {0, 0, 0, 0, 2, 2, 2, 2};
     const int count = code_bits();
@@ -194,7 +194,7 @@ LOWBIT_INLINE void float_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
   for (int side = 0; side < kSides; side++) chunk[side].part[0] = words.side[side];
 }
 
-// Of one column of codes: four words of a half tile.
+// One column of codes: four words of a half tile.
 LOWBIT_INLINE Chunk chunk_of(u32x4 words, const LevelParts* levels) {
   Chunk chunk;
   if (has_levels())

@@ -23,7 +23,7 @@ struct Blocks {
   std::vector<MemoryUsage> usage;  // of each device
 };
 
-// Of all devices; made with them, never freed: tensors may be freed after static destructors.
+// The blocks of all devices; made with them, never freed: tensors may be freed after static destructors.
 Blocks& blocks() {
   static std::atomic<Blocks* const*> kept{nullptr};
   return *made_once(kept, [] {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""create_block_mask: which blocks of scores a mask empties, keeps whole, or cuts, without the mask of every score.
+"""create_block_mask: finds the blocks of scores that a mask empties, keeps whole or cuts, without the mask
+of every score.
 
 The mask's program is evaluated on whole blocks with intervals in place of numbers; the few blocks that this
 leaves open are evaluated score by score (csrc/ops/block_classes.hpp). 8192 x 8192 takes a millisecond or two
@@ -152,7 +153,8 @@ def to_classes(mask: BlockMask) -> Tensor:
 
 
 def _lists(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row how many, and which columns: the wanted ones first, both parts ascending (torch's order)."""
+    """The count of wanted columns of each row, and the columns: wanted ones first, both parts
+    ascending (torch's order)."""
     return wanted.sum(-1, dtype=torch.int32), wanted.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(
         torch.int32
     )

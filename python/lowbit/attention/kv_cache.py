@@ -50,7 +50,7 @@ class QuantizedKVCache:
         return sum(layer.nbytes for layer in self.layers)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` of a layer behind those that are there.
+        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` of a layer behind the stored ones.
 
         Args:
             layer: number of the layer; one that is not there yet is made.

@@ -64,7 +64,7 @@ class QuantizedKVLayer:
         return sum(rows.codes.nbytes + rows.scale.nbytes for rows in (self._k, self._v) if rows is not None)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` behind those that are there.
+        """Quantize keys ``[B, H, L, E]`` and values ``[B, H, L, Ev]`` behind the stored ones.
 
         Raises:
             ValueError: a shape does not fit the cache.
@@ -124,7 +124,7 @@ class QuantizedKVLayer:
     ) -> Tensor:
         """Return the attention of ``query [B, Hq, L, E]`` over the cache: ``[B, Hq, L, Ev]``.
 
-        Few queries multiply the codes as they are; many (a prompt) the floats that a tile of codes stands for.
+        Few queries are multiplied by the codes as they are, many (a prompt) by the floats of a tile of codes.
 
         Args:
             query: float32, bfloat16 or float16; the L last tokens of the cache are its own.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether query, key and value can go to the op as they are, as in most calls; most of a small call's
-time in Python."""
+"""Check whether query, key and value can go to the op as they are, as in most calls: most of a small call's Python."""
 
 from __future__ import annotations
 

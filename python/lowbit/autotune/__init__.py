@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""autoquant: measure on this machine which format and kernel row suits each layer of a model; the Plan that
-comes of it."""
+"""autoquant: measure on this machine which format and kernel row suits each layer of a model, and make a Plan."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose one option for each layer: one format for all layers, or for each the fastest whose output holds the bound,
-then so that the model holds it too, if that is faster by more than the times differ anyway.
+"""Choose one option for each layer: one format for all layers; or for each layer the fastest whose output holds the
+bound, made more exact until the model holds it too, if that is faster by more than the noise of the times.
 
 Noise adds up: the model's relative noise is about the sum of its layers' contributions, and a layer contributes its own
-(10^(-dB / 10)) times a factor, which is measured. The layer is moved first that gives back the most noise for the time.
+(10^(-dB / 10)) times a factor, which is measured. The layer that gives back the most noise for the time is moved first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowbit.autotune.options import MeasuredLayer, Option
 
 Choice = dict[MeasuredLayer, Option]
 Factors = dict[MeasuredLayer, float]
-TRIES = 3  # how often a choice is timed that is slower than the float model
+TRIES = 3  # how often a choice that is slower than the float model is timed
 _LEAST = 1e-30  # noise of a layer that is as good as none
 
 
@@ -46,7 +46,7 @@ def fastest_within(layer: MeasuredLayer, bound_db: float) -> Option:
 
 
 def more_exact(layer: MeasuredLayer, option: Option) -> list[Option]:
-    """The options behind this one, slower, whose error is smaller."""
+    """The slower options behind this one whose error is smaller."""
     noise = noise_of(layer.error_db(option))
     behind = layer.options[layer.options.index(option) + 1 :]
     return [other for other in behind if noise_of(layer.error_db(other)) < noise]

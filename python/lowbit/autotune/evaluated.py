@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A figure that the user takes of the model, such as a loss or a perplexity, as the bound of the model as a whole.
 
-By how much it rises above the float model's counts as noise: like the relative noise of the output, the rise of a loss
-is about the sum of the layers' contributions.
+Its rise above the float model's counts as noise: like the relative noise of the output, the rise of a loss is about the
+sum of the layers' contributions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from lowbit.autotune.choosing import Choice
 from lowbit.autotune.whole_model import changed
 
-RUNS_S, RUNS = 60.0, 8  # seconds to find out which layers the rise comes from, and how many runs it has at least
+RUNS_S, RUNS = 60.0, 8  # seconds to find the layers that the rise comes from, and the least number of runs
 AGREE = 0.01  # share of the allowed rise by which two figures of the float model may differ
 
 
@@ -71,7 +71,7 @@ class Evaluated:
         return max(RUNS, int(RUNS_S / max(self._run_s, 1e-9)))
 
     def room_db(self, choice: Choice) -> float:
-        """By how many dB the rise with a choice stays below the one that is allowed; nan for a figure that is nan."""
+        """The dB by which the rise with a choice stays below the allowed one; nan for a figure that is nan."""
         rise = self.figure(choice) - self.before
         return math.inf if rise <= 0 else 10 * math.log10((self.at_most - self.before) / rise)
 

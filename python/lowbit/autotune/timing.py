@@ -8,8 +8,8 @@ between two calls; 188 us from memory. Nothing changes past the last cache, so n
 
 Rounds are interleaved, one sample of each call in a round and in changing order, so that a drift of the machine meets
 all alike. Every second round is of the other half, and each half keeps its best sample of a call. On an idle machine
-the halves soon agree on every call. Where other programs run, a call that a thread of waits for the system takes a
-hundred times as long: rounds go on until the time is spent, and by how much the halves then differ is the noise.
+the halves soon agree on every call. Where other programs run, a call in which a thread waits for the system takes a
+hundred times as long: rounds go on until the time is spent, and the difference of the halves is then the noise.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _UNKNOWN_CACHE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A call, how many bytes the model reads between two of them, of which others it has to be the best, the kind that
-    it is to be faster than, and a context that it runs in and that is not timed."""
+    """A call; the bytes that the model reads between two of them; its kind, of which the best is wanted; the kind that
+    it must beat; and a context around it, which is not timed."""
 
     call: Call
     bytes_between: int = 0
@@ -61,7 +61,7 @@ class Timer:
     def best(self, calls: Mapping[Key, Timed], share: float = 1.0) -> Times[Key]:
         """Return the best seconds of one call each. ``share``: how much of BUDGET_S the rounds may take."""
         between = min(max((it.bytes_between for it in calls.values()), default=0), 2 * last_cache_bytes())
-        # Written: all of memory that never was is one page of zeros.
+        # Written to: memory that never was is one page of zeros.
         buffer = torch.ones(between // 4, dtype=torch.float32, device="cpu")
         end = time.perf_counter() + share * BUDGET_S
         halves = [{key: _sample(it, buffer) for key, it in calls.items()} for _ in range(2)]

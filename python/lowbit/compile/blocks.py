@@ -6,7 +6,7 @@ of ours reads a name or an address, and the index of a layer, by which transform
 up before the graph begins.
 
 `torch.compiler.nested_compile_region` would enter one graph in a call and not one for each block, 0.1 ms each. In torch
-2.13 it gives each block the parameters of the first where a method is marked on an object, without a word.
+2.13 it gives each block the parameters of the first where a method is marked on an object, without an error.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LayerExplanation:
 
 class Explanation(list[LayerExplanation]):
     """One entry per quantized layer; prints as a table with one line for layers of one kind, and below it why other
-    rows do not serve each format: of many with one reason the first."""
+    rows do not serve each format: of rows with one reason the first."""
 
     _HEADER = ("layer", "format", "n x k", "row")
     _BELOW = ("format", "why not", "other rows")

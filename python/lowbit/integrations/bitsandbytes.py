@@ -9,7 +9,7 @@ with a scale (absmax) for each ``blocksize`` of them, and in a state dict beside
     weight.quant_state.bitsandbytes__nf4 or __fp4     JSON in uint8: blocksize, shape, dtype, nested_offset ...
 An 8-bit one (LLM.int8) is int8 ``[n, k]`` with SCB, float32 [n]: w = weight * SCB / 127.
 
-Codes keep every bit. Of a scale per group 11 bits stay (float16 times a power of two per row), of one per row all.
+Codes keep every bit. A scale per group keeps 11 bits (float16 times a power of two per row), one per row all.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ OPS: tuple[Callable[..., Any], ...] = (
     dequantize_4bit,
     int8_scaled_mm,
 )
-"""Ours, each with the name and the arguments of bitsandbytes' op, before them its own kernel: called as ``theirs()``
-where the arguments are not for us. (dequantize_blockwise is a lookup in 256 values, at which bitsandbytes' kernel is
-as fast.)"""
+"""Our kernels, each with the name and the arguments of bitsandbytes' op, and before them bitsandbytes' own kernel,
+which is called as ``theirs()`` where the arguments are not for us. (dequantize_blockwise is a lookup in 256 values, at
+which bitsandbytes' kernel is as fast.)"""
 
 states: dict[str, str] = {}
 """The state of each op, for `lowbit.info()`."""

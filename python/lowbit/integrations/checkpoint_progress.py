@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointProgress: which shards of a checkpoint are written, with their checksums, so that a run can be taken up."""
+"""CheckpointProgress: the shards of a checkpoint that are written, with their checksums, so that a run can go on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CheckpointProgress:
                 continue
             if file_checksum(shard) != checksum:
                 raise ValueError(
-                    f"quantize_checkpoint: {shard} of an interrupted run is not what was written: a broken disk? "
+                    f"quantize_checkpoint: {shard} of an interrupted run differs from the bytes written: broken disk? "
                     "Remove that file, and the run makes it again"
                 )
             self.rows[name], self._checksums[name] = rows, checksum

@@ -162,7 +162,7 @@ class _Finder:
         if more := [norm for norm in FOUR_NORMS[2:] if norm in layer._modules]:
             self.refuse(
                 f"{name} must have norms in front of attention and MLP alone, got {more[-1]}: a norm behind them "
-                "scales the channels of what is added to the residual stream"
+                "scales single channels of its result"
             )
         attention, mlp = (layer._modules[half] for half in HALVES)
         names = PACKED if "qkv_proj" in attention._modules else APART

@@ -62,7 +62,7 @@ def fuse(model: nn.Module) -> FusedModules:
             elif any(not parameter.is_cpu for parameter in module.parameters()):
                 pieces.left[name] = "it is not on the CPU, where the kernel rows are"
             else:
-                pieces.left[name] = "it does not compute what rms_norm computes"
+                pieces.left[name] = "its results are not those of rms_norm"
     if "transformers" in sys.modules:
         _fuse_layers(model, pieces)
     return pieces

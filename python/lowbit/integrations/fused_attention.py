@@ -53,8 +53,8 @@ class FusedAttention(Fused):
         return self._modules["o_proj"](out.reshape(batch, length, -1)), weights
 
     def projections(self) -> list[QuantLinear] | None:
-        """The layers of queries, keys and values, unless something has come to stand between them and their call (an
-        adapter, a hook), or the module has another scale, soft cap or eps."""
+        """The layers of queries, keys and values, unless something stands between them and their call now (an adapter,
+        a hook), or the module has another scale, soft cap or eps."""
         facts = self.facts
         names = facts["projections"]
         if hooked(self, (*names, *HEAD_NORMS)) or not facts["noted"].hold(self):

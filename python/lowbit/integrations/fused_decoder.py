@@ -19,8 +19,8 @@ _SHARED = ("attention_mask", "position_embeddings", "past_key_values")
 
 
 class FusedDecoder(Fused):
-    """A model of fused layers; made in place by `lowbit.fuse`. Its forward is its own, in which its list of layers has
-    one item, the call of all."""
+    """A model of fused layers; made in place by `lowbit.fuse`. In its forward the list of layers has one item, the call
+    of all layers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layers = self.facts["layers"]

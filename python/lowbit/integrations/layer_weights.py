@@ -19,7 +19,7 @@ _OF_MLP = ("gate_proj", "up_proj", "down_proj")
 
 class LayerWeights(Unchanged):
     """Lists of the layers' weights and numbers, in the order of the op; ``fit`` says whether they are complete: not
-    where something has come to stand between a module and its call. It refers to no layer: one of them may hold it."""
+    where something stands between a module and its call. It refers to no layer: one of them may hold it."""
 
     def __init__(self, layers: Sequence[Fused] = (), dtype: torch.dtype | None = None) -> None:
         super().__init__()

@@ -72,8 +72,8 @@ def smooth_(
 
     The model computes the same results. For each input of linear layers the scales are s = rms(x)^alpha, with the alpha
     from 0 to 1 that makes the error of the outputs least when the weights are quantized. (AWQ, Lin et al. 2023,
-    arXiv:2306.00978; errors count as the mean of x x^T says.) Call it before `quantize_` with a calibration; with GPTQ
-    it is not needed. After `rotate_`, which makes channels alike, little is left to gain.
+    arXiv:2306.00978; errors are weighted by the mean of x x^T.) Call it before `quantize_` with a calibration; with
+    GPTQ it is not needed. After `rotate_`, which makes channels alike, little is left to gain.
 
     Models, checks and refusals are those of `rotate_`; the head stays as it is.
 

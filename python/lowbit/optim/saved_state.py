@@ -129,7 +129,7 @@ def _check_names(entry: Entry, moments: dict[str, bool]) -> None:
     else:
         known = [*moments, *(f"{name}_scale" for name in moments if entry.is_ours)]
     if unknown := [name for name in entry.state if name not in ("step", *known)]:
-        raise ValueError(f"{entry.what} has {', '.join(map(str, unknown))}, which a state for {entry.owner} has not")
+        raise ValueError(f"{entry.what} has {', '.join(map(str, unknown))}, unknown in a state for {entry.owner}")
 
 
 def _moment(entry: Entry, name: str, position: int, values: Any, is_signed: bool) -> Moment:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""calibrate: moments of the inputs of a model's linear layers, which weight the errors of their weights."""
+"""calibrate: moments of the inputs of a model's linear layers, which weigh the errors of their weights."""
 
 from __future__ import annotations
 

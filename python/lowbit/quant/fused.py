@@ -103,8 +103,8 @@ def has_own_tensors(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def probed(module: nn.Module, forwards: Mapping[nn.Module, Callable[..., Any]] | None = None) -> Iterator[None]:
-    """For calls that find out what ``module`` does: without dropout, and with other forwards for some of its pieces,
-    which have none but that of their class."""
+    """Prepare ``module`` for calls that test it: without dropout, and with other forwards for some of its pieces, whose
+    own are those of their class."""
     forwards = forwards or {}
     training, module.training = module.training, False
     try:

@@ -18,7 +18,8 @@ from lowbit.formats.algorithms import GPTQ
 BLOCK = 128  # channels between two products of matrices; without act_order one group of the weight, if it has groups
 
 Scales = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Scales and zero points ``[n, groups]`` of a weight ``[n, k]``, whose errors at each k count as an importance says."""
+"""Scales and zero points ``[n, groups]`` of a weight ``[n, k]``, whose errors at each k are weighted
+by an importance."""
 
 
 def gptq(

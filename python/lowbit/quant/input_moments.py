@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""InputMoments: sums over the inputs x [k] of a linear layer, by which errors of its weight count.
+"""InputMoments: sums over the inputs x [k] of a linear layer, which weigh the errors of its weight.
 
 An error e of a weight [n, k] changes the layer's output by x e^T, whose mean square is e^T H e with H = mean of x x^T.
 The diagonal of H, the mean of x^2 per input channel, is the importance that a scale search weighs errors by; GPTQ needs

@@ -28,7 +28,7 @@ def all_finite(weight: Tensor) -> bool:
 def pack_weight(
     weight: Tensor, spec: LinearSpec, inputs: InputMoments | None = None, layout: str = _C.LAYOUT
 ) -> tuple[nn.Parameter, Distortion]:
-    """Pack a float weight ``[n, k]``, as ``spec`` says; ``inputs`` are those of its layer, with which errors count.
+    """Pack a float weight ``[n, k]``, as ``spec`` says; ``inputs`` are those of its layer, which weigh the errors.
 
     Raises:
         ValueError: GPTQ without the hessian of the inputs.

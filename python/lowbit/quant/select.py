@@ -231,7 +231,7 @@ def _with_specs(model: nn.Module, taken: list[tuple[str, nn.Module, FormatConfig
         spec = config.spec(weight.dtype)
         if is_embedding(module):
             if isinstance(spec.algorithm, GPTQ):
-                raise ValueError(f"quantize_: GPTQ needs inputs, which the embedding {_label(name)} has not")
+                raise ValueError(f"quantize_: GPTQ needs inputs, which the embedding {_label(name)} does not have")
             spec = replace(spec, x_format="float")
         if id(weight) not in finite:
             _check_values(name, weight, spec)

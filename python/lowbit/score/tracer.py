@@ -263,7 +263,7 @@ class Tracer:
         if isinstance(tensor.content, Outside):
             return self.outside((func, (tensor.content,), {}), tensor.meta)
         if tensor.is_floating_point():
-            raise UnknownOp("aten.detach of what depends on the score")  # programs cannot stop a gradient
+            raise UnknownOp("aten.detach of a value that depends on the score")  # programs cannot stop a gradient
         return tensor
 
     def _step(self, name: str, func: Any, args: Any, kwargs: Any, proxies: list[Proxy]) -> Any:

@@ -43,7 +43,7 @@ def test_a_weight_with_inf_is_refused_and_nothing_written() -> None:
 def test_a_graph_that_is_captured_cannot_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     call = next(calls("int8"))
     monkeypatch.setenv("LOWBIT_EMULATED_CAPTURING", "1")
-    with pytest.raises(RuntimeError, match="quantize: waits for what its kernels find"):
+    with pytest.raises(RuntimeError, match="quantize: waits for the results of its kernels"):
         call.run(DEVICE, ROW)
     with lowbit.force_kernel("all_finite_cuda_sim"), pytest.raises(RuntimeError, match="all_finite: waits"):
         _C.all_finite(call.weight.to(DEVICE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case calls: it runs lowbit, and raises unless the results are those of float64 torch."""
+"""The checks that a case calls: each runs lowbit, and raises unless the results are those of float64 torch."""
 
 from __future__ import annotations
 

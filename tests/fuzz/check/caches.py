@@ -108,8 +108,8 @@ def _compare(
 def cache(format: str, operations: Sequence[tuple[Any, ...]], layers: int = 2) -> None:
     """Run operations on a QuantizedKVCache: each does what it should, or raises and changes nothing.
 
-    ("append", layer, key, value), ("attend", layer, query, options), ("crop", length), ("reorder", index). What each layer should hold
-    is kept as float keys and values beside it.
+    ("append", layer, key, value), ("attend", layer, query, options), ("crop", length), ("reorder", index). Beside each layer, its
+    content is kept as float keys and values.
     """
     made = lowbit.QuantizedKVCache(format)
     held: list[tuple[Tensor, Tensor] | None] = [None] * layers

@@ -18,7 +18,7 @@ from .reference import over_scores
 
 
 def mask(mask_mod: Any, length: int, wanted: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
-    """What the mask lets be seen, as it is, in a block mask, and in flex_attention."""
+    """The pairs that the mask keeps, as it is, in a block mask, and in flex_attention."""
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = wanted(i, j).expand(length, length)
     within(over_scores(mask_mod, None, (1, 1, length, length))[0, 0].double(), seen.double(), 0.0, f"masks.{name}")

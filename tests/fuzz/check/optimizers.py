@@ -108,7 +108,7 @@ def _moments_of(twin: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]
 def _decoded(
     ours: torch.optim.Optimizer, name: str, leaves: list[nn.Parameter], options: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
-    """What its moments stand for, in float32, for each parameter: as an optimizer with float32 moments loads them."""
+    """The values of its moments, float32, for each parameter: as an optimizer with float32 moments loads them."""
     copies = _clone(leaves)
     again = getattr(optim, name)(copies, **(options | {"optim_bits": 32}))
     again.load_state_dict(ours.state_dict())

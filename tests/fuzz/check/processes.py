@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not crash or hang, whatever it returns."""
+"""Calls that must not crash or hang, whatever they return."""
 
 from __future__ import annotations
 

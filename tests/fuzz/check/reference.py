@@ -19,7 +19,7 @@ Mod = Callable[..., Tensor]
 
 @dataclass
 class Result:
-    """What attention returns, and the scores before and after everything."""
+    """The results of attention, and the scores before and after everything."""
 
     out: Tensor
     lse: Tensor
@@ -76,7 +76,7 @@ def _widened(item: Any) -> Any:
 
 
 def over_scores(mod: Mod, scores: Tensor | None, shape: tuple[int, ...], wide: bool = False) -> Tensor:
-    """What a mod gives for every score, by torch's vmap, as torch's eager flex_attention evaluates it."""
+    """The results of a mod for every score, by torch's vmap, as torch's eager flex_attention evaluates it."""
     first = () if scores is None else (0,)
     function = mod
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):

@@ -43,7 +43,7 @@ def quantized_encoder() -> nn.Module:
 
 
 def on_device(model: nn.Module, *inputs: torch.Tensor) -> Any:
-    """What the model gives there; its linear layers ran by our row."""
+    """The model's result there; its linear layers ran by our row."""
     with torch.no_grad():
         result = model.to("lowbit_ze")(*(x.to("lowbit_ze") for x in inputs))
     assert _C.last_kernel("linear") == ROW

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loader wants every table of a driver, also of what nobody calls here.
+// The loader wants every table of a driver, also those of functions that are not called here.
 #define ZSIM_EMPTY(getter) extern "C" __attribute__((visibility("default"))) int getter(int, void*) { return 0; }
 
 ZSIM_EMPTY(zeGetDeviceExpProcAddrTable) ZSIM_EMPTY(zeGetEventExpProcAddrTable)

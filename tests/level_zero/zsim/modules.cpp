@@ -54,7 +54,7 @@ std::string contents(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// What the device has and the CPU lacks: a module in the file ZSIM_LINK, linked to every other.
+// Functions that the device has and the CPU lacks: a module in the file ZSIM_LINK, linked to every other.
 const std::string& emulation() {
   static const std::string found = [] {
     const char* path = std::getenv("ZSIM_LINK");
@@ -97,7 +97,7 @@ cl_int set_constants(cl_program program, const ze_module_constants_t* constants)
   return CL_SUCCESS;
 }
 
-// What OpenCL made of the same modules, constants and flags before: a file in the folder ZSIM_KEPT. Building takes
+// OpenCL's code for the same modules, constants and flags from before: a file in the folder ZSIM_KEPT. Building takes
 // seconds, reading it back milliseconds.
 std::filesystem::path kept_program(const std::vector<std::string>& modules,
                                    const ze_module_constants_t* const* constants, std::size_t with_constants) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the handles of zsim are. Commands of a list run when somebody waits for them, no sooner, and between two
-// barriers in the reverse of the order in which they came: what a client does not wait for or order goes wrong.
+// The handles of zsim. Commands of a list run when they are waited for, no sooner, and between two
+// barriers in the reverse of the order in which they came: commands that a client does not wait for or order go wrong.
 #pragma once
 
 #include <level_zero/ze_api.h>
@@ -18,7 +18,7 @@ namespace zsim {
 // One lock for all: this is a test.
 inline std::recursive_mutex everything;
 
-// Which fault is due: "memory", "lost", "build", and after how many calls that could have it.
+// The fault that is due: "memory", "lost", "build", and after how many calls that could have it.
 struct Fault {
   std::string kind;
   int after = 0;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window around each query, and tokens that see and are seen by everyone (Longformer, BigBird)."""
+"""A window around each query, and tokens that see all tokens and are seen by all (Longformer, BigBird)."""
 
 from __future__ import annotations
 

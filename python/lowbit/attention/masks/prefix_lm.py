@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everyone sees the prefix, the rest is causal (T5, UniLM)."""
+"""Every query sees the prefix, the rest is causal (T5, UniLM)."""
 
 from __future__ import annotations
 

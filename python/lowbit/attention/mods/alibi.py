@@ -12,8 +12,8 @@ from lowbit.score.mod import ScoreMod
 def alibi(heads: int) -> ScoreMod:
     """Return the mod ``score + (k - q) * slope[h]`` with the paper's slopes.
 
-    For a power of two they are ``2 ** (-8 (h + 1) / heads)``. For another number as many heads as the power of
-    two below has take its slopes, the rest every other slope of the power of two above, as in the authors' code,
+    For a power of two they are ``2 ** (-8 (h + 1) / heads)``. For another number the first heads take the slopes
+    of the power of two below, and the rest every other slope of the power of two above, as in the authors' code,
     BLOOM and MPT.
 
     Raises:

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The allocator and the device guard of PrivateUse1, which torch takes from C++ only. Built by shim.py on the user's
-// machine against the headers of the torch that is loaded there (c10 only, and linked to libc10 only), because both are
-// bound to that one version of torch. Memory is liblowbit's (csrc/core/private_use.hpp). A stream is a name and an
-// event is a time: the work of a device is done when the call that asked for it returns, so that everything that a
-// stream could wait for has happened already.
+// The allocator and the device guard of PrivateUse1, which torch takes from C++ only. shim.py builds it on the user's
+// machine against the headers of the torch that is loaded there (c10 only, and linked to libc10 only). Both are bound
+// to that one version of torch. Memory is liblowbit's (csrc/core/private_use.hpp). A stream is a name and an event is a
+// time: the work of a device is done when the call that asked for it returns, so that everything that a stream could
+// wait for has happened already.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>

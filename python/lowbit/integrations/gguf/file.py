@@ -223,5 +223,5 @@ def _other_parts(path: Path, count: int) -> Iterator[Path]:
         if other == path:
             continue
         if not other.exists():
-            raise FileNotFoundError(f"{path}: a part of {count} files, of which {other.name} must lie beside it")
+            raise FileNotFoundError(f"{path}: one of {count} files, and {other.name} must lie beside it")
         yield other

@@ -32,10 +32,10 @@ def from_torchao(state_dict: Mapping[str, Tensor] | str | os.PathLike[str]) -> d
 
     They may be NF4Tensor, Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor (2 to 8 bits), Int4Tensor and
     NVFP4Tensor. All other entries are the tensors that they were. `lowbit.load` takes it into the float model. Codes
-    keep every bit; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. Of a scale per group 11 bits
-    stay, of one per row or per tensor all; the zero points of an Int4Tensor, which are numbers, are off by 1/128 of a
-    step at most. Activations are taken as the weight says: as they are, or int8 or float8 per row (those of an
-    NVFP4Tensor: as they are).
+    keep every bit; torchao's table of nf4 is rounded to 4 decimals, ours is the exact one. A scale per group keeps 11
+    bits, one per row or per tensor all; the zero points of an Int4Tensor, which are numbers, are off by 1/128 of a step
+    at most. Activations are taken as the weight says: as they are, or int8 or float8 per row (those of an NVFP4Tensor:
+    as they are).
 
     Args:
         state_dict: of a model that torchao quantized; or a safetensors file of torchao (``flatten_tensor_state_dict``),
