@@ -20,8 +20,8 @@ _ATTENTION = torch.ops.lowbit.attention_forward.default
 def exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any, runtime: str
 ) -> ExportedProgram:
-    """Export a model that `rewritten` made. Attention becomes torch's own op, or, with a mask or a sink, what lowbit
-    computes in torch's ops: there rows that see nothing are 0 in ours alone.
+    """Export a model that `rewritten` made. Attention becomes torch's own op. With a mask or a sink it becomes
+    lowbit's formula in torch's ops, because rows that see nothing are 0 in lowbit alone.
 
     Raises:
         NotImplementedError: another op of lowbit is in it, which ``runtime`` does not have; names the layer.
@@ -50,7 +50,7 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _by_name(args, kwargs)
-    out, lse, largest = attention_formulas.forward(call)  # what is not used leaves the graph
+    out, lse, largest = attention_formulas.forward(call)  # unused results leave the graph
     if call["mask"] is None and call["sink"] is None:
         q, k, v = call["q"], call["k"], call["v"]
         out = functional.scaled_dot_product_attention(

@@ -77,7 +77,7 @@ class QuantEmbedding(nn.Embedding):
 
     @property
     def factor(self) -> float | None:
-        """What rows are multiplied by, as a table of Gemma does it, a number of their dtype; None: by nothing."""
+        """The number, of the dtype of the rows, that a table of Gemma multiplies its rows by; None: no such table."""
         if self.float_class is nn.Embedding:
             return None
         return torch.tensor(self.scalar_embed_scale, dtype=self.like.dtype, device="cpu").item()

@@ -32,7 +32,7 @@ def export(
 
     Integers become MatMulNBits of onnxruntime, or MatMulInteger where weights are int8 per channel and activations
     int8 per row; nf4 and fp4 MatMulBnb4; float8 DequantizeLinear. Activations are rounded as lowbit rounds them. An
-    embedding looks its rows up and decodes them. Attention becomes what torch's own becomes.
+    embedding looks its rows up and decodes them. Attention is exported as torch's own.
 
     Args:
         model: with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as it is.

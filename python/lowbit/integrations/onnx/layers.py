@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed layers whose forward is written in ops that ONNX has: what torch.onnx.export is given in their place."""
+"""Packed layers whose forward is written in ops that ONNX has; torch.onnx.export gets them in place of ours."""
 
 from __future__ import annotations
 

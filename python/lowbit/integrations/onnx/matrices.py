@@ -29,7 +29,7 @@ from lowbit.quant.codes import CodedWeight, bit_stream, levels_of
 _WIDTHS = (2, 4, 8)
 _BLOCKS = (16, 256)  # smallest and largest that MatMulNBits and MatMulBnb4 take
 _MIDDLE = 128  # the code of 0 in int8
-_FLOAT32, _INT8 = 1, 4  # values of accuracy_level: what x may be rounded to
+_FLOAT32, _INT8 = 1, 4  # values of accuracy_level: the type that x may be rounded to
 
 
 class Matrix(nn.Module):
