@@ -311,6 +311,14 @@ def test_a_layer_that_onnx_has_no_form_for_is_named(tmp_path: Path, monkeypatch:
     assert not file.exists()
 
 
+@pytest.mark.parametrize("name", ["Int8MixedPrecisionTrainingConfig", "Int8WeightOnlyQuantizedTrainingConfig"])
+def test_a_layer_in_training_is_named(name: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).eval()
+    lowbit.quantize_(model, getattr(lowbit.training, name)())
+    with pytest.raises(ValueError, match=r"export: 0 must not be in training, got .*; end it with lowbit.training\."):
+        export(model, (torch.randn(2, 64),))
+
+
 @pytest.mark.parametrize("opset", [20, 24, "21"])
 def test_another_opset_is_refused(opset: Any) -> None:
     with pytest.raises(ValueError, match=f"export: opset_version must be 21 to 23, got {opset!r}"):

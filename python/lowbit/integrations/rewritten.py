@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.quant.fused import Fused, unfuse
+from lowbit.quant.linear_layers import is_trained
 from lowbit.quant.load import PACKED
 from lowbit.quant.quant_linear import QuantLinear
 
@@ -22,10 +23,14 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a weight is on the meta device; names its layer.
+        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training`; names the layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if is_trained(module):
+            end = f"end it with lowbit.training.{module.end}"
+            raise ValueError(f"export: {name} must not be in training, got {module.trained_as}; {end}")
     packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PACKED)]
     for name, layer in packed:
         if layer.weight.is_meta:

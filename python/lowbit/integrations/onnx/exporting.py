@@ -47,9 +47,9 @@ def export(
 
     Raises:
         TypeError: model is no torch.nn.Module.
-        ValueError: ONNX has no form for the format of a layer, a weight is on the meta device, or
-            opset_version is another.
-        NotImplementedError: an op of lowbit is left that ONNX does not have, such as a quantized cache; names the
+        ValueError: ONNX has no form for the format of a layer, a layer is being trained by `lowbit.training`, a weight
+            is on the meta device, or opset_version is another.
+        NotImplementedError: an op of lowbit is left that ONNX does not have, such as that of a score_mod; names the
             layer that calls it. Nothing is written.
         ModuleNotFoundError: onnx or onnxscript is not installed.
 
