@@ -55,6 +55,8 @@ SECTIONS = {
     "layer_of_blocks",
     "Weights of torchao": "lowbit.integrations.torchao: from_torchao",
     "MXFP4 and NVFP4": "lowbit.integrations.microscaling: from_mxfp4 from_nvfp4",
+    "ONNX": "lowbit.integrations.onnx: export",
+    "ExecuTorch": "lowbit.integrations.executorch: export",
     "What runs here": "lowbit: info kernels explain force_kernel profile warmup",
     "The flight recorder": "lowbit.recorder: records dump watch record_collectives path report Record Recording",
     "Devices": "lowbit.devices: list check has_kernels",

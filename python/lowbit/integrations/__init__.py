@@ -8,6 +8,6 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("bitsandbytes", "gguf", "microscaling", "torchao", "transformers"):
+    if name in ("bitsandbytes", "executorch", "gguf", "microscaling", "onnx", "torchao", "transformers"):
         return importlib.import_module(f"lowbit.integrations.{name}")
     raise AttributeError(f"module 'lowbit.integrations' has no attribute {name!r}")

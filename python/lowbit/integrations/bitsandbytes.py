@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.optim import state_format
-from lowbit.quant.codes import CodedWeight
+from lowbit.quant.codes import CodedWeight, levels_of
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.tables.folding import LayerNames
@@ -98,7 +97,7 @@ def to_bitsandbytes(
         first, second = weight.codes.view(-1, 2).unbind(1)
         del result[key]
         result[name] = (first << 4 | second)[:, None]
-        result[f"{name}.quant_map"] = _levels(spec.format)
+        result[f"{name}.quant_map"] = levels_of(spec.format)
         result |= {f"{name}.{part}": value for part, value in _nested(absmax, facts, compress_statistics).items()}
         told = list(json.dumps(facts).encode())
         result[f"{name}{_STATE}{spec.format}"] = torch.tensor(told, dtype=torch.uint8, device="cpu")
@@ -221,13 +220,6 @@ def _nested(absmax: Tensor, facts: dict[str, Any], compress: bool) -> dict[str, 
 
 def _nested_layout(values: Tensor) -> state_format.Layout:
     return state_format.Layout.of(values, "dynamic8", _NESTED_BLOCK)
-
-
-def _levels(format: str) -> Tensor:
-    """The levels of a lookup format by code, float32."""
-    codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]
-    one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    return QuantLinear.pack(codes, one, None, LinearSpec(format)).dequantize()[0]
 
 
 def _text(dtype: torch.dtype) -> str:

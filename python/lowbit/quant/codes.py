@@ -63,7 +63,7 @@ class CodedWeight:
 
     def pack(self, layout: str = _C.LAYOUT) -> Tensor:
         """Return the packed weight in this layout."""
-        stream = _stream(self.codes, _C.FORMAT_FACTS[self.spec.format]["bits"])
+        stream = bit_stream(self.codes, _C.FORMAT_FACTS[self.spec.format]["bits"])
         sections = (self.column_scale[:, None], self.group_scale, self.zero, stream)
         rows = torch.cat([_section(values) for values in sections if values is not None], dim=1)
         return repack_weight(rows, StoredWeight(self.spec, *self.codes.shape, "row-major"), layout)
@@ -80,6 +80,14 @@ class CodedWeight:
         if self.zero is not None:
             return self.zero.float()
         return torch.full_like(self.scale, _C.FORMAT_FACTS[self.spec.format]["zero"])
+
+
+def levels_of(format: str) -> Tensor:
+    """Return the levels of a lookup format by code, float32."""
+    codes = torch.arange(_C.FORMAT_FACTS[format]["code_max"] + 1, dtype=torch.uint8, device="cpu")[None]
+    one, spec = torch.ones(1, 1, dtype=torch.float32, device="cpu"), LinearSpec(format)
+    packed = CodedWeight.of(codes, one, None, spec).pack()
+    return torch.ops.lowbit.dequantize(packed, *spec.weight_args(*codes.shape))[0]
 
 
 def split_scale(scale: Tensor, group_size: int) -> tuple[Tensor, Tensor | None]:
@@ -108,7 +116,7 @@ def _section(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SECTION))
 
 
-def _stream(codes: Tensor, bits: int) -> Tensor:
+def bit_stream(codes: Tensor, bits: int) -> Tensor:
     """Codes ``[n, k]`` bit by bit, ``[n, ceil(k * bits / 8)]``."""
     if bits == 8:
         return codes
@@ -121,7 +129,7 @@ def _stream(codes: Tensor, bits: int) -> Tensor:
 
 
 def _codes(stream: Tensor, k: int, bits: int) -> Tensor:
-    """The inverse of `_stream`."""
+    """The inverse of `bit_stream`."""
     if bits == 8:
         return stream
     n = stream.shape[0]

@@ -75,6 +75,13 @@ class QuantEmbedding(nn.Embedding):
         """The layout that the weight is in."""
         return [*_C.LAYOUTS][self.op_args[-1]]
 
+    @property
+    def factor(self) -> float | None:
+        """The number, of the dtype of the rows, that a table of Gemma multiplies its rows by; None: no such table."""
+        if self.float_class is nn.Embedding:
+            return None
+        return torch.tensor(self.scalar_embed_scale, dtype=self.like.dtype, device="cpu").item()
+
     def forward(self, input: Tensor) -> Tensor:
         rows = torch.ops.lowbit.embedding(self._parameters["weight"], input, self._buffers["like"], *self.op_args)
         if self.float_class is nn.Embedding:

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONNX: a quantized model as a file that onnxruntime runs."""
+
+from __future__ import annotations
+
+from lowbit.integrations.onnx.exporting import export
+
+__all__ = ["export"]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""export: a quantized model by torch's exporter, with its packed layers in ops that onnxruntime has."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree
+
+from lowbit.integrations.exported import exported
+from lowbit.integrations.onnx.layers import in_onnx
+
+_OPSETS = range(21, 24)  # from DequantizeLinear in blocks to the last that torch's exporter has
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    f: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    opset_version: int = 21,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
+    """Export a quantized model to ONNX, as ``torch.onnx.export`` does with ``dynamo=True``.
+
+    Integers become MatMulNBits of onnxruntime, or MatMulInteger where weights are int8 per channel and activations
+    int8 per row; nf4 and fp4 MatMulBnb4; float8 DequantizeLinear. Activations are rounded as lowbit rounds them. An
+    embedding looks its rows up and decodes them. Attention is exported as torch's own.
+
+    Args:
+        model: with `QuantLinear` and `QuantEmbedding` layers; fused pieces are exported unfused. It stays as it is.
+        args, kwargs: example inputs of its forward.
+        f: the file to write; None: only return the program.
+        dynamic_shapes: as torch.onnx.export takes them, such as ``{"x": {0: "batch", 1: "length"}}``.
+        opset_version: 21 to 23.
+        options: of torch.onnx.export, such as ``external_data``, ``input_names``, ``output_names``.
+
+    Returns:
+        The program; ``program.save(path)`` writes it too.
+
+    Raises:
+        TypeError: model is no torch.nn.Module.
+        ValueError: ONNX has no form for the format of a layer, a layer is being trained by `lowbit.training`, a weight
+            is on the meta device, or opset_version is another.
+        NotImplementedError: an op of lowbit is left that ONNX does not have, such as that of a score_mod; names the
+            layer that calls it. Nothing is written.
+        ModuleNotFoundError: onnx or onnxscript is not installed.
+
+    Example:
+        >>> lowbit.quantize_(model, lowbit.int4_weight_only(group_size=32))
+        >>> lowbit.integrations.onnx.export(model, (x,), "model.onnx", dynamic_shapes={"x": {0: "batch"}})
+    """
+    if opset_version not in _OPSETS:
+        raise ValueError(f"export: opset_version must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset_version!r}")
+    written = in_onnx(model)
+    if model.training:
+        warnings.warn("export: the model is in training mode; call model.eval() before", stacklevel=2)
+    shapes = _pytree.tree_map_only(str, lambda _: Dim.DYNAMIC, dynamic_shapes)
+    program = exported(written, args, kwargs, shapes, "ONNX")
+    options = {"verbose": False} | options
+    return torch.onnx.export(
+        program, (), f, dynamo=True, dynamic_shapes=dynamic_shapes, opset_version=opset_version, **options
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed layers whose forward is written in ops that ONNX has; torch.onnx.export gets them in place of ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.formats.spec import LinearSpec
+from lowbit.integrations.onnx.matrices import Matrix, matrix_of
+from lowbit.integrations.rewritten import rewritten, with_class
+from lowbit.quant.layout import numbers_of
+from lowbit.quant.quant_embedding import QuantEmbedding
+
+
+class OnnxLinear(nn.Linear):
+    """A `QuantLinear` in ONNX: computed in float32, rounded once to the dtype of x."""
+
+    matrix: Matrix
+    spec: LinearSpec
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        y = self.matrix.product(wide, self.spec)
+        if self.spec.x_format != "float":  # onnxruntime's maximum passes nan over, and an integer cannot be one
+            y = y + (wide * 0).sum(-1, keepdim=True)
+        if self.bias is not None:
+            y = y + self.bias.float()
+        return y.to(x.dtype)
+
+
+class OnnxEmbedding(nn.Embedding):
+    """A `QuantEmbedding` in ONNX; only the rows that are looked up are decoded."""
+
+    matrix: Matrix
+    dtype: torch.dtype
+    factor: float | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.matrix.rows(input).to(self.dtype)
+        return rows if self.factor is None else rows * self.factor
+
+
+def in_onnx(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` with its packed layers in ONNX's ops; weights that are shared stay shared.
+
+    Raises:
+        ValueError: ONNX has no form for the format of a layer, which it names.
+    """
+    matrices: dict[tuple[int, LinearSpec], Matrix] = {}
+
+    def write(layer: nn.Module, name: str) -> nn.Module:
+        stored = numbers_of(layer.layout)
+        is_embedding = isinstance(layer, QuantEmbedding)
+        same = [matrix for (weight, _), matrix in matrices.items() if is_embedding and weight == id(layer.weight)]
+        key = id(layer.weight), stored.spec
+        matrix = same[0] if same else matrices.get(key)
+        if matrix is None:
+            matrix = matrices[key] = matrix_of(layer.weight.detach(), stored, name)
+        written = with_class(layer, OnnxEmbedding if is_embedding else OnnxLinear)
+        written.matrix, written.spec = matrix, stored.spec
+        if is_embedding:
+            written.dtype, written.factor = layer.like.dtype, layer.factor
+        return written
+
+    return rewritten(model, write)

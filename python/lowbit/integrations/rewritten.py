@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy of a model whose packed layers are written in the ops of another runtime; the model stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lowbit.quant.fused import Fused, unfuse
+from lowbit.quant.linear_layers import is_trained
+from lowbit.quant.load import PACKED
+from lowbit.quant.quant_linear import QuantLinear
+
+
+def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
+    """Return a copy of ``model`` with ``write(layer, name)`` in place of each packed layer, and no fused pieces.
+
+    All other parameters and buffers are those of the model, not copies. Linear layers are written before the embeddings
+    that may share their weights.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: a weight is on the meta device, or a layer is being trained by `lowbit.training`; names the layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export: model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if is_trained(module):
+            end = f"end it with lowbit.training.{module.end}"
+            raise ValueError(f"export: {name} must not be in training, got {module.trained_as}; {end}")
+    packed = [(name, module) for name, module in model.named_modules() if isinstance(module, PACKED)]
+    for name, layer in packed:
+        if layer.weight.is_meta:
+            raise ValueError(f"export: {name} must have its weight in memory, got the meta device")
+    packed.sort(key=lambda each: not isinstance(each[1], QuantLinear))
+    shared = [*model.parameters(), *model.buffers()]
+    shared += [module.facts for module in model.modules() if isinstance(module, Fused)]
+    copies: dict[int, Any] = {id(value): value for value in shared}
+    copies |= {id(module): write(module, name) for name, module in packed}
+    result = copy.deepcopy(model, copies)
+    unfuse(result)
+    return result
+
+
+def with_class(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Return a module of this class with the attributes, hooks and bias of ``layer``, and without its weight."""
+    module = copy.copy(layer)
+    module.__class__ = cls
+    module._parameters = {name: value for name, value in layer._parameters.items() if name != "weight"}
+    module._buffers, module._modules = {}, {}
+    return module
