@@ -42,6 +42,13 @@ struct CapturedType {
   int rank;
 };
 
+// Among the sizes and strides of all of them, those of one after those of the other: where the sizes of one begin.
+inline int64_t layout_at(std::span<const CapturedType> captured, int64_t tensor) {
+  int64_t at = 0;
+  for (const CapturedType& before : captured.first(static_cast<std::size_t>(tensor))) at += 2 * before.rank;
+  return at;
+}
+
 struct OpInfo {
   std::string_view name, types;
 };
