@@ -42,7 +42,7 @@ struct CapturedType {
   int rank;
 };
 
-// Among the sizes and strides of all of them, those of one after those of the other: where the sizes of one begin.
+// The layout of captured tensors has sizes, then strides, of one after the other: here those of `tensor` begin.
 inline int64_t layout_at(std::span<const CapturedType> captured, int64_t tensor) {
   int64_t at = 0;
   for (const CapturedType& before : captured.first(static_cast<std::size_t>(tensor))) at += 2 * before.rank;

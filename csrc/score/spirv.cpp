@@ -24,7 +24,7 @@ class Writer {
       : module_(module), call_(*function.call), captured_(call_.program().graph.captured),
         plan_(function.gradient ? call_.program().backward : call_.program().forward), sums_(sums) {}
 
-  // parameters: those of the function. Returns what the function does.
+  // Returns the result of the function with these parameters.
   Id write(const spirv::Words& parameters, bool gradient) {
     const Id* place = &parameters[gradient ? 2 : 1];
     leaves_ = {{number_of<B>(), place[0]}, {number_of<H>(), place[1]}, {number_of<Q>(), place[2]},
@@ -49,7 +49,7 @@ class Writer {
     return module_.call(kNames[op - number_of<Copy>()], "iiii", {a, b, c});
   }
 
-  // Where an element of a captured tensor, or of its gradient, lies; operands from `first` on are its indices.
+  // The place of an element of a captured tensor, or of its gradient; operands from `first` on are its indices.
   Id element_at(const ScoreStep& step, int first, bool of_gradient) {
     Id at = module_.constant('l', 0);
     const int64_t rank = captured_[step.immediate].rank,
@@ -94,7 +94,7 @@ class Writer {
   bool sums_;
   std::map<int, Id> leaves_;
   Id table_ = 0;
-  std::map<std::pair<Rate, int32_t>, Id> current_;  // what a register of the plan holds now
+  std::map<std::pair<Rate, int32_t>, Id> current_;  // the value that a register of the plan holds now
 };
 
 }  // namespace

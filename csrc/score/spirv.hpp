@@ -4,7 +4,7 @@
 //   float <name>(float score, int b, int h, int q, int k, const ulong* captured)
 //   float <name>(float score, float gradient, int b, int h, int q, int k, const ulong* captured)   of a gradient
 //
-// Each step of a plan is a call of a function that the module imports, of one that the build compiles (score_ops):
+// Each step of a plan is a call of an imported function. All but score_add are in the module score_ops of the build:
 //
 //   uint score_<Op>(uint a, uint b, uint c)     an op of score/ops.hpp; 0 for operands that it does not have
 //   void score_check_divisor(const ulong* captured, int divisor)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A module of SPIR-V 1.2 while it is written: functions that call those of other modules, and no more. A type is a
+// A module of SPIR-V 1.2 while it is written: functions that only call those of other modules. A type is a
 // letter: v void, i an int of 32 bits, l of 64, f float, p a pointer to l in global memory. A signature is the type of
 // the result, then those of the parameters.
 #pragma once
@@ -35,7 +35,7 @@ class Module {
     return once(Opcode::constant, operands, 1);
   }
 
-  // Begins a function that is exported, and returns its parameters.
+  // Begins a function that the module exports, and returns its parameters.
   Words begin_function(std::string_view name, std::string_view signature) {
     Words parameters;
     declare(functions_, name, kExport, signature, &parameters);

@@ -42,7 +42,7 @@ struct ModTable {
   static constexpr int kGradients = 1;
   const uint64_t* words = nullptr;
 };
-constexpr int64_t kOutside = INT64_MIN;  // where an element of a captured tensor lies that it does not have
+constexpr int64_t kOutside = INT64_MIN;  // the place of an element that a captured tensor does not have
 
 struct AttentionCall : gpu::AttentionCallOf<ModTable> {
   int32_t e = 0, ev = 0;
