@@ -42,6 +42,13 @@ struct CapturedType {
   int rank;
 };
 
+// The layout of captured tensors has sizes, then strides, of one after the other: here those of `tensor` begin.
+inline int64_t layout_at(std::span<const CapturedType> captured, int64_t tensor) {
+  int64_t at = 0;
+  for (const CapturedType& before : captured.first(static_cast<std::size_t>(tensor))) at += 2 * before.rank;
+  return at;
+}
+
 struct OpInfo {
   std::string_view name, types;
 };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ops of a score program: what each one is called, takes, returns, and how it is differentiated. One struct per op,
-// one row in the list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS`
+// one word in the list at the end: parser, vector machine, reverse mode, interval analysis and Python's `_C.SCORE_OPS`
 // follow from these alone.
 //
 //   types       operands > result: f float, i int, b bool
 //   value       of one element of operands a, b, c. Float is float or double, Int is int32_t or int64_t beside it; a
 //               bool is an Int that is 0 or 1. Written in what C++, CUDA C and OpenCL C have in common, with the
-//               functions of math.hpp: its text is what a printed program has (score/print.cpp)
+//               functions of math.hpp: its text is what a printed program has (score/print.cpp), and for Intel GPUs it
+//               is compiled by the build (the module score_ops)
 //   derivative  of the result with respect to each float operand, in terms of the operands and the result y; E is an
 //               expression that records further ops (score/reverse.cpp). No derivative: the gradient stops here
 //               (torch: zero)
@@ -40,7 +41,7 @@ Interval over_corners(Interval a, Interval b, Function&& function) {  // of a fu
                       function(a.high, b.high)};
   for (double corner : v)
     if (!(std::fabs(corner) <= std::numeric_limits<double>::max())) return {};  // inf - inf and its like
-  return {std::min({v[0], v[1], v[2], v[3]}), std::max({v[0], v[1], v[2], v[3]})};
+  return {std::min(std::min(v[0], v[1]), std::min(v[2], v[3])), std::max(std::max(v[0], v[1]), std::max(v[2], v[3]))};
 }
 
 namespace score {
@@ -326,21 +327,21 @@ struct OpList {
 };
 
 // The number of an op is its place in this list. A saved program (torch.export) holds numbers: add at the end only.
-using ScoreOps =
-    OpList<score::Score, score::B, score::H, score::Q, score::K, score::FloatConst, score::IntConst, score::BoolConst,
-           score::Gather, score::Gradient, score::KMinusQ, score::ScatterAdd, score::Sum, score::Copy,
-           score::MultiplyAdd, score::ScaledTanh, score::Add, score::Sub, score::Mul, score::Div, score::Maximum,
-           score::Minimum, score::Remainder, score::Fmod, score::FloorDivide, score::Pow, score::Neg, score::Sign,
-           score::Abs, score::Floor, score::Ceil, score::Trunc, score::Round, score::Sqrt, score::Rsqrt, score::Exp,
-           score::Exp2, score::Expm1, score::Log, score::Log2, score::Log1p, score::Sin, score::Cos, score::Tan,
-           score::Atan, score::Tanh, score::Sigmoid, score::Erf, score::ToBfloat16, score::ToFloat16, score::AddInt,
-           score::SubInt, score::MulInt, score::FloorDivideInt, score::RemainderInt, score::TruncDivideInt,
-           score::FmodInt, score::MaximumInt, score::MinimumInt, score::NegInt, score::AbsInt, score::SignInt,
-           score::AndInt, score::OrInt, score::XorInt, score::NotInt, score::ShiftLeft, score::ShiftRight, score::Less,
-           score::LessEqual, score::Equal, score::NotEqual, score::LessInt, score::LessEqualInt, score::EqualInt,
-           score::NotEqualInt, score::And, score::Or, score::Xor, score::Not, score::Where, score::WhereInt,
-           score::WhereBool, score::IntToFloat, score::BoolToFloat, score::BoolToInt, score::FloatToInt,
-           score::FloatToBool, score::IntToBool>;
+// First those without a value of their own.
+#define LOWBIT_SCORE_VALUES(F)                                                                                        \
+  F(Copy) F(MultiplyAdd) F(ScaledTanh) F(Add) F(Sub) F(Mul) F(Div) F(Maximum) F(Minimum) F(Remainder) F(Fmod)         \
+  F(FloorDivide) F(Pow) F(Neg) F(Sign) F(Abs) F(Floor) F(Ceil) F(Trunc) F(Round) F(Sqrt) F(Rsqrt) F(Exp) F(Exp2)      \
+  F(Expm1) F(Log) F(Log2) F(Log1p) F(Sin) F(Cos) F(Tan) F(Atan) F(Tanh) F(Sigmoid) F(Erf) F(ToBfloat16) F(ToFloat16)  \
+  F(AddInt) F(SubInt) F(MulInt) F(FloorDivideInt) F(RemainderInt) F(TruncDivideInt) F(FmodInt) F(MaximumInt)          \
+  F(MinimumInt) F(NegInt) F(AbsInt) F(SignInt) F(AndInt) F(OrInt) F(XorInt) F(NotInt) F(ShiftLeft) F(ShiftRight)      \
+  F(Less) F(LessEqual) F(Equal) F(NotEqual) F(LessInt) F(LessEqualInt) F(EqualInt) F(NotEqualInt) F(And) F(Or) F(Xor) \
+  F(Not) F(Where) F(WhereInt) F(WhereBool) F(IntToFloat) F(BoolToFloat) F(BoolToInt) F(FloatToInt) F(FloatToBool)     \
+  F(IntToBool)
+#define LOWBIT_OP_BEHIND(name) , score::name
+using ScoreOps = OpList<score::Score, score::B, score::H, score::Q, score::K, score::FloatConst, score::IntConst,
+                        score::BoolConst, score::Gather, score::Gradient, score::KMinusQ, score::ScatterAdd,
+                        score::Sum LOWBIT_SCORE_VALUES(LOWBIT_OP_BEHIND)>;
+#undef LOWBIT_OP_BEHIND
 
 template <class Op, class... Ops>
 consteval int number_in(OpList<Ops...>) {

@@ -198,11 +198,7 @@ class Printer {
     }
     return outside;
   }
-  int64_t size_at(int64_t tensor, int dim) const {
-    int64_t at = 0;
-    for (int64_t i = 0; i < tensor; i++) at += 2 * captured()[i].rank;
-    return at + dim;
-  }
+  int64_t size_at(int64_t tensor, int dim) const { return layout_at(captured(), tensor) + dim; }
 
   void gather(const ScoreStep& step) {
     const std::string outside = indices(step, 0, "  ");

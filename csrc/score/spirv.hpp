@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Score programs as a module of SPIR-V 1.2, for a driver to link to a kernel that imports them. What is compiled is the
-// text that print.hpp makes for OpenCL C: what a score op computes is said once. No compiler is asked.
+// Score programs as a module of SPIR-V 1.2, for a driver to link to a kernel that imports them. No compiler is asked.
 //
 //   float <name>(float score, int b, int h, int q, int k, const ulong* captured)
 //   float <name>(float score, float gradient, int b, int h, int q, int k, const ulong* captured)   of a gradient
 //
-// `captured` lies in device memory (score_table): the address of the fault, those of the captured tensors, those where
-// their gradients are added up (float32; 0: not wanted), then the layout.
+// Each step of a plan is a call of an imported function. All but score_add are in the module score_ops of the build:
+//
+//   uint score_<Op>(uint a, uint b, uint c)     an op of score/ops.hpp; 0 for operands that it does not have
+//   void score_check_divisor(const ulong* captured, int divisor)
+//   long score_index(const ulong* captured, int size_at, int stride_at, int tensor, int dim, long at, int index)
+//   uint score_element(const ulong* captured, int tensor, int dtype, long at)
+//   void score_add(const ulong* captured, int tensor, long at, uint value)     to the gradient of a captured tensor
+//
+// A uint has the bits of a float or an int, or a bool that is 0 or 1. `captured` lies in device memory (score_table):
+// the address of the fault (print.hpp), those of the captured tensors, and the layout.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +31,10 @@ struct ScoreFunction {
   std::string name;  // that the module exports
 };
 
-// sums: gradients are added up by a function that the module imports,
-// void add_to_sum(float* to, float value, int* fault).
+// sums: gradients of captured tensors are added up, by score_add.
 LOWBIT_API std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions, bool sums = false);
 
-// What `captured` of a function points to. gradients: per captured tensor, or none at all.
-LOWBIT_API std::vector<uint64_t> score_table(const ScoreCall& call, const int32_t* fault,
-                                             std::span<float* const> gradients = {});
+// What `captured` of a function points to.
+LOWBIT_API std::vector<uint64_t> score_table(const ScoreCall& call, const int32_t* fault);
 
 }  // namespace lowbit

@@ -98,7 +98,7 @@ void program_backward_into(const Code& code, const py::list& captured, int64_t b
 }
 
 // Of tuples (name, code, captured, gradient).
-py::bytes programs_spirv(const py::list& functions) {
+py::bytes programs_spirv(const py::list& functions, bool sums) {
   std::deque<TensorArguments> tensors;
   std::deque<ScoreCall> calls;
   std::vector<ScoreFunction> wanted;
@@ -110,7 +110,7 @@ py::bytes programs_spirv(const py::list& functions) {
           "score_programs_spirv: gradient must be False of a mask, got True for ", name);
     wanted.push_back({&calls.back(), gradient, name});
   }
-  const std::vector<uint32_t> words = score_spirv(wanted);
+  const std::vector<uint32_t> words = score_spirv(wanted, sums);
   return {reinterpret_cast<const char*>(words.data()), words.size() * sizeof(uint32_t)};
 }
 
@@ -127,9 +127,9 @@ void register_score_tiles(py::module_& m) {
       arg("k0"), arg("scores"), arg("gradient"), arg("captured_gradients"),
       "``gradient``, of the modified scores, becomes that of the raw ``scores``. ``captured_gradients`` has for each "
       "captured tensor None, or a tensor of its shape and the dtype of ``scores`` that its gradient is added to.");
-  m.def("score_programs_spirv", programs_spirv, arg("functions"),
+  m.def("score_programs_spirv", programs_spirv, arg("functions"), arg("sums") = false,
         "Return a module of SPIR-V that exports functions of programs (csrc/score/spirv.hpp): tuples of exported name, "
-        "code, captured tensors, whether of the gradient.");
+        "code, captured tensors, whether of the gradient. sums: it adds up gradients of captured tensors.");
 }
 
 }  // namespace lowbit

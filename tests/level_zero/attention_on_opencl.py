@@ -13,6 +13,7 @@ from tests.cuda.attention_calls import AttentionCase, AttentionData
 from torch import Tensor
 
 import lowbit
+from lowbit import _C
 from lowbit.score.program import ProgramBuilder
 from lowbit.score.program_cache import bind
 
@@ -56,7 +57,7 @@ class Mods:
         self.there = [bool(score), bool(mask)]
         for which, tensors in enumerate(self.captured):
             layout = [number for tensor in tensors for number in (*tensor.shape, *tensor.stride())]
-            words = [at(self.faults[which]), *map(at, tensors), *[0] * len(tensors), *layout]
+            words = [at(self.faults[which]), *map(at, tensors), *layout]
             argument = struct.pack(f"<QQ{TABLE_WORDS}q", at(self.faults[which]), at(self.tables[which]), *words, *[0] * (TABLE_WORDS - len(words)))
             launch("attention_prepare", "write_table", 1, argument)
 
@@ -65,7 +66,7 @@ class Mods:
 
 
 def launch(module: str, kernel: str, groups: int, argument: bytes, mods: bytes = b"", constants: tuple[int, ...] = (), text: str = "") -> None:
-    functions = [part for part in (mods, text) if part]
+    functions = [part for part in (mods, mods and _C.level_zero.module("score_ops"), text) if part]
     machine().launch(machine().program(specialised(module, constants), *functions), kernel, groups, THREADS, argument)
 
 

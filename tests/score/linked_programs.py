@@ -19,7 +19,20 @@ from torch import Tensor
 
 from lowbit import _C
 
-CAPABILITIES = {"Addresses", "Linkage", "Kernel", "Float64", "Int64", "Int16", "Int8"}
+SCORE_ADD = """
+void score_add(__global const ulong* captured, int tensor, long at, uint value) {
+  __global const ulong* gradients = (__global const ulong*)captured[0] + 2;  // behind the fault
+  volatile __global uint* to = (volatile __global uint*)gradients[tensor];
+  if (!to || at == LONG_MIN) return;
+  uint before = to[at], wanted;
+  do {
+    wanted = before;
+    before = atomic_cmpxchg(to + at, wanted, as_uint(as_float(wanted) + as_float(value)));
+  } while (before != wanted);
+}
+"""
+"""What a kernel has that adds gradients of captured tensors up."""
+CAPABILITIES = {"Addresses", "Linkage", "Kernel", "Int64"}
 
 
 def validate(words: bytes, folder: Path) -> None:
@@ -41,8 +54,10 @@ class Linked:
     def __init__(self, programs: Sequence[Program], folder: Path) -> None:
         if reason := opencl.missing():
             pytest.skip(reason)
+        if reason := _C.level_zero.modules_missing():
+            pytest.skip(reason)
         self.programs, functions = programs, []
-        text = "typedef struct { ulong scores, gradient, out, captured; int cols, q0, k0; } Call;\n"
+        text = SCORE_ADD + "typedef struct { ulong scores, gradient, out, captured; int cols, q0, k0; } Call;\n"
         for number, (code, captured) in enumerate(programs):
             tensors, is_mask = [tensor.detach() for tensor in captured], _C.score_program_explain(code)["is_mask"]
             for gradient in (False,) if is_mask else (False, True):
@@ -57,9 +72,9 @@ class Linked:
                     f"  ((__global float*)c.out)[i] = {name}({given}, {B}, {H}, c.q0 + i / c.cols, c.k0 + i % c.cols, "
                     "(__global const ulong*)c.captured);\n}\n"
                 )
-        words = internals.score_programs_spirv(functions)
+        words = internals.score_programs_spirv(functions, sums=True)
         validate(words, folder)
-        self.program = opencl.machine().program(words, text)
+        self.program = opencl.machine().program(words, _C.level_zero.module("score_ops"), text)
 
     def run(
         self, number: int, scores: Tensor, gradient: Tensor | None = None, q0: int = Q0, k0: int = K0
@@ -67,11 +82,11 @@ class Linked:
         """Return the result, the gradients of the captured tensors that want one, and the fault."""
         captured = self.programs[number][1]
         scores, out = scores.detach().contiguous(), torch.empty(scores.shape)
-        fault = torch.zeros(4, dtype=torch.int32)
         sums = [torch.zeros(t.shape) if t.requires_grad and gradient is not None else None for t in captured]
         layout = [number for tensor in captured for number in (*tensor.shape, *tensor.stride())]
         at = lambda tensor: 0 if tensor is None else tensor.data_ptr()  # noqa: E731
-        table = torch.tensor([at(fault), *map(at, captured), *map(at, sums), *layout])
+        fault = torch.tensor([0, 0, *map(at, sums)])
+        table = torch.tensor([at(fault), *map(at, captured), *layout])
         argument = struct.pack("<4Q3i4x", *map(at, (scores, gradient, out, table)), scores.shape[1], q0, k0)
         opencl.machine().launch(self.program, f"run_{'mod' if gradient is None else 'gradient'}_{number}", scores.numel(), 1, argument)
-        return out, sums, fault.tolist()
+        return out, sums, fault[:2].view(torch.int32).tolist()

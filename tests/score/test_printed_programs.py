@@ -229,6 +229,21 @@ def test_printed_program_reads_tensors_of_any_dtype_and_layout(
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_printed_program_rounds_doubles_to_the_nearest_float(target: str, tmp_path: Path) -> None:
+    """Ties, subnormal numbers and what is none, overflow: SPIR-V does it in integers."""
+    least, most = 2.0**-149, 2.0**128 - 2.0**104
+    doubles = [1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-52, 1 + 3 * 2.0**-24, 2 - 2.0**-25, 2.0**-126 - 2.0**-150, 2.0**-126, 1 / 3]
+    doubles += [least, least / 2, least * (0.5 + 2.0**-52), least * 1.5, least * 2.5, least / 4, 5e-324, 2.0**-1022, 0.0, 1e-40 / 3]
+    doubles += [most, most + 2.0**102, most + 2.0**103, 1e300, float("inf"), float("nan")]
+    captured = [torch.tensor([*doubles, *(-double for double in doubles)], dtype=torch.float64)]
+    program = ProgramBuilder()
+    code = program.finish(program.gather(program.captured("float", 1), program.op("k")))
+    scores = torch.randn(1, len(captured[0]))
+    got, _, _ = made_for(target, [(code, captured)], tmp_path).run(0, scores, q0=0, k0=0)
+    same(got, captured[0].float()[None], "doubles", target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_printed_program_notes_an_index_out_of_range_and_reads_nothing(target: str, tmp_path: Path) -> None:
     program = ProgramBuilder()
     ids = program.gather(program.captured("int", 1), program.op("k"))

@@ -9,8 +9,8 @@ LOWBIT_KERNEL(captured_128, kAttentionThreads, AttentionCall) { lz::attention_ba
 LOWBIT_KERNEL(captured_256, kAttentionThreads, AttentionCall) { lz::attention_backward<256, true, false, true>(args); }
 
 // Called by the gradient of score_mod, which the driver links (score/spirv.hpp).
-extern "C" __device__ void add_to_sum(lz::Global<float>* to, float value, lz::Global<int32_t>* fault) {
-  const auto address = reinterpret_cast<uint64_t>(to), begin = uint64_t{1} << lz::kSumShift;
-  lz::add_to(lz::sums_of(fault), static_cast<int>(address / begin) - 1, static_cast<int64_t>(address % begin) / 4,
-             value);
+extern "C" __device__ void score_add(const lz::Global<uint64_t>* table, int32_t tensor, int64_t at, uint32_t value) {
+  auto* const sums = lz::sums_of(lz::global<int32_t>(reinterpret_cast<void*>(table[0])));
+  if (at != lz::kOutside && tensor < lz::Sums::kOfMask && sums->of[tensor].words)
+    lz::add_to(sums, tensor, at, __uint_as_float(value));
 }

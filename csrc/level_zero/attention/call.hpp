@@ -42,6 +42,7 @@ struct ModTable {
   static constexpr int kGradients = 1;
   const uint64_t* words = nullptr;
 };
+constexpr int64_t kOutside = INT64_MIN;  // the place of an element that a captured tensor does not have
 
 struct AttentionCall : gpu::AttentionCallOf<ModTable> {
   int32_t e = 0, ev = 0;
@@ -83,9 +84,5 @@ struct SumsCall {
   Sums* to;
   Sums sums;
 };
-
-// Stands for the memory where a gradient is added up (d<n> of score/print.hpp), with 4 bytes for each element.
-constexpr int kSumShift = 40;
-constexpr uint64_t sum_address(int tensor) { return static_cast<uint64_t>(tensor + 1) << kSumShift; }
 
 }  // namespace lowbit::level_zero

@@ -83,16 +83,10 @@ CapturedGradients::CapturedGradients(const AttentionBackwardArgs& args, const Ca
   sums_.bits = 61 - (adds > 1 ? std::ilogb(adds) : 0);
 }
 
-void CapturedGradients::run(AttentionCall call, const char* kernel, int64_t groups) const {
+void CapturedGradients::run(const AttentionCall& call, const char* kernel, int64_t groups) const {
   const Place& place = args_.place;
-  std::vector<float*> places(args_.grad_captured.size());
   int64_t most = 1;
-  for (const Gradient& gradient : gradients_) {
-    most = larger(most, gradient.count * sums_.of[gradient.tensor].copies);
-    if (gradient.tensor != Sums::kOfMask)
-      places[static_cast<std::size_t>(gradient.tensor)] = reinterpret_cast<float*>(sum_address(gradient.tensor));
-  }
-  call.score = mods_.score_of_sums(places);
+  for (const Gradient& gradient : gradients_) most = larger(most, gradient.count * sums_.of[gradient.tensor].copies);
   const SumsCall sums{mods_.sums(), sums_};
   const Program &of_rows = program(place, "attention_rows"), &pass = mods_.program_of_sums("attention_captured");
   of_rows.launch(place, "sums_start", ceil_div(most, kAttentionThreads), kAttentionThreads, &sums, sizeof sums);

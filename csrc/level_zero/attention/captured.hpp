@@ -19,7 +19,7 @@ class CapturedGradients {
   bool any() const { return !gradients_.empty(); }
   // A pass over the scores to find the largest values, one to add them all; then writes the gradients.
   // kernel: of the module attention_captured.
-  void run(AttentionCall call, const char* kernel, int64_t groups) const;
+  void run(const AttentionCall& call, const char* kernel, int64_t groups) const;
 
  private:
   struct Gradient {

@@ -48,22 +48,8 @@ CallMods::CallMods(const Place& place, const ScoreCall* score, const ScoreCall* 
 void CallMods::write(const ScoreCall* call, int which) const {
   TableCall args{.fault = fault(which), .table = table(which), .words = {}};
   if (call) std::ranges::copy(score_table(*call, fault(which)), args.words);
-  write(args);
-}
-
-void CallMods::write(const TableCall& table) const {
   level_zero::program(place_, "attention_prepare")
-      .launch(place_, "write_table", 1, kAttentionThreads, &table, sizeof table);
-}
-
-ModTable CallMods::score_of_sums(std::span<float* const> gradients) const {
-  if (!score_) return {};
-  char* const at = static_cast<char*>(memory_) + kSumsTableAt;
-  TableCall args{.fault = reinterpret_cast<int32_t*>(at), .table = reinterpret_cast<uint64_t*>(at + kFaultBytes),
-                 .words = {}};
-  std::ranges::copy(score_table(*score_, fault(0), gradients), args.words);
-  write(args);
-  return {args.table};
+      .launch(place_, "write_table", 1, kAttentionThreads, &args, sizeof args);
 }
 
 const Program& CallMods::program_of_sums(std::string_view module) const {
@@ -97,8 +83,8 @@ void CallMods::check_fault(std::string_view op) const {
 std::string_view refuses_mod(const ScoreCall* call) {
   if (!call) return "";
   int words = 1;
-  for (int i = 0; i < call->captured_count(); i++) words += 2 + 2 * call->captured()[i].rank;
-  return words <= TableCall::kMost ? "" : "a mod captures tensors and dimensions of them, more than 63 together";
+  for (int i = 0; i < call->captured_count(); i++) words += 1 + 2 * call->captured()[i].rank;
+  return words <= TableCall::kMost ? "" : "a mod captures tensors with more than 127 addresses, sizes and strides";
 }
 
 }  // namespace lowbit::level_zero

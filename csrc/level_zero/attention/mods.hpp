@@ -14,9 +14,7 @@ namespace lowbit::level_zero {
 // The mods of one call, at the begin of its workspace: the faults of both, which kernels note, then their tables.
 class CallMods {
  public:
-  // The place, behind Sums, of the table for the pass over the scores that adds them up.
-  static constexpr int64_t kSumsTableAt = kSumsAt + static_cast<int64_t>(sizeof(Sums));
-  static constexpr int64_t kBytes = round_up(kSumsTableAt + kFaultBytes + kTableBytes, 16);
+  static constexpr int64_t kBytes = round_up(kSumsAt + static_cast<int64_t>(sizeof(Sums)), 16);
 
   // Writes the tables. memory: kBytes of the device. faults: whether a mod or a block list may have a fault on
   // the device.
@@ -27,10 +25,8 @@ class CallMods {
   int32_t* fault() const { return fault(0); }  // of block lists, too
   // `module`, or, where there are mods, `with_mods`, linked with them.
   const Program& program(std::string_view module, std::string_view with_mods, Build build = {}) const;
-  // The program that adds gradients up, linked with the mods: `module` has add_to_sum.
+  // The program that adds gradients up, linked with the mods: `module` has score_add.
   const Program& program_of_sums(std::string_view module) const;
-  // The score_mod whose gradient adds to these places (call.hpp: sum_address), one for each captured tensor.
-  ModTable score_of_sums(std::span<float* const> gradients) const;
   Sums* sums() const { return reinterpret_cast<Sums*>(static_cast<char*>(memory_) + kSumsAt); }
   // Waits for the kernels, and throws an Error for the fault of a mod or of a list of blocks.
   void check_fault(std::string_view op) const;
@@ -41,7 +37,6 @@ class CallMods {
     return reinterpret_cast<uint64_t*>(static_cast<char*>(memory_) + 2 * kFaultBytes + which * kTableBytes);
   }
   void write(const ScoreCall* call, int which) const;
-  void write(const TableCall& table) const;
 
   const Place& place_;
   const ScoreCall *score_, *mask_;

@@ -37,6 +37,7 @@ using int64_t = long;
 using uint64_t = unsigned long;
 
 constexpr int32_t INT32_MAX = 0x7fffffff, INT32_MIN = -INT32_MAX - 1;
+constexpr int64_t INT64_MIN = -0x7fffffffffffffff - 1;
 constexpr float FLT_MAX = 0x1.fffffep127f;
 
 namespace std {
@@ -56,18 +57,42 @@ struct array {
 struct string_view {
   const char* text;
   constexpr string_view(const char* text) : text(text) {}
+  constexpr char operator[](size_t i) const { return text[i]; }
+  constexpr size_t find(char wanted) const {  // which is there
+    size_t at = 0;
+    while (text[at] != wanted) at++;
+    return at;
+  }
 };
 
 template <bool, class A, class> struct choose { using type = A; };
 template <class A, class B> struct choose<false, A, B> { using type = B; };
 template <bool condition, class A, class B>
 using conditional_t = typename choose<condition, A, B>::type;
+template <class A, class B> constexpr bool is_same_v = false;
+template <class A> constexpr bool is_same_v<A, A> = true;
+
+template <class T>
+constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
+template <class T>
+constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
+
+template <class T> struct numeric_limits;
+template <>
+struct numeric_limits<double> {
+  static constexpr double infinity() { return __builtin_inf(); }
+  static constexpr double max() { return 0x1.fffffffffffffp1023; }
+};
 
 // Computed by the host: many of these GPUs have no double.
 __device__ double pow(double base, double exponent);
 __device__ double sqrt(double a);
 __device__ double fmin(double a, double b);
 __device__ double fmax(double a, double b);
+__device__ double fabs(double a);
+__device__ double floor(double a);
+__device__ double trunc(double a);
+__device__ double ldexp(double a, int32_t exponent);
 
 LOWBIT_INLINE void* memcpy(void* to, const void* from, size_t bytes) { return __builtin_memcpy(to, from, bytes); }
 

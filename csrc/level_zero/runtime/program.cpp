@@ -42,20 +42,18 @@ Module create(const Gpu& on, const ModuleDescription& description, std::string_v
 }
 
 Module build(const Gpu& on, const Image& image, const char* flags) {
-  const auto as_bytes = [](std::span<const uint32_t> words) { return reinterpret_cast<const uint8_t*>(words.data()); };
-  if (image.mods.empty()) {
-    const ModuleDescription alone{.bytes = image.words.size() * 4, .image = as_bytes(image.words), .flags = flags};
-    return create(on, alone, image.name);
-  }
-  const std::size_t bytes[] = {image.words.size() * 4, image.mods.size() * 4};
-  const uint8_t* images[] = {as_bytes(image.words), as_bytes(image.mods)};
-  const char* of_each[] = {flags, flags};
-  const void* constants[] = {nullptr, nullptr};
-  const LinkedModules both{.count = 2, .bytes = bytes, .images = images, .flags = of_each, .constants = constants};
-  // The first again, which drivers do not look at: the loader's validation refuses a description without a module.
-  const ModuleDescription linked{.header = {Kind::module, &both}, .bytes = bytes[0], .image = images[0],
-                                 .flags = flags};
-  return create(on, linked, image.name);
+  std::vector<std::size_t> bytes;
+  std::vector<const uint8_t*> images;
+  for (const auto& words : image.modules)
+    bytes.push_back(words.size() * 4), images.push_back(reinterpret_cast<const uint8_t*>(words.data()));
+  ModuleDescription description{.bytes = bytes[0], .image = images[0], .flags = flags};
+  std::vector<const char*> of_each(images.size(), flags);
+  std::vector<const void*> constants(images.size());
+  const LinkedModules all{.count = static_cast<uint32_t>(images.size()), .bytes = bytes.data(), .images = images.data(),
+                          .flags = of_each.data(), .constants = constants.data()};
+  // The first stays in the description, where drivers do not look at it: the loader's validation refuses one without.
+  if (images.size() > 1) description.header = {Kind::module, &all};
+  return create(on, description, image.name);
 }
 
 std::string native_image(Module module) {
@@ -68,7 +66,8 @@ std::string native_image(Module module) {
 // Loads from the cache, which returns only whole files: a driver may die of half a module.
 Module load(const Gpu& on, const Image& image, const char* flags) {
   Hash hash;
-  hash.add(bytes_of(image.words)).add(bytes_of(image.mods)).add(on.driver).add(on.name).add(flags);
+  for (const auto& words : image.modules) hash.add(bytes_of(words));
+  hash.add(on.driver).add(on.name).add(flags);
   const std::string path = (cache_folder("level_zero") / concat(image.name, "-", hash.text(), ".native")).string();
   if (const auto kept = read_cached(path)) {
     const ModuleDescription native{.format = ModuleFormat::native, .bytes = kept->size(),
@@ -108,7 +107,11 @@ const Program& program(const Place& place, std::string_view module, const Build&
   if (const auto found = programs.loaded.find(wanted); found != programs.loaded.end()) return found->second;
   std::vector<uint32_t> words = module_words(module);
   check(!words.empty(), ErrorKind::runtime, name_of(place.device), ": this build has no module ", module);
-  Image image{std::string(module), specialised(std::move(words), constants), {build.mods.begin(), build.mods.end()}};
+  Image image{std::string(module), {specialised(std::move(words), constants)}};
+  if (!build.mods.empty()) {
+    image.modules.emplace_back(build.mods.begin(), build.mods.end());
+    image.modules.push_back(module_words("score_ops"));
+  }
   return programs.loaded.try_emplace(std::move(wanted), on, std::move(image)).first->second;
 }
 

@@ -16,7 +16,7 @@ namespace lowbit::level_zero {
 
 struct Image {
   std::string name;
-  std::vector<uint32_t> words, mods;
+  std::vector<std::vector<uint32_t>> modules;  // that of the kernels, then those that are linked to it
 };
 
 class Program {
@@ -41,7 +41,8 @@ class Program {
 // How a module is built.
 struct Build {
   std::span<const int32_t> constants = {};  // values by number (runtime/specialise.hpp)
-  std::span<const uint32_t> mods = {};      // a module of the functions that it imports (score/spirv.hpp)
+  // A module of functions that it imports (score/spirv.hpp). With it comes the module score_ops.
+  std::span<const uint32_t> mods = {};
 };
 
 // One of the library's modules.
