@@ -260,6 +260,20 @@ def test_layers_are_built_on_meta_copied_compiled_and_made_float_again(make: obj
     assert type(model[0]) is nn.Linear and torch.equal(model[0].weight, weight)
 
 
+@pytest.mark.parametrize("make", CONFIGS)
+def test_adapters_train_and_are_not_merged(make: object) -> None:
+    peft = pytest.importorskip("peft")
+    model = linear()
+    lowbit.quantize_(model, make())
+    packed = model[0].weight.clone()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    adapted(torch.randn(2, 64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+    with pytest.raises(ValueError, match="merge: a 2:4 weight has no room for a dense adapter; lowbit.dequantize_"):
+        adapted.merge_and_unload()
+    assert torch.equal(adapted.base_model.model[0].base_layer.weight, packed)
+
+
 def test_the_head_of_a_language_model_keeps_all_of_its_weights() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
