@@ -158,6 +158,21 @@ def test_extreme_finite_weights_stay_finite_and_semi_sparse(make: object, value:
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if f"linear_{FORMAT}_int8_" not in row])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_inf_and_nan_meet_the_weights_that_are_0_too(row: str, value: float) -> None:
+    packed = testing.pack_weight(torch.randn(17, 64), FORMAT)
+    for m in (1, 2, 4, 20):
+        case, x = LinearCase(m, 17, 64, "float32", FORMAT), torch.randn(m, 64)
+        if not testing.serves(row, case):
+            continue
+        for column in range(4):
+            bad = x.clone()
+            bad[m - 1, column] = value
+            y = forced(row, lambda bad=bad, case=case: torch.ops.lowbit.linear(bad, packed, *case.op_args))
+            assert not y[m - 1].isfinite().any() and y[: m - 1].isfinite().all()
+
+
 @pytest.mark.parametrize("make", CONFIGS)
 def test_layers_compute_with_their_dequantized_weight_and_have_its_gradient(make: object) -> None:
     torch.manual_seed(0)
