@@ -93,6 +93,8 @@ OURS = {
     "fp8 weight-only": lowbit.float8_weight_only(),
     "W4A8 g32": lowbit.int8_dynamic_activation_int4_weight(group_size=32),
     "W8A8": lowbit.int8_dynamic_activation_int8_weight(),
+    "W8A8 2:4": lowbit.int8_dynamic_activation_int8_semi_sparse_weight(),
+    "int8 weight-only 2:4": lowbit.semi_sparse_weight(),
     "dense bf16": lowbit.float_weight(torch.bfloat16),
     "dense f16": lowbit.float_weight(torch.float16),
     "dense f32": lowbit.float_weight(torch.float32),

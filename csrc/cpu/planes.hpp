@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codes of 2, 3, 5, 6 and 7 bits, which lie in planes (formats/codec.hpp), to the bytes of int8: code + 128 - zero,
-// zero that of a symmetric weight. Nine operations make 64 codes of three bits. Include after a header of cpu/simd/.
+// Codes of 2, 3, 5, 6 and 7 bits, which lie in planes (formats/codec.hpp), and those of 2:4 weights to the bytes of
+// int8: code + 128 - zero, zero that of a symmetric weight. Nine operations make 64 codes of three bits, and ten 64 of
+// a 2:4 weight. Include after a header of cpu/simd/.
 #pragma once
 
 #include "cpu/loops.hpp"
@@ -38,9 +39,41 @@ template <int kBits>
   }
 }
 
+// Code `kSlot` of each column, which goes to the byte that is named by its place; down: 8 * (3 - place) in each byte.
+template <int kSlot>
+LOWBIT_INLINE i32x16 in_its_place(i32x16 codes, i32x16 down) {
+  const i32x16 top = bit_and(shift_left<24 - 8 * kSlot>(codes), set1(static_cast<int32_t>(0xff000000)));
+  return shift_right(top, bit_and(shift_right<8 * kSlot>(down), set1(int32_t{24})));
+}
+
+// 2:4 weights (formats/int8_semi_sparse.hpp).
+[[gnu::noinline]] void unpack_semi_sparse(const uint8_t* tile, int64_t tiles, uint8_t* out) {
+  using Codec = codec_of<Format::int8_semi_sparse>;
+  const i32x16 flip = set1(static_cast<int32_t>(0x80808080)), all = set1(int32_t{0x18181818});
+  const auto load_row = [](const uint8_t* row) { return load_i32(reinterpret_cast<const int32_t*>(row)); };
+  const auto store_row = [&](uint8_t* to, i32x16 a, i32x16 b) {
+    store_i32(reinterpret_cast<int32_t*>(to), bit_xor(bit_or(a, b), flip));
+  };
+  for (; tiles; tiles--, tile += kByteTile * Codec::stored_bits / 8) {
+    for (int64_t at = 0; at < kByteTile * Codec::stored_bits / 8; at += 64) __builtin_prefetch(tile + 4096 + at);
+    unroll<8>([&](auto step) {
+      const i32x16 codes = load_row(tile + Codec::codes_at + step * 64), row = load_row(tile + step % 2 * 64);
+      constexpr int kShift = step / 2 * 2;
+      i32x16 places = row;  // times 8
+      if constexpr (kShift < 3) places = shift_left<3 - kShift>(row);
+      else places = shift_right<kShift - 3>(row);
+      const i32x16 down = bit_and(bit_xor(places, all), all);
+      store_row(out, in_its_place<0>(codes, down), in_its_place<1>(codes, down));
+      store_row(out + 64, in_its_place<2>(codes, down), in_its_place<3>(codes, down));
+      out += 128;
+    });
+  }
+}
+
 // Whether a weight is unpacked, in whole tiles: it is read as int8 and is of another format.
 LOWBIT_INLINE bool is_unpacked(Format format) { return read_as(format) != format; }
 LOWBIT_INLINE void unpack_tiles(Format format, const uint8_t* codes, int64_t tiles, uint8_t* out) {
+  if (is_semi_sparse(format)) return unpack_semi_sparse(codes, tiles, out);
   switch (bits(format)) {
     case 2: return unpack<2>(codes, tiles, out);
     case 3: return unpack<3>(codes, tiles, out);

@@ -44,9 +44,18 @@ int guarded(const Function& function, const void* args, char* text, std::size_t 
   return result;
 }
 
+// Of weights whose codes backend.h does not say how to read.
+template <class Args>
+bool is_told(const Args& args) {
+  if constexpr (requires { args.weight_spec; }) return !is_semi_sparse(args.weight_spec.format);
+  else if constexpr (requires { args.spec.format; }) return !is_semi_sparse(args.spec.format);
+  else return true;
+}
+
 template <class Args>
 std::string_view refuses(const Args& args, const void* self) {
   const ForeignRow& foreign = *static_cast<const ForeignRow*>(self);
+  if (!is_told(args)) return "a 2:4 weight, which rows of other packages cannot read";
   if (const std::string_view reason = not_offered(args); !reason.empty()) return reason;
   if (!foreign.row.refuses) return "";
   static thread_local char text[512];  // read before the next row is asked

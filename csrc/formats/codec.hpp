@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A codec is the meaning of the codes of one weight format. Each has a header (int4.hpp ...); list.hpp names them.
 //
-//   bits               of one code
+//   bits               of one code; stored_bits: that a weight takes in panels
 //   kind               floating: the code is the weight itself, without scales; integer: w = scale * (code - zero);
-//                      lookup: w = scale * level(code), levels of any kind: a table of 16, or small floats
+//                      lookup: w = scale * level(code), levels of any kind: a table of 16, or small floats;
+//                      semi_sparse: as integer, at most two of each four neighbours along k are not 0 (2:4)
 //   zero, code_max     the zero point of a symmetric weight (0 of a lookup format), and the largest code
 //   code_of_zero       the code of weight 0 in a symmetric weight: padding
 //   significant_bits   that a value before its scale takes, exactly
@@ -30,8 +31,8 @@ namespace lowbit {
 
 inline constexpr int64_t kPanelColumns = 16, kTileK = 64;
 
-enum class CodecKind : int { floating, integer, lookup };
-inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup"};
+enum class CodecKind : int { floating, integer, lookup, semi_sparse };
+inline constexpr std::string_view kCodecKindNames[] = {"float", "integer", "lookup", "semi_sparse"};
 
 // The place of some bits of a code: from bit `shift` of a byte on, and in the next byte where they do not fit.
 struct CodePosition {
@@ -53,7 +54,7 @@ LOWBIT_INLINE constexpr CodePosition piece_of_code(int bits, int count, int64_t 
 
 template <int kBits, int kSignificantBits>
 struct FloatCodec {
-  static constexpr int bits = kBits, significant_bits = kSignificantBits;
+  static constexpr int bits = kBits, stored_bits = bits, significant_bits = kSignificantBits;
   static constexpr int zero = 0, code_of_zero = 0, code_max = 0, smallest_group = 0;
   static constexpr CodecKind kind = CodecKind::floating;
   static constexpr float value_zero = 0;
@@ -63,7 +64,7 @@ struct FloatCodec {
 
 template <int kBits>
 struct IntegerCodec {
-  static constexpr int bits = kBits, significant_bits = kBits;
+  static constexpr int bits = kBits, stored_bits = bits, significant_bits = kBits;
   static constexpr int zero = 1 << (kBits - 1), code_of_zero = zero, code_max = (1 << kBits) - 1;
   static constexpr CodecKind kind = CodecKind::integer;
   static constexpr int smallest_group = 32;
@@ -105,7 +106,7 @@ struct Levels {
 // as nothing weak may be shared between instruction sets.
 template <class Codec, int kCodeOfZero>
 struct LookupCodec : NibbleTile {
-  static constexpr int bits = 4, significant_bits = 24;  // levels are any float32
+  static constexpr int bits = 4, stored_bits = bits, significant_bits = 24;  // levels are any float32
   static constexpr int zero = 0, code_of_zero = kCodeOfZero, code_max = 15, smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
   static constexpr float value_zero = 0;
@@ -131,6 +132,7 @@ struct LookupCodec : NibbleTile {
 template <class Codec>
 concept HasFacts = requires {
   Codec::bits;
+  Codec::stored_bits;
   Codec::kind;
   Codec::zero;
   Codec::code_max;

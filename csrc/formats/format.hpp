@@ -28,7 +28,9 @@ struct WeightSpec {
   LOWBIT_ALWAYS_INLINE constexpr int64_t panels() const { return ceil_div(n, kPanelColumns); }
   LOWBIT_ALWAYS_INLINE constexpr int64_t padded_k() const { return round_up(k, kTileK); }
   LOWBIT_ALWAYS_INLINE constexpr int64_t tiles() const { return padded_k() / kTileK; }
-  LOWBIT_ALWAYS_INLINE constexpr int64_t tile_bytes() const { return kPanelColumns * kTileK * bits(format) / 8; }
+  LOWBIT_ALWAYS_INLINE constexpr int64_t tile_bytes() const {
+    return kPanelColumns * kTileK * stored_bits(format) / 8;
+  }
 
   // Byte offsets inside a panel.
   LOWBIT_ALWAYS_INLINE constexpr int64_t section(bool present) const {

@@ -8,7 +8,8 @@
 namespace lowbit {
 
 struct Fp8E4M3 : ByteTile {
-  static constexpr int bits = 8, significant_bits = 4, zero = 0, code_of_zero = 0, code_max = 255, smallest_group = 32;
+  static constexpr int bits = 8, stored_bits = bits, significant_bits = 4, zero = 0, code_of_zero = 0, code_max = 255,
+                       smallest_group = 32;
   static constexpr CodecKind kind = CodecKind::lookup;
   static constexpr float value_zero = 0, range = E4M3::largest;
   LOWBIT_INLINE static float level(int code) { return E4M3::decode(code); }

@@ -4,7 +4,7 @@
 //
 // A layout gives the sections (`sections`), and the place of (column, k) in the codes of a row of the matrix: the byte
 // of a float (`float_at<format>`), or each piece of a code (`pieces` calls body(position, first, count) for bits first
-// .. first + count of it).
+// .. first + count of it). leaves_out_zeros: 2:4 weights have the form of int8_semi_sparse.hpp.
 #pragma once
 
 #include <type_traits>
@@ -33,6 +33,7 @@ struct Sections {
 
 // "x86-panel-16x64", which the kernels of csrc/cpu read.
 struct PanelLayout {
+  static constexpr bool leaves_out_zeros = true;
   static Sections sections(const WeightSpec& spec) {
     return {.columns = kPanelColumns, .rows = spec.panels(), .row_bytes = spec.panel_bytes(),
             .stored_n = spec.panels() * kPanelColumns, .stored_k = spec.padded_k(),
@@ -57,6 +58,7 @@ struct PanelLayout {
 // each padded to 16 bytes; codes follow one another bit by bit, from the lowest bit of a byte on: of two codes in a
 // byte the first is the low nibble. No sums, no padding of n and k.
 struct RowMajorLayout {
+  static constexpr bool leaves_out_zeros = false;
   static Sections sections(const WeightSpec& spec) {
     const bool coded = !is_float(spec.format);
     const int64_t per_group = round_up(spec.groups() * 2, 16), group_scale = coded ? 16 : 0,

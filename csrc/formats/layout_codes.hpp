@@ -30,6 +30,9 @@ LOWBIT_INLINE uint32_t read_code(Sections from, const uint8_t* in, int64_t n, in
     std::memcpy(&code, in + from.row(n) + from.codes + From::template float_at<kFormat>(n % from.columns, k),
                 bits(kFormat) / 8);
     return code;
+  } else if constexpr (is_semi_sparse(kFormat) && From::leaves_out_zeros) {
+    const uint8_t* tile = in + from.row(n) + from.codes + k / kTileK * WeightSpec{kFormat}.tile_bytes();
+    return codec_of<kFormat>::read(tile, n % from.columns, k % kTileK);
   } else {
     return read_code<From>(bits(kFormat), from, in, n, k);
   }
@@ -40,6 +43,9 @@ LOWBIT_INLINE void write_code(Sections to, uint8_t* out, int64_t n, int64_t k, u
   uint8_t* codes = out + to.row(n) + to.codes;
   if constexpr (is_float(kFormat)) {
     std::memcpy(codes + To::template float_at<kFormat>(n % to.columns, k), &code, bits(kFormat) / 8);
+  } else if constexpr (is_semi_sparse(kFormat) && To::leaves_out_zeros) {
+    uint8_t* tile = codes + k / kTileK * WeightSpec{kFormat}.tile_bytes();
+    codec_of<kFormat>::write(tile, n % to.columns, k % kTileK, code);
   } else {
     To::pieces(bits(kFormat), n % to.columns, k, [&](CodePosition at, int first, int count) {
       const uint32_t piece = (code >> first & ((1u << count) - 1)) << at.shift;

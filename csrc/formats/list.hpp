@@ -11,26 +11,28 @@
 #include "formats/fp8_e4m3.hpp"
 #include "formats/int4.hpp"
 #include "formats/int8.hpp"
+#include "formats/int8_semi_sparse.hpp"
 #include "formats/intx.hpp"
 #include "formats/nf4.hpp"
 
 namespace lowbit {
 
-#define LOWBIT_FORMATS(X) \
-  X(float32, Float32)     \
-  X(bfloat16, BFloat16)   \
-  X(float16, Float16)     \
-  X(int8, Int8)           \
-  X(int4, Int4)           \
-  X(nf4, Nf4)             \
-  X(fp4, Fp4)             \
-  X(fp4_e2m1, Fp4E2M1)    \
-  X(fp8_e4m3, Fp8E4M3)    \
-  X(int2, IntX<2>)        \
-  X(int3, IntX<3>)        \
-  X(int5, IntX<5>)        \
-  X(int6, IntX<6>)        \
-  X(int7, IntX<7>)        \
+#define LOWBIT_FORMATS(X)             \
+  X(float32, Float32)                 \
+  X(bfloat16, BFloat16)               \
+  X(float16, Float16)                 \
+  X(int8, Int8)                       \
+  X(int4, Int4)                       \
+  X(nf4, Nf4)                         \
+  X(fp4, Fp4)                         \
+  X(fp4_e2m1, Fp4E2M1)                \
+  X(fp8_e4m3, Fp8E4M3)                \
+  X(int2, IntX<2>)                    \
+  X(int3, IntX<3>)                    \
+  X(int5, IntX<5>)                    \
+  X(int6, IntX<6>)                    \
+  X(int7, IntX<7>)                    \
+  X(int8_semi_sparse, Int8SemiSparse) \
   /* append here */
 
 #define LOWBIT_FORMAT(name, Codec) name,
@@ -69,6 +71,7 @@ LOWBIT_ALWAYS_INLINE constexpr auto with_format(Format format, Body&& body) {
   };                                                                                                       \
   LOWBIT_ALWAYS_INLINE constexpr Type function(Format format) { return with_format(format, FactOf_##function{}); }
 LOWBIT_FACT(int, bits, bits)
+LOWBIT_FACT(int, stored_bits, stored_bits)
 LOWBIT_FACT(int, significant_bits, significant_bits)
 LOWBIT_FACT(CodecKind, kind_of, kind)
 LOWBIT_FACT(int, symmetric_zero, zero)  // the zero point of a symmetric weight
@@ -84,8 +87,11 @@ LOWBIT_ALWAYS_INLINE constexpr bool is_float(Format format) {
 LOWBIT_ALWAYS_INLINE constexpr bool is_table(Format format) {
   return kind_of(format) == CodecKind::lookup && bits(format) == 4;
 }
+LOWBIT_ALWAYS_INLINE constexpr bool is_semi_sparse(Format format) {
+  return kind_of(format) == CodecKind::semi_sparse;
+}
 LOWBIT_ALWAYS_INLINE constexpr bool is_integer(Format format) {
-  return kind_of(format) == CodecKind::integer;
+  return kind_of(format) == CodecKind::integer || is_semi_sparse(format);
 }
 
 // Integer formats differ in bits and zero point alone: where those are numbers of a call, one kernel serves all.
@@ -95,7 +101,7 @@ LOWBIT_ALWAYS_INLINE constexpr Format integers_as_int8(Format format) {
 
 // The format in which kernels read the codes of this one; where it is another, they unpack them.
 LOWBIT_ALWAYS_INLINE constexpr Format read_as(Format format) {
-  const bool bytes_or_nibbles = bits(format) == 8 || bits(format) == 4;
+  const bool bytes_or_nibbles = stored_bits(format) == 8 || stored_bits(format) == 4;
   return is_integer(format) && !bytes_or_nibbles ? Format::int8 : format;
 }
 

@@ -20,6 +20,8 @@ WeightSpec coded_spec(std::string_view op, const TensorView& weight, int64_t for
   check_contiguous(op, "weight", weight);
   const WeightSpec spec = weight_spec(op, weight.size(0), weight.size(1), format, group_size, asymmetric);
   check(!is_float(spec.format), value, op, ": a ", kFormatNames[format], " weight has no codes");
+  check(!is_semi_sparse(spec.format), value, op, ": a ", kFormatNames[format],
+        " weight has no rule for training, which would change what is 0");
   return spec;
 }
 

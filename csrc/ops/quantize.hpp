@@ -23,6 +23,9 @@ inline constexpr std::string_view kScaleChoiceNames[] = {"absmax", "search"};
 // a power of two, where an importance is given.
 struct Distortion {
   double signal = 0, noise = 0, absmax_noise = 0;
+  LOWBIT_INLINE void operator+=(const Distortion& other) {
+    signal += other.signal, noise += other.noise, absmax_noise += other.absmax_noise;
+  }
 };
 
 struct QuantizeArgs {

@@ -25,7 +25,7 @@ class _Registration(TypedDict):
 
 class _FormatFacts(TypedDict):
     bits: int
-    kind: str  # "float", "integer" or "lookup" (csrc/formats/codec.hpp)
+    kind: str  # "float", "integer", "lookup" or "semi_sparse" (csrc/formats/codec.hpp)
     zero: int
     code_max: int
     x_formats: tuple[str, ...]  # how activations may be taken with it

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         FP4WeightOnlyConfig,
         Int4WeightOnlyConfig,
         Int8DynamicActivationInt4WeightConfig,
+        Int8DynamicActivationInt8SemiSparseWeightConfig,
         Int8DynamicActivationInt8WeightConfig,
         Int8DynamicActivationIntxWeightConfig,
         Int8WeightOnlyConfig,
@@ -64,17 +65,20 @@ if TYPE_CHECKING:
         PerGroup,
         PerRow,
         PerToken,
+        SemiSparseWeightConfig,
         float8_dynamic_activation_float8_weight,
         float8_weight_only,
         float_weight,
         fp4_weight_only,
         int4_weight_only,
         int8_dynamic_activation_int4_weight,
+        int8_dynamic_activation_int8_semi_sparse_weight,
         int8_dynamic_activation_int8_weight,
         int8_dynamic_activation_intx_weight,
         int8_weight_only,
         intx_weight_only,
         nf4_weight_only,
+        semi_sparse_weight,
     )
     from lowbit.integrations.fuse import fuse
     from lowbit.integrations.gguf import load_gguf
@@ -94,6 +98,7 @@ if TYPE_CHECKING:
         fuse_gated_mlps,
         load,
         quantize_,
+        sparsify_,
     )
     from lowbit.recorder.profile import profile
 
@@ -102,7 +107,7 @@ _HOME = {
     for module, names in {
         "lowbit.autotune": "autoquant Plan",
         "lowbit.quant": (
-            "quantize_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
+            "quantize_ sparsify_ calibrate Calibration dequantize_ fuse_gated_mlps load QuantLinear QuantEmbedding "
             "QuantizationReport"
         ),
         "lowbit.integrations.fuse": "fuse",
@@ -114,7 +119,9 @@ _HOME = {
             "Int4WeightOnlyConfig Int8WeightOnlyConfig IntxWeightOnlyConfig Float8WeightOnlyConfig FloatWeightConfig "
             "NF4WeightOnlyConfig FP4WeightOnlyConfig Int8DynamicActivationInt4WeightConfig "
             "Int8DynamicActivationInt8WeightConfig Int8DynamicActivationIntxWeightConfig "
-            "Float8DynamicActivationFloat8WeightConfig "
+            "Float8DynamicActivationFloat8WeightConfig SemiSparseWeightConfig "
+            "Int8DynamicActivationInt8SemiSparseWeightConfig semi_sparse_weight "
+            "int8_dynamic_activation_int8_semi_sparse_weight "
             "int4_weight_only int8_weight_only intx_weight_only float8_weight_only float_weight nf4_weight_only "
             "fp4_weight_only int8_dynamic_activation_int4_weight int8_dynamic_activation_int8_weight "
             "int8_dynamic_activation_intx_weight float8_dynamic_activation_float8_weight"
@@ -156,6 +163,7 @@ __all__ = [
     "HQQ",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8SemiSparseWeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8DynamicActivationIntxWeightConfig",
     "Int8WeightOnlyConfig",
@@ -172,6 +180,7 @@ __all__ = [
     "QuantLinear",
     "QuantizationReport",
     "QuantizedKVCache",
+    "SemiSparseWeightConfig",
     "__version__",
     "and_masks",
     "attention",
@@ -197,6 +206,7 @@ __all__ = [
     "info",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight",
     "int8_dynamic_activation_intx_weight",
     "int8_weight_only",
@@ -215,7 +225,9 @@ __all__ = [
     "recorder",
     "rotate_",
     "scaled_dot_product_attention",
+    "semi_sparse_weight",
     "smooth_",
+    "sparsify_",
     "trainer_optimizer",
     "training",
     "warmup",

@@ -7,7 +7,7 @@ import torch
 from settings import forced
 from torch import Tensor
 
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.testing import LinearCase, LinearData, cached_data
 
 N, K = 37, 150  # neither fills its last panel or tile
@@ -41,7 +41,7 @@ CASES = [
 ]
 CASES += [  # a format that was added since: without scales, or one for all k
     LinearCase(m, N, K, dtype, format, 0, "symmetric", "float", None)
-    for format in _C.FORMATS
+    for format in testing.dense_formats()
     if format not in {case.format for case in CASES}
     for m, dtype in ((1, "float32"), (20, "bfloat16"))
 ]

@@ -47,6 +47,7 @@ def test_op_args_are_the_numbers_of_the_extension(spec):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (15, 63), (16, 64), (17, 65), (130, 257)])
 def test_bytes_are_whole_panels(spec, n, k):
+    k += -k % 4 if spec.format == "int8_semi_sparse" else 0
     panels, panel_bytes = spec.shape(n, k)
     assert panels == -(-n // 16) and panel_bytes % 64 == 0
     assert spec.bytes(n, k) == panels * panel_bytes

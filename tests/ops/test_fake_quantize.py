@@ -19,7 +19,7 @@ from lowbit.reference import activations as reference_activations
 from lowbit.reference import quantize as reference_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FORMATS = [name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] != "float"]
+FORMATS = [name for name in testing.dense_formats() if _C.FORMAT_FACTS[name]["kind"] != "float"]
 SPECS = [
     LinearSpec(format, group_size, mapping == "asymmetric", mapping=mapping, scale="absmax")
     for format, group_size in itertools.product(FORMATS, (0, 32, 128))

@@ -20,7 +20,7 @@ RANKS = 2
 
 def build(index: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(100, 70), nn.ReLU(), nn.Sequential(nn.Linear(70, 33), nn.ReLU(), nn.Linear(33, 9)))
+    model = nn.Sequential(nn.Linear(100, 72), nn.ReLU(), nn.Sequential(nn.Linear(72, 36), nn.ReLU(), nn.Linear(36, 9)))
     lowbit.quantize_(model, FORMATS[index]())
     return model
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowbit
 from lowbit.formats import FORMATS
 
-K = 128 + 2  # padded to 192
+K = 128 + 4  # padded to 192
 WRONG = (1, 129, 131, 160, 191, 192, 193, 256)
 
 
@@ -30,7 +30,7 @@ def test_every_format_refuses_every_other_size(config, shape, grad):
         x = torch.randn(*shape, k, requires_grad=grad)
         with (
             torch.set_grad_enabled(grad),
-            pytest.raises(RuntimeError, match=rf"must be k=130 \(in_features\), got x of shape \[.*{k}\]"),
+            pytest.raises(RuntimeError, match=rf"must be k=132 \(in_features\), got x of shape \[.*{k}\]"),
         ):
             model(x)
     assert model(torch.randn(*shape, K)).shape == (*shape, 33)
@@ -47,14 +47,14 @@ def test_compiled_layers_refuse_too(dynamic):
         model = layer(cls())
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         assert compiled(torch.randn(2, K)).shape == (2, 33)
-        with pytest.raises(RuntimeError, match="must be k=130"):
+        with pytest.raises(RuntimeError, match="must be k=132"):
             compiled(torch.randn(2, 192))
         torch.compiler.reset()
 
 
 def test_fake_tensors_are_refused_too(config):
     model = layer(config)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="must be k=130"):
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="must be k=132"):
         model(torch.randn(2, 192))
 
 
@@ -62,7 +62,7 @@ def test_the_meta_device_refuses_too(config):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(K, 33))
     lowbit.quantize_(model, config)
-    with pytest.raises(RuntimeError, match="must be k=130"):
+    with pytest.raises(RuntimeError, match="must be k=132"):
         model(torch.randn(2, 192, device="meta"))
 
 
@@ -71,7 +71,7 @@ def test_a_fused_gated_mlp_refuses_too(config):
     lowbit.quantize_(model, config)
     assert lowbit.fuse_gated_mlps(model) == ["mlp"]
     for grad in (False, True):
-        with pytest.raises(RuntimeError, match="must be k=130"):
+        with pytest.raises(RuntimeError, match="must be k=132"):
             model["mlp"](torch.randn(2, 190, requires_grad=grad))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that a model can be trained for: every one with codes, and every width of integers."""
+"""Configurations that a model can be trained for: every one with codes but 2:4, and every width of integers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit.formats import FORMATS, FloatWeightConfig
+from lowbit.formats import FORMATS, FloatWeightConfig, SemiSparseWeightConfig
 from lowbit.training import QATConfig
 
 ASYMMETRIC = lowbit.MappingType.ASYMMETRIC
-CONFIGS = [cls() for cls in FORMATS if cls is not FloatWeightConfig] + [
+CONFIGS = [cls() for cls in FORMATS if not issubclass(cls, (FloatWeightConfig, SemiSparseWeightConfig))] + [
     *(lowbit.intx_weight_only(getattr(torch, f"int{bits}"), 32) for bits in range(2, 9)),
     lowbit.intx_weight_only(torch.int3, None, mapping_type=ASYMMETRIC),
     lowbit.int8_dynamic_activation_intx_weight(torch.int6, 64),

@@ -3,6 +3,7 @@
 #include LOWBIT_ISA_HEADER
 
 #include "cpu/linear/dot.hpp"
+#include "cpu/linear/semi_sparse.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -17,7 +18,8 @@ std::string_view refuses(const LinearArgs& args) {
 template <Format kFormat, const std::string_view& kName>
 void add_row(Backend& backend) {
   if constexpr (is_integer(kFormat)) {
-    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, linear_dot<read_as(kFormat)>};
+    constexpr auto run = is_semi_sparse(kFormat) ? linear_semi_sparse : linear_dot<read_as(kFormat)>;
+    static constexpr Kernel<LinearArgs> row{kName, refuses<kFormat>, run};
     add_rows(backend, &row, 1);
   }
 }

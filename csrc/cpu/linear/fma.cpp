@@ -2,7 +2,7 @@
 // Rows of the op linear with float activations: one per weight format.
 #include LOWBIT_ISA_HEADER
 
-#include "cpu/linear/fma.hpp"
+#include "cpu/linear/semi_sparse_floats.hpp"
 #include "cpu/rows.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
@@ -14,8 +14,10 @@ std::string_view refuses(const LinearArgs& args) {
   return stays_float(args.x_format) ? "" : "activations are int8";
 }
 
-#define LOWBIT_FORMAT(name, Codec) \
-  {LOWBIT_ROW("linear_" #name), refuses<Format::name>, linear_float<read_as(Format::name)>},
+template <Format kFormat>
+constexpr auto kRun = is_semi_sparse(kFormat) ? linear_semi_sparse_floats : linear_float<read_as(kFormat)>;
+
+#define LOWBIT_FORMAT(name, Codec) {LOWBIT_ROW("linear_" #name), refuses<Format::name>, kRun<Format::name>},
 constexpr Kernel<LinearArgs> kRows[] = {LOWBIT_FORMATS(LOWBIT_FORMAT)};
 #undef LOWBIT_FORMAT
 

@@ -86,6 +86,33 @@ LOWBIT_INLINE void interleave(const PlainPanel& plain, uint8_t* out) {
     }
 }
 
+// The same of a 2:4 weight, over zeros.
+LOWBIT_INLINE void leave_out_zeros(const PlainPanel& plain, uint8_t* out) {
+  const WeightSpec& spec = plain.spec;
+  for (int64_t column = 0; column < 16; column++)
+    for (int64_t k = 0; k < spec.k; k++)
+      codec_of<Format::int8_semi_sparse>::write(out + k / kTileK * spec.tile_bytes(), column, k % kTileK,
+                                                plain.codes[column * spec.padded_k() + k]);
+}
+
+// Makes a row 2:4: the smaller two of each four become 0, the later ones where they are alike. Returns what they were.
+LOWBIT_INLINE Distortion prune(float* x, const float* importance, int64_t padded) {
+  Distortion lost;
+  for (int64_t first = 0; first < padded; first += 4) {
+    float size[4];
+    for (int i = 0; i < 4; i++) size[i] = __builtin_fabsf(x[first + i]);
+    for (int i = 0; i < 4; i++) {
+      int before = 0;
+      for (int j = 0; j < 4; j++) before += j < i ? size[j] >= size[i] : size[j] > size[i];
+      if (before < 2) continue;
+      x[first + i] = 0;
+      lost.noise += static_cast<double>(size[i]) * size[i] * (importance ? importance[first + i] : 1.0f);
+    }
+  }
+  lost.signal = lost.absmax_noise = lost.noise;
+  return lost;
+}
+
 // A group of each of 16 columns, for the search of their scales.
 struct PanelGroup {
   static constexpr bool kSparesClamps = true;
@@ -247,8 +274,7 @@ Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
   const float* importance = relative_importance(args, memory.importance);
   Distortion sums;
   auto finish = [&](int64_t column, const float* x) {
-    const Distortion of_column = round_column<kFormat>(args, plain, x, importance, column, panel);
-    sums.signal += of_column.signal, sums.noise += of_column.noise;
+    sums += round_column<kFormat>(args, plain, x, importance, column, panel);
   };
   for (int64_t column = 0; column < 16; column++) {
     const int64_t row = index * 16 + column;
@@ -257,18 +283,21 @@ Distortion pack_coded_panel(const QuantizeArgs& args, int64_t index, uint8_t* pa
       store(x + k, row < spec.n && k < spec.k
                        ? load_as_float(args.weight.data, args.weight.dtype, row * spec.k + k, spec.k - k)
                        : set1(0.0f));
+    if (is_semi_sparse(spec.format)) sums += prune(x, importance, padded);
     scale_column<kFormat>(args, plain, x, column, panel);
     if (!args.searches()) finish(column, x);
   }
   if (args.searches()) {
     const auto search = importance ? search_panel<kFormat, true> : search_panel<kFormat, false>;
-    sums.absmax_noise = search(args, plain, memory.rows, importance, memory.y, panel);
+    const double absmax_noise = sums.noise + search(args, plain, memory.rows, importance, memory.y, panel);
     for (int64_t column = 0; column < 16; column++)
       store_scales(plain, column, panel), finish(column, memory.rows + column * padded);
+    sums.absmax_noise = absmax_noise;
   } else {
     sums.absmax_noise = sums.noise;
   }
-  interleave(plain, panel + spec.codes_at());
+  if (is_semi_sparse(spec.format)) leave_out_zeros(plain, panel + spec.codes_at());
+  else interleave(plain, panel + spec.codes_at());
   return sums;
 }
 
@@ -314,9 +343,7 @@ void run_quantize(const QuantizeArgs& args) {
     sums[panel] = quantize_panel<integers_as_int8(kFormat)>(args, panel);
   });
   *args.distortion = {};
-  for (int64_t panel = 0; panel < panels; panel++)
-    args.distortion->signal += sums[panel].signal, args.distortion->noise += sums[panel].noise,
-        args.distortion->absmax_noise += sums[panel].absmax_noise;
+  for (int64_t panel = 0; panel < panels; panel++) *args.distortion += sums[panel];
 }
 
 void run_dequantize(const DequantizeArgs& args) {

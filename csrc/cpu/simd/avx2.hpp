@@ -58,6 +58,22 @@ struct Dot8 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
+// |code| * (x with the sign of the code): a pair is 2 * 128 * 127 at most, which int16 holds.
+struct Dot8SemiSparse {
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static __m256i products(__m256i codes, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+  LOWBIT_INLINE static i32x16 step(i32x16 sum, u8x64 codes, i32x16 places, const int8_t* a) {
+    const __m256i x = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
+    return {_mm256_add_epi32(sum.lo, products(codes.lo, _mm256_shuffle_epi8(x, places.lo))),
+            _mm256_add_epi32(sum.hi, products(codes.hi, _mm256_shuffle_epi8(x, places.hi)))};
+  }
+  LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64) { return sum; }
+};
+
 constexpr int kDotRows = 4, kDotPanels = 1;  // 8 int16 sums, 2 codes and a broadcast in 16 registers
 
 }  // namespace

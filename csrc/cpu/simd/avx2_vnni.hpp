@@ -30,6 +30,20 @@ struct Dot8 : Dot4 {
   LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
 };
 
+struct Dot8SemiSparse {
+  using Step = int8_t;
+  static constexpr int kOffset = 128;
+  LOWBIT_INLINE static i32x16 step(i32x16 sum, u8x64 codes, i32x16 places, const int8_t* a) {
+    const __m256i x = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
+    return {_mm256_dpbusd_avx_epi32(sum.lo, _mm256_shuffle_epi8(x, places.lo), codes.lo),
+            _mm256_dpbusd_avx_epi32(sum.hi, _mm256_shuffle_epi8(x, places.hi), codes.hi)};
+  }
+  LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64 codes) {
+    const __m256i all = _mm256_set1_epi8(static_cast<char>(kOffset));
+    return {_mm256_dpbusd_avx_epi32(sum.lo, all, codes.lo), _mm256_dpbusd_avx_epi32(sum.hi, all, codes.hi)};
+  }
+};
+
 // 12 sums, 2 codes and a broadcast in 16 registers. dpbusd takes 5 cycles and two can start in each: with 8 sums W8A8
 // took 1.25 times as long at m = 32, W4A8 in groups of 128 1.15 times (Sapphire Rapids).
 constexpr int kDotRows = 6, kDotPanels = 1;

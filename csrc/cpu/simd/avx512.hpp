@@ -47,6 +47,20 @@ struct Dot8 {
   LOWBIT_INLINE static i32x16 finish(i32x16, Acc acc) { return acc; }
 };
 
+// |code| * (x with the sign of the code): a pair is 2 * 128 * 127 at most, which int16 holds.
+struct Dot8SemiSparse {
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static i32x16 step(i32x16 sum, u8x64 codes, i32x16 places, const int8_t* a) {
+    const __m512i all = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
+    const __m512i x = _mm512_shuffle_epi8(all, places.v);
+    const __m512i with_sign = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(codes.v), _mm512_setzero_si512(), x);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(codes.v), with_sign);
+    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+  }
+  LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64) { return sum; }
+};
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 

@@ -27,6 +27,18 @@ struct Dot8 : Dot4 {
   LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
 };
 
+struct Dot8SemiSparse {
+  using Step = int8_t;
+  static constexpr int kOffset = 128;
+  LOWBIT_INLINE static i32x16 step(i32x16 sum, u8x64 codes, i32x16 places, const int8_t* a) {
+    const __m512i x = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
+    return {_mm512_dpbusd_epi32(sum.v, _mm512_shuffle_epi8(x, places.v), codes.v)};
+  }
+  LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64 codes) {
+    return {_mm512_dpbusd_epi32(sum.v, _mm512_set1_epi8(static_cast<char>(kOffset)), codes.v)};
+  }
+};
+
 }  // namespace
 }  // namespace lowbit::cpu::LOWBIT_ISA_NAME
 

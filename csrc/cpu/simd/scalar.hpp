@@ -359,6 +359,20 @@ struct Dot8 : Dot4 {
   LOWBIT_INLINE static Codes codes(u8x64 c) { return c; }
 };
 
+// Codes of 2:4 weights, signed, of two in each four k: 4 of 8 k to a step. A byte of places says by which of the step's
+// 8 activations a code is multiplied. Those are int8 + kOffset, unsigned where that is 128; offset() sums what is too
+// much by that.
+struct Dot8SemiSparse {
+  using Step = int8_t;
+  static constexpr int kOffset = 0;
+  LOWBIT_INLINE static i32x16 step(i32x16 sum, u8x64 codes, i32x16 places, const int8_t* a) {
+    LOWBIT_LANES for (int slot = 0; slot < 4; slot++)
+      sum.lane[i] += static_cast<int8_t>(codes.lane[4 * i + slot]) * a[places.lane[i] >> 8 * slot & 7];
+    return sum;
+  }
+  LOWBIT_INLINE static i32x16 offset(i32x16 sum, u8x64) { return sum; }
+};
+
 constexpr int kDotRows = 2, kDotPanels = 1, kFloatRows = 2, kFloatPanels = 1, kStreamRows = 1;
 constexpr bool kStreamFour = false;  // prefetch streams of int4 with float activations: panel.hpp
 

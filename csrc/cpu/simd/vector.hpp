@@ -144,6 +144,13 @@ concept DotOfBytes = requires(Codes c) {
   { Dot::codes(c) } -> std::same_as<typename Dot::Codes>;
 };
 
+template <class Dot, class Ints, class Codes>
+concept DotOfPlaces = requires(Ints sum, Codes c, Ints places, const typename Dot::Step* a) {
+  { Dot::step(sum, c, places, a) } -> std::same_as<Ints>;
+  { Dot::offset(sum, c) } -> std::same_as<Ints>;
+  requires Dot::kOffset >= 0;
+};
+
 #define LOWBIT_MUST(...) static_assert(__VA_ARGS__, "the header of this instruction set (LOWBIT_ISA_HEADER) lacks " \
                                                     "the function named below; scalar.hpp says what it computes")
 LOWBIT_MUST(FloatLanes<f32x16, i32x16>);
@@ -154,6 +161,7 @@ LOWBIT_MUST(PairLanes<i16x32, i32x16>);
 LOWBIT_MUST(HalvesOfVectors<f32x16, f32x8, i32x16>);
 LOWBIT_MUST(IntegerDot<Dot4, i32x16> && DotOfNibbles<Dot4, u8x64>);
 LOWBIT_MUST(IntegerDot<Dot8, i32x16> && DotOfBytes<Dot8, u8x64>);
+LOWBIT_MUST(DotOfPlaces<Dot8SemiSparse, i32x16, u8x64>);
 #undef LOWBIT_MUST
 static_assert(kDotRows >= 1 && kDotPanels >= 1 && kFloatRows >= 1 && kFloatPanels >= 1 && kStreamRows >= 1,
               "the tiles of linear must have rows and panels");

@@ -9,6 +9,7 @@
 
 #include "cuda/linear/call.hpp"
 #include "cuda/dense_product.hpp"
+#include "gpu/refuses_format.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit::cuda {
@@ -101,14 +102,15 @@ inline bool keeps_weight(Format format, DType dtype) {
 // Why activations do not fit, before the library is asked; "" if they do.
 inline std::string_view refuses_decoded(const LinearArgs& args) {
   if (args.x_format != XFormat::floating) return "activations that are rounded to codes";
-  return keeps_weight(args.weight_spec.format, args.dtype) ? "" : "a dense weight of another dtype";
+  if (!keeps_weight(args.weight_spec.format, args.dtype)) return "a dense weight of another dtype";
+  return gpu::refuses_format(args.weight_spec.format);
 }
 inline std::string_view refuses_decoded_codes(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
   if (stays_float(args.x_format)) return "float activations";
   if (args.x_format == XFormat::int8_group && spec.group_size) return "a scale for each group of activations";
   if (spec.group_size || spec.asymmetric) return "a weight with groups or zero points";
-  return spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : "";
+  return spec.k > kMostCodesK ? "k above 131072: an int32 cannot hold the sum" : gpu::refuses_format(spec.format);
 }
 
 }  // namespace lowbit::cuda

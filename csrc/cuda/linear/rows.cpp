@@ -6,6 +6,7 @@
 #include "cuda/linear/call.hpp"
 #include "cuda/runtime/driver.hpp"
 #include "cuda/sources.hpp"
+#include "gpu/refuses_format.hpp"
 #include "ops/linear.hpp"
 
 namespace lowbit::cuda {
@@ -116,6 +117,8 @@ void run_code_tiles(const LinearArgs& args) {
 // Why no product here reads the weight, which lanes read 8 and 16 bytes at a time: an address that is not a multiple of
 // that ends the context.
 std::string_view refuses_weight(const LinearArgs& args) {
+  const std::string_view reason = gpu::refuses_format(args.weight_spec.format);
+  if (!reason.empty()) return reason;
   if (lacks_groups(args.weight_spec)) return kNoSmallGroups;
   if (reinterpret_cast<std::uintptr_t>(args.weight) % 16)
     return "a weight that does not begin at a multiple of 16 bytes";

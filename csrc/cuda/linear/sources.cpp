@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sources.hpp"
 
+#include "gpu/refuses_format.hpp"
+
 namespace lowbit::cuda {
 namespace {
 
@@ -74,6 +76,7 @@ std::vector<Source> linear_sources() {
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
+    if (!gpu::refuses_format(format).empty()) continue;
     const bool integer = is_integer(format);
     for (int codes = 0; codes <= integer; codes++) all.push_back(decoded_source(format, codes == 1));
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {

@@ -3,6 +3,7 @@
 #include "cuda/backend.hpp"
 #include "cuda/sources.hpp"
 #include "gpu/quantize/make_pack_call.hpp"
+#include "gpu/refuses_format.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -48,10 +49,10 @@ void run_all_finite(const AllFiniteArgs& args) {
   *args.result = is_finite(read_back<int32_t>(args.place, "all_finite", call.found, ctas));
 }
 
-std::string_view takes_any(const QuantizeArgs&) { return ""; }
+std::string_view refuses(const QuantizeArgs& args) { return gpu::refuses_format(args.spec.format); }
 std::string_view takes_each(const AllFiniteArgs&) { return ""; }
 
-constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_cuda", takes_any, run_quantize}};
+constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_cuda", refuses, run_quantize}};
 constexpr Kernel<AllFiniteArgs> kFiniteRows[] = {{"all_finite_cuda", takes_each, run_all_finite}};
 
 std::string kernel_of(std::string_view name, Format format, std::string_view more = "") {

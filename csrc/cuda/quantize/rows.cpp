@@ -3,6 +3,7 @@
 #include "cuda/backend.hpp"
 #include "cuda/sources.hpp"
 #include "gpu/quantize/make_dequantize_call.hpp"
+#include "gpu/refuses_format.hpp"
 
 namespace lowbit::cuda {
 namespace {
@@ -17,8 +18,12 @@ void run_dequantize(const DequantizeArgs& args) {
       .launch(args.place, "dequantize", rows * ceil_div(spec.k, kStretch), kDequantizeThreads, &call);
 }
 
-std::string_view takes_all(const DequantizeArgs& args) { return args.indices ? "some rows are wanted" : ""; }
-std::string_view takes_rows(const DequantizeArgs& args) { return args.indices ? "" : "all of the weight is wanted"; }
+std::string_view takes_all(const DequantizeArgs& args) {
+  return args.indices ? "some rows are wanted" : gpu::refuses_format(args.spec.format);
+}
+std::string_view takes_rows(const DequantizeArgs& args) {
+  return args.indices ? gpu::refuses_format(args.spec.format) : "all of the weight is wanted";
+}
 
 constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_cuda", takes_all, run_dequantize},
                                             {"dequantize_rows_cuda", takes_rows, run_dequantize}};

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "gpu/linear/call.hpp"
+#include "gpu/refuses_format.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/program.hpp"
 #include "ops/linear.hpp"
@@ -110,6 +111,7 @@ template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
+  if (const std::string_view reason = gpu::refuses_format(kFormat); !reason.empty()) return reason;
   if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > gpu::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";

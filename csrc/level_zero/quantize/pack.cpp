@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops quantize and all_finite, by the kernels of csrc/gpu. Both wait for the results of their kernels.
 #include "gpu/quantize/make_pack_call.hpp"
+#include "gpu/refuses_format.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
@@ -38,10 +39,10 @@ void run_all_finite(const AllFiniteArgs& args) {
   *args.result = gpu::is_finite(read_back<int32_t>(args.place, call.found, groups));
 }
 
-template <class Args>
-std::string_view takes_each(const Args&) { return ""; }
+std::string_view refuses(const QuantizeArgs& args) { return gpu::refuses_format(args.spec.format); }
+std::string_view takes_each(const AllFiniteArgs&) { return ""; }
 
-constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_level_zero", takes_each, run_quantize}};
+constexpr Kernel<QuantizeArgs> kQuantizeRows[] = {{"quantize_panels_level_zero", refuses, run_quantize}};
 constexpr Kernel<AllFiniteArgs> kFiniteRows[] = {{"all_finite_level_zero", takes_each, run_all_finite}};
 
 }  // namespace

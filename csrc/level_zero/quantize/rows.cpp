@@ -2,6 +2,7 @@
 // Rows of the op dequantize, for all of a weight and for some rows of it, by the kernel of csrc/gpu.
 #include "formats/list.hpp"
 #include "gpu/quantize/make_dequantize_call.hpp"
+#include "gpu/refuses_format.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/runtime/memory.hpp"
 #include "level_zero/runtime/program.hpp"
@@ -29,10 +30,10 @@ void run_some(const DequantizeArgs& args) {
 }
 
 std::string_view takes_all(const DequantizeArgs& args) {
-  return args.indices ? "some rows are wanted" : "";
+  return args.indices ? "some rows are wanted" : gpu::refuses_format(args.spec.format);
 }
 std::string_view takes_some(const DequantizeArgs& args) {
-  return args.indices ? "" : "all of the weight is wanted";
+  return args.indices ? gpu::refuses_format(args.spec.format) : "all of the weight is wanted";
 }
 
 constexpr Kernel<DequantizeArgs> kRows[] = {{"dequantize_panels_level_zero", takes_all, run_all},

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations that autoquant tries: those of the caller, by default every one of the list `FORMATS`."""
+"""The configurations that autoquant tries: those of the caller, by default every one of the list `FORMATS` but 2:4,
+which takes weights away and has to be asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FloatWeightConfig
 from lowbit.formats.int4 import Int4WeightOnlyConfig, Int8DynamicActivationInt4WeightConfig
 from lowbit.formats.int8 import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+from lowbit.formats.semi_sparse import SemiSparseWeightConfig
 from lowbit.formats.torchao import from_torchao
 
 _TORCHAO_CLASSES: dict[str, FormatConfig | None] = {
@@ -35,9 +37,8 @@ _TORCHAO_CLASSES: dict[str, FormatConfig | None] = {
 def default_candidates() -> tuple[FormatConfig, ...]:
     """Every format with its defaults; bfloat16; and W4A8 in groups of 128, which AMX multiplies up to 1.7 times as
     fast as groups of 32 (docs/measured/linear.md)."""
-    return _distinct(
-        [*(cls() for cls in FORMATS), FloatWeightConfig(torch.bfloat16), Int8DynamicActivationInt4WeightConfig(128)]
-    )
+    dense = (cls() for cls in FORMATS if not issubclass(cls, SemiSparseWeightConfig))
+    return _distinct([*dense, FloatWeightConfig(torch.bfloat16), Int8DynamicActivationInt4WeightConfig(128)])
 
 
 def candidates_of(candidates: Any, qtensor_class_list: Any) -> tuple[FormatConfig, ...]:

@@ -31,6 +31,12 @@ from lowbit.formats.intx import (
     intx_weight_only,
 )
 from lowbit.formats.lookup import FP4WeightOnlyConfig, NF4WeightOnlyConfig, fp4_weight_only, nf4_weight_only
+from lowbit.formats.semi_sparse import (
+    Int8DynamicActivationInt8SemiSparseWeightConfig,
+    SemiSparseWeightConfig,
+    int8_dynamic_activation_int8_semi_sparse_weight,
+    semi_sparse_weight,
+)
 from lowbit.formats.spec import LinearSpec
 
 FORMATS: tuple[type[FormatConfig], ...] = (
@@ -43,6 +49,8 @@ FORMATS: tuple[type[FormatConfig], ...] = (
     FP4WeightOnlyConfig,
     Float8WeightOnlyConfig,
     Float8DynamicActivationFloat8WeightConfig,
+    SemiSparseWeightConfig,
+    Int8DynamicActivationInt8SemiSparseWeightConfig,
     IntxWeightOnlyConfig,
     Int8DynamicActivationIntxWeightConfig,
 )
@@ -58,6 +66,7 @@ __all__ = [
     "FormatConfig",
     "Int4WeightOnlyConfig",
     "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8SemiSparseWeightConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Int8DynamicActivationIntxWeightConfig",
     "Int8WeightOnlyConfig",
@@ -69,15 +78,18 @@ __all__ = [
     "PerGroup",
     "PerRow",
     "PerToken",
+    "SemiSparseWeightConfig",
     "float8_dynamic_activation_float8_weight",
     "float8_weight_only",
     "float_weight",
     "fp4_weight_only",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight",
     "int8_dynamic_activation_int8_weight",
     "int8_dynamic_activation_intx_weight",
     "int8_weight_only",
     "intx_weight_only",
     "nf4_weight_only",
+    "semi_sparse_weight",
 ]

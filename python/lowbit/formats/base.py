@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit import _C
 from lowbit.formats.algorithms import HQQ, Algorithm, algorithm_of
@@ -75,6 +75,10 @@ class FormatConfig:
             ValueError: a field has none of the values that it may have; names it.
         """
         raise NotImplementedError
+
+    def refuses(self, weight: Tensor) -> str:
+        """Say why this finite float weight ``[n, k]`` cannot be stored so, or return an empty string."""
+        return ""
 
     def __str__(self) -> str:
         """Return the call that makes it, with the arguments that differ from the defaults."""

@@ -15,6 +15,7 @@ from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.quantize import quantize_
 from lowbit.quant.report import FloatWeight, QuantizationReport, ReportRow
+from lowbit.quant.sparsify import sparsify_
 
 __all__ = [
     "Calibration",
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "quantize_",
     "repack",
+    "sparsify_",
 ]
 
 watch_for_peft()

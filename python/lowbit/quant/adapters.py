@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.quant.packing import pack_weight
 from lowbit.quant.quant_linear import QuantLinear
 from lowbit.quant.safetensors_file import bytes_of
@@ -109,6 +110,10 @@ def _lora_linear(linear: type[nn.Module]) -> type[nn.Module]:
             base = self.get_base_layer()
             if not isinstance(base, QuantLinear):
                 return super().merge(safe_merge, adapter_names)
+            if base.spec.format == SEMI_SPARSE:
+                raise ValueError(
+                    "merge: a 2:4 weight has no room for a dense adapter; lowbit.dequantize_(model) comes before"
+                )
             packed, merged = base.weight, list(self.merged_adapters)
             original = self._packed_before_merge() if merged else packed
             bias = None if base.bias is None else base.bias.detach().clone()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lowbit import _C, devices
+from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
+from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LAYOUT_FIELDS, LinearSpec, StoredWeight
 
 
@@ -37,8 +39,17 @@ def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT)
         source = source.cpu()
     out = source.new_empty(spec.shape(n, k, layout))
     if not source.is_meta:
+        if spec.format == SEMI_SPARSE and stored.layout == "row-major":
+            _check_semi_sparse(source[:, -k - -k % 16 :][:, :k])
         _C.repack(source, _C.LAYOUTS[stored.layout], out, _C.LAYOUTS[layout], *spec.weight_args(n, k))
     return out.to(weight.device)
+
+
+def _check_semi_sparse(codes: Tensor) -> None:
+    if full := fullest_four(codes, 128):
+        row, column, count = full
+        where = f"[{row}, {column}:{column + 4}]"
+        raise ValueError(f"repack: codes of {SEMI_SPARSE} must be 2:4, got {count} of {where} that are not 128")
 
 
 def repack(state_dict: Mapping[str, Any], layout: str = "row-major") -> dict[str, Any]:

@@ -39,8 +39,8 @@ def head_config(function: str, head: Any, config: FormatConfig | None) -> Format
 
     Args:
         function: of which ``head`` is an argument, for errors.
-        head: "int8" takes 8 bits, and the groups and activations of ``config``, where that has fewer bits; None takes
-            the head as any layer; anything else goes to `config_of`.
+        head: "int8" takes 8 bits, and the groups and activations of ``config``, where that has fewer bits or leaves
+            weights out; None takes the head as any layer; anything else goes to `config_of`.
         config: of all other layers, None for float.
     """
     if head is None or (head == INT8 and config is None):
@@ -51,7 +51,8 @@ def head_config(function: str, head: Any, config: FormatConfig | None) -> Format
         except (TypeError, ValueError) as error:
             raise type(error)(f"{function}: head must be 'int8', None or a configuration: {error}") from None
     spec = config.spec(torch.float32)
-    if spec.is_float or _C.FORMAT_FACTS[spec.format]["bits"] >= 8:
+    facts = _C.FORMAT_FACTS[spec.format]
+    if spec.is_float or (facts["bits"] >= 8 and facts["kind"] != "semi_sparse"):
         return None
     group_size = spec.group_size or None
     return int8_dynamic_activation_int8_weight(group_size) if "int8" in spec.x_format else int8_weight_only(group_size)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import _C
+from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
+from lowbit.formats.semi_sparse import fullest_four
 from lowbit.formats.spec import LinearSpec, OpArgs, StoredWeight
 from lowbit.ops.linear import linear
 from lowbit.quant.codes import CodedWeight
@@ -201,6 +203,10 @@ def _check_plain(codes: Tensor, scale: Tensor, zero: Tensor | None, spec: Linear
     highest = _C.FORMAT_FACTS[spec.format]["code_max"]
     if codes.numel() and not codes.is_meta and codes.max() > highest:
         raise ValueError(f"pack: codes must be 0..{highest}, got {codes.max()}")
+    spec.shape(n, k)  # raises for a k that the format has not
+    if spec.format == SEMI_SPARSE and not codes.is_meta and (full := fullest_four(codes, 128)):
+        row, column, count = full
+        raise ValueError(f"pack: codes must be 2:4, got {count} of [{row}, {column}:{column + 4}] that are not 128")
     if spec.format == "fp8_e4m3" and not codes.is_meta and ((codes & 127) == 127).any():
         raise ValueError("pack: codes must be finite, got nan (127 or 255)")
     stored = (scale, None if zero is None else zero.half())

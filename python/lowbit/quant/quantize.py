@@ -60,8 +60,8 @@ def quantize_(
             as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
             and for `GPTQ`.
         head: of the output head of a language model (``model.get_output_embeddings()``), and of a table of tokens that
-            is tied to it: "int8" gives it 8 bits where ``config`` has fewer, and both one packed weight. None stores
-            the head as config says, and leaves the table float. A configuration is taken as it is.
+            is tied to it: "int8" gives it 8 bits where ``config`` has fewer or is 2:4, and both one packed weight. None
+            stores the head as config says, and leaves the table float. A configuration is taken as it is.
 
     Returns:
         A QuantizationReport: print it, show it in a notebook, or take ``to_dict()``.

@@ -20,6 +20,7 @@ from lowbit import _C, devices
 from lowbit.formats.algorithms import GPTQ
 from lowbit.formats.base import FormatConfig
 from lowbit.formats.float import FLOAT_FORMATS
+from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.spec import LinearSpec
 from lowbit.ops.fakes import FLOATS
 from lowbit.quant.adapters import adapter_modules
@@ -230,11 +231,17 @@ def _with_specs(model: nn.Module, taken: list[tuple[str, nn.Module, FormatConfig
         weight = module.weight
         spec = config.spec(weight.dtype)
         if is_embedding(module):
+            if spec.format == SEMI_SPARSE:
+                raise ValueError(
+                    f"quantize_: the embedding {_label(name)} cannot be 2:4: it is looked up, not multiplied"
+                )
             if isinstance(spec.algorithm, GPTQ):
                 raise ValueError(f"quantize_: GPTQ needs inputs, which the embedding {_label(name)} does not have")
             spec = replace(spec, x_format="float")
         if id(weight) not in finite:
             _check_values(name, weight, spec)
+            if reason := config.refuses(matrix_of(module, weight.detach())):
+                raise ValueError(f"quantize_: weight of {_label(name)} {reason}")
             finite.add(id(weight))
         kernel = serving_kernel(spec, *features_of(module), weight, embedding=is_embedding(module))
         others = owners[id(weight)]

@@ -12,6 +12,10 @@ whose sum its bits are, from its lowest bits on; each piece has a plane in the t
     4 bits     8 rows  [16 columns, 4 k], low nibble k 0..31 of the tile, high nibble k 32..63
     2 bits     4 rows  [16 columns, 4 k], of k 0..15 in the lowest two bits, of k 48..63 in the highest
     1 bit      2 rows  [16 columns, 4 k], of k 0..7 in the lowest bit, of k 56..63 in the highest
+int8_semi_sparse leaves out the codes of 0 (128): two slots are for each four k, filled from the first on, k by k,
+with code - 128 and the place in the four; both are 0 in a slot without code. Of a tile
+    places     2 rows  [16 columns, 4 slots], 2 bits, of slots 0..7 in the lowest ones, of slots 24..31 in the highest
+    codes      8 rows  [16 columns, 4 slots]
 and those of floats:
     float32   64 rows  [16 columns]
     float16   64 half rows [16 columns]
@@ -20,7 +24,8 @@ and those of floats:
 row-major: uint8 [n, row_bytes], a row of the weight by itself, its sections padded to 16 bytes,
 nothing padded otherwise:
     column_scale float32 | group_scale float16 [groups] | zero float16 [groups] | codes [k]
-The same sections are absent. Codes follow one another bit by bit, from the lowest bit of a byte on.
+The same sections are absent. Codes follow one another bit by bit, from the lowest bit of a byte on; int8_semi_sparse
+leaves out none.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.reference.quantize import QuantizedWeight, bits_of, code_of_zero, float_dtype
+from lowbit.reference.quantize import SEMI_SPARSE, QuantizedWeight, bits_of, code_of_zero, float_dtype
 
 COLUMNS, TILE = 16, 64  # of a panel
 ROW_ALIGN = 16
@@ -149,7 +154,8 @@ def _padded_codes(weight: QuantizedWeight) -> Tensor:
     if weight.zero is not None:
         zero[:n] = weight.zero.float()
     spread = zero.repeat_interleave(weight.group_size or columns, dim=1)[:, :columns]
-    codes = torch.nn.functional.pad(spread, (0, columns - spread.shape[1])).byte()
+    beyond = fixed if weight.format == SEMI_SPARSE else 0
+    codes = torch.nn.functional.pad(spread, (0, columns - spread.shape[1]), value=beyond).byte()
     codes[:n, :k] = weight.codes
     return codes
 
@@ -184,6 +190,8 @@ def _codes(codes: Tensor, format: str) -> Tensor:
         together = 2 if format == "bfloat16" else 1  # consecutive k of one column
         tiled = codes.view(panels, COLUMNS, tiles * TILE // together, together)
         return tiled.transpose(1, 2).reshape(panels, -1).view(torch.uint8)
+    if format == SEMI_SPARSE:
+        return _slots(codes)
     planes = []
     for count, before in _pieces(format):
         parts = (codes >> before & 2**count - 1).view(panels, COLUMNS, tiles, 8 // count, 2 * count, 4)
@@ -197,6 +205,8 @@ def _plain(packed: Tensor, format: str) -> Tensor:
     if dtype is not None:
         values = packed.view(dtype).view(panels, -1, COLUMNS, 2 if format == "bfloat16" else 1)
         return values.transpose(1, 2).reshape(panels * COLUMNS, -1)
+    if format == SEMI_SPARSE:
+        return _from_slots(packed)
     tiles = packed.view(panels, -1, COLUMNS * TILE // 8 * bits_of(format))
     codes = packed.new_zeros(panels * COLUMNS, tiles.shape[1] * TILE)
     for count, before in _pieces(format):
@@ -205,3 +215,34 @@ def _plain(packed: Tensor, format: str) -> Tensor:
         parts = torch.stack([rows >> count * i & 2**count - 1 for i in range(8 // count)], dim=3)
         codes |= parts.reshape(panels * COLUMNS, -1) << before
     return codes
+
+
+def _slots(codes: Tensor) -> Tensor:
+    """The tiles of 2:4 codes ``[16 panels, 64 tiles]``, ``[panels, bytes]``."""
+    fours = codes.unflatten(1, (-1, 4))
+    kept = fours != code_of_zero(SEMI_SPARSE)
+    if kept.sum(2).max() > 2:
+        raise ValueError("layout: codes must be 2:4")
+    order = (~kept).byte().argsort(dim=2, stable=True)[:, :, :2]
+    there = kept.gather(2, order)
+    values = fours.gather(2, order) ^ 128
+    by_step = [
+        part.reshape(len(codes) // COLUMNS, COLUMNS, -1, 8, 4) for part in (values, torch.where(there, order, 0))
+    ]
+    values, places = (part.permute(0, 2, 3, 1, 4) for part in by_step)  # [panel, tile, step, column, slot]
+    rows = sum(places[:, :, 2 * i : 2 * i + 2] << 2 * i for i in range(4)).byte()
+    return torch.cat([rows.flatten(2), values.flatten(2)], dim=2).flatten(1)
+
+
+def _from_slots(packed: Tensor) -> Tensor:
+    """The inverse of `_slots`."""
+    tiles = packed.view(len(packed), -1, 640)
+    rows = tiles[:, :, :128].reshape(*tiles.shape[:2], 2, COLUMNS, 4)
+    places = torch.cat([rows >> 2 * i & 3 for i in range(4)], dim=2)
+    values = tiles[:, :, 128:].reshape(*tiles.shape[:2], 8, COLUMNS, 4)
+    values, places = (part.permute(0, 3, 1, 2, 4).reshape(len(packed) * COLUMNS, -1, 2) for part in (values, places))
+    codes = values.new_full((*values.shape[:2], 4), code_of_zero(SEMI_SPARSE))
+    for slot in range(2):
+        value, place = values[:, :, slot : slot + 1], places[:, :, slot : slot + 1].long()
+        codes.scatter_(2, place, torch.where(value != 0, value ^ 128, codes.gather(2, place)))
+    return codes.flatten(1)

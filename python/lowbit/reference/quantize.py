@@ -5,7 +5,7 @@
 
 g = k // group_size; group_size 0 means one group per column ("per channel"). Codes are unsigned; a symmetric format
 has the fixed zero 128 (int8), 8 (int4), or the like. A lookup format (``LEVELS``) has the level of a code in place of
-code - zero.
+code - zero. ``SEMI_SPARSE`` is int8 of a weight that is pruned first (`prune`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SEMI_SPARSE = "int8_semi_sparse"
 SMALLEST = 2.0**-126  # a smaller scale has no float32 inverse: such a group counts as zero
 
 
@@ -173,11 +174,12 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
 
     Args:
         weight: finite, float32, bfloat16 or float16 (computed in float32).
-        format: ``int2`` to ``int8``, or one of ``LEVELS``.
+        format: ``int2`` to ``int8``, ``SEMI_SPARSE``, or one of ``LEVELS``.
         group_size: along k; 0 for one scale per column.
         mapping: see :func:`choose_scale`.
     """
     weight = weight.float()
+    weight = prune(weight) if format == SEMI_SPARSE else weight
     low, high = group_ranges(weight, group_size)
     ideal = choose_scale(low, high, format, mapping)
     column_scale, group_scale = split_scale(torch.where(ideal >= SMALLEST, ideal, 0), group_size)
@@ -195,6 +197,14 @@ def quantize(weight: Tensor, format: str, group_size: int, mapping: str) -> Quan
     return QuantizedWeight(
         format, group_size, codes, column_scale, group_scale, zero.half() if mapping == "asymmetric" else None
     )
+
+
+def prune(weight: Tensor) -> Tensor:
+    """Make ``[n, k]`` 2:4: of each four neighbours along k the two largest stay, the first ones of those alike."""
+    fours = weight.unflatten(1, (-1, 4))
+    order = fours.abs().argsort(dim=2, descending=True, stable=True)
+    kept = torch.zeros_like(fours, dtype=torch.bool).scatter_(2, order[:, :, :2], True)
+    return torch.where(kept, fours, 0).flatten(1)
 
 
 def nearest_codes(values: Tensor, format: str) -> Tensor:

@@ -147,6 +147,11 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
     return cases + [LinearCase(70, 37, 100, "bfloat16", *of) for of in floats]
 
 
+def dense_formats() -> list[str]:
+    """The weight formats that hold every weight, which GPUs have kernels for."""
+    return [name for name, facts in _C.FORMAT_FACTS.items() if facts["kind"] != "semi_sparse"]
+
+
 device = "cpu"
 """Type of the device whose kernel rows are tested, as `lowbit.kernels` names it."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training for low precision and in it: QATConfig, int8 products, int8 and ternary weights through
-``quantize_``; float8 products."""
+``quantize_``; float8 products, 2:4 sparsity."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from lowbit.training.int8_weight_linear import Int8WeightLinear
 from lowbit.training.int8_weight_only import Int8WeightOnlyQuantizedTrainingConfig
 from lowbit.training.layers import FakeQuantizedEmbedding, FakeQuantizedLinear
 from lowbit.training.qat import QATConfig
+from lowbit.training.semi_sparse import (
+    SemiSparseActivationLinear,
+    SemiSparseLinear,
+    swap_linear_with_semi_sparse_linear,
+    swap_semi_sparse_linear_with_linear,
+)
 
 __all__ = [
     "BitNetLinear",
@@ -39,6 +45,10 @@ __all__ = [
     "QATConfig",
     "ScalingGranularity",
     "ScalingType",
+    "SemiSparseActivationLinear",
+    "SemiSparseLinear",
     "convert_to_float8_training",
     "end_float8_training",
+    "swap_linear_with_semi_sparse_linear",
+    "swap_semi_sparse_linear_with_linear",
 ]

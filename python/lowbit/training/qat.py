@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats.base import FormatConfig, TrainingConfig
+from lowbit.formats.semi_sparse import FORMAT as SEMI_SPARSE
 from lowbit.formats.spec import LinearSpec
 from lowbit.formats.torchao import from_torchao
 from lowbit.quant.fast_path import disable_encoder_fast_path
@@ -97,6 +98,11 @@ def trained_spec(config: FormatConfig, dtype: torch.dtype, learned_scales: bool)
     if spec.is_float:
         raise ValueError(
             f"QATConfig: base_config must have codes, got {config}: train in that dtype instead, model.to(dtype)"
+        )
+    if spec.format == SEMI_SPARSE:
+        raise ValueError(
+            f"QATConfig: base_config must not prune, got {config}: train with "
+            "lowbit.training.swap_linear_with_semi_sparse_linear, and pruned=True behind it"
         )
     if spec.algorithm is not None:
         raise ValueError(

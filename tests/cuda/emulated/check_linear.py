@@ -76,7 +76,7 @@ def test_rows_with_inf_or_nan_alone_are_not_finite(format: str, x_format: str) -
         assert y[1].isinf().all()
 
 
-@pytest.mark.parametrize("format", [name for name in _C.FORMATS])
+@pytest.mark.parametrize("format", testing.dense_formats())
 def test_dequantize_gives_what_the_cpu_gives(format: str) -> None:
     kind = _C.FORMAT_FACTS[format]["kind"]
     for group_size, mapping in [(0, "symmetric")] if kind == "float" else [(0, "symmetric"), (32, "symmetric")] + [(128, "asymmetric")] * (kind == "integer"):

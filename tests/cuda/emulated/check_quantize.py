@@ -8,7 +8,7 @@ import torch
 from quantize_calls import assert_as_on_the_cpu, calls
 
 import lowbit
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.devices import simulated
 from lowbit.testing.cases import empty_packed
 
@@ -16,9 +16,23 @@ simulated.enable()
 DEVICE, ROW = "lowbit_sim:1", "quantize_panels_cuda_sim"
 
 
-@pytest.mark.parametrize("format", _C.FORMATS)
+@pytest.mark.parametrize("format", testing.dense_formats())
 def test_bytes_are_those_of_the_cpu(format: str) -> None:
     assert_as_on_the_cpu(format, DEVICE, ROW)
+
+
+def test_a_semi_sparse_weight_is_refused_by_name() -> None:
+    weight, packed = torch.randn(16, 64), testing.pack_weight(torch.randn(16, 64), "int8_semi_sparse")
+    numbers = 16, 64, _C.FORMATS["int8_semi_sparse"], 0, False
+    x, packed = torch.randn(3, 64).to(DEVICE), packed.to(DEVICE)
+    calls = {
+        ROW: lambda: _C.quantize(weight.to(DEVICE), torch.empty_like(packed), *numbers[2:], 0),
+        "dequantize_panels_cuda_sim": lambda: torch.ops.lowbit.dequantize(packed, *numbers),
+        "linear_int8_semi_sparse_cuda_sim": lambda: torch.ops.lowbit.linear(x, packed, *numbers, 0, None, 0, None, None),
+    }
+    for name, call in calls.items():
+        with lowbit.force_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: a 2:4 weight, which only CPUs read"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.cuda.linear_calls import run
 
-from lowbit import _C, testing
+from lowbit import testing
 from lowbit.devices import level_zero
 from lowbit.testing import LinearCase, LinearData, assert_within, cached_data, make_data
 
@@ -59,7 +59,7 @@ def test_every_kind_is_within_budget_of_the_float64_reference(kind: tuple[str, s
         assert_within(on_gpu(case), data.wanted, data.allowed, str(case))
 
 
-@pytest.mark.parametrize("format", ["int4"] if UNIT else _C.FORMATS)
+@pytest.mark.parametrize("format", ["int4"] if UNIT else testing.dense_formats())
 def test_every_format_is_multiplied_or_refused_by_name(format: str) -> None:
     data = cached_data(case := LinearCase(3, N, K, "bfloat16", format, 0, "symmetric", "float", None))
     try:

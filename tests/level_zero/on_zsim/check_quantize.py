@@ -12,7 +12,7 @@ from quantize_calls import assert_as_on_the_cpu
 from torch import nn
 
 import lowbit
-from lowbit import _C
+from lowbit import _C, testing
 from lowbit.devices import level_zero
 
 level_zero.enable()
@@ -25,7 +25,7 @@ CONFIGS = (
 )
 
 
-@pytest.mark.parametrize("format", _C.FORMATS)
+@pytest.mark.parametrize("format", testing.dense_formats())
 def test_bytes_are_those_of_the_cpu(format: str) -> None:
     assert_as_on_the_cpu(format, DEVICE, "quantize_panels_level_zero")
 

@@ -12,8 +12,8 @@ A name of torchao that lowbit does not have raises an error with a replacement. 
 
 from __future__ import annotations
 
-from lowbit.integrations.torchao import optim, quantization
+from lowbit.integrations.torchao import optim, quantization, sparsity
 from lowbit.integrations.torchao.quantization import quantize_
 from lowbit.integrations.torchao.weights import from_torchao
 
-__all__ = ["from_torchao", "optim", "quantization", "quantize_"]
+__all__ = ["from_torchao", "optim", "quantization", "quantize_", "sparsity"]

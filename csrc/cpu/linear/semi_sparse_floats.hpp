@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Few rows of float activations times a 2:4 weight (formats/int8_semi_sparse.hpp) as it is stored: as semi_sparse.hpp,
+// a look-up brings to each code the one of 8 activations that its place names. A look-up is of 16 floats, so the 8 of a
+// step are there twice. inf and nan have to meet the weights that are 0 too: rows with them go the way of many rows.
+#pragma once
+
+#include "cpu/linear/fma.hpp"
+
+namespace lowbit::cpu::LOWBIT_ISA_NAME {
+namespace {
+
+struct SteppedRows {
+  float* values;  // [rows][padded_k / 8][2][8]
+  int64_t stride;
+  bool finite;
+};
+
+LOWBIT_INLINE SteppedRows step_rows(const LinearArgs& args) {
+  constexpr int64_t kStep = codec_of<Format::int8_semi_sparse>::k_of_step;
+  const int64_t padded = args.weight_spec.padded_k(), stride = 2 * padded + 16;
+  Arena arena{static_cast<char*>(scratch(Scratch::call, (args.m * stride + 16) * sizeof(float) + kRedZone))};
+  SteppedRows rows{arena.array<float>(args.m * stride), stride, true};
+  float* buffer = static_cast<float*>(scratch(Scratch::task, padded * sizeof(float)));
+  for (int64_t row = 0; row < args.m; row++) {
+    const float* x = widen_row(args, row, buffer);
+    float* out = rows.values + row * stride;
+    f32x16 zeros = set1(0.0f);  // 0 * inf is nan
+    for (int64_t k = 0; k < padded; k += 16) zeros = fma(load(x + k), set1(0.0f), zeros);
+    rows.finite &= sum(zeros) == 0.0f;
+    for (int64_t k = 0; k < padded; k += kStep)
+      for (int64_t i = 0; i < 2 * kStep; i++) out[2 * k + i] = x[k + i % kStep];
+  }
+  return rows;
+}
+
+template <int kRows>
+void semi_sparse_stream(const LinearArgs& args, const SteppedRows& rows, int64_t row, int64_t panel) {
+  using Codec = codec_of<Format::int8_semi_sparse>;
+  constexpr int kSlots = Codec::slots_of_step, kLines = 12;  // as semi_sparse_half has them
+  const WeightSpec& spec = args.weight_spec;
+  const PanelView view = view_panel(spec, args.weight, panel);
+  Ahead next(spec, view, view.bytes, reads_in_streams());
+  f32x16 result[kRows];
+  for (f32x16& sums : result) sums = set1(0.0f);
+  const int64_t steps = ceil_div(spec.k, Codec::k_of_step), group_steps = spec.group_k() / Codec::k_of_step;
+  const uint8_t* tile = view.codes;
+  for (int64_t g = 0, at = 0; at < steps; g++) {
+    StreamSums<kRows> sums;
+    for (const int64_t end = smaller(steps, at + group_steps); at < end; at += 2) {
+      const int64_t in_tile = at % 8;
+      if (in_tile == 0)
+        for (int line = 0; line < kLines; line++) next.fetch(line);
+      unroll<2>([&](auto odd) __attribute__((always_inline)) {
+        const uint8_t *codes_at = tile + Codec::codes_at + (in_tile + odd) * 64, *places_at = tile + odd * 64;
+        const i32x16 codes = load_i32(reinterpret_cast<const int32_t*>(codes_at)),
+                     places = shift_right(load_i32(reinterpret_cast<const int32_t*>(places_at)),
+                                          set1(static_cast<int32_t>(in_tile)));
+        const float* x = rows.values + row * rows.stride + (at + odd) * 16;
+        unroll<kSlots>([&](auto slot) __attribute__((always_inline)) {
+          const f32x16 w = to_float(shift_right_signed<24>(shift_left<24 - 8 * slot>(codes)));
+          const i32x16 place = bit_or(bit_and(shift_right<8 * slot>(places), set1(int32_t{3})),
+                                      set1(int32_t{slot / 2 * 4}));
+          f32x16* chain = sums.chain[slot % StreamSums<kRows>::kChains];
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; r++) chain[r] = fma(w, lookup8(x + r * rows.stride, place), chain[r]);
+        });
+      });
+      if (in_tile == 6) next.advance(view, spec.tile_bytes()), tile += spec.tile_bytes();
+    }
+    const f32x16 w_scale = scale_of(view, g);
+    next.fetch_group(view, g);
+    for (int r = 0; r < kRows; r++) result[r] = fma(sums.total(r), w_scale, result[r]);
+  }
+  for (int r = 0; r < kRows; r++) finish(args, row + r, panel, result[r], nullptr);
+}
+
+void linear_semi_sparse_floats(const LinearArgs& args) {
+  if (args.m > kStreamRows) return linear_float<Format::int8>(args);
+  const SteppedRows rows = step_rows(args);
+  if (!rows.finite) return linear_float<Format::int8>(args);
+  const int64_t panels = args.weight_spec.panels();
+  const int threads = threads_for_products(args.m, args.weight_spec);
+  const int64_t chunk = panel_chunk(panels, threads, 1);
+  parallel_for(ceil_div(panels, chunk), threads, [&](int64_t task) {
+    for (int64_t panel = task * chunk; panel < smaller(panels, (task + 1) * chunk); panel++)
+      with_count<kStreamRows>(static_cast<int>(args.m),
+                              [&](auto kRows) { semi_sparse_stream<kRows>(args, rows, 0, panel); });
+  });
+}
+
+}  // namespace
+}  // namespace lowbit::cpu::LOWBIT_ISA_NAME
