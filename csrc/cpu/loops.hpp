@@ -36,6 +36,13 @@ struct TileRows {
   LOWBIT_INLINE TileRows at(int64_t number) const { return {static_cast<const char*>(rows) + number * step, stride}; }
 };
 
+// The tiles of a tile unit (simd/amx.hpp), of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 activations, 6
+// and 7 weights.
+struct TileNumbers {
+  static constexpr int64_t kRows = 16;
+  static constexpr int kActivations = 4, kWeights = 6;
+};
+
 // Calls f(integral_constant<int, count>) for a count of 1..kMax.
 template <int kMax, class F>
 LOWBIT_INLINE void with_count(int count, F&& f) {

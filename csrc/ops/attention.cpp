@@ -177,24 +177,23 @@ int64_t pairs(const AttentionForwardArgs& args) {
 // Two products: scores and values.
 Call describe(const AttentionForwardArgs& args) {
   const TensorView &q = args.q, &k = args.k, &v = args.v, &out = args.out;
-  Call call{.arithmetic = Arithmetic::floating,
-            .read = bytes_of(q) + bytes_of(k) + bytes_of(v) + bytes_of(args.mask),
-            .written = bytes_of(out) + bytes_of(args.lse) + bytes_of(args.max_scores),
-            .operations = 2 * pairs(args) * (q.size(3) + out.size(3))};
-  call.add(q), call.add(k), call.add(out);
-  return call;
+  return Call{.arithmetic = Arithmetic::floating,
+              .read = bytes_of(q) + bytes_of(k) + bytes_of(v) + bytes_of(args.mask),
+              .written = bytes_of(out) + bytes_of(args.lse) + bytes_of(args.max_scores),
+              .operations = 2 * pairs(args) * (q.size(3) + out.size(3))}
+      .with(q, k, out);
 }
 
 // Five products: scores, gradients of probabilities, of values, of queries and of keys.
 Call describe(const AttentionBackwardArgs& args) {
   const AttentionForwardArgs& forward = args.forward;
-  Call call{.arithmetic = Arithmetic::floating,
-            .read = bytes_of(forward.q) + bytes_of(forward.k) + bytes_of(forward.v) + bytes_of(forward.out) +
-                    bytes_of(forward.lse) + bytes_of(forward.mask) + bytes_of(args.grad_out),
-            .written = bytes_of(args.grad_q) + bytes_of(args.grad_k) + bytes_of(args.grad_v) + bytes_of(args.grad_mask),
-            .operations = 2 * pairs(forward) * (3 * forward.q.size(3) + 2 * forward.out.size(3))};
-  call.add(forward.q), call.add(forward.k), call.add(args.grad_out);
-  return call;
+  return Call{.arithmetic = Arithmetic::floating,
+              .read = bytes_of(forward.q) + bytes_of(forward.k) + bytes_of(forward.v) + bytes_of(forward.out) +
+                      bytes_of(forward.lse) + bytes_of(forward.mask) + bytes_of(args.grad_out),
+              .written = bytes_of(args.grad_q) + bytes_of(args.grad_k) + bytes_of(args.grad_v) +
+                         bytes_of(args.grad_mask),
+              .operations = 2 * pairs(forward) * (3 * forward.q.size(3) + 2 * forward.out.size(3))}
+      .with(forward.q, forward.k, args.grad_out);
 }
 
 }  // namespace lowbit

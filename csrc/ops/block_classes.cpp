@@ -30,9 +30,7 @@ int64_t block_classes(const ScoreCall& call, const BlockGrid& grid, const Tensor
 }
 
 Call describe(const BlockClassesArgs& args) {
-  Call call{.written = bytes_of(args.classes)};
-  call.add(args.classes);
-  return call;
+  return Call{.written = bytes_of(args.classes)}.with(args.classes);
 }
 
 }  // namespace lowbit

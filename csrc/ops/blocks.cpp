@@ -100,29 +100,26 @@ int64_t bytes_of_weight(const BlockedWeight& weight) {
 }  // namespace
 
 Call describe(const BlocksLinearArgs& args) {
-  Call call{.arithmetic = Arithmetic::floating,
-            .read = bytes_of(args.x) + bytes_of_weight(args.weight) + bytes_of(args.bias),
-            .written = bytes_of(args.y),
-            .operations = 2 * args.x.size(0) * args.weight.numel};
-  call.add(args.x), call.add(args.weight.codes), call.add(args.y);
-  return call;
+  return Call{.arithmetic = Arithmetic::floating,
+              .read = bytes_of(args.x) + bytes_of_weight(args.weight) + bytes_of(args.bias),
+              .written = bytes_of(args.y),
+              .operations = 2 * args.x.size(0) * args.weight.numel}
+      .with(args.x, args.weight.codes, args.y);
 }
 
 Call describe(const BlocksDequantizeArgs& args) {
   const int64_t all = args.weight.numel;
-  Call call{.read = all ? bytes_of_weight(args.weight) * args.out.numel() / all : 0, .written = bytes_of(args.out)};
-  call.add(args.weight.codes), call.add(args.out);
-  return call;
+  return Call{.read = all ? bytes_of_weight(args.weight) * args.out.numel() / all : 0, .written = bytes_of(args.out)}
+      .with(args.weight.codes, args.out);
 }
 
 Call describe(const Int8LinearArgs& args) {
-  Call call{.arithmetic = Arithmetic::integer,
-            .read = bytes_of(args.x) + bytes_of(args.weight) + bytes_of(args.row_scale) + bytes_of(args.column_scale) +
-                    bytes_of(args.bias),
-            .written = bytes_of(args.y),
-            .operations = 2 * args.y.numel() * args.x.size(1)};
-  call.add(args.x), call.add(args.weight), call.add(args.y);
-  return call;
+  return Call{.arithmetic = Arithmetic::integer,
+              .read = bytes_of(args.x) + bytes_of(args.weight) + bytes_of(args.row_scale) +
+                      bytes_of(args.column_scale) + bytes_of(args.bias),
+              .written = bytes_of(args.y),
+              .operations = 2 * args.y.numel() * args.x.size(1)}
+      .with(args.x, args.weight, args.y);
 }
 
 }  // namespace lowbit

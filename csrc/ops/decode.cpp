@@ -108,12 +108,11 @@ Call describe(const DecodeArgs& args) {
   const int64_t length = args.kv_length(), seen = args.window > 0 ? std::min(length, args.window) : length;
   const int64_t cache = bytes_of(args.k) + bytes_of(args.v) + bytes_of(args.k_scale) + bytes_of(args.v_scale);
   const int64_t rows = args.batch() * args.heads() * args.q_length();
-  Call call{.arithmetic = args.format() == KvFormat::floating ? Arithmetic::floating : Arithmetic::integer,
-            .read = bytes_of(args.q) + (length ? cache / length * seen : 0) + bytes_of(args.mask),
-            .written = bytes_of(args.out) + bytes_of(args.lse),
-            .operations = 2 * rows * seen * (args.q.size(3) + args.out.size(3))};
-  call.add(args.q), call.add(args.k), call.add(args.out);
-  return call;
+  return Call{.arithmetic = args.format() == KvFormat::floating ? Arithmetic::floating : Arithmetic::integer,
+              .read = bytes_of(args.q) + (length ? cache / length * seen : 0) + bytes_of(args.mask),
+              .written = bytes_of(args.out) + bytes_of(args.lse),
+              .operations = 2 * rows * seen * (args.q.size(3) + args.out.size(3))}
+      .with(args.q, args.k, args.out);
 }
 
 Call describe(const KvQuantizeArgs& args) { return encoding(args.x, args.codes, args.scale); }

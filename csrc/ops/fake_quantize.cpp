@@ -69,23 +69,19 @@ FakeQuantizeActivationsArgs fake_quantize_activations_args(const TensorView& x, 
 }
 
 Call describe(const FakeQuantizeArgs& args) {
-  Call call{.read = bytes_of(args.weight) + bytes_of(args.given_scale) + bytes_of(args.given_zero),
-            .written = bytes_of(args.out) + bytes_of(args.scale) + bytes_of(args.zero)};
-  call.add(args.weight), call.add(args.out);
-  return call;
+  return Call{.read = bytes_of(args.weight) + bytes_of(args.given_scale) + bytes_of(args.given_zero),
+              .written = bytes_of(args.out) + bytes_of(args.scale) + bytes_of(args.zero)}
+      .with(args.weight, args.out);
 }
 
 Call describe(const FakeQuantizeBackwardArgs& args) {
-  Call call{.read = bytes_of(args.grad) + bytes_of(args.weight) + bytes_of(args.scale) + bytes_of(args.zero),
-            .written = bytes_of(args.grad) + bytes_of(args.grad_scale)};
-  call.add(args.grad), call.add(args.weight);
-  return call;
+  return Call{.read = bytes_of(args.grad) + bytes_of(args.weight) + bytes_of(args.scale) + bytes_of(args.zero),
+              .written = bytes_of(args.grad) + bytes_of(args.grad_scale)}
+      .with(args.grad, args.weight);
 }
 
 Call describe(const FakeQuantizeActivationsArgs& args) {
-  Call call{.read = bytes_of(args.x), .written = bytes_of(args.out)};
-  call.add(args.x), call.add(args.out);
-  return call;
+  return Call{.read = bytes_of(args.x), .written = bytes_of(args.out)}.with(args.x, args.out);
 }
 
 }  // namespace lowbit

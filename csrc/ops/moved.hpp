@@ -7,15 +7,11 @@
 namespace lowbit {
 
 inline Call encoding(const TensorView& values, const TensorView& codes, const TensorView& scale) {
-  Call call{.read = bytes_of(values), .written = bytes_of(codes) + bytes_of(scale)};
-  call.add(values), call.add(codes);
-  return call;
+  return Call{.read = bytes_of(values), .written = bytes_of(codes) + bytes_of(scale)}.with(values, codes);
 }
 
 inline Call decoding(const TensorView& codes, const TensorView& scale, const TensorView& values) {
-  Call call{.read = bytes_of(codes) + bytes_of(scale), .written = bytes_of(values)};
-  call.add(codes), call.add(values);
-  return call;
+  return Call{.read = bytes_of(codes) + bytes_of(scale), .written = bytes_of(values)}.with(codes, values);
 }
 
 }  // namespace lowbit

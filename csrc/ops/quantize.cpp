@@ -101,28 +101,23 @@ bool all_finite(const TensorView& tensor) {
 }
 
 Call describe(const QuantizeArgs& args) {
-  Call call{.read = bytes_of(args.weight) + bytes_of(args.importance), .written = bytes_of(args.packed)};
-  call.add(args.weight), call.add(args.packed);
-  return call;
+  return Call{.read = bytes_of(args.weight) + bytes_of(args.importance), .written = bytes_of(args.packed)}
+      .with(args.weight, args.packed);
 }
 
 Call describe(const RepackArgs& args) {
-  Call call{.read = bytes_of(args.packed), .written = bytes_of(args.out)};
-  call.add(args.packed), call.add(args.out);
-  return call;
+  return Call{.read = bytes_of(args.packed), .written = bytes_of(args.out)}.with(args.packed, args.out);
 }
 
 Call describe(const DequantizeArgs& args) {
   const int64_t rows = args.indices ? args.indices.numel() : args.spec.n;  // of the weight; each read once
-  Call call{.read = bytes_of(args.packed) * rows / args.spec.n + bytes_of(args.indices), .written = bytes_of(args.out)};
-  call.add(args.packed), call.add(args.out), call.add(args.indices);
-  return call;
+  return Call{.read = bytes_of(args.packed) * rows / args.spec.n + bytes_of(args.indices),
+              .written = bytes_of(args.out)}
+      .with(args.packed, args.out, args.indices);
 }
 
 Call describe(const AllFiniteArgs& args) {
-  Call call{.read = bytes_of(args.tensor)};
-  call.add(args.tensor);
-  return call;
+  return Call{.read = bytes_of(args.tensor)}.with(args.tensor);
 }
 
 }  // namespace lowbit

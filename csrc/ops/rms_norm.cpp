@@ -35,9 +35,8 @@ RmsNormArgs rms_norm_args(const TensorView& x, const TensorView& weight, double 
 }
 
 Call describe(const RmsNormArgs& args) {
-  Call call{.read = bytes_of(args.x) + bytes_of(args.weight) + bytes_of(args.add), .written = bytes_of(args.y)};
-  call.add(args.x), call.add(args.y);
-  return call;
+  return Call{.read = bytes_of(args.x) + bytes_of(args.weight) + bytes_of(args.add), .written = bytes_of(args.y)}
+      .with(args.x, args.y);
 }
 
 }  // namespace lowbit

@@ -48,9 +48,8 @@ void check_args(RopeAppendArgs& args) {
 }
 
 Call describe(const RopeAppendArgs& args) {
-  Call call{.read = bytes_of(args.qkv) + bytes_of(args.cos) + bytes_of(args.sin), .written = bytes_of(args.qkv)};
-  call.add(args.qkv), call.add(args.rotated);
-  return call;
+  return Call{.read = bytes_of(args.qkv) + bytes_of(args.cos) + bytes_of(args.sin), .written = bytes_of(args.qkv)}
+      .with(args.qkv, args.rotated);
 }
 
 }  // namespace lowbit

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <concepts>
 #include <initializer_list>
 
 #include "core/tensor_view.hpp"
@@ -36,6 +37,10 @@ struct Call {
   }
   void add(DType of, std::initializer_list<int64_t> sizes) { add(of, sizes.begin(), static_cast<int>(sizes.size())); }
   void add(const TensorView& view) { add(view.dtype, view.shape.data(), view.rank); }
+  Call with(const std::same_as<TensorView> auto&... views) && {
+    (add(views), ...);
+    return *this;
+  }
 };
 
 // The bytes of all elements of a view; 0 for an argument that was not given.

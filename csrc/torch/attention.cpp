@@ -124,19 +124,16 @@ struct BackwardCall {
     args.grad_q = ordered_view(q.dtype, q.shape.data(), q), args.grad_k = ordered_view(k.dtype, k.shape.data(), k),
     args.grad_v = ordered_view(v.dtype, v.shape.data(), v);
     const DType real = real_of(q.dtype);
-    if (get<"mask_needs">(given)) args.grad_mask = stretched(like(view<"mask">(given), real), q, k);
-    if (get<"sink_needs">(given)) args.grad_sink = like(forward.sink, real);
+    if (get<"mask_needs">(given)) args.grad_mask = stretched(contiguous_like(view<"mask">(given), real), q, k);
+    if (get<"sink_needs">(given)) args.grad_sink = contiguous_like(forward.sink, real);
     const std::vector<int64_t> needs = integers<"score_captured_needs">(given);
     const std::vector<TensorView>& captured = mods.score_captured();
     check(needs.size() <= captured.size(), ErrorKind::value, given.op, ": score_captured_needs must have at most ",
           captured.size(), " entries, got ", needs.size());
     for (std::size_t i = 0; i < needs.size(); i++)
-      grad_captured.push_back(to_bool(needs[i]) ? like(captured[i], captured[i].dtype) : TensorView{});
+      grad_captured.push_back(to_bool(needs[i]) ? contiguous_like(captured[i], captured[i].dtype) : TensorView{});
     args.grad_captured = grad_captured;
     check_args(args);
-  }
-  static TensorView like(const TensorView& view, DType dtype) {
-    return contiguous_view(view.device, dtype, view.rank, view.shape.data());
   }
   Mods<Given> mods;
   AttentionBackwardArgs args;

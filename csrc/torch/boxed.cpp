@@ -192,7 +192,7 @@ TensorView Tensor::dense_view(std::string_view op, std::string_view name) {
 TensorView Tensor::contiguous_view(std::string_view op, std::string_view name) {
   const TensorView given = view(op, name);
   if (!handle_ || given.is_contiguous()) return given;
-  TensorView copied = torch::contiguous_view(given.device, given.dtype, given.rank, given.shape.data());
+  TensorView copied = contiguous_like(given, given.dtype);
   Tensor copy = empty(op, copied);
   ensure(loaded_symbols().copy(copy.handle_, handle_, 0), op, "a contiguous copy of an argument");
   std::swap(handle_, copy.handle_);

@@ -79,6 +79,9 @@ inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIV
 inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
 
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape);  // without data
+inline TensorView contiguous_like(const TensorView& view, DType dtype) {
+  return contiguous_view(view.device, dtype, view.rank, view.shape.data());
+}
 void check_rank(std::string_view op, std::string_view name, int64_t rank);
 
 // From now on tensors are asked for their device, and torch for its current stream there. Until then all are the CPU's:

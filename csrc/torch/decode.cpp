@@ -14,8 +14,7 @@ struct Decode : Returns<Decode, &DecodeArgs::out> {
       "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
       "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor";
 
-  template <class Given>
-  static DecodeArgs args_of(Given& given) {
+  static DecodeArgs args_of(auto& given) {
     DecodeArgs args{.q = dense_view<"q">(given),
                     .k = dense_view<"k">(given),
                     .v = dense_view<"v">(given),
@@ -52,8 +51,7 @@ void run_rows(const Args& args) {
 struct KvQuantize {
   static constexpr Text schema = "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()";
 
-  template <class Given>
-  static KvQuantizeArgs args_of(Given& given) {
+  static KvQuantizeArgs args_of(auto& given) {
     return checked(KvQuantizeArgs{.x = dense_view<"x">(given), .codes = written_view<"codes">(given),
                                   .scale = written_view<"scale">(given), .rotate = get<"rotate">(given)});
   }
@@ -64,8 +62,7 @@ struct KvQuantize {
 struct KvDequantize {
   static constexpr Text schema = "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()";
 
-  template <class Given>
-  static KvDequantizeArgs args_of(Given& given) {
+  static KvDequantizeArgs args_of(auto& given) {
     return checked(KvDequantizeArgs{.codes = view<"codes">(given), .scale = view<"scale">(given),
                                     .x = written_view<"x">(given), .rotated = get<"rotated">(given)});
   }

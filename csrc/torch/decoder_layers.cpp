@@ -59,7 +59,7 @@ struct DecoderLayers {
       args.start = get<"start">(given);
       args.mask = view<"mask">(given);
       args.causal = get<"causal">(given), args.scale = get<"scale">(given), args.score_mod = mods.score_mod();
-      args.y = torch::contiguous_view(args.x.device, args.x.dtype, args.x.rank, args.x.shape.data());
+      args.y = contiguous_like(args.x, args.x.dtype);
       args.layers.resize(keys.held.size());
       if (args.layers.empty()) return;  // refused by the op
       check(norms.held.size() % args.layers.size() == 0, ErrorKind::value, given.op,

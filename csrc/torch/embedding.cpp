@@ -11,8 +11,7 @@ struct Embedding {
       "embedding(Tensor weight, Tensor indices, Tensor like, int n, int k, int format, int group_size, "
       "bool asymmetric, int layout) -> Tensor";
 
-  template <class Given>
-  static DequantizeArgs args_of(Given& given) {
+  static DequantizeArgs args_of(auto& given) {
     const WeightSpec spec = weight_spec(given.op, get<"n">(given), get<"k">(given), get<"format">(given),
                                         get<"group_size">(given), get<"asymmetric">(given));
     const TensorView indices = contiguous_view<"indices">(given);

@@ -13,15 +13,13 @@ struct FakeQuantize {
       "fake_quantize(Tensor weight, int format, int group_size, int mapping, Tensor? scale=None, Tensor? zero=None, "
       "bool codes=False) -> (Tensor, Tensor, Tensor)";
 
-  template <class Given>
-  static FakeQuantizeArgs args_of(Given& given) {
+  static FakeQuantizeArgs args_of(auto& given) {
     FakeQuantizeArgs args = fake_quantize_args(contiguous_view<"weight">(given), get<"format">(given),
                                                get<"group_size">(given), get<"mapping">(given),
                                                contiguous_view<"scale">(given), contiguous_view<"zero">(given));
     const TensorView& weight = args.weight;
     const int64_t shape[] = {args.spec.n, args.spec.groups()};
-    args.out = contiguous_view(weight.device, get<"codes">(given) ? DType::uint8 : weight.dtype, 2,
-                               weight.shape.data());
+    args.out = contiguous_like(weight, get<"codes">(given) ? DType::uint8 : weight.dtype);
     args.scale = args.zero = contiguous_view(weight.device, DType::float32, 2, shape);
     return args;
   }
@@ -40,8 +38,7 @@ struct FakeQuantizeBackward {
       "fake_quantize_backward_(Tensor(a!) grad, Tensor weight, Tensor scale, Tensor zero, int format, int group_size, "
       "bool scale_wanted) -> Tensor";
 
-  template <class Given>
-  static FakeQuantizeBackwardArgs args_of(Given& given) {
+  static FakeQuantizeBackwardArgs args_of(auto& given) {
     FakeQuantizeBackwardArgs args = fake_quantize_backward_args(
         written_view<"grad">(given), contiguous_view<"weight">(given), contiguous_view<"scale">(given),
         contiguous_view<"zero">(given), get<"format">(given), get<"group_size">(given));
@@ -62,11 +59,10 @@ struct FakeQuantizeBackward {
 struct FakeQuantizeActivations : Returns<FakeQuantizeActivations, &FakeQuantizeActivationsArgs::out> {
   static constexpr Text schema = "fake_quantize_activations(Tensor x, int x_format, int group_size) -> Tensor";
 
-  template <class Given>
-  static FakeQuantizeActivationsArgs args_of(Given& given) {
+  static FakeQuantizeActivationsArgs args_of(auto& given) {
     FakeQuantizeActivationsArgs args = fake_quantize_activations_args(
         contiguous_view<"x">(given), get<"x_format">(given), get<"group_size">(given));
-    args.out = contiguous_view(args.x.device, args.x.dtype, args.x.rank, args.x.shape.data());
+    args.out = contiguous_like(args.x, args.x.dtype);
     return args;
   }
 };

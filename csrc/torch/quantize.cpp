@@ -11,8 +11,7 @@ struct Dequantize : Returns<Dequantize, &DequantizeArgs::out> {
   static constexpr Text schema =
       "dequantize(Tensor weight, int n, int k, int format, int group_size, bool asymmetric) -> Tensor";
 
-  template <class Given>
-  static DequantizeArgs args_of(Given& given) {
+  static DequantizeArgs args_of(auto& given) {
     const WeightSpec spec = weight_spec(given.op, get<"n">(given), get<"k">(given), get<"format">(given),
                                         get<"group_size">(given), get<"asymmetric">(given));
     DequantizeArgs args = dequantize_args(view<"weight">(given), spec);

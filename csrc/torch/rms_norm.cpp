@@ -10,12 +10,11 @@ struct RmsNorm : Returns<RmsNorm, &RmsNormArgs::y> {
   static constexpr Text schema =
       "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor";
 
-  template <class Given>
-  static RmsNormArgs args_of(Given& given) {
+  static RmsNormArgs args_of(auto& given) {
     const TensorView x = contiguous_view<"x">(given), weight = contiguous_view<"weight">(given);
     RmsNormArgs args =
         rms_norm_args(x, weight, get<"eps">(given), get<"offset">(given), contiguous_view<"add">(given));
-    args.y = contiguous_view(x.device, x.dtype, x.rank, x.shape.data());
+    args.y = contiguous_like(x, x.dtype);
     return args;
   }
 };

@@ -11,8 +11,7 @@ struct RopeAppend : Returns<RopeAppend, &RopeAppendArgs::rotated, &RopeAppendArg
       "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "
       "Tensor? q_weight=None, Tensor? k_weight=None, float eps=0., float offset=0.) -> Tensor";
 
-  template <class Given>
-  static RopeAppendArgs args_of(Given& given) {
+  static RopeAppendArgs args_of(auto& given) {
     RopeAppendArgs args{.qkv = dense_view<"qkv">(given),
                         .cos = dense_view<"cos">(given),
                         .sin = dense_view<"sin">(given),

@@ -57,13 +57,14 @@ def masks(length: int, kv_length: int, value: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("lengths", [(1, 5), (7, 300), (70, 150)], ids=str)
-def test_a_row_of_one_large_value_is_the_average_of_what_it_sees(value: float, lengths: tuple[int, int]) -> None:
+def test_a_row_of_one_large_value_is_the_average_of_what_it_sees(value: float, lengths: tuple[int, int], subtests: pytest.Subtests) -> None:
     tensors = heads(*lengths)
     for (name, mask), causal in itertools.product(masks(*lengths, value).items(), (False, True)):
-        results = zip(ours(*tensors, mask, causal), wanted(*tensors, mask, causal), strict=True)
-        for what, (a, w) in zip(("out", "q", "k", "v"), results, strict=True):
-            # where |s| is 2000 a score has 2^-13 left behind the point, in the float32 that it is rounded to
-            assert (a.double() - w).abs().max() <= 3e-3 * max(1.0, w.abs().max().item()), (name, causal, what)
+        with subtests.test(name=name, causal=causal):
+            results = zip(ours(*tensors, mask, causal), wanted(*tensors, mask, causal), strict=True)
+            for what, (a, w) in zip(("out", "q", "k", "v"), results, strict=True):
+                # where |s| is 2000 a score has 2^-13 left behind the point, in the float32 that it is rounded to
+                assert (a.double() - w).abs().max() <= 3e-3 * max(1.0, w.abs().max().item()), (name, causal, what)
 
 
 def test_every_row_averages_forward(any_forward_row: str) -> None:
@@ -113,23 +114,24 @@ def test_every_row_averages_in_a_step(kind: str) -> None:
     torch.testing.assert_close(out.float(), wanted, rtol=close, atol=1e-3)
 
 
+@pytest.mark.parametrize("lengths", ((1, 40), (70, 150)), ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_smallest_number_of_every_dtype(dtype: torch.dtype) -> None:
-    for lengths in ((1, 40), (70, 150)):
-        q, k, v = (x.to(dtype).requires_grad_() for x in heads(*lengths))
-        mask = torch.full(lengths, torch.finfo(dtype).min, dtype=dtype)
-        out = lowbit.scaled_dot_product_attention(q * 0.01, k, v, mask)
-        grad = torch.autograd.grad(out, v, torch.ones_like(out))[0]
-        torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=0.02, atol=0.02)
-        torch.testing.assert_close(grad, torch.full_like(grad, lengths[0] / lengths[1]), rtol=0.05, atol=0)
+def test_the_smallest_number_of_every_dtype(dtype: torch.dtype, lengths: tuple[int, int]) -> None:
+    q, k, v = (x.to(dtype).requires_grad_() for x in heads(*lengths))
+    mask = torch.full(lengths, torch.finfo(dtype).min, dtype=dtype)
+    out = lowbit.scaled_dot_product_attention(q * 0.01, k, v, mask)
+    grad = torch.autograd.grad(out, v, torch.ones_like(out))[0]
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(grad, torch.full_like(grad, lengths[0] / lengths[1]), rtol=0.05, atol=0)
 
 
-def test_with_a_sink() -> None:
+def test_with_a_sink(subtests: pytest.Subtests) -> None:
     tensors = heads(70, 150)
     for value, sink in itertools.product((MIN, -1e4, -2000.0), (torch.tensor([0.5, -3000.0]), torch.tensor([-1e4, MIN]))):
-        mask = torch.full((1, 1, 70, 1), value)
-        for a, w in zip(ours(*tensors, mask, sink=sink), wanted(*tensors, mask, sink=sink), strict=True):
-            assert (a.double() - w).abs().max() <= 3e-3, (value, sink)
+        with subtests.test(value=value, sink=sink.tolist()):
+            mask = torch.full((1, 1, 70, 1), value)
+            for a, w in zip(ours(*tensors, mask, sink=sink), wanted(*tensors, mask, sink=sink), strict=True):
+                assert (a.double() - w).abs().max() <= 3e-3, (value, sink)
 
 
 def test_sums_that_overflow_are_hidden_and_not_nan() -> None:

@@ -169,15 +169,15 @@ def test_a_batch_of_one_of_keys_serves_all_with_a_block_mask() -> None:
     torch.testing.assert_close(out.double(), reference(q, k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), None, mask_mod)[0], atol=5e-5, rtol=5e-5)
 
 
-def test_documents_by_where_they_begin() -> None:
+@pytest.mark.parametrize("causal", (False, True))
+def test_documents_by_where_they_begin(causal: bool) -> None:
     q, k, v = (torch.randn(1, 2, 100, 16) for _ in range(3))
     starts = torch.tensor([0, 30, 30, 71, 100], dtype=torch.int32)
     ids = torch.tensor([0] * 30 + [2] * 41 + [3] * 29)
-    for causal in (False, True):
-        block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, BLOCK_SIZE=16) if causal else None
-        out = flex_attention(q, k, v, block_mask=block_mask, cu_seqlens=starts)
-        wanted = reference(q, k, v, None, lambda b, h, q, k: (ids[q] == ids[k]) & ((q >= k) | (not causal)))[0]  # noqa: B023
-        torch.testing.assert_close(out.double(), wanted, atol=5e-5, rtol=5e-5)
+    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, BLOCK_SIZE=16) if causal else None
+    out = flex_attention(q, k, v, block_mask=block_mask, cu_seqlens=starts)
+    wanted = reference(q, k, v, None, lambda b, h, q, k: (ids[q] == ids[k]) & ((q >= k) | (not causal)))[0]
+    torch.testing.assert_close(out.double(), wanted, atol=5e-5, rtol=5e-5)
 
 
 def test_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
@@ -306,12 +306,13 @@ def test_keys_of_another_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> N
     torch.testing.assert_close(compiled(q, k, v), out)
 
 
-def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(any_forward_row: str) -> None:
+def test_scores_that_are_nan_make_the_result_and_lse_nan_also_beside_hidden_keys(any_forward_row: str, subtests: pytest.Subtests) -> None:
     length, dtype = max(16, *testing.fewest_scores(any_forward_row)), testing.attention_dtypes(any_forward_row)[0]
     q, k, v = (torch.randn(1, 1, length, 8).to(dtype) for _ in range(3))
     mask = lowbit.create_block_mask(lambda b, h, i, j: j <= 0, 1, 1, length, length, BLOCK_SIZE=16)
     for block_mask in (None, mask):
-        out, aux = lowbit.flex_attention(
-            q, k, v, lambda s, b, h, i, j: s * float("nan"), block_mask, return_aux=lowbit.AuxRequest(lse=True)
-        )
-        assert out.isnan().all() and aux.lse.isnan().all()
+        with subtests.test(masked=block_mask is not None):
+            out, aux = lowbit.flex_attention(
+                q, k, v, lambda s, b, h, i, j: s * float("nan"), block_mask, return_aux=lowbit.AuxRequest(lse=True)
+            )
+            assert out.isnan().all() and aux.lse.isnan().all()

@@ -60,14 +60,14 @@ def test_compiled_calls_of_torchs_flex_attention(installation: None, backend: st
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_errors_are_of_torchs_kind(installation: None) -> None:
+def test_errors_are_of_torchs_kind(installation: None, subtests: pytest.Subtests) -> None:
     q = torch.randn(1, 2, 8, 16)
     for arguments, text in (
         ((q, q, q[..., :8, :].double()), "value must be float32, got float64"),
         ((q[0, 0, 0],) * 3, "dimensions"),
         ((q, q[:, :, :, :4], q), r"key must have shape \[1, 2, 8, 16\]"),
     ):
-        with pytest.raises(RuntimeError, match=text):
+        with subtests.test(text), pytest.raises(RuntimeError, match=text):
             functional.scaled_dot_product_attention(*arguments)
 
 

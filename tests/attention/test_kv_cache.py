@@ -47,12 +47,13 @@ def test_steps_of_any_length_give_the_same_cache(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("length", [1, 7, 16, 17, 100])
-def test_few_and_many_queries_attend_alike(format: str, length: int) -> None:
+def test_few_and_many_queries_attend_alike(format: str, length: int, subtests: pytest.Subtests) -> None:
     cache, q = filled(format), normal(2, 8, length, 64)
     for options in ({"causal": True}, {"causal": False}, {"causal": True, "window": 50}):
-        position = {"position": 300 - length}
-        error = (cache.attend(0, q, **options) - wanted(cache, q, **options, **position)).abs().max()
-        assert error < CLOSE, (length, options)
+        with subtests.test(options=options):
+            position = {"position": 300 - length}
+            error = (cache.attend(0, q, **options) - wanted(cache, q, **options, **position)).abs().max()
+            assert error < CLOSE, (length, options)
     mask = torch.rand(2, 1, length, 300) > 0.3
     assert (cache.attend(0, q, causal=False, mask=mask) - wanted(cache, q, mask=mask.expand(2, 8, length, 300))).abs().max() < CLOSE
     bias = normal(8, 1, 300)
@@ -144,7 +145,7 @@ def test_what_does_not_fit_leaves_the_cache_as_it_was(key: tuple[int, ...], valu
     assert cache.length == 300
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_named(subtests: pytest.Subtests) -> None:
     with pytest.raises(ValueError, match="format must be int8 or int4, got 'fp8'"):
         lowbit.QuantizedKVCache("fp8")
     with pytest.raises(ValueError, match="append first"):
@@ -153,12 +154,12 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="key must be float32, bfloat16 or float16"):
         cache.append(0, normal(2, 2, 1, 64).double(), normal(2, 2, 1, 64))
     for shape in ((2, 3, 1, 64), (1, 8, 1, 64), (2, 8, 1, 32), (8, 1, 64)):
-        with pytest.raises(ValueError, match=r"query must be \[2, a multiple of 2, L, 64\]"):
+        with subtests.test(shape=shape), pytest.raises(ValueError, match=r"query must be \[2, a multiple of 2, L, 64\]"):
             cache.attend(0, normal(*shape))
     with pytest.raises(TypeError, match="query must be float32"):
         cache.attend(0, normal(2, 8, 1, 64).double())
     for shape in ((299,), (2, 3, 1, 300), (1, 2, 8, 1, 300)):
-        with pytest.raises(ValueError, match="decode: mask must have "):
+        with subtests.test(shape=shape), pytest.raises(ValueError, match="decode: mask must have "):
             cache.attend(0, normal(2, 8, 1, 64), mask=torch.ones(shape, dtype=torch.bool))
 
 
@@ -216,13 +217,13 @@ def test_a_window_of_the_cache_has_that_many_keys(window: int, length: int) -> N
         torch.testing.assert_close(out[:, :, i], values[:, :, max(0, end - window) : end].mean(2), rtol=1e-3, atol=1e-3)
 
 
-def test_copy_on_write_clones_keep_their_original() -> None:
-    for format in ("int8", "int4"):
-        codes, scale = torch.zeros(1, 1, 2, 32 if format == "int8" else 16, dtype=torch.int8 if format == "int8" else torch.uint8), torch.zeros(1, 1, 2, 1)
-        others = torch._lazy_clone(codes), torch._lazy_clone(scale)
-        torch.ops.lowbit.kv_quantize_(normal(1, 1, 2, 32), *others, False)
-        assert not codes.any() and not scale.any() and others[0].any() and others[1].any()
-        x = torch.zeros(1, 1, 2, 32)
-        other = torch._lazy_clone(x)
-        torch.ops.lowbit.kv_dequantize_(*others, other, False)
-        assert not x.any() and other.any()
+@pytest.mark.parametrize("format", ("int8", "int4"))
+def test_copy_on_write_clones_keep_their_original(format: str) -> None:
+    codes, scale = torch.zeros(1, 1, 2, 32 if format == "int8" else 16, dtype=torch.int8 if format == "int8" else torch.uint8), torch.zeros(1, 1, 2, 1)
+    others = torch._lazy_clone(codes), torch._lazy_clone(scale)
+    torch.ops.lowbit.kv_quantize_(normal(1, 1, 2, 32), *others, False)
+    assert not codes.any() and not scale.any() and others[0].any() and others[1].any()
+    x = torch.zeros(1, 1, 2, 32)
+    other = torch._lazy_clone(x)
+    torch.ops.lowbit.kv_dequantize_(*others, other, False)
+    assert not x.any() and other.any()

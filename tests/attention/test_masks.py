@@ -96,20 +96,20 @@ def test_plot_without_matplotlib_says_what_it_needs(monkeypatch: pytest.MonkeyPa
         masks.causal.plot(4)
 
 
-def test_a_window_of_w_has_w_keys_as_in_transformers_and_the_cache() -> None:
+@pytest.mark.parametrize("window", (1, 4, 7))
+def test_a_window_of_w_has_w_keys_as_in_transformers_and_the_cache(window: int) -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     i = torch.arange(L)
-    for window in (1, 4, 7):
-        mask = masks.sliding_window(window)
-        theirs = sliding_window_causal_mask_function(window)
-        assert int(mask.dense(L).sum(-1).max()) == window
-        assert torch.equal(mask.dense(L), torch.tensor([[bool(theirs(i[0], i[0], i[q], i[k])) for k in range(L)] for q in range(L)]))
-        query, key, value = (torch.randn(1, 2, L, 64) for _ in range(3))
-        cache = lowbit.QuantizedKVCache("int8")
-        cache.append(0, key, value)
-        ours = lowbit.flex_attention(query, key, value, block_mask=lowbit.create_block_mask(mask, None, None, L, L))
-        torch.testing.assert_close(cache.attend(0, query, window=window), ours, atol=0.05, rtol=0.05)
+    mask = masks.sliding_window(window)
+    theirs = sliding_window_causal_mask_function(window)
+    assert int(mask.dense(L).sum(-1).max()) == window
+    assert torch.equal(mask.dense(L), torch.tensor([[bool(theirs(i[0], i[0], i[q], i[k])) for k in range(L)] for q in range(L)]))
+    query, key, value = (torch.randn(1, 2, L, 64) for _ in range(3))
+    cache = lowbit.QuantizedKVCache("int8")
+    cache.append(0, key, value)
+    ours = lowbit.flex_attention(query, key, value, block_mask=lowbit.create_block_mask(mask, None, None, L, L))
+    torch.testing.assert_close(cache.attend(0, query, window=window), ours, atol=0.05, rtol=0.05)
 
 
 def test_a_plot_shows_its_labels_whole() -> None:

@@ -75,30 +75,33 @@ def shapes_of(row: str) -> list[tuple[int, ...]]:
     return [shape for shape in SHAPES if shape[3] >= queries and shape[4] >= keys]
 
 
-def test_forward_of_every_row_is_as_good_as_torch(any_forward_row: str) -> None:
+def test_forward_of_every_row_is_as_good_as_torch(any_forward_row: str, subtests: pytest.Subtests) -> None:
     for dtype, shape, causal in itertools.product(testing.attention_dtypes(any_forward_row), shapes_of(any_forward_row), (False, True)):
-        assert_as_good_as_torch(make(shape, dtype), is_causal=causal, enable_gqa=True)
-        assert _C.last_kernel("attention_forward") == any_forward_row
+        with subtests.test(dtype=dtype, shape=shape, causal=causal):
+            assert_as_good_as_torch(make(shape, dtype), is_causal=causal, enable_gqa=True)
+            assert _C.last_kernel("attention_forward") == any_forward_row
 
 
-def test_backward_of_every_row_is_as_good_as_torch(any_backward_row: str) -> None:
+def test_backward_of_every_row_is_as_good_as_torch(any_backward_row: str, subtests: pytest.Subtests) -> None:
     for dtype, shape, causal in itertools.product(testing.attention_dtypes(any_backward_row), shapes_of(any_backward_row), (False, True)):
-        q, k, v = make(shape, dtype)
-        grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(dtype)
-        assert_as_good_as_torch((q, k, v), grad_out=grad_out, is_causal=causal, enable_gqa=True)
-        assert _C.last_kernel("attention_backward") == any_backward_row
+        with subtests.test(dtype=dtype, shape=shape, causal=causal):
+            q, k, v = make(shape, dtype)
+            grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(dtype)
+            assert_as_good_as_torch((q, k, v), grad_out=grad_out, is_causal=causal, enable_gqa=True)
+            assert _C.last_kernel("attention_backward") == any_backward_row
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("spread", [1.0, 4.0, 6.0])
-def test_16_bit_gradients_of_large_scores_are_as_good_as_torch(backward_row: str, dtype: torch.dtype, spread: float) -> None:
+def test_16_bit_gradients_of_large_scores_are_as_good_as_torch(backward_row: str, dtype: torch.dtype, spread: float, subtests: pytest.Subtests) -> None:
     """At scores of some hundreds (spread 6: 700) one key has all the probability, and dp - D, which should be 0 there, is whatever D = sum(grad_out * out) lost when
     the result was rounded: the backward must have the result in float32."""
     for shape, causal in itertools.product(((4, 4, 4, 3, 6, 8, 8), (1, 4, 2, 130, 257, 40, 72)), (False, True)):
-        q, k, v = make(shape, torch.float64)
-        inputs = [(q * spread).to(dtype), (k * spread).to(dtype), v.to(dtype)]
-        grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(dtype)
-        assert_as_good_as_torch(inputs, grad_out=grad_out, is_causal=causal, enable_gqa=True, scale=1.0)
+        with subtests.test(shape=shape, causal=causal):
+            q, k, v = make(shape, torch.float64)
+            inputs = [(q * spread).to(dtype), (k * spread).to(dtype), v.to(dtype)]
+            grad_out = torch.randn(*q.shape[:3], v.shape[3], dtype=torch.float64).to(dtype)
+            assert_as_good_as_torch(inputs, grad_out=grad_out, is_causal=causal, enable_gqa=True, scale=1.0)
 
 
 def mask_shapes(b: int, h: int, length: int, kv_length: int) -> list[tuple[int, ...]]:
@@ -108,17 +111,18 @@ def mask_shapes(b: int, h: int, length: int, kv_length: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
-def test_masks_of_every_broadcast_shape_and_their_gradients(dtype: torch.dtype) -> None:
+def test_masks_of_every_broadcast_shape_and_their_gradients(dtype: torch.dtype, subtests: pytest.Subtests) -> None:
     b, h, length, kv_length = 2, 2, 66, 130
     q, k, v = make((b, h, h, length, kv_length, 16, 16), dtype)
     grad_out = torch.randn(b, h, length, 16).to(dtype)
     for shape in mask_shapes(b, h, length, kv_length):
-        keep = torch.rand(shape) > 0.3
-        assert_as_good_as_torch((q, k, v, keep), grad_out=grad_out)
-        bias = torch.randn(shape, dtype=torch.float64).to(dtype)
-        if shape and shape[-1] > 1:  # a mask that is equal along k has no effect: its gradient is rounding alone
-            assert_as_good_as_torch((q, k, v, bias), grad_out=grad_out)
-        assert_as_good_as_torch((q, k, v, bias.masked_fill(~keep, -math.inf)))
+        with subtests.test(shape=shape):
+            keep = torch.rand(shape) > 0.3
+            assert_as_good_as_torch((q, k, v, keep), grad_out=grad_out)
+            bias = torch.randn(shape, dtype=torch.float64).to(dtype)
+            if shape and shape[-1] > 1:  # a mask that is equal along k has no effect: its gradient is rounding alone
+                assert_as_good_as_torch((q, k, v, bias), grad_out=grad_out)
+            assert_as_good_as_torch((q, k, v, bias.masked_fill(~keep, -math.inf)))
 
 
 def test_a_float32_mask_goes_with_16_bit_queries() -> None:
@@ -131,12 +135,13 @@ def test_a_float32_mask_goes_with_16_bit_queries() -> None:
     assert grad.dtype == torch.float32
 
 
-def test_masks_with_any_strides() -> None:
+def test_masks_with_any_strides(subtests: pytest.Subtests) -> None:
     q, k, v = make((2, 2, 2, 33, 70, 8, 8), torch.float32)
     base = torch.randn(70, 33, 2, 2)
     for mask in (base.permute(2, 3, 1, 0), base.permute(3, 2, 1, 0), torch.randn(2, 2, 33, 140)[..., ::2], torch.randn(70, 33).T):
-        assert_as_good_as_torch((q, k, v, mask))
-        assert_as_good_as_torch((q, k, v, mask > 0))
+        with subtests.test(strides=mask.stride()):
+            assert_as_good_as_torch((q, k, v, mask))
+            assert_as_good_as_torch((q, k, v, mask > 0))
 
 
 def test_tensors_with_any_strides() -> None:
@@ -169,33 +174,35 @@ def test_any_number_of_leading_dimensions(leading: tuple[int, ...]) -> None:
         assert_as_good_as_torch((q, k, v, mask[..., :1, :, :][(0,) * (len(leading) - 1)]), grad_out=grad_out)
 
 
-def test_batches_and_heads_broadcast() -> None:
+@pytest.mark.parametrize("leading", ((1, 4), (2, 1), (1, 1)), ids=str)
+def test_batches_and_heads_broadcast(leading: tuple[int, int]) -> None:
     q = torch.randn(2, 4, 20, 8)
-    for leading in ((1, 4), (2, 1), (1, 1)):
-        k, v = torch.randn(*leading, 30, 8), torch.randn(*leading, 30, 8)
-        assert_as_good_as_torch((q, k, v), grad_out=torch.randn(2, 4, 20, 8))
+    k, v = torch.randn(*leading, 30, 8), torch.randn(*leading, 30, 8)
+    assert_as_good_as_torch((q, k, v), grad_out=torch.randn(2, 4, 20, 8))
 
 
 @pytest.mark.parametrize("length, kv_length", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 200), (200, 1)])
-def test_lengths_of_0_and_1(length: int, kv_length: int) -> None:
+def test_lengths_of_0_and_1(length: int, kv_length: int, subtests: pytest.Subtests) -> None:
     for dtype, causal in itertools.product((torch.float32, torch.float64), (False, True)):
-        q, k, v = make((2, 2, 2, length, kv_length, 8, 8), dtype)
-        ours = run(sdpa, (q, k, v), torch.randn(2, 2, length, 8), dtype, is_causal=causal)
-        wanted = run(torch_math, (q, k, v), torch.randn(2, 2, length, 8), torch.float64, is_causal=causal)
-        assert [x.shape for x in ours] == [x.shape for x in wanted]
-        assert all(torch.isfinite(x).all() for x in ours)
-        torch.testing.assert_close(ours[0].double(), wanted[0], atol=1e-5, rtol=1e-5)
+        with subtests.test(dtype=dtype, causal=causal):
+            q, k, v = make((2, 2, 2, length, kv_length, 8, 8), dtype)
+            ours = run(sdpa, (q, k, v), torch.randn(2, 2, length, 8), dtype, is_causal=causal)
+            wanted = run(torch_math, (q, k, v), torch.randn(2, 2, length, 8), torch.float64, is_causal=causal)
+            assert [x.shape for x in ours] == [x.shape for x in wanted]
+            assert all(torch.isfinite(x).all() for x in ours)
+            torch.testing.assert_close(ours[0].double(), wanted[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient() -> None:
+def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient(subtests: pytest.Subtests) -> None:
     q, k, v = make((1, 2, 2, 70, 140, 16, 16), torch.float32)
     keep = torch.rand(70, 140) > 0.5
     keep[3] = keep[69] = False
     for mask in (keep, torch.zeros(70, 140).masked_fill(~keep, -math.inf)):
-        out, grad_q, grad_k, grad_v, *_ = run(sdpa, (q, k, v, mask), torch.randn(1, 2, 70, 16), torch.float32)
-        assert torch.equal(out[:, :, [3, 69]], torch.zeros(1, 2, 2, 16))
-        assert torch.equal(grad_q[:, :, [3, 69]], torch.zeros(1, 2, 2, 16))
-        assert torch.isfinite(out).all() and torch.isfinite(grad_k).all() and torch.isfinite(grad_v).all()
+        with subtests.test(dtype=mask.dtype):
+            out, grad_q, grad_k, grad_v, *_ = run(sdpa, (q, k, v, mask), torch.randn(1, 2, 70, 16), torch.float32)
+            assert torch.equal(out[:, :, [3, 69]], torch.zeros(1, 2, 2, 16))
+            assert torch.equal(grad_q[:, :, [3, 69]], torch.zeros(1, 2, 2, 16))
+            assert torch.isfinite(out).all() and torch.isfinite(grad_k).all() and torch.isfinite(grad_v).all()
     out = sdpa(q, k, v, torch.zeros(70, 140, dtype=torch.bool))
     assert torch.equal(out, torch.zeros_like(out))
 

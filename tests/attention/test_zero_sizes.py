@@ -23,26 +23,27 @@ def tensors(b: int, h: int, hkv: int, length: int, kv_length: int, e: int = 8, e
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_forward_and_backward(sizes: tuple[int, ...]) -> None:
+def test_forward_and_backward(sizes: tuple[int, ...], subtests: pytest.Subtests) -> None:
     b, h, hkv, length, kv_length = sizes
     if h and not hkv:
         with pytest.raises(ValueError, match="heads of q"):
             attention(*tensors(*sizes), scale=1.0)
         return
     for causal, with_sink, mask_shape in itertools.product((False, True), (False, True), (None, (1, 1, 1, 1), (1, 1, length, kv_length))):
-        q, k, v = tensors(*sizes)
-        mask = None if mask_shape is None else torch.randn(mask_shape, requires_grad=True)
-        sink = torch.randn(h, requires_grad=True) if with_sink else None
-        out, lse, _ = attention(q, k, v, scale=1.0, causal=causal, mask=mask, sink=sink)
-        assert out.shape == (b, h, length, 8) and lse.shape == (b, h, length)
-        inputs = [x for x in (q, k, v, mask, sink) if x is not None]
-        grads = torch.autograd.grad((out.sum(), lse.sum()) if kv_length or with_sink else out.sum(), inputs)
-        for x, grad in zip(inputs, grads, strict=True):
-            assert grad.shape == x.shape and grad.isfinite().all()
-            if out.numel() == 0:
-                assert not grad.any()  # also where its memory was not: nothing looks at the keys
-        again = torch.autograd.grad(attention(q, k, v, scale=1.0, causal=causal, mask=mask, sink=sink)[0].sum(), inputs, create_graph=True)
-        assert all(grad.shape == x.shape for x, grad in zip(inputs, again, strict=True))
+        with subtests.test(causal=causal, with_sink=with_sink, mask_shape=mask_shape):
+            q, k, v = tensors(*sizes)
+            mask = None if mask_shape is None else torch.randn(mask_shape, requires_grad=True)
+            sink = torch.randn(h, requires_grad=True) if with_sink else None
+            out, lse, _ = attention(q, k, v, scale=1.0, causal=causal, mask=mask, sink=sink)
+            assert out.shape == (b, h, length, 8) and lse.shape == (b, h, length)
+            inputs = [x for x in (q, k, v, mask, sink) if x is not None]
+            grads = torch.autograd.grad((out.sum(), lse.sum()) if kv_length or with_sink else out.sum(), inputs)
+            for x, grad in zip(inputs, grads, strict=True):
+                assert grad.shape == x.shape and grad.isfinite().all()
+                if out.numel() == 0:
+                    assert not grad.any()  # also where its memory was not: nothing looks at the keys
+            again = torch.autograd.grad(attention(q, k, v, scale=1.0, causal=causal, mask=mask, sink=sink)[0].sum(), inputs, create_graph=True)
+            assert all(grad.shape == x.shape for x, grad in zip(inputs, again, strict=True))
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 2, 3, 5), (2, 0, 0, 4, 4), (2, 0, 4, 4, 4), (2, 2, 2, 0, 5), (2, 2, 2, 3, 0)], ids=str)
@@ -61,11 +62,12 @@ AS_TORCH = [(2, 0, 0, 4, 8), (2, 0, 4, 4, 8), (0, 2, 2, 4, 4), (2, 2, 2, 0, 4), 
 @pytest.mark.parametrize(
     "sizes, gqa", [(sizes, gqa) for gqa in (False, True) for sizes in AS_TORCH if gqa or sizes[1] == sizes[2]], ids=str
 )
-def test_as_torch(sizes: tuple[int, ...], gqa: bool) -> None:
+def test_as_torch(sizes: tuple[int, ...], gqa: bool, subtests: pytest.Subtests) -> None:
     for mask in (None, torch.randn(1, 1, sizes[3], sizes[4])):
-        ours, theirs = (function(*tensors(*sizes), mask, enable_gqa=gqa) for function in (lowbit.scaled_dot_product_attention, F.scaled_dot_product_attention))
-        assert ours.shape == theirs.shape
-        ours.sum().backward()
+        with subtests.test(masked=mask is not None):
+            ours, theirs = (function(*tensors(*sizes), mask, enable_gqa=gqa) for function in (lowbit.scaled_dot_product_attention, F.scaled_dot_product_attention))
+            assert ours.shape == theirs.shape
+            ours.sum().backward()
 
 
 EMPTY = [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 2, 3, 0), (2, 2, 2, 0, 0)]
@@ -75,7 +77,7 @@ EMPTY = [(0, 2, 2, 3, 5), (2, 0, 0, 3, 5), (2, 2, 2, 0, 5), (2, 2, 2, 3, 0), (2,
 @pytest.mark.parametrize("mask", ["none", "program", "captures", "through torch"])
 @pytest.mark.parametrize("score", ["none", "program", "captures", "through torch", "captures through torch"])
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
-def test_flex_with_any_mods(sizes: tuple[int, ...], score: str, mask: str) -> None:
+def test_flex_with_any_mods(sizes: tuple[int, ...], score: str, mask: str, subtests: pytest.Subtests) -> None:
     """The results of torch's ops with no score: zeros, lse of the sink alone."""
     b, h, _, length, kv_length = sizes
     table = torch.randn(h, length, kv_length, requires_grad=True)
@@ -93,14 +95,15 @@ def test_flex_with_any_mods(sizes: tuple[int, ...], score: str, mask: str) -> No
         wanted = torch_create_block_mask(lambda b, h, i, j: i >= j, b, h, length, kv_length, "cpu")
         assert made.kv_num_blocks.shape == wanted.kv_num_blocks.shape and made.kv_indices.shape == wanted.kv_indices.shape
     for sink in (None, torch.randn(h, requires_grad=True)):
-        q, k, v = tensors(*sizes)
-        out, aux = lowbit.flex_attention(q, k, v, score_mod, made, return_aux=lowbit.AuxRequest(lse=True, max_scores=True), sink=sink)
-        assert out.shape == (b, h, length, 8) and not out.any()
-        lse = torch.full((b, h, length), -torch.inf) if sink is None else sink.detach()[:, None].expand(b, h, length)
-        torch.testing.assert_close(aux.lse.detach(), lse)
-        assert torch.equal(aux.max_scores, torch.full_like(lse, -torch.inf))
-        grads = torch.autograd.grad(out.sum(), (q, k, v))
-        assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, (q, k, v), strict=True))
+        with subtests.test(with_sink=sink is not None):
+            q, k, v = tensors(*sizes)
+            out, aux = lowbit.flex_attention(q, k, v, score_mod, made, return_aux=lowbit.AuxRequest(lse=True, max_scores=True), sink=sink)
+            assert out.shape == (b, h, length, 8) and not out.any()
+            lse = torch.full((b, h, length), -torch.inf) if sink is None else sink.detach()[:, None].expand(b, h, length)
+            torch.testing.assert_close(aux.lse.detach(), lse)
+            assert torch.equal(aux.max_scores, torch.full_like(lse, -torch.inf))
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+            assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 @pytest.mark.parametrize("e,ev", [(0, 8), (8, 0), (0, 0)])

@@ -148,10 +148,11 @@ def test_a_model_that_is_slower_is_asked_again_and_then_left_as_it_is():
     assert all(it.spec is None for it in choice.values()) and before == after == 10.0
 
 
-def test_one_format_is_the_fastest_that_holds_the_bounds_in_every_layer_and_the_model():
+def test_one_format_is_the_fastest_that_holds_the_bounds_in_every_layer_and_the_model(subtests):
     layers = [layer("a", 25.0), layer("b", 25.0), layer("c", 19.0)]
     for bound, spec in [(15.0, FAST), (20.0, MIDDLE), (100.0, EXACT)]:
-        assert {option.spec for option in one_format(layers, above(bound), bound).values()} == {spec}
+        with subtests.test(bound=bound):
+            assert {option.spec for option in one_format(layers, above(bound), bound).values()} == {spec}
     assert {it.spec for it in one_format(layers, lambda choice: -1.0, 15.0).values()} == {None}
     layers[0].formats.pop(MIDDLE)
     assert [it.spec for it in one_format(layers, above(20.0), 20.0).values()] == [None, MIDDLE, MIDDLE], "slower there than float"

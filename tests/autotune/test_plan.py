@@ -83,16 +83,17 @@ def test_another_file_is_refused(block, tmp_path, values, text):
         lowbit.Plan.load(tmp_path / "plan.json")
 
 
-def test_a_value_of_a_wrong_type_is_refused_or_shown(block):
+def test_a_value_of_a_wrong_type_is_refused_or_shown(block, subtests):
     kept = json.loads(json.dumps(plan_of(block, once=INT8).to_dict()))
     refused = 0
     for what, document in variants(kept):
-        try:
-            plan = lowbit.Plan.from_dict(document)
-        except ValueError:
-            refused += 1
-        else:
-            assert repr(plan) and plan._repr_html_(), what
+        with subtests.test(what):
+            try:
+                plan = lowbit.Plan.from_dict(document)
+            except ValueError:
+                refused += 1
+            else:
+                assert repr(plan) and plan._repr_html_(), what
     assert refused > 200
 
 
@@ -180,12 +181,12 @@ def test_without_matplotlib_the_error_says_what_to_install(block, monkeypatch):
         plan_of(block).plot()
 
 
-def test_a_plan_in_the_place_of_the_model_says_what_to_do(block, x):
+def test_a_plan_in_the_place_of_the_model_says_what_to_do(block, x, subtests):
     """`model = autoquant(model, x)` is what users of torchao write."""
     model = plan_of(block, twice=INT8)
     with pytest.raises(TypeError, match=r"a plan cannot be called, .*plan\.apply\(model\) quantizes it in place"):
         model(x)
     for name in ("eval", "parameters", "generate", "state_dict", "config"):
-        with pytest.raises(AttributeError, match=rf"a plan has no '{name}', .*plan\.apply\(model\)"):
+        with subtests.test(name=name), pytest.raises(AttributeError, match=rf"a plan has no '{name}', .*plan\.apply\(model\)"):
             getattr(model, name)
     assert not hasattr(model, "forward") and repr(copy.deepcopy(model)) == repr(pickle.loads(pickle.dumps(model))) == repr(model)

@@ -43,7 +43,7 @@ class Weight(ctypes.Structure):
     _fields_ += [(name, ctypes.c_int32) for name in ("format", "layout", "bits", "asymmetric")]
 
 
-def test_header_reads_every_integer_format(tmp_path: Path) -> None:
+def test_header_reads_every_integer_format(tmp_path: Path, subtests: pytest.Subtests) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc on this machine")
     (tmp_path / "decode.c").write_text(SOURCE)
@@ -52,13 +52,14 @@ def test_header_reads_every_integer_format(tmp_path: Path) -> None:
     decode, n, k = ctypes.CDLL(str(library)).decode, 37, 100
     for format in testing.formats_of_kind("integer"):
         for group_size, mapping in ((0, "symmetric"), (32, "symmetric"), (0, "asymmetric"), (32, "asymmetric")):
-            packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
-            reference = testing.decode_weight(packed, n, k, format, group_size, mapping)
-            groups, asymmetric = -(-k // group_size) if group_size else 1, mapping == "asymmetric"
-            scales = 128 + (groups * 32 + 63) // 64 * 64 * (group_size > 0)
-            codes = scales + (groups * 32 + 63) // 64 * 64 * asymmetric
-            weight = Weight(packed.data_ptr(), *packed.shape, 16, n, k, group_size, 0, 64, 128 if group_size else -1,
-                            scales if asymmetric else -1, codes, _C.FORMATS[format], 0, _C.FORMAT_FACTS[format]["bits"], asymmetric)  # fmt: skip
-            levels, factors = torch.empty(n, k, dtype=torch.float64), torch.empty(n, k, dtype=torch.float64)
-            decode(ctypes.byref(weight), ctypes.c_void_p(levels.data_ptr()), ctypes.c_void_p(factors.data_ptr()))
-            torch.testing.assert_close(levels * factors, reference.decode(), rtol=1e-6, atol=0)
+            with subtests.test(format=format, group_size=group_size, mapping=mapping):
+                packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
+                reference = testing.decode_weight(packed, n, k, format, group_size, mapping)
+                groups, asymmetric = -(-k // group_size) if group_size else 1, mapping == "asymmetric"
+                scales = 128 + (groups * 32 + 63) // 64 * 64 * (group_size > 0)
+                codes = scales + (groups * 32 + 63) // 64 * 64 * asymmetric
+                weight = Weight(packed.data_ptr(), *packed.shape, 16, n, k, group_size, 0, 64, 128 if group_size else -1,
+                                scales if asymmetric else -1, codes, _C.FORMATS[format], 0, _C.FORMAT_FACTS[format]["bits"], asymmetric)  # fmt: skip
+                levels, factors = torch.empty(n, k, dtype=torch.float64), torch.empty(n, k, dtype=torch.float64)
+                decode(ctypes.byref(weight), ctypes.c_void_p(levels.data_ptr()), ctypes.c_void_p(factors.data_ptr()))
+                torch.testing.assert_close(levels * factors, reference.decode(), rtol=1e-6, atol=0)

@@ -57,7 +57,7 @@ def targets(watched: Watched) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_whole_chain_is_one_node_and_within_the_budget(activation: str, dtype: str) -> None:
+def test_the_whole_chain_is_one_node_and_within_the_budget(activation: str, dtype: str, subtests: pytest.Subtests) -> None:
     case = LinearCase(6, 20, 70, dtype, "int8", 0, "symmetric", "int8_row", dtype, activation, True, True)
     data, function = make_data(case), activation_functions[_C.ACTIVATIONS[activation]]
 
@@ -66,15 +66,16 @@ def test_the_whole_chain_is_one_node_and_within_the_budget(activation: str, dtyp
 
     for shape in ((6,), (3, 2)):
         for dynamic in (False, True):
-            torch._dynamo.reset()
-            fused, watched = compiled(chain, dynamic=dynamic)
-            x, mul, add = (tensor.reshape(*shape, -1).clone() for tensor in (data.x, data.mul, data.add))
-            result = fused(x, data.bias, mul, add)
-            assert targets(watched) == [LINEAR], watched.calls
-            assert_within(result.reshape(6, 20), data.wanted, data.allowed, f"{case} {shape} {dynamic}")
-            again = fused(*(tensor.repeat(2, *[1] * (len(shape))) if tensor is not data.bias else tensor for tensor in (x, data.bias, mul, add)))
-            assert torch.equal(again[:1], result[:1])
-            assert len(watched.calls) == (1 if dynamic else 2)  # one graph for all sizes
+            with subtests.test(shape=shape, dynamic=dynamic):
+                torch._dynamo.reset()
+                fused, watched = compiled(chain, dynamic=dynamic)
+                x, mul, add = (tensor.reshape(*shape, -1).clone() for tensor in (data.x, data.mul, data.add))
+                result = fused(x, data.bias, mul, add)
+                assert targets(watched) == [LINEAR], watched.calls
+                assert_within(result.reshape(6, 20), data.wanted, data.allowed, f"{case} {shape} {dynamic}")
+                again = fused(*(tensor.repeat(2, *[1] * (len(shape))) if tensor is not data.bias else tensor for tensor in (x, data.bias, mul, add)))
+                assert torch.equal(again[:1], result[:1])
+                assert len(watched.calls) == (1 if dynamic else 2)  # one graph for all sizes
 
 
 @pytest.mark.parametrize("config", ["int8_dynamic_activation_int8_weight", "int8_dynamic_activation_int4_weight", "int4_weight_only", "nf4_weight_only"])

@@ -6,14 +6,13 @@
 #include <type_traits>
 
 #include "../tests/cpp/emulated_vnni.hpp"
+#include "cpu/loops.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-class TileUnit {
+class TileUnit : public TileNumbers {
  public:
-  static constexpr int64_t kRows = 16;
-  static constexpr int kActivations = 4, kWeights = 6;
   static constexpr bool kSumsInRegisters = false;
 
   explicit TileUnit(int64_t bytes) { bytes_ = bytes; }

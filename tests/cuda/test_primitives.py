@@ -135,7 +135,7 @@ def test_the_emulation_finds_writes_outside_of_shared_memory(tmp_path: Path, cap
     assert "a launch has 63 bytes of shared memory, its kernel uses 64" in told
 
 
-def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path) -> None:
+def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """As tools/sanitize compiles kernels. The interpreter must begin with its library."""
     text = OUT_OF_BOUNDS.replace("[args.place] = 1", "[0] = (args.dynamic ? words : sums)[args.place]")
     library = made_on_host(text, tmp_path, "-fsanitize=address")
@@ -146,12 +146,13 @@ def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path) -> None:
     code = f"import ctypes, sys; print(ctypes.CDLL({str(library)!r}).run(*map(int, sys.argv[1:])) & 255)"
     environment = os.environ | {"LD_PRELOAD": str(found.resolve()), "ASAN_OPTIONS": "detect_leaks=0"}
     for place, dynamic in ((7, 0), (8, 0), (-1, 0), (15, 1), (16, 1)):
-        command = [sys.executable, "-c", code, str(place), str(dynamic), "64"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if place in (7, 15):
-            assert (done.returncode, done.stdout) == (0, "1\n"), done
-        else:
-            assert done.returncode and "use-after-poison" in done.stderr, done
+        with subtests.test(place=place, dynamic=dynamic):
+            command = [sys.executable, "-c", code, str(place), str(dynamic), "64"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if place in (7, 15):
+                assert (done.returncode, done.stdout) == (0, "1\n"), done
+            else:
+                assert done.returncode and "use-after-poison" in done.stderr, done
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,7 @@ def test_pairs_are_rounded_to_nearest_and_powers_of_2_are_close(emulated_tiles: 
 
 
 def compiled(name: str) -> Callable[..., None]:
-    names = ("cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/prelude.cuh", "cuda/device/mma.cuh", "cuda/device/tiles.cuh")
+    names = ("gpu/device/std.cuh", "cuda/device/std.cuh", "core/bits.hpp", "core/dtype.hpp", "cuda/device/prelude.cuh", "cuda/device/mma.cuh", "cuda/device/tiles.cuh")
     headers = [(CSRC / header).read_text() for header in names]
     text = "".join(line for header in headers for line in header.splitlines(keepends=True) if not line.startswith(("#include", "#pragma once")))
     return torch.cuda._compile_kernel(text + ON_GPU, name, nvcc_options=["-std=c++20", "-default-device"])

@@ -57,7 +57,8 @@ print(ctypes.c_float.from_address(x.data_ptr()).value)
     assert "lowbit_sim:1: host code touched device memory outside a run" in done.stderr
 
 
-def test_a_run_that_writes_behind_a_block_ends_the_process_where_guards_are_asked_for() -> None:
+@pytest.mark.parametrize("place, words", (("99", ""), ("100", "at byte 100 of a block of 100 bytes"), ("300", "at byte 300 of a block of 100 bytes")))
+def test_a_run_that_writes_behind_a_block_ends_the_process_where_guards_are_asked_for(place: str, words: str) -> None:
     code = """
 import ctypes, sys
 import torch
@@ -72,10 +73,9 @@ ctypes.memset(x.data_ptr() + int(sys.argv[1]), 1, 1)
 library._ZN6lowbit3sim4OpenD1Ev(run)
 print(x.sum().item())
 """
-    for place, words in (("99", ""), ("100", "at byte 100 of a block of 100 bytes"), ("300", "at byte 300 of a block of 100 bytes")):
-        command = [sys.executable, "-c", code, place]
-        done = subprocess.run(command, env=os.environ | {"LOWBIT_SIM_GUARDS": "1"}, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == ((-6, "") if words else (0, "100\n")) and words in done.stderr, done
+    command = [sys.executable, "-c", code, place]
+    done = subprocess.run(command, env=os.environ | {"LOWBIT_SIM_GUARDS": "1"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == ((-6, "") if words else (0, "100\n")) and words in done.stderr, done
 
 
 def test_the_environment_enables_it_at_import_and_autoload_never_does(python: Callable[..., str]) -> None:

@@ -69,7 +69,7 @@ def test_the_command_prints_the_table_and_draws_the_picture(files, tmp_path, cap
     assert "error dB" in capsys.readouterr().out and picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_cannot_be_compared_is_refused(files, tmp_path, capsys):
+def test_what_cannot_be_compared_is_refused(files, tmp_path, capsys, subtests):
     float_file, packed, _ = files
     other = tmp_path / "other.safetensors"
     for state, match in (
@@ -78,27 +78,29 @@ def test_what_cannot_be_compared_is_refused(files, tmp_path, capsys):
         ({"0.weight": torch.ones(80, 96, dtype=torch.uint8)}, "torch.uint8 without layout"),
         ({"0.weight": torch.ones(8, 8, dtype=torch.uint8), "0.layout": torch.full((8,), 77)}, "layout version 77"),
     ):
-        safetensors.save_file(state, other)
-        assert main(["compare", str(float_file), str(other)]) == 1
-        assert match in capsys.readouterr().err
+        with subtests.test(match):
+            safetensors.save_file(state, other)
+            assert main(["compare", str(float_file), str(other)]) == 1
+            assert match in capsys.readouterr().err
     assert main(["compare", str(float_file), str(tmp_path)]) == 1
     assert "there is no" in capsys.readouterr().err
 
 
-def test_a_header_of_wrong_types_is_refused(tmp_path):
+def test_a_header_of_wrong_types_is_refused(tmp_path, subtests):
     file = tmp_path / "a.safetensors"
     safetensors.save_file({"a.weight": torch.ones(2, 3), "b.weight": torch.ones(4, 1)}, file, {"from": "here"})
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     refused = 0
     for what, header in variants(json.loads(content[8:begin])):
-        text = json.dumps(header).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + content[begin:])
-        try:
-            assert lowbit.compare_checkpoints(file, file).error_db == math.inf, what
-        except ValueError as error:
-            assert "a.safetensors" in str(error)
-            refused += 1
+        with subtests.test(what):
+            text = json.dumps(header).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + content[begin:])
+            try:
+                assert lowbit.compare_checkpoints(file, file).error_db == math.inf, what
+            except ValueError as error:
+                assert "a.safetensors" in str(error)
+                refused += 1
     assert refused > 100
     file.write_bytes((1 << 20).to_bytes(8, "little") + b"[" * (1 << 20))
     with pytest.raises(ValueError, match="a.safetensors is no safetensors file: "):
@@ -106,12 +108,13 @@ def test_a_header_of_wrong_types_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("call", [lambda folder: lowbit.compare_checkpoints(folder, folder), lambda folder: lowbit.load(model(), folder)])
-def test_an_index_of_wrong_types_is_refused(call, tmp_path):
+def test_an_index_of_wrong_types_is_refused(call, tmp_path, subtests):
     index = tmp_path / "model.safetensors.index.json"
     for _, value in variants({"weight_map": {"a.weight": "a.safetensors"}}):
-        index.write_text(json.dumps(value))
-        with pytest.raises((ValueError, FileNotFoundError)):
-            call(tmp_path)
+        with subtests.test(value=value):
+            index.write_text(json.dumps(value))
+            with pytest.raises((ValueError, FileNotFoundError)):
+                call(tmp_path)
     index.write_text('{"weight_map": {"a.weight": 7}}')
     with pytest.raises(ValueError, match=r"index.json must have a weight_map from names of tensors to files, got files .7."):
         call(tmp_path)

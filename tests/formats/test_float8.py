@@ -25,10 +25,10 @@ def test_all_finite_codes_are_read_as_torch_reads_them() -> None:
     assert torch.equal(quantized.dequantize(), codes.view(torch.float8_e4m3fn).float())
 
 
-def test_a_code_of_nan_is_refused() -> None:
-    for code in (127, 255):
-        with pytest.raises(ValueError, match=r"pack: codes must be finite, got nan \(127 or 255\)"):
-            lowbit.QuantLinear.pack(torch.full((3, 5), code, dtype=torch.uint8), torch.ones(3, 1), None, LinearSpec("fp8_e4m3"))
+@pytest.mark.parametrize("code", (127, 255))
+def test_a_code_of_nan_is_refused(code: int) -> None:
+    with pytest.raises(ValueError, match=r"pack: codes must be finite, got nan \(127 or 255\)"):
+        lowbit.QuantLinear.pack(torch.full((3, 5), code, dtype=torch.uint8), torch.ones(3, 1), None, LinearSpec("fp8_e4m3"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -72,7 +72,7 @@ def test_small_weights_are_read_exactly_also_below_the_smallest_normal_float8() 
     torch.testing.assert_close(quantized(torch.eye(16)).T, wanted, rtol=2e-7, atol=0)
 
 
-def test_the_fields_of_torchao() -> None:
+def test_the_fields_of_torchao(subtests: pytest.Subtests) -> None:
     make = lowbit.Float8WeightOnlyConfig
     assert make(granularity=PerGroup(64)).spec(torch.float32) == LinearSpec("fp8_e4m3", 64) == lowbit.float8_weight_only(64).spec(torch.float32)
     assert make(granularity=PerRow()).spec(torch.float32) == LinearSpec("fp8_e4m3") == make().spec(torch.float32)
@@ -85,7 +85,7 @@ def test_the_fields_of_torchao() -> None:
         (dict(activation_value_ub=1.0), "activation_value_ub must be None"),
         (dict(packing_format="preshuffled"), "packing_format must be 'plain'"),
     ):
-        with pytest.raises(ValueError, match=f"float8_dynamic_activation_float8_weight: {text}"):
+        with subtests.test(text), pytest.raises(ValueError, match=f"float8_dynamic_activation_float8_weight: {text}"):
             dynamic(**changes)
 
 

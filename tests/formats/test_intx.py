@@ -37,22 +37,22 @@ def test_weights_are_rounded_as_torchao_rounds_them(bits: int, mapping: str, gro
     assert same.float().mean() > 0.9 and (ours - wanted).abs().max() <= 1.01 * step
 
 
+@pytest.mark.parametrize("mapping", (MappingType.SYMMETRIC, MappingType.ASYMMETRIC))
 @pytest.mark.parametrize("bits", OWN)
 @pytest.mark.parametrize("group_size", [None, 32, 256])
-def test_codes_scales_and_zero_points_go_in_and_come_back(bits: int, group_size: int | None) -> None:
-    for mapping in (MappingType.SYMMETRIC, MappingType.ASYMMETRIC):
-        spec = lowbit.intx_weight_only(WIDTHS[bits], group_size, mapping_type=mapping).spec(torch.float32)
-        n, k = 37, 300
-        codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
-        scale = 2.0 ** torch.randint(-3, 4, (n, spec.groups(k)))
-        zero = torch.rand(n, spec.groups(k)).half().float() * 2**bits if spec.asymmetric else None
-        packed = lowbit.QuantLinear.pack(codes, scale, zero, spec)
-        for got, wanted in zip(packed.unpack(), (codes, scale, zero), strict=True):
-            assert wanted is None or torch.equal(got, wanted.half().float() if wanted is zero else wanted)
-        steps = codes.double() - packed.unpack()[2].double().repeat_interleave(spec.group_size or k, 1)[:, :k]
-        wanted = scale.double().repeat_interleave(spec.group_size or k, 1)[:, :k] * steps
-        assert (packed.dequantize() - wanted).abs().max() <= 2.0**-22 * wanted.abs().max()
-        assert packed.weight.numel() <= 48 * (320 * bits / 8) + 3 * (128 + 2 * (64 + 32 * spec.groups(k)))
+def test_codes_scales_and_zero_points_go_in_and_come_back(bits: int, group_size: int | None, mapping: MappingType) -> None:
+    spec = lowbit.intx_weight_only(WIDTHS[bits], group_size, mapping_type=mapping).spec(torch.float32)
+    n, k = 37, 300
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8)
+    scale = 2.0 ** torch.randint(-3, 4, (n, spec.groups(k)))
+    zero = torch.rand(n, spec.groups(k)).half().float() * 2**bits if spec.asymmetric else None
+    packed = lowbit.QuantLinear.pack(codes, scale, zero, spec)
+    for got, wanted in zip(packed.unpack(), (codes, scale, zero), strict=True):
+        assert wanted is None or torch.equal(got, wanted.half().float() if wanted is zero else wanted)
+    steps = codes.double() - packed.unpack()[2].double().repeat_interleave(spec.group_size or k, 1)[:, :k]
+    wanted = scale.double().repeat_interleave(spec.group_size or k, 1)[:, :k] * steps
+    assert (packed.dequantize() - wanted).abs().max() <= 2.0**-22 * wanted.abs().max()
+    assert packed.weight.numel() <= 48 * (320 * bits / 8) + 3 * (128 + 2 * (64 + 32 * spec.groups(k)))
 
 
 def test_more_bits_are_less_error_and_a_search_is_never_worse() -> None:
@@ -70,16 +70,17 @@ def test_more_bits_are_less_error_and_a_search_is_never_worse() -> None:
 
 
 @pytest.mark.parametrize("bits", OWN)
-def test_every_row_that_takes_int8_activations_gives_the_same_bits(bits: int) -> None:
+def test_every_row_that_takes_int8_activations_gives_the_same_bits(bits: int, subtests: pytest.Subtests) -> None:
     format = f"int{bits}"
     for x_format in ("int8_row", "int8_group", "int8_row_asymmetric"):
         for mapping, m in (("symmetric", 1), ("asymmetric", 1), ("symmetric", 40), ("asymmetric", 19)):
-            case = testing.LinearCase(m, 50, 300, "float32", format, 64, mapping, x_format)
-            data = testing.make_data(case)
-            names = [row["name"] for row in testing.rows() if row["available"] and testing.serves(row["name"], case)]
-            assert any(name.startswith(f"linear_{format}_int8_") for name in names)
-            results = [testing.run_linear(case, data, name) for name in names]
-            assert all(torch.equal(other, results[0]) for other in results)
+            with subtests.test(x_format=x_format, mapping=mapping, m=m):
+                case = testing.LinearCase(m, 50, 300, "float32", format, 64, mapping, x_format)
+                data = testing.make_data(case)
+                names = [row["name"] for row in testing.rows() if row["available"] and testing.serves(row["name"], case)]
+                assert any(name.startswith(f"linear_{format}_int8_") for name in names)
+                results = [testing.run_linear(case, data, name) for name in names]
+                assert all(torch.equal(other, results[0]) for other in results)
 
 
 @pytest.mark.parametrize("algorithm", [lowbit.HQQ(), lowbit.GPTQ(act_order=False)], ids=["hqq", "gptq"])
@@ -114,9 +115,9 @@ def test_what_is_no_width_or_group_is_refused(make, text: str) -> None:
         make()
 
 
-def test_the_widths_have_names_and_rows_of_their_own() -> None:
+@pytest.mark.parametrize("bits", OWN)
+def test_the_widths_have_names_and_rows_of_their_own(bits: int) -> None:
     names = {row["name"] for row in testing.rows()}
-    for bits in OWN:
-        facts = _C.FORMAT_FACTS[f"int{bits}"]
-        assert (facts["bits"], facts["zero"], facts["code_max"]) == (bits, 2 ** (bits - 1), 2**bits - 1)
-        assert {f"linear_int{bits}_scalar", f"linear_int{bits}_int8_scalar"} <= names
+    facts = _C.FORMAT_FACTS[f"int{bits}"]
+    assert (facts["bits"], facts["zero"], facts["code_max"]) == (bits, 2 ** (bits - 1), 2**bits - 1)
+    assert {f"linear_int{bits}_scalar", f"linear_int{bits}_int8_scalar"} <= names

@@ -70,7 +70,7 @@ def test_version_1_had_no_layout_and_was_in_panels():
     assert stored.layout == "x86-panel-16x64" and stored.spec == LinearSpec("int4", 32)
 
 
-def test_numbers_of_later_versions_are_refused_by_name():
+def test_numbers_of_later_versions_are_refused_by_name(subtests):
     version, format, *rest, layout = SPECS[0].layout(48, 100)
     for numbers, text in (
         ((version + 1, format, *rest, layout, 7), rf"layout version {version + 1}, known are 1 to {version}"),
@@ -81,7 +81,7 @@ def test_numbers_of_later_versions_are_refused_by_name():
         ((), "a layout of 0 numbers"),
         ((version, 99, *rest, layout), "format 99 with x_format 0"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with subtests.test(numbers=numbers), pytest.raises(ValueError, match=text):
             StoredWeight.read(numbers)
 
 

@@ -64,24 +64,26 @@ def test_an_unknown_name_is_refused_as_python_refuses_it():
         from lowbit import nonsense  # noqa: F401
 
 
-def test_what_is_told_to_use_exists():
+def test_what_is_told_to_use_exists(subtests):
     for name, text in INSTEAD.items():
-        words = [word.strip("`,;:()") for word in text.replace("(", " ").split()]
-        known = (*dir(lowbit), "docs/recipes/add_a_format", "torch")
-        assert any(word.removeprefix("lowbit.").split(".")[0] in known for word in words), name
-        assert not hasattr(lowbit, name)
+        with subtests.test(name):
+            words = [word.strip("`,;:()") for word in text.replace("(", " ").split()]
+            known = (*dir(lowbit), "docs/recipes/add_a_format", "torch")
+            assert any(word.removeprefix("lowbit.").split(".")[0] in known for word in words), name
+            assert not hasattr(lowbit, name)
 
 
-def test_every_public_name_of_torchao_is_here_or_says_what_to_take():
+def test_every_public_name_of_torchao_is_here_or_says_what_to_take(subtests):
     torchao = pytest.importorskip("torchao.quantization")
     names = [*torchao.__all__, *importlib.import_module("torchao.optim").__all__]
     for name in names:
-        if name.startswith("_") or hasattr(lowbit, name):
-            continue
-        assert name in INSTEAD, name
+        with subtests.test(name):
+            if name.startswith("_") or hasattr(lowbit, name):
+                continue
+            assert name in INSTEAD, name
 
 
-def test_torchaos_own_objects_are_read():
+def test_torchaos_own_objects_are_read(subtests):
     ao = pytest.importorskip("torchao.quantization")
     group, symmetric, asymmetric = ao.PerGroup, ao.MappingType.SYMMETRIC, ao.MappingType.ASYMMETRIC
     intx, dynamic_intx, dynamic_int8 = ao.IntxWeightOnlyConfig, ao.Int8DynamicActivationIntxWeightConfig, ao.Int8DynamicActivationInt8WeightConfig
@@ -102,13 +104,14 @@ def test_torchaos_own_objects_are_read():
         (dynamic_intx(torch.int8, ao.PerAxis(0), act_mapping_type=symmetric), LinearSpec("int8", x_format="int8_row")),
     ]  # fmt: skip
     for config, wanted in cases:
-        assert spec_of(from_torchao(config)) == wanted, config
-        model = nn.Sequential(nn.Linear(64, 32))
-        report = lowbit.quantize_(model, config)
-        assert report.rows[0].format == model[0].spec.name == wanted.name
+        with subtests.test(str(config)):
+            assert spec_of(from_torchao(config)) == wanted, config
+            model = nn.Sequential(nn.Linear(64, 32))
+            report = lowbit.quantize_(model, config)
+            assert report.rows[0].format == model[0].spec.name == wanted.name
 
 
-def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_take():
+def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_take(subtests):
     ao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 32))
     for config, kind, text in [
@@ -120,7 +123,7 @@ def test_what_torchaos_object_asks_for_and_is_not_here_is_refused_with_what_to_t
         (ao.Int4WeightOnlyConfig(int4_packing_format="preshuffled"), ValueError, "int4_packing_format must be 'plain'"),
         (ao.Int8WeightOnlyConfig(granularity=ao.PerTensor()), ValueError, r"must be PerRow\(\) or PerGroup\(n\), got .*less precise"),
     ]:  # fmt: skip
-        with pytest.raises(kind, match=text):
+        with subtests.test(text), pytest.raises(kind, match=text):
             lowbit.quantize_(model, config)
     assert type(model[0]) is nn.Linear
 

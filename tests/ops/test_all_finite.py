@@ -14,7 +14,7 @@ LENGTHS = (1, 2, 15, 64, 65, 4099)
 @pytest.mark.core
 @pytest.mark.parametrize("row", [str(row["name"]) for row in testing.rows("all_finite")])
 @pytest.mark.parametrize("dtype", testing.DTYPES)
-def test_one_bad_element_is_found_wherever_it_is(row: str, dtype: str) -> None:
+def test_one_bad_element_is_found_wherever_it_is(row: str, dtype: str, subtests: pytest.Subtests) -> None:
     of = getattr(torch, dtype)
     with force_kernel(row):
         for length in LENGTHS:
@@ -22,7 +22,8 @@ def test_one_bad_element_is_found_wherever_it_is(row: str, dtype: str) -> None:
             assert _C.all_finite(x), length
             for place in {0, length // 2, length - 1}:
                 for bad in (torch.inf, -torch.inf, torch.nan):
-                    spoiled = x.clone()
-                    spoiled[place] = bad
-                    assert not _C.all_finite(spoiled), (length, place, bad)
+                    with subtests.test(length=length, place=place, bad=bad):
+                        spoiled = x.clone()
+                        spoiled[place] = bad
+                        assert not _C.all_finite(spoiled), (length, place, bad)
     assert _C.last_kernel("all_finite") == row

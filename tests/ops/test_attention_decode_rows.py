@@ -39,18 +39,19 @@ def test_a_decode_row_computes_attention(row: str) -> None:
     assert (out.double() - wanted(q, k, v, mask)).abs().max() < limit
 
 
-def test_a_decode_row_is_taken_for_few_queries_and_no_other(row: str) -> None:
+def test_a_decode_row_is_taken_for_few_queries_and_no_other(row: str, subtests: pytest.Subtests) -> None:
     with torch.no_grad():
         for length, decodes in ((8, True), (9, False)):  # two query heads a kv head: 16 rows
-            attention(*inputs(row, length), scale=0.2)
-            assert ("_decode_" in _C.last_kernel("attention_forward")) == decodes
+            with subtests.test(length=length):
+                attention(*inputs(row, length), scale=0.2)
+                assert ("_decode_" in _C.last_kernel("attention_forward")) == decodes
 
 
-def test_a_decode_row_refuses_what_it_does_not_keep(row: str) -> None:
+def test_a_decode_row_refuses_what_it_does_not_keep(row: str, subtests: pytest.Subtests) -> None:
     q, k, v = inputs(row)
     with torch.no_grad(), lowbit.force_kernel(row):
         for change in ({"want_max_scores": True}, {"dropout_p": 0.5}):
-            with pytest.raises(NotImplementedError, match="are not kept by decode"):
+            with subtests.test(change=change), pytest.raises(NotImplementedError, match="are not kept by decode"):
                 attention(q, k, v, scale=0.2, **change)
         with pytest.raises(NotImplementedError, match="not few queries"):
             attention(*inputs(row, 20), scale=0.2)

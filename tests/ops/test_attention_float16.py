@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from row_fixture import fixture_of
 from torch import Tensor
@@ -83,19 +84,19 @@ def test_scores_far_beyond_float16_are_sums_of_float32(row: str) -> None:
     assert all(grad.isfinite().all() for grad in gradients(row, out, (q, k, v), torch.ones_like(out)))
 
 
-def test_head_dimensions_groups_tails_and_strides(row: str) -> None:
-    sizes = ((64, 64), (80, 80), (96, 128), (128, 96), (256, 256), (33, 7))
+def test_head_dimensions_groups_tails_and_strides(row: str, subtests: pytest.Subtests) -> None:
+    sizes, call = ((64, 64), (80, 80), (96, 128), (128, 96), (256, 256), (33, 7)), lowbit.scaled_dot_product_attention
     for (e, ev), (length, keys, causal) in itertools.product(sizes, ((40, 300, False), (129, 257, True))):
-        q = torch.randn(1, length, 4, e).half().transpose(1, 2).requires_grad_()
-        k, v = (torch.randn(1, keys, 2, 2 * n).half().transpose(1, 2)[..., :n].requires_grad_() for n in (e, ev))
-        call = lowbit.scaled_dot_product_attention
-        out = forward(row, lambda q=q, k=k, v=v, causal=causal: call(q, k, v, is_causal=causal, enable_gqa=True))
-        grad_out = torch.randn_like(out)
-        found = out, *gradients(row, out, (q, k, v), grad_out)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        wide = [x.repeat_interleave(2, 1) if i else x for i, x in enumerate(exact)]
-        result = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=causal)
-        wanted = result, *torch.autograd.grad(result, exact, grad_out.double())
-        for name, a, w in zip(("out", "q", "k", "v"), found, wanted, strict=True):
-            allowed = 2**-15 * w.abs().max() + testing.ROUNDOFF["float16"] * w.abs()
-            assert ((a.double() - w).abs() <= allowed).all(), (name, e, ev, length, keys, causal)
+        with subtests.test(e=e, ev=ev, length=length, keys=keys, causal=causal):
+            q = torch.randn(1, length, 4, e).half().transpose(1, 2).requires_grad_()
+            k, v = (torch.randn(1, keys, 2, 2 * n).half().transpose(1, 2)[..., :n].requires_grad_() for n in (e, ev))
+            out = forward(row, lambda q=q, k=k, v=v, causal=causal: call(q, k, v, is_causal=causal, enable_gqa=True))
+            grad_out = torch.randn_like(out)
+            found = out, *gradients(row, out, (q, k, v), grad_out)
+            exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+            wide = [x.repeat_interleave(2, 1) if i else x for i, x in enumerate(exact)]
+            result = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=causal)
+            wanted = result, *torch.autograd.grad(result, exact, grad_out.double())
+            for name, a, w in zip(("out", "q", "k", "v"), found, wanted, strict=True):
+                allowed = 2**-15 * w.abs().max() + testing.ROUNDOFF["float16"] * w.abs()
+                assert ((a.double() - w).abs() <= allowed).all(), (name, e, ev, length, keys, causal)

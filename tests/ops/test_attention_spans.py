@@ -64,7 +64,7 @@ def masks(length: int, kv_length: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", list(masks(1, 1)))
 @pytest.mark.parametrize("sizes", [(1, 1), (131, 257), (300, 150)], ids=str)
-def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tuple[int, int]) -> None:
+def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tuple[int, int], subtests: pytest.Subtests) -> None:
     sizes = tuple(max(pair) for pair in zip(sizes, testing.fewest_scores(row), strict=True))
     keep = masks(*sizes)[name]
     q, k, v = (random(row, 1, 2, n, 24) for n in (sizes[0], sizes[1], sizes[1]))
@@ -72,24 +72,25 @@ def test_any_mask_gives_what_the_dense_one_does(row: str, name: str, sizes: tupl
     p = ProgramBuilder()
     biased = p.finish(p.op("add", p.op("score"), p.gather(p.captured("float", 3), p.op("h"), p.op("q"), p.op("k"))))
     for causal in (False, True):
-        with lowbit.force_kernel(row):
-            out, lse, _ = attention(
-                q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
-            )
-        assert _C.last_kernel("attention_forward") == row
-        seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
-        scores = q.double() @ k.double().mT * 0.2 + bias.double()
-        wanted, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf), v.double())
-        assert torch.equal(lse == -math.inf, (wanted_lse == -math.inf))
-        assert (out.double() - wanted).abs().max() < 1e-5 + rounding(row)
-        some = seen.any(-1)
-        assert not some.any() or (lse.double() - wanted_lse)[..., some].abs().max() < 1e-5
+        with subtests.test(causal=causal):
+            with lowbit.force_kernel(row):
+                out, lse, _ = attention(
+                    q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
+                )
+            assert _C.last_kernel("attention_forward") == row
+            seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
+            scores = q.double() @ k.double().mT * 0.2 + bias.double()
+            wanted, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf), v.double())
+            assert torch.equal(lse == -math.inf, (wanted_lse == -math.inf))
+            assert (out.double() - wanted).abs().max() < 1e-5 + rounding(row)
+            some = seen.any(-1)
+            assert not some.any() or (lse.double() - wanted_lse)[..., some].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", list(masks(1, 1)))
 @pytest.mark.parametrize("sizes", [(1, 1), (131, 257), (300, 150)], ids=str)
 @pytest.mark.parametrize("captured_gradient", [False, True], ids=["head by head", "with a bias"])
-def test_gradients_of_any_mask_are_those_of_the_dense_one(backward_row: str, name: str, sizes: tuple[int, int], captured_gradient: bool) -> None:
+def test_gradients_of_any_mask_are_those_of_the_dense_one(backward_row: str, name: str, sizes: tuple[int, int], captured_gradient: bool, subtests: pytest.Subtests) -> None:
     """Without and with gradients of the bias: a task is a kv head, or a tile of keys or of queries."""
     sizes = tuple(max(pair) for pair in zip(sizes, testing.fewest_scores(backward_row), strict=True))
     keep = masks(*sizes)[name]
@@ -99,22 +100,23 @@ def test_gradients_of_any_mask_are_those_of_the_dense_one(backward_row: str, nam
     biased = p.finish(p.op("add", p.op("score"), p.gather(p.captured("float", 3), p.op("h"), p.op("q"), p.op("k"))))
     inputs = (q, k, v, bias) if captured_gradient else (q, k, v)
     for causal in (False, True):
-        with lowbit.force_kernel(backward_row):
-            out, lse, _ = attention(
-                q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
-            )
-            grads = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -math.inf, 0.0)
-            found = torch.autograd.grad((out, lse), inputs, grads)
-        assert _C.last_kernel("attention_backward") == backward_row
-        seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
-        wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
-        scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.2 + wide[3]
-        some = seen.any(-1)  # softmax of nothing but -inf has no gradient in torch, not 0
-        wanted_out, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf)[..., some, :], wide[2].repeat_interleave(2, 1))
-        wanted = torch.autograd.grad((wanted_out, wanted_lse), wide[: len(inputs)], [g[:, :, some].double() for g in grads], allow_unused=True)
-        for a, w in zip(found, wanted, strict=True):
-            w = torch.zeros_like(a, dtype=torch.float64) if w is None else w
-            assert (a.double() - w).abs().max() < (2e-5 + rounding(backward_row)) * max(1.0, w.abs().max().item())
+        with subtests.test(causal=causal):
+            with lowbit.force_kernel(backward_row):
+                out, lse, _ = attention(
+                    q, k, v, scale=0.2, causal=causal, score_mod=biased, score_captured=[bias], mask_mod=table_mask(), mask_captured=[keep]
+                )
+                grads = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -math.inf, 0.0)
+                found = torch.autograd.grad((out, lse), inputs, grads)
+            assert _C.last_kernel("attention_backward") == backward_row
+            seen = keep & (torch.arange(sizes[1]) <= torch.arange(sizes[0])[:, None]) if causal else keep
+            wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
+            scores = wide[0] @ wide[1].repeat_interleave(2, 1).mT * 0.2 + wide[3]
+            some = seen.any(-1)  # softmax of nothing but -inf has no gradient in torch, not 0
+            wanted_out, wanted_lse = softmax_of(scores.masked_fill(~seen, -math.inf)[..., some, :], wide[2].repeat_interleave(2, 1))
+            wanted = torch.autograd.grad((wanted_out, wanted_lse), wide[: len(inputs)], [g[:, :, some].double() for g in grads], allow_unused=True)
+            for a, w in zip(found, wanted, strict=True):
+                w = torch.zeros_like(a, dtype=torch.float64) if w is None else w
+                assert (a.double() - w).abs().max() < (2e-5 + rounding(backward_row)) * max(1.0, w.abs().max().item())
 
 
 def test_a_mod_whose_derivative_is_infinite_at_0_has_finite_gradients_under_a_mask(backward_row: str) -> None:
@@ -185,7 +187,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_alone(row: str, what: floa
     assert torch.equal(out[0, 0, others], clean[0, 0, others])
 
 
-def test_the_rows_around_a_row_do_not_change_its_bits(row: str) -> None:
+def test_the_rows_around_a_row_do_not_change_its_bits(row: str, subtests: pytest.Subtests) -> None:
     """Tiles, blocks of rows and spans depend on how many rows there are; what a row sums and in which order does not."""
     length = 290
     q, k, v = (random(row, 1, 1, length, 32) for _ in range(3))
@@ -193,5 +195,6 @@ def test_the_rows_around_a_row_do_not_change_its_bits(row: str) -> None:
     with lowbit.force_kernel(row):
         whole, *_ = attention(q, k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep])
         for first, last in ((0, 33), (17, 18 + 47), (100, 290)):
-            part, *_ = attention(q[:, :, first:last], k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep[first:last].contiguous()])
-            assert torch.equal(part, whole[:, :, first:last])
+            with subtests.test(first=first, last=last):
+                part, *_ = attention(q[:, :, first:last], k, v, scale=0.2, mask_mod=table_mask(), mask_captured=[keep[first:last].contiguous()])
+                assert torch.equal(part, whole[:, :, first:last])

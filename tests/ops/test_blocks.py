@@ -54,7 +54,7 @@ def weight_of(format: str, numel: int, block_size: int, nested: bool) -> tuple[l
     "m, n, k", [(1, 1, 8), (1, 17, 128), (2, 3, 136), (3, 33, 64), (4, 16, 392), (5, 6, 1000), (9, 18, 264), (1, 300, 1024)]
 )
 def test_every_row_is_within_the_roundings_of_its_sums(
-    forced: Callable[..., None], m: int, n: int, k: int, format: str, block_size: int, nested: bool
+    forced: Callable[..., None], m: int, n: int, k: int, format: str, block_size: int, nested: bool, subtests: pytest.Subtests
 ) -> None:
     """Blocks end with rows or not; k = 136, 392, 1000, 264 end inside of a chunk; the last shape has several threads."""
     stored, parts, weights = weight_of(format, n * k, block_size, nested)
@@ -62,14 +62,15 @@ def test_every_row_is_within_the_roundings_of_its_sums(
     for dtype in FLOATS:
         x, y = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
         for bias in (None, torch.randn(n).to(dtype)):
-            forced("blocks_linear", format, x, *stored, _C.FORMATS[format], block_size, y, bias, *parts)
-            added = 0 if bias is None else bias.double()
-            wanted = x.double() @ weights.T + added
-            magnitude = x.double().abs() @ weights.abs().T + abs(added)
-            error = (k + 4) * testing.ROUNDOFF["float32"] * magnitude
-            rounding = testing.ROUNDOFF[str(dtype).removeprefix("torch.")] * (wanted.abs() + error)
-            smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-            testing.assert_within(y, wanted, error + rounding + smallest, what=f"{format} {dtype}")
+            with subtests.test(dtype=dtype, bias=bias is not None):
+                forced("blocks_linear", format, x, *stored, _C.FORMATS[format], block_size, y, bias, *parts)
+                added = 0 if bias is None else bias.double()
+                wanted = x.double() @ weights.T + added
+                magnitude = x.double().abs() @ weights.abs().T + abs(added)
+                error = (k + 4) * testing.ROUNDOFF["float32"] * magnitude
+                rounding = testing.ROUNDOFF[str(dtype).removeprefix("torch.")] * (wanted.abs() + error)
+                smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+                testing.assert_within(y, wanted, error + rounding + smallest, what=f"{format} {dtype}")
 
 
 @pytest.mark.core(*ROWS["blocks_dequantize"])
@@ -78,30 +79,32 @@ def test_every_row_is_within_the_roundings_of_its_sums(
 @pytest.mark.parametrize("format", ["nf4", "fp4"])
 @pytest.mark.parametrize("numel", [1, 2, 31, 32, 33, 200, 4097, 100003])
 def test_weights_are_those_of_float32(
-    forced: Callable[..., None], numel: int, format: str, block_size: int, nested: bool
+    forced: Callable[..., None], numel: int, format: str, block_size: int, nested: bool, subtests: pytest.Subtests
 ) -> None:
     stored, parts, weights = weight_of(format, numel, block_size, nested)
     for dtype in FLOATS:
         for begin in {0, numel // 2 // 32 * 32}:
-            out = torch.empty(numel - begin, dtype=dtype)
-            arguments = (*stored, _C.FORMATS[format], block_size, numel, begin, out, *parts)
-            forced("blocks_dequantize", format, *arguments)
-            assert torch.equal(out, weights[begin:].to(dtype)), (dtype, begin)
+            with subtests.test(dtype=dtype, begin=begin):
+                out = torch.empty(numel - begin, dtype=dtype)
+                arguments = (*stored, _C.FORMATS[format], block_size, numel, begin, out, *parts)
+                forced("blocks_dequantize", format, *arguments)
+                assert torch.equal(out, weights[begin:].to(dtype)), (dtype, begin)
 
 
 @pytest.mark.core(*ROWS["int8_linear"])
 @pytest.mark.parametrize("m, n, k", [(1, 1, 1), (1, 17, 32), (2, 3, 31), (4, 16, 64), (5, 6, 1000), (9, 300, 1029)])
-def test_int8_is_exact_until_it_is_scaled(forced: Callable[..., None], m: int, n: int, k: int) -> None:
+def test_int8_is_exact_until_it_is_scaled(forced: Callable[..., None], m: int, n: int, k: int, subtests: pytest.Subtests) -> None:
     x, weight = (torch.randint(-128, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
     x[0] = weight[0] = -128  # the largest sum
     row_scale, column_scale = torch.rand(m), torch.rand(n)
     sums = (x.long() @ weight.long().T).int()
     for dtype in FLOATS:
         for bias in (None, torch.randn(n).to(dtype)):
-            y = torch.empty(m, n, dtype=dtype)
-            forced("int8_linear", "", x, weight, row_scale, column_scale, y, bias)
-            wanted = sums * (row_scale[:, None] * column_scale) * 6.200124e-05
-            assert torch.equal(y, (wanted if bias is None else wanted + bias).to(dtype))
+            with subtests.test(dtype=dtype, bias=bias is not None):
+                y = torch.empty(m, n, dtype=dtype)
+                forced("int8_linear", "", x, weight, row_scale, column_scale, y, bias)
+                wanted = sums * (row_scale[:, None] * column_scale) * 6.200124e-05
+                assert torch.equal(y, (wanted if bias is None else wanted + bias).to(dtype))
 
 
 def test_a_weight_may_change_between_calls() -> None:

@@ -173,23 +173,25 @@ row = fixture_of(ROWS)
 
 
 @pytest.mark.core
-def test_every_row_is_within_budget_of_float64(row: str) -> None:
+def test_every_row_is_within_budget_of_float64(row: str, subtests: pytest.Subtests) -> None:
     for case in cases(kind_of(row)):
-        data = make(case)
-        out, lse = run(data, row)
-        testing.assert_within(out, data.out, data.allowed, f"{case} by {row}")
-        testing.assert_within(lse, data.lse, data.allowed_lse, f"lse of {case} by {row}")
+        with subtests.test(str(case)):
+            data = make(case)
+            out, lse = run(data, row)
+            testing.assert_within(out, data.out, data.allowed, f"{case} by {row}")
+            testing.assert_within(lse, data.lse, data.allowed_lse, f"lse of {case} by {row}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_all_instruction_sets_agree_bit_for_bit(kind: str) -> None:
+def test_rows_of_all_instruction_sets_agree_bit_for_bit(kind: str, subtests: pytest.Subtests) -> None:
     rows = [str(row["name"]) for row in ROWS if row["available"] and kind_of(str(row["name"])) == kind]
     assert len(rows) > 1
     for case in cases(kind)[:6]:
-        data = make(case)
-        results = [run(data, row) for row in rows]
-        for name, (out, lse) in zip(rows, results, strict=True):
-            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{name} differs from {rows[0]} on {case}"
+        with subtests.test(str(case)):
+            data = make(case)
+            results = [run(data, row) for row in rows]
+            for name, (out, lse) in zip(rows, results, strict=True):
+                assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{name} differs from {rows[0]} on {case}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -248,11 +248,11 @@ def test_a_bad_argument_is_named_and_nothing_is_written(change: Any, error: type
         assert torch.equal(one["keys"], other["keys"]) and torch.equal(one["values"], other["values"])
 
 
-def test_a_tangent_is_refused_and_nothing_is_written() -> None:
+def test_a_tangent_is_refused_and_nothing_is_written(subtests: pytest.Subtests) -> None:
     layers = [layer(0, FORMATS["float"], torch.float32, 2, False, False, 2)]
     before, call = copied(layers), arguments(layers, torch.randn(2, 3, HIDDEN))
     for name in ("x", "cos"):
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decoder_layers: no forward-mode derivative"):
+        with subtests.test(name), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="decoder_layers: no forward-mode derivative"):
             decoder_layers(**call | {name: forward_ad.make_dual(call[name], torch.ones_like(call[name]))})
     assert torch.equal(layers[0]["keys"], before[0]["keys"]) and torch.equal(layers[0]["values"], before[0]["values"])
     wanted = one_by_one(before, call)

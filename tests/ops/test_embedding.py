@@ -31,7 +31,7 @@ def embedding(weight: Tensor, indices: Tensor, dtype: torch.dtype, case: tuple[s
 
 @pytest.mark.core(*ROWS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_row_gives_the_rows_of_the_decoded_weight(case: tuple[str, int, str]) -> None:
+def test_every_row_gives_the_rows_of_the_decoded_weight(case: tuple[str, int, str], subtests: pytest.Subtests) -> None:
     """Scale, zero point and the products of both are three roundings of float32; storing is one of the dtype."""
     format, group_size, mapping = case
     for i, k in enumerate((1, 15, 16, 17, 70, 300)):
@@ -45,20 +45,22 @@ def test_every_row_gives_the_rows_of_the_decoded_weight(case: tuple[str, int, st
             error = (4 * 2.0**-24 + testing.ROUNDOFF[str(dtype).removeprefix("torch.")]) * wanted[indices].abs()
             allowed = error + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
             for row in ROWS:
-                with lowbit.force_kernel(row):
-                    y = embedding(weight, indices, dtype, case, k, layout)
-                testing.assert_within(y, wanted[indices], allowed, what=f"{row} {layout} {dtype}")
-                assert y.dtype == dtype and _C.last_kernel("dequantize") == row
+                with subtests.test(k=k, layout=layout, row=row):
+                    with lowbit.force_kernel(row):
+                        y = embedding(weight, indices, dtype, case, k, layout)
+                    testing.assert_within(y, wanted[indices], allowed, what=f"{row} {layout} {dtype}")
+                    assert y.dtype == dtype and _C.last_kernel("dequantize") == row
 
 
-def test_any_shape_any_strides_both_dtypes_of_indices_and_none() -> None:
+def test_any_shape_any_strides_both_dtypes_of_indices_and_none(subtests: pytest.Subtests) -> None:
     case, k = ("int8", 32, "symmetric"), 40
     weight = testing.repack(testing.pack_weight(torch.randn(N, k), *case), _C.LAYOUT, "row-major", N, k, *case[:2])
     table = embedding(weight, torch.arange(N), torch.float32, case, k, "row-major")
     indices = torch.randint(0, N, (5, 4, 6))
     for given in (indices, indices.int(), indices.mT, indices[::2], indices[0, 0, 0], indices[:, :0], indices[:, 2, 1]):
-        y = embedding(weight, given, torch.float32, case, k, "row-major")
-        assert torch.equal(y, table[given.long()]) and y.is_contiguous()
+        with subtests.test(shape=tuple(given.shape), strides=given.stride(), dtype=given.dtype):
+            y = embedding(weight, given, torch.float32, case, k, "row-major")
+            assert torch.equal(y, table[given.long()]) and y.is_contiguous()
 
 
 @pytest.mark.parametrize("bad", [-1, N, 2**40, -(2**63)])

@@ -53,16 +53,17 @@ def extreme_data(case: LinearCase, weight_pattern: str, x_pattern: str) -> Linea
     return make_data(case, PATTERNS[x_pattern](case.m, K), PATTERNS[weight_pattern](N, K))
 
 
-def test_extreme_patterns_are_within_budget_on_every_row(kernel: str, served: Served) -> None:
+def test_extreme_patterns_are_within_budget_on_every_row(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     for case in served(CASES):
         turn = sum(divmod(CASES.index(case), len(CASES) // 3))  # the same formats for each m
         for weight_pattern, x_pattern in SHIFTS[turn % 3]:
-            data = extreme_data(case, weight_pattern, x_pattern)
-            what = f"{kernel} {case}, weight {weight_pattern}, x {x_pattern}"
-            assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, what)
+            with subtests.test(what=str(case), weight=weight_pattern, x=x_pattern):
+                data = extreme_data(case, weight_pattern, x_pattern)
+                what = f"{kernel} {case}, weight {weight_pattern}, x {x_pattern}"
+                assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, what)
 
 
-def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, served: Served) -> None:
+def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     """All -128 (or -8, 127, 7) against activations of +-127: the largest products there are, over a long k."""
     cases = [
         LinearCase(m, N, 2048, "float32", format, group_size, "symmetric", x_format)
@@ -73,8 +74,9 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, served: Serv
         # Asymmetric: the range 0..127 in 254 steps, the same value by two roundings.
         tolerance = 1e-5 if case.x_format == "int8_row_asymmetric" else (case.k + 8) * 2.0**-24
         for code in (0, 255 if case.format == "int8" else 15):
-            for y, wanted in largest_products(kernel, case, code):
-                torch.testing.assert_close(y, wanted, rtol=tolerance, atol=0)
+            with subtests.test(what=str(case), code=code):
+                for y, wanted in largest_products(kernel, case, code):
+                    torch.testing.assert_close(y, wanted, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_codes_at_the_end_of_the_range_do_not_overflow(kernel: str, served: Serv
 )
 @pytest.mark.parametrize("dtype", testing.DTYPES)
 def test_inf_and_nan_in_activations_reach_every_result_of_their_row(
-    dtype: str, format: str, group_size: int, x_format: str
+    dtype: str, format: str, group_size: int, x_format: str, subtests: pytest.Subtests
 ) -> None:
     turn = testing.DTYPES.index(dtype)  # each number of rows meets each of the three in some dtype, and each dtype too
     rows = [str(row["name"]) for row in testing.rows("linear") if row["available"]]
@@ -100,22 +102,24 @@ def test_inf_and_nan_in_activations_reach_every_result_of_their_row(
         taking = [row for row in rows if testing.serves(row, case)]
         assert taking, case
         for row in taking:
-            y = run_linear(case, data, row)
-            assert not y[m // 2].isfinite().any(), f"{row} {case}"
-            others = [i for i in range(m) if i != m // 2]
-            assert_within(y[others], data.wanted[others], data.allowed[others], f"{row} {case}")
+            with subtests.test(what=str(case), row=row):
+                y = run_linear(case, data, row)
+                assert not y[m // 2].isfinite().any(), f"{row} {case}"
+                others = [i for i in range(m) if i != m // 2]
+                assert_within(y[others], data.wanted[others], data.allowed[others], f"{row} {case}")
 
 
-def test_the_unit_matrix_gives_x_back_to_the_last_bit(kernel: str, served: Served) -> None:
+def test_the_unit_matrix_gives_x_back_to_the_last_bit(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     """Whatever parts a kernel cuts a float32 into, none is lost: also of rows at the ends of its range."""
     n = 37
     for case in served(LinearCase(m, n, n, "float32", format) for format in ("float32", "bfloat16", "float16") for m in (1, 9, 20, 70)):
-        x = torch.randn(case.m, n) * torch.tensor([1.0, 1e-37, 1e37, 1e-20])[torch.arange(case.m) % 4, None]
-        x[2::4, 3] = torch.finfo(torch.float32).max
-        assert torch.equal(run_linear(case, make_data(case, x, torch.eye(n)), kernel), x), f"{kernel} {case}"
+        with subtests.test(str(case)):
+            x = torch.randn(case.m, n) * torch.tensor([1.0, 1e-37, 1e37, 1e-20])[torch.arange(case.m) % 4, None]
+            x[2::4, 3] = torch.finfo(torch.float32).max
+            assert torch.equal(run_linear(case, make_data(case, x, torch.eye(n)), kernel), x), f"{kernel} {case}"
 
 
-def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str, served: Served) -> None:
+def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     """16 columns x 4 k without subnormals and zeros are decoded in fewer steps: with, without, with one of them."""
     n, k = 80, 128
     cases = served(LinearCase(m, n, k, "float32", "fp8_e4m3") for m in (1, 5, 9, 128))
@@ -128,21 +132,23 @@ def test_the_unit_matrix_gives_every_level_of_fp8_to_the_last_bit(kernel: str, s
     weight[::16, 9], weight[5::16, 18] = 0.0, -(2.0**-9)
     weight[:, 0] = levels[-1]  # every scale is 1
     for case in cases:
-        y = run_linear(case, make_data(case, torch.eye(k)[: case.m], weight), kernel)
-        assert torch.equal(y, weight.T[: case.m]), f"{kernel} {case}"
+        with subtests.test(str(case)):
+            y = run_linear(case, make_data(case, torch.eye(k)[: case.m], weight), kernel)
+            assert torch.equal(y, weight.T[: case.m]), f"{kernel} {case}"
 
 
-def test_zero_points_far_from_the_codes_are_exact(kernel: str, served: Served) -> None:
+def test_zero_points_far_from_the_codes_are_exact(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     """Those of imported weights need not lie among the codes, nor be whole."""
     m, n, k = 20, 19, 70
     for case in served(LinearCase(m, n, k, "float32", format, 32, "asymmetric") for format in ("int8", "int4")):
-        codes = torch.randint(2 ** _C.FORMAT_FACTS[case.format]["bits"], (n, k), dtype=torch.uint8)
-        zero = torch.tensor([-1000.0, -40.25, 7.5, 300.25, 0.0, 1000.0, 15.0])[torch.arange(n * 3) % 7].view(n, 3)
-        layer = lowbit.QuantLinear.pack(codes, torch.full((n, 3), 0.25), zero, LinearSpec(case.format, 32, True))
-        x, weight = torch.randn(m, k), 0.25 * (codes - zero.double().repeat_interleave(32, 1)[:, :k])
-        with lowbit.force_kernel(kernel):
-            y = layer(x)
-        assert_within(y, x.double() @ weight.T, (k + 8) * 2.0**-24 * (x.double().abs() @ weight.abs().T), kernel)
+        with subtests.test(str(case)):
+            codes = torch.randint(2 ** _C.FORMAT_FACTS[case.format]["bits"], (n, k), dtype=torch.uint8)
+            zero = torch.tensor([-1000.0, -40.25, 7.5, 300.25, 0.0, 1000.0, 15.0])[torch.arange(n * 3) % 7].view(n, 3)
+            layer = lowbit.QuantLinear.pack(codes, torch.full((n, 3), 0.25), zero, LinearSpec(case.format, 32, True))
+            x, weight = torch.randn(m, k), 0.25 * (codes - zero.double().repeat_interleave(32, 1)[:, :k])
+            with lowbit.force_kernel(kernel):
+                y = layer(x)
+            assert_within(y, x.double() @ weight.T, (k + 8) * 2.0**-24 * (x.double().abs() @ weight.abs().T), kernel)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -154,12 +160,13 @@ def test_inf_and_nan_in_weights_are_refused_at_packing(format: str, bad: float) 
         testing.pack_weight(weight, format)
 
 
-def test_zero_groups_decode_to_zero() -> None:
+def test_zero_groups_decode_to_zero(subtests: pytest.Subtests) -> None:
     for format, group_size, mapping, x_format in testing.format_cases():
-        if group_size == 32 and x_format == "float":
-            weight = torch.randn(20, 128)
-            weight[:, 32:64] = 0
-            weight[7] = 0
-            packed = testing.pack_weight(weight, format, 32, mapping)
-            decoded = testing.decode_weight(packed, 20, 128, format, 32, mapping).decode()
-            assert (decoded[:, 32:64] == 0).all() and (decoded[7] == 0).all() and decoded.isfinite().all()
+        with subtests.test(format=format, group_size=group_size, mapping=mapping, x_format=x_format):
+            if group_size == 32 and x_format == "float":
+                weight = torch.randn(20, 128)
+                weight[:, 32:64] = 0
+                weight[7] = 0
+                packed = testing.pack_weight(weight, format, 32, mapping)
+                decoded = testing.decode_weight(packed, 20, 128, format, 32, mapping).decode()
+                assert (decoded[:, 32:64] == 0).all() and (decoded[7] == 0).all() and decoded.isfinite().all()

@@ -41,22 +41,23 @@ def weight_of(n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", rows_of("fake_quantize"))
-def test_every_row_gives_the_weight_that_quantize_packs(row: str) -> None:
+def test_every_row_gives_the_weight_that_quantize_packs(row: str, subtests: pytest.Subtests) -> None:
     sizes = [(3, 1), (17, 33), (5, 160), (40, 257), (300, 1024)]  # the last is large enough for several threads
     for spec, dtype, (n, k) in zip(SPECS * 2, itertools.cycle(DTYPES), itertools.cycle(sizes), strict=False):
-        weight = weight_of(n, k, dtype)
-        previous = _C.force_kernel(row)
-        try:
-            out = fake_quantize_weight(weight, spec.fake_quantize_args)
-            codes, scale, zero = quantize_weight(weight, spec.fake_quantize_args)
-        finally:
-            _C.force_kernel(previous)
-        assert _C.last_kernel("fake_quantize") == row and out.dtype == dtype
-        packed = lowbit.QuantLinear.from_packed(pack_weight(weight, spec)[0], n, k, spec)
-        assert torch.equal(out, packed.dequantize(dtype)), spec
-        assert all(map(torch.equal, (codes, scale, zero), packed.unpack())), spec
-        wanted = reference_weights.quantize(weight, spec.format, spec.group_size, spec.mapping)
-        assert torch.equal(out, wanted.decode().float().to(dtype)), spec
+        with subtests.test(spec=spec.name, dtype=dtype, n=n, k=k):
+            weight = weight_of(n, k, dtype)
+            previous = _C.force_kernel(row)
+            try:
+                out = fake_quantize_weight(weight, spec.fake_quantize_args)
+                codes, scale, zero = quantize_weight(weight, spec.fake_quantize_args)
+            finally:
+                _C.force_kernel(previous)
+            assert _C.last_kernel("fake_quantize") == row and out.dtype == dtype
+            packed = lowbit.QuantLinear.from_packed(pack_weight(weight, spec)[0], n, k, spec)
+            assert torch.equal(out, packed.dequantize(dtype)), spec
+            assert all(map(torch.equal, (codes, scale, zero), packed.unpack())), spec
+            wanted = reference_weights.quantize(weight, spec.format, spec.group_size, spec.mapping)
+            assert torch.equal(out, wanted.decode().float().to(dtype)), spec
 
 
 def gradients_of(weight: Tensor, grad: Tensor, scale: Tensor, zero: Tensor, spec: LinearSpec) -> tuple[Tensor, ...]:
@@ -84,28 +85,29 @@ def gradients_of(weight: Tensor, grad: Tensor, scale: Tensor, zero: Tensor, spec
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", rows_of("fake_quantize_backward"))
-def test_every_row_gives_the_straight_through_gradient_and_that_of_the_scale(row: str) -> None:
+def test_every_row_gives_the_straight_through_gradient_and_that_of_the_scale(row: str, subtests: pytest.Subtests) -> None:
     """Given scales are half of those of the ranges, so that many codes are clipped."""
     clipped = 0
     for spec, dtype, (n, k) in zip(SPECS, itertools.cycle(DTYPES), itertools.cycle([(3, 33), (20, 257)]), strict=False):
-        weight, grad = weight_of(n, k, dtype), torch.randn(n, k).to(dtype)
-        _, scale, zero = quantize_weight(weight, spec.fake_quantize_args)
-        given = (scale / 2, zero if spec.asymmetric else None)
-        _, scale, zero = quantize_weight(weight, spec.fake_quantize_args, *given)
-        previous = _C.force_kernel(row)
-        try:
-            args = weight, scale, zero, *spec.fake_quantize_args[:2]
-            grad_weight, alone = grad.clone(), grad.clone()
-            grad_scale = torch.ops.lowbit.fake_quantize_backward_(grad_weight, *args, True)
-            assert _C.last_kernel("fake_quantize_backward") == row
-            none = torch.ops.lowbit.fake_quantize_backward_(alone, *args, False)
-        finally:
-            _C.force_kernel(previous)
-        wanted, of_scale, size = gradients_of(weight, grad, scale, zero, spec)
-        assert torch.equal(grad_weight, wanted) and torch.equal(alone, wanted) and none.numel() == 0, spec
-        terms = (spec.group_size or k) + 4
-        testing.assert_within(grad_scale, of_scale, terms * testing.ROUNDOFF["float32"] * size, what=f"{row} {spec}")
-        clipped += int((wanted != grad).sum())
+        with subtests.test(spec=spec.name, dtype=dtype, n=n, k=k):
+            weight, grad = weight_of(n, k, dtype), torch.randn(n, k).to(dtype)
+            _, scale, zero = quantize_weight(weight, spec.fake_quantize_args)
+            given = (scale / 2, zero if spec.asymmetric else None)
+            _, scale, zero = quantize_weight(weight, spec.fake_quantize_args, *given)
+            previous = _C.force_kernel(row)
+            try:
+                args = weight, scale, zero, *spec.fake_quantize_args[:2]
+                grad_weight, alone = grad.clone(), grad.clone()
+                grad_scale = torch.ops.lowbit.fake_quantize_backward_(grad_weight, *args, True)
+                assert _C.last_kernel("fake_quantize_backward") == row
+                none = torch.ops.lowbit.fake_quantize_backward_(alone, *args, False)
+            finally:
+                _C.force_kernel(previous)
+            wanted, of_scale, size = gradients_of(weight, grad, scale, zero, spec)
+            assert torch.equal(grad_weight, wanted) and torch.equal(alone, wanted) and none.numel() == 0, spec
+            terms = (spec.group_size or k) + 4
+            testing.assert_within(grad_scale, of_scale, terms * testing.ROUNDOFF["float32"] * size, what=f"{row} {spec}")
+            clipped += int((wanted != grad).sum())
     assert clipped > 1000
 
 
@@ -125,7 +127,7 @@ def test_autograd_gives_these_gradients_and_none_where_none_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("group_size", [0, 32])
-def test_what_is_not_finite_makes_its_group_nan(group_size: int) -> None:
+def test_what_is_not_finite_makes_its_group_nan(group_size: int, subtests: pytest.Subtests) -> None:
     spec = LinearSpec("int8", group_size, scale="absmax")
     weight = torch.randn(4, 64)
     given = quantize_weight(weight, spec.fake_quantize_args)[1]
@@ -133,31 +135,33 @@ def test_what_is_not_finite_makes_its_group_nan(group_size: int) -> None:
     nan = torch.zeros(4, 64, dtype=torch.bool)
     nan[1, : group_size or 64], nan[2, 64 - (group_size or 64) :] = True, True
     for scale in (None, given):
-        assert torch.equal(fake_quantize_weight(weight, spec.fake_quantize_args, scale).isnan(), nan)
+        with subtests.test(given=scale is not None):
+            assert torch.equal(fake_quantize_weight(weight, spec.fake_quantize_args, scale).isnan(), nan)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", rows_of("fake_quantize_activations"))
-def test_every_row_rounds_activations_as_the_reference(row: str) -> None:
+def test_every_row_rounds_activations_as_the_reference(row: str, subtests: pytest.Subtests) -> None:
     for (m, k), dtype, x_format, group_size in itertools.product(
         [(1, 1), (3, 33), (2, 160), (600, 257)], DTYPES, X_FORMATS, (0, 32, 128)
     ):
-        x = (torch.randn(m, k) * torch.logspace(-3, 2, m)[:, None] + 0.3).to(dtype)
-        x[0] = 0
-        previous = _C.force_kernel(row)
-        try:
-            out = fake_quantize_activations(x, _C.X_FORMATS[x_format], group_size)
-        finally:
-            _C.force_kernel(previous)
-        assert _C.last_kernel("fake_quantize_activations") == row
-        wanted = reference_activations.quantize_activations(x, x_format, group_size).decode()
-        assert torch.equal(out, wanted.float().to(dtype)), (m, k, dtype, x_format, group_size)
+        with subtests.test(m=m, k=k, dtype=dtype, x_format=x_format, group_size=group_size):
+            x = (torch.randn(m, k) * torch.logspace(-3, 2, m)[:, None] + 0.3).to(dtype)
+            x[0] = 0
+            previous = _C.force_kernel(row)
+            try:
+                out = fake_quantize_activations(x, _C.X_FORMATS[x_format], group_size)
+            finally:
+                _C.force_kernel(previous)
+            assert _C.last_kernel("fake_quantize_activations") == row
+            wanted = reference_activations.quantize_activations(x, x_format, group_size).decode()
+            assert torch.equal(out, wanted.float().to(dtype)), (m, k, dtype, x_format, group_size)
 
 
 @pytest.mark.parametrize("group_size", [0, 32])
 @pytest.mark.parametrize("x_format", [name for name in X_FORMATS if name.startswith("int8")])
 @pytest.mark.parametrize("row", [name for name in rows_of("linear") if name.startswith("linear_int8_int8_")])
-def test_the_kernels_of_linear_multiply_these_activations(row: str, x_format: str, group_size: int) -> None:
+def test_the_kernels_of_linear_multiply_these_activations(row: str, x_format: str, group_size: int, subtests: pytest.Subtests) -> None:
     """By the identity: each result is one activation, exact but for the offset of an asymmetric row, which is added."""
     k, codes = 96, (128 + torch.eye(96)).to(torch.uint8)
     spec = LinearSpec("int8", group_size, x_format=x_format, scale="absmax")
@@ -166,19 +170,20 @@ def test_the_kernels_of_linear_multiply_these_activations(row: str, x_format: st
     wanted = fake_quantize_activations(x, _C.X_FORMATS[x_format], group_size)
     served = 0
     for m in (1, 5, 33):
-        if not testing.serves(row, testing.LinearCase(m, k, k, group_size=group_size, x_format=x_format)):
-            continue
-        previous = _C.force_kernel(row)
-        try:
-            y = layer(x[:m])
-        finally:
-            _C.force_kernel(previous)
-        served += 1
-        if x_format != "int8_row_asymmetric":
-            assert torch.equal(y, wanted[:m])
-        else:
-            size = wanted[:m].abs() + 255 * (x[:m].amax(1, True) - x[:m].amin(1, True)) / 254
-            testing.assert_within(y, wanted[:m].double(), 4 * testing.ROUNDOFF["float32"] * size.double(), what=row)
+        with subtests.test(m=m):
+            if not testing.serves(row, testing.LinearCase(m, k, k, group_size=group_size, x_format=x_format)):
+                continue
+            previous = _C.force_kernel(row)
+            try:
+                y = layer(x[:m])
+            finally:
+                _C.force_kernel(previous)
+            served += 1
+            if x_format != "int8_row_asymmetric":
+                assert torch.equal(y, wanted[:m])
+            else:
+                size = wanted[:m].abs() + 255 * (x[:m].amax(1, True) - x[:m].amin(1, True)) / 254
+                testing.assert_within(y, wanted[:m].double(), 4 * testing.ROUNDOFF["float32"] * size.double(), what=row)
     assert served
 
 

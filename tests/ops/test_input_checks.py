@@ -168,7 +168,7 @@ def test_quantize_refuses_bad_input(changes: dict[str, Any], kind: type[Exceptio
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantized_tensors_of_torch_are_refused_by_name() -> None:
+def test_quantized_tensors_of_torch_are_refused_by_name(subtests: pytest.Subtests) -> None:
     x = torch.randn(1, 2, 3, 32)
     codes, scale, indices = torch.empty(1, 2, 3, 32, dtype=torch.int8), torch.empty(1, 2, 3, 1), torch.arange(3)
     packed = torch.zeros(2, 4096, dtype=torch.uint8)
@@ -188,5 +188,5 @@ def test_quantized_tensors_of_torch_are_refused_by_name() -> None:
         "embedding: indices": lambda: ops.embedding(packed, quantized(indices), x, 32, 32, 0, 0, False, 0),
     }  # fmt: skip
     for name, call in calls.items():
-        with pytest.raises(TypeError, match=f"^{name} must be"):
+        with subtests.test(name), pytest.raises(TypeError, match=f"^{name} must be"):
             call()

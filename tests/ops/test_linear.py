@@ -25,17 +25,18 @@ def cases_of(row: str) -> list[LinearCase]:
 
 
 @pytest.mark.core
-def test_row_is_within_budget_of_the_float64_reference(kernel: str) -> None:
+def test_row_is_within_budget_of_the_float64_reference(kernel: str, subtests: pytest.Subtests) -> None:
     cases = cases_of(kernel)
     if not cases and kernel.endswith("_onednn"):
         pytest.skip(f"oneDNN {_C.onednn.facts()['version']} has no {kernel} on this machine")
     assert cases, f"no case reaches row {kernel}"
     for case in cases:
-        data = cached_data(case)
-        assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+        with subtests.test(str(case)):
+            data = cached_data(case)
+            assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
 
 
-def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
+def test_every_post_op_chain_is_within_budget(kernel: str, subtests: pytest.Subtests) -> None:
     """Each row has every activation with every dtype, each pair with one of the 12 (bias, mul, add); 12 rows in turn have the full product.
 
     All rows of an instruction set have one epilogue (cpu/linear/epilogue.hpp). oneDNN's activations are tested in tests/onednn too.
@@ -43,20 +44,21 @@ def test_every_post_op_chain_is_within_budget(kernel: str) -> None:
     tested = 0
     ends = list(itertools.product((None, "float32", "dtype of x"), (False, True), (False, True)))
     for i, (dtype, activation) in enumerate(itertools.product(testing.DTYPES, testing.ACTIVATIONS)):
-        chain = ends[(i + ROWS.index(kernel)) % len(ends)]
-        cases = (
-            LinearCase(m, 37, 70, dtype, format, group_size, "symmetric", x_format, chain[0], activation, *chain[1:])
-            for format, x_format in _formats_of(kernel)
-            for m, group_size in ((5, 0), (5, 32), (70, 0), (1, 0), (1, 32))
-            if _C.FORMAT_FACTS[format]["kind"] != "float" or group_size == 0
-        )
-        case = next((case for case in cases if testing.serves(kernel, case)), None)
-        if case is None and (kernel.endswith("_onednn") or "_avx512_bf16" in kernel and dtype != "bfloat16"):
-            continue  # oneDNN has not every activation and dtype
-        assert case, f"no case of {dtype} and {activation} reaches {kernel}"
-        data = cached_data(case)
-        assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
-        tested += 1
+        with subtests.test(dtype=dtype, activation=activation):
+            chain = ends[(i + ROWS.index(kernel)) % len(ends)]
+            cases = (
+                LinearCase(m, 37, 70, dtype, format, group_size, "symmetric", x_format, chain[0], activation, *chain[1:])
+                for format, x_format in _formats_of(kernel)
+                for m, group_size in ((5, 0), (5, 32), (70, 0), (1, 0), (1, 32))
+                if _C.FORMAT_FACTS[format]["kind"] != "float" or group_size == 0
+            )
+            case = next((case for case in cases if testing.serves(kernel, case)), None)
+            if case is None and (kernel.endswith("_onednn") or "_avx512_bf16" in kernel and dtype != "bfloat16"):
+                continue  # oneDNN has not every activation and dtype
+            assert case, f"no case of {dtype} and {activation} reaches {kernel}"
+            data = cached_data(case)
+            assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+            tested += 1
     if not tested:
         pytest.skip(f"{kernel} takes none of these calls")
 
@@ -70,12 +72,13 @@ def _formats_of(row: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("format, group_size, x_format", [("int8", 0, "int8_row"), ("int4", 32, "int8_group"), ("int4", 128, "float"),
                                                            ("nf4", 64, "float"), ("fp8_e4m3", 0, "float"), ("fp8_e4m3", 32, "float8_row"),
                                                            ("int8", 0, "float"), ("bfloat16", 0, "float")])  # fmt: skip
-def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str, dtype: str) -> None:
+def test_every_number_of_rows_up_to_70(format: str, group_size: int, x_format: str, dtype: str, subtests: pytest.Subtests) -> None:
     base = LinearCase(70, 33, 100, dtype, format, group_size, "symmetric", x_format, "float32")
     data = cached_data(base)
     for m in range(1, 71):
-        y = torch.ops.lowbit.linear(data.x[:m], data.packed, *base.op_args, data.bias)
-        assert_within(y, data.wanted[:m], data.allowed[:m], f"m={m} {base}")
+        with subtests.test(m=m):
+            y = torch.ops.lowbit.linear(data.x[:m], data.packed, *base.op_args, data.bias)
+            assert_within(y, data.wanted[:m], data.allowed[:m], f"m={m} {base}")
 
 
 @pytest.mark.parametrize("case", INTEGER_CASES[::4], ids=str)
@@ -106,11 +109,11 @@ def test_any_call_is_within_budget(
     assert_within(run_linear(case, data), data.wanted, data.allowed, str(case))
 
 
-def test_a_large_product_is_within_budget() -> None:
-    for format, group_size, x_format in (("int4", 32, "int8_group"), ("int8", 0, "float"), ("float16", 0, "float")):
-        case = LinearCase(67, 1003, 1501, "bfloat16", format, group_size, "symmetric", x_format, "float32", "silu", True, True)
-        data = testing.make_data(case)
-        assert_within(run_linear(case, data), data.wanted, data.allowed, str(case))
+@pytest.mark.parametrize("format, group_size, x_format", (("int4", 32, "int8_group"), ("int8", 0, "float"), ("float16", 0, "float")))
+def test_a_large_product_is_within_budget(format: str, group_size: int, x_format: str) -> None:
+    case = LinearCase(67, 1003, 1501, "bfloat16", format, group_size, "symmetric", x_format, "float32", "silu", True, True)
+    data = testing.make_data(case)
+    assert_within(run_linear(case, data), data.wanted, data.allowed, str(case))
 
 
 def test_leading_dimensions_and_strides_of_x_do_not_matter() -> None:
@@ -133,15 +136,16 @@ def test_a_result_does_not_depend_on_the_other_rows_of_the_batch_when_arithmetic
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", [str(row["name"]) for row in testing.rows("dequantize") if row["available"] and "_panels_" in str(row["name"])])
-def test_dequantize_is_the_reference_rounded_to_float32(row: str) -> None:
+def test_dequantize_is_the_reference_rounded_to_float32(row: str, subtests: pytest.Subtests) -> None:
     for format, group_size, mapping, x_format in testing.format_cases():
         if x_format != "float":
             continue
         for n, k in ((1, 1), (17, 70), (33, 257)):
-            packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
-            decoded = testing.decode_weight(packed, n, k, format, group_size, mapping)
-            wanted = decoded.double() if isinstance(decoded, torch.Tensor) else decoded.decode()
-            with force_kernel(row):
-                actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
-            assert actual.dtype == torch.float32
-            torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-23, atol=0)
+            with subtests.test(format=format, group_size=group_size, mapping=mapping, n=n, k=k):
+                packed = testing.pack_weight(torch.randn(n, k), format, group_size, mapping)
+                decoded = testing.decode_weight(packed, n, k, format, group_size, mapping)
+                wanted = decoded.double() if isinstance(decoded, torch.Tensor) else decoded.decode()
+                with force_kernel(row):
+                    actual = torch.ops.lowbit.dequantize(packed, n, k, _C.FORMATS[format], group_size, mapping == "asymmetric")
+                assert actual.dtype == torch.float32
+                torch.testing.assert_close(actual.double(), wanted, rtol=2.0**-23, atol=0)

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from largest_products import largest_products
 
@@ -33,11 +34,12 @@ DRIFTING = [
 ]
 
 
-def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, served: Served) -> None:
+def test_the_largest_products_of_one_sign_do_not_wrap(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     taken = served(case for case, _ in LARGEST)
     for case, code in LARGEST:
-        for y, wanted in largest_products(kernel, case, code) if case in taken else ():
-            torch.testing.assert_close(y, wanted, rtol=1e-5, atol=0)
+        with subtests.test(what=str(case), code=code):
+            for y, wanted in largest_products(kernel, case, code) if case in taken else ():
+                torch.testing.assert_close(y, wanted, rtol=1e-5, atol=0)
 
 
 @functools.cache
@@ -47,21 +49,22 @@ def drifting(case: LinearCase) -> LinearData:
     return testing.make_data(case, x, torch.rand(3, case.k, generator=generator) + 0.5)
 
 
-def test_every_zero_point_over_a_long_row_with_a_drift(kernel: str, served: Served) -> None:
+def test_every_zero_point_over_a_long_row_with_a_drift(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     """A mean in both factors adds up over k; pieces end inside a tile of rows and at an odd k."""
     for case in served(DRIFTING):
-        data = drifting(case)
-        testing.assert_within(testing.run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
+        with subtests.test(str(case)):
+            data = drifting(case)
+            testing.assert_within(testing.run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case}")
 
 
-def test_rows_agree_bit_for_bit_on_long_sums() -> None:
-    for format in ("int8", "int4"):
-        case = LinearCase(3, 5, 150_016, "float32", format, 0, "asymmetric", "int8_row")
-        data = testing.make_data(case, torch.randn(3, case.k) + 1, torch.randn(5, case.k) + 1)
-        names = [
-            str(row["name"])
-            for row in testing.rows("linear")
-            if row["available"] and testing.serves(str(row["name"]), case)
-        ]
-        results = [testing.run_linear(case, data, name) for name in names]
-        assert len(results) > 1 and all(torch.equal(result, results[0]) for result in results), names
+@pytest.mark.parametrize("format", ("int8", "int4"))
+def test_rows_agree_bit_for_bit_on_long_sums(format: str) -> None:
+    case = LinearCase(3, 5, 150_016, "float32", format, 0, "asymmetric", "int8_row")
+    data = testing.make_data(case, torch.randn(3, case.k) + 1, torch.randn(5, case.k) + 1)
+    names = [
+        str(row["name"])
+        for row in testing.rows("linear")
+        if row["available"] and testing.serves(str(row["name"]), case)
+    ]
+    results = [testing.run_linear(case, data, name) for name in names]
+    assert len(results) > 1 and all(torch.equal(result, results[0]) for result in results), names

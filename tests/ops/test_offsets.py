@@ -51,11 +51,12 @@ def large_cases() -> dict[LinearCase, float]:
     return cases
 
 
-def test_large_activations_beside_small_ones_are_within_budget(kernel: str, served: Served) -> None:
+def test_large_activations_beside_small_ones_are_within_budget(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     sizes = large_cases()
     for case in served(sizes):
-        data = beside_large(case, sizes[case])
-        assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case} {sizes[case]}")
+        with subtests.test(str(case)):
+            data = beside_large(case, sizes[case])
+            assert_within(run_linear(case, data, kernel), data.wanted, data.allowed, f"{kernel} {case} {sizes[case]}")
 
 
 def with_small_zeros(format: str, group_size: int, n: int, k: int) -> tuple[lowbit.QuantLinear, QuantizedWeight]:
@@ -84,12 +85,13 @@ def test_a_decoded_weight_is_what_its_parts_say_and_what_many_rows_multiply_by(f
                 assert torch.equal(layer(torch.eye(70)).T, dense), name
 
 
-def test_zero_points_of_many_bits_are_within_budget(kernel: str, served: Served) -> None:
+def test_zero_points_of_many_bits_are_within_budget(kernel: str, served: Served, subtests: pytest.Subtests) -> None:
     cases = (LinearCase(m, 37, 70, "float32", *format, "asymmetric") for format in FORMATS for m in (1, 3, 20, 70))
     for case in served(cases):
-        layer, parts = with_small_zeros(case.format, case.group_size, 37, 70)
-        x: Tensor = torch.eye(70)[: case.m] if case.m != 20 else torch.randn(case.m, 70)
-        wanted, magnitude = reference.product(x, parts), reference.magnitude(x, parts)
-        allowed = testing.budget("float32", 1 if case.m != 20 else 70, magnitude=magnitude, linear_result=wanted)
-        with lowbit.force_kernel(kernel):
-            assert_within(layer(x), wanted, allowed, f"{kernel} {case}")
+        with subtests.test(str(case)):
+            layer, parts = with_small_zeros(case.format, case.group_size, 37, 70)
+            x: Tensor = torch.eye(70)[: case.m] if case.m != 20 else torch.randn(case.m, 70)
+            wanted, magnitude = reference.product(x, parts), reference.magnitude(x, parts)
+            allowed = testing.budget("float32", 1 if case.m != 20 else 70, magnitude=magnitude, linear_result=wanted)
+            with lowbit.force_kernel(kernel):
+                assert_within(layer(x), wanted, allowed, f"{kernel} {case}")

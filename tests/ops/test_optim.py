@@ -39,15 +39,16 @@ def format_of(row: str) -> str:
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", RULES)
-def test_step_is_within_budget_of_the_float64_reference(row: str, name: str) -> None:
+def test_step_is_within_budget_of_the_float64_reference(row: str, name: str, subtests: pytest.Subtests) -> None:
     format = format_of(row)
     for block_size in (64, 256, 4096):
-        problem = Problem(name, format, block_size, NUMELS, [("float32", "float32")], seed=block_size)
-        wanted = problem.wanted()
-        before = [float(step) for step in problem.steps]
-        problem.run(row)
-        problem.check_against(wanted, f"{row} {name} {block_size}")
-        assert [float(step) for step in problem.steps] == [step + 1 for step in before]
+        with subtests.test(block_size=block_size):
+            problem = Problem(name, format, block_size, NUMELS, [("float32", "float32")], seed=block_size)
+            wanted = problem.wanted()
+            before = [float(step) for step in problem.steps]
+            problem.run(row)
+            problem.check_against(wanted, f"{row} {name} {block_size}")
+            assert [float(step) for step in problem.steps] == [step + 1 for step in before]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -205,18 +206,18 @@ def test_zero_gradients_from_zero_states_change_nothing(format: str, name: str) 
     assert all((moment.decode() == 0).all() for each in problem.moments for moment in each)
 
 
-def test_tensors_of_any_dense_order_are_stepped_in_memory_order() -> None:
+@pytest.mark.parametrize("format", STATE_FORMATS)
+def test_tensors_of_any_dense_order_are_stepped_in_memory_order(format: str) -> None:
     torch.manual_seed(0)
     param, grad = (torch.randn(8, 6, 5, 7).to(memory_format=torch.channels_last) for _ in range(2))
     flat = param.permute(0, 2, 3, 1).flatten().clone(), grad.permute(0, 2, 3, 1).flatten().clone()
-    for format in STATE_FORMATS:
-        results = []
-        for p, g in ((param.clone(), grad), flat):
-            moments = [[Moment.zeros(tuple(p.shape), format, signed, 64)] for signed in (True, False)]
-            p = p.clone()
-            run_optim("adamw", [p], [g], moments, [torch.tensor(0.0)], HYPER, format=format, block_size=64)
-            results.append(p if p.dim() == 1 else p.permute(0, 2, 3, 1).flatten())
-        assert torch.equal(*results), format
+    results = []
+    for p, g in ((param.clone(), grad), flat):
+        moments = [[Moment.zeros(tuple(p.shape), format, signed, 64)] for signed in (True, False)]
+        p = p.clone()
+        run_optim("adamw", [p], [g], moments, [torch.tensor(0.0)], HYPER, format=format, block_size=64)
+        results.append(p if p.dim() == 1 else p.permute(0, 2, 3, 1).flatten())
+    assert torch.equal(*results), format
 
 
 @pytest.mark.parametrize("row", [name for name in AVAILABLE if "dynamic8" in name or "float32" in name])

@@ -37,16 +37,17 @@ def wanted_and_allowed(x: Tensor, weight: Tensor, offset: float, add: Tensor | N
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m, n", [(1, 1), (3, 15), (1, 16), (2, 17), (5, 257), (2000, 131), (70, 4099)])
-def test_every_row_is_within_the_roundings_of_its_sum(row: str, dtype: torch.dtype, m: int, n: int) -> None:
+def test_every_row_is_within_the_roundings_of_its_sum(row: str, dtype: torch.dtype, m: int, n: int, subtests: pytest.Subtests) -> None:
     """The last two are large enough for several threads."""
     x = (torch.randn(m, n) * torch.logspace(-3, 1, m)[:, None]).to(dtype)
     x[0] = 0
     for weight_dtype, offset, add in zip(DTYPES, (0.0, 1.0, -0.5), (None, torch.randn(m, n).to(dtype), None), strict=True):
-        weight = torch.randn(n).to(weight_dtype)
-        with forced(row):
-            y = rms_norm(x, weight, EPS, offset=offset, add=add)
-        assert y.dtype == dtype
-        testing.assert_within(y, *wanted_and_allowed(x, weight, offset, add), what=row)
+        with subtests.test(weight_dtype=weight_dtype, offset=offset, add=add is not None):
+            weight = torch.randn(n).to(weight_dtype)
+            with forced(row):
+                y = rms_norm(x, weight, EPS, offset=offset, add=add)
+            assert y.dtype == dtype
+            testing.assert_within(y, *wanted_and_allowed(x, weight, offset, add), what=row)
 
 
 def test_any_strides_any_rank_and_no_elements() -> None:

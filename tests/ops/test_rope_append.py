@@ -47,23 +47,24 @@ def allowed(wanted: Tensor, sizes: Tensor, dtype: torch.dtype, e: int) -> Tensor
     [(1, 1, 9, 3, 64, 64), (2, 5, 4, 4, 24, 20), (3, 2, 2, 1, 7, 6), (2, 3, 3, 1, 80, 32), (1, 700, 8, 2, 64, 64)],
 )
 def test_every_row(
-    row: str, dtype: torch.dtype, batch: int, length: int, heads: int, kv_heads: int, e: int, columns: int
+    row: str, dtype: torch.dtype, batch: int, length: int, heads: int, kv_heads: int, e: int, columns: int, subtests: pytest.Subtests
 ) -> None:
     """The last is large enough for several threads; with norms and without, one cos for all and one for each."""
     qkv = torch.randn(batch, length, heads + 2 * kv_heads, e).to(dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     for weights, each in ((None, 1), ((torch.randn(e), torch.randn(e).bfloat16()), batch)):
-        cos, sin = (torch.randn(each, length, columns).to(dtype) for _ in range(2))
-        keys, values = torch.full((2, batch, kv_heads, length + 7, e), 3.0).to(dtype)
-        norms = () if weights is None else (*weights, EPS, 1.0)
-        with forced(row):
-            query = rope_append(qkv, cos, sin, keys, values, 4, *norms)
-        for got, of, weight in ((query, q, 0), (keys[:, :, 4 : 4 + length], k, 1)):
-            wanted, sizes = rotated(of, cos, sin, weights and weights[weight], 1.0)
-            testing.assert_within(got, wanted, allowed(wanted, sizes, dtype, e), what=row)
-        assert torch.equal(values[:, :, 4 : 4 + length], v.transpose(1, 2))
-        for states in (keys, values):
-            assert (states[:, :, :4] == 3).all() and (states[:, :, 4 + length :] == 3).all()
+        with subtests.test(norms=weights is not None):
+            cos, sin = (torch.randn(each, length, columns).to(dtype) for _ in range(2))
+            keys, values = torch.full((2, batch, kv_heads, length + 7, e), 3.0).to(dtype)
+            norms = () if weights is None else (*weights, EPS, 1.0)
+            with forced(row):
+                query = rope_append(qkv, cos, sin, keys, values, 4, *norms)
+            for got, of, weight in ((query, q, 0), (keys[:, :, 4 : 4 + length], k, 1)):
+                wanted, sizes = rotated(of, cos, sin, weights and weights[weight], 1.0)
+                testing.assert_within(got, wanted, allowed(wanted, sizes, dtype, e), what=row)
+            assert torch.equal(values[:, :, 4 : 4 + length], v.transpose(1, 2))
+            for states in (keys, values):
+                assert (states[:, :, :4] == 3).all() and (states[:, :, 4 + length :] == 3).all()
 
 
 def test_strides_of_everything_and_no_tokens() -> None:

@@ -69,46 +69,49 @@ def by_every_row(weight: Tensor, *how: object) -> Tensor:
 
 @pytest.mark.parametrize("format, group_size, mapping", CASES)
 def test_rows_write_the_same_bytes_and_no_group_is_worse_than_with_the_scale_of_its_range(
-    format: str, group_size: int, mapping: str
+    format: str, group_size: int, mapping: str, subtests: pytest.Subtests
 ) -> None:
     for i, (n, k) in enumerate(SHAPES):
         for j, (name, weight) in enumerate(weights(n, k)):  # each with and without importance in two of the shapes
-            importance = torch.where(torch.rand(k) > 0.3, torch.rand(k) ** 4, 0.0) if (i + j) % 2 else None
-            by_search = by_every_row(weight, format, group_size, mapping, "search", importance)
-            by_range = by_every_row(weight, format, group_size, mapping)
-            after, before = (
-                errors(weight, decode(packed, n, k, format, group_size, mapping), group_size, importance)
-                for packed in (by_search, by_range)
-            )
-            largest = grouped(weight.double(), group_size).abs().amax(2).square() * 2.0**-40  # float32 steps
-            assert (after <= before * (1 + 1e-5) + largest).all(), (name, n, k)
+            with subtests.test(what=name, n=n, k=k):
+                importance = torch.where(torch.rand(k) > 0.3, torch.rand(k) ** 4, 0.0) if (i + j) % 2 else None
+                by_search = by_every_row(weight, format, group_size, mapping, "search", importance)
+                by_range = by_every_row(weight, format, group_size, mapping)
+                after, before = (
+                    errors(weight, decode(packed, n, k, format, group_size, mapping), group_size, importance)
+                    for packed in (by_search, by_range)
+                )
+                largest = grouped(weight.double(), group_size).abs().amax(2).square() * 2.0**-40  # float32 steps
+                assert (after <= before * (1 + 1e-5) + largest).all(), (name, n, k)
 
 
 @pytest.mark.parametrize("format, group_size, mapping", [case for case in CASES if case[0] in FORMATS])
-def test_the_error_is_that_of_the_reference(format: str, group_size: int, mapping: str) -> None:
+def test_the_error_is_that_of_the_reference(format: str, group_size: int, mapping: str, subtests: pytest.Subtests) -> None:
     """A candidate that is as good as another may be taken for it: a thousandth of the whole in int4. With more bits
     more of them are alike."""
     budget, alike = (1e-2, 0.8) if _C.FORMAT_FACTS[format]["bits"] > 4 else (1e-3, 0.9)
     for importance in (None, torch.rand(330) ** 2):
-        weight = torch.randn(40, 330)
-        packed = by_every_row(weight, format, group_size, mapping, "search", importance)
-        wanted = search(weight, format, group_size, mapping, importance)
-        got = layout.unpack(packed, 40, 330, format, group_size, mapping == "asymmetric")
-        error, reference = (errors(weight, of.decode(), group_size, importance) for of in (got, wanted))
-        assert float(error.sum()) == pytest.approx(float(reference.sum()), rel=budget)
-        assert torch.isclose(got.scale, wanted.scale, rtol=1e-5).float().mean() >= alike
+        with subtests.test(importance=importance is not None):
+            weight = torch.randn(40, 330)
+            packed = by_every_row(weight, format, group_size, mapping, "search", importance)
+            wanted = search(weight, format, group_size, mapping, importance)
+            got = layout.unpack(packed, 40, 330, format, group_size, mapping == "asymmetric")
+            error, reference = (errors(weight, of.decode(), group_size, importance) for of in (got, wanted))
+            assert float(error.sum()) == pytest.approx(float(reference.sum()), rel=budget)
+            assert torch.isclose(got.scale, wanted.scale, rtol=1e-5).float().mean() >= alike
 
 
 @pytest.mark.parametrize("most", range(1, 9))
 @pytest.mark.parametrize("group_size", [0, 32, 128])
-def test_multiples_of_one_scale_come_back_exactly(row: str, group_size: int, most: int) -> None:
+def test_multiples_of_one_scale_come_back_exactly(row: str, group_size: int, most: int, subtests: pytest.Subtests) -> None:
     """In int4: up to 7 steps on both sides and an eighth on one, and 15 of any offset when asymmetric."""
     steps = torch.randint(-most, most + (most < 8), (20, 200)).float()
     steps[:, ::32], steps[:, 1::32] = -most, min(most, 7)
     for sign in (1, -1):
-        weight = sign * steps * torch.tensor([0.25, 3.0, 2.0**-20, 1e3]).repeat(5)[:, None]
-        packed = testing.pack_weight(weight, "int4", group_size, "symmetric", "search")
-        assert torch.equal(decode(packed, 20, 200, "int4", group_size, "symmetric").float(), weight)
+        with subtests.test(sign=sign):
+            weight = sign * steps * torch.tensor([0.25, 3.0, 2.0**-20, 1e3]).repeat(5)[:, None]
+            packed = testing.pack_weight(weight, "int4", group_size, "symmetric", "search")
+            assert torch.equal(decode(packed, 20, 200, "int4", group_size, "symmetric").float(), weight)
     steps = torch.randint(0, 2 * most, (20, 200)).float() - torch.randint(0, 2 * most, (20, 1))
     steps[:, ::32] = 0
     weight = steps * 0.375
@@ -125,19 +128,21 @@ def test_a_scale_of_the_largest_weights_stays_finite_in_the_reference() -> None:
     assert smaller.column_scale == 2.0**126 and torch.equal(smaller.decode(), (weight.double() / 4).sign() * 2.0**126)
 
 
-def test_without_any_importance_scales_are_those_of_the_range(row: str) -> None:
+def test_without_any_importance_scales_are_those_of_the_range(row: str, subtests: pytest.Subtests) -> None:
     weight = torch.randn(20, 100)
     for mapping in MAPPINGS:
-        packed = testing.pack_weight(weight, "int4", 32, mapping, "search", torch.zeros(100))
-        assert torch.equal(packed, testing.pack_weight(weight, "int4", 32, mapping))
+        with subtests.test(mapping):
+            packed = testing.pack_weight(weight, "int4", 32, mapping, "search", torch.zeros(100))
+            assert torch.equal(packed, testing.pack_weight(weight, "int4", 32, mapping))
 
 
-def test_importance_counts_by_its_ratios_alone(row: str) -> None:
+def test_importance_counts_by_its_ratios_alone(row: str, subtests: pytest.Subtests) -> None:
     weight, importance = torch.randn(20, 100), torch.rand(100) + 0.1
     packed = testing.pack_weight(weight, "int4", 32, "symmetric", "search", importance)
     for factor in (2.0**-100, 2.0**120):
-        again = testing.pack_weight(weight, "int4", 32, "symmetric", "search", importance * factor)
-        assert torch.equal(again, packed)
+        with subtests.test(factor=factor):
+            again = testing.pack_weight(weight, "int4", 32, "symmetric", "search", importance * factor)
+            assert torch.equal(again, packed)
     assert not torch.equal(testing.pack_weight(weight, "int4", 32, "symmetric", "search"), packed)
 
 

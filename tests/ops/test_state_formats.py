@@ -71,32 +71,34 @@ def test_reference_maps_are_those_of_bitsandbytes_and_torchao(signed: bool) -> N
 
 @pytest.mark.core(*(row["name"] for row in testing.rows("decode_state") if row["available"]))
 @pytest.mark.parametrize("format, signed", MAPS)
-def test_every_code_decodes_to_the_map_and_zero_and_one_exactly(isa: str, format: str, signed: bool) -> None:
+def test_every_code_decodes_to_the_map_and_zero_and_one_exactly(isa: str, format: str, signed: bool, subtests: pytest.Subtests) -> None:
     codes, wanted = all_codes(format), reference.code_map(format, signed)
     block = max(len(codes), 64)
     for scale in (1.0, 3.7e-5, 2.0**-126, 1e30):
-        values = decode(isa, codes, torch.tensor([scale]), format, signed, block)
-        exact = wanted * torch.tensor(scale).double()
-        nan = exact.isnan()
-        assert torch.equal(values.isnan(), nan)
-        error = (values.double() - exact)[~nan].abs()
-        # the closed form of the dynamic maps is off by at most five roundings, the product with the scale by one more (subnormals: their step)
-        assert (error <= DECODING * 2.0**-24 * exact[~nan].abs() + 2.0**-149).all(), (scale, error.max())
-        assert torch.equal(values[wanted == 0], torch.zeros_like(values[wanted == 0]))
-        assert (values[wanted == 1.0] == torch.tensor(scale)).all()
+        with subtests.test(scale=scale):
+            values = decode(isa, codes, torch.tensor([scale]), format, signed, block)
+            exact = wanted * torch.tensor(scale).double()
+            nan = exact.isnan()
+            assert torch.equal(values.isnan(), nan)
+            error = (values.double() - exact)[~nan].abs()
+            # the closed form of the dynamic maps is off by at most five roundings, the product with the scale by one more (subnormals: their step)
+            assert (error <= DECODING * 2.0**-24 * exact[~nan].abs() + 2.0**-149).all(), (scale, error.max())
+            assert torch.equal(values[wanted == 0], torch.zeros_like(values[wanted == 0]))
+            assert (values[wanted == 1.0] == torch.tensor(scale)).all()
 
 
 @pytest.mark.parametrize("format, signed", MAPS)
-def test_encoding_what_a_code_means_gives_the_code(isa: str, format: str, signed: bool) -> None:
+def test_encoding_what_a_code_means_gives_the_code(isa: str, format: str, signed: bool, subtests: pytest.Subtests) -> None:
     codes = all_codes(format)
     if format == "float8":
         codes = codes[(codes & 0x7F) != 0x7F]  # nan
         codes = codes[codes != 0x80] if signed else codes[codes < 0x80]  # -0 is as good as 0
     values = reference.code_map(format, signed)[codes.long()]
     for scale in (1.0, 3.7e-5, 1e-37, 1e30):
-        found, scales = encode(isa, (values * scale).float(), format, signed, 256)
-        assert torch.equal(found, codes), (scale, codes[found != codes], found[found != codes])
-        assert math.isclose(scales.item(), scale, rel_tol=2.0**-22)
+        with subtests.test(scale=scale):
+            found, scales = encode(isa, (values * scale).float(), format, signed, 256)
+            assert torch.equal(found, codes), (scale, codes[found != codes], found[found != codes])
+            assert math.isclose(scales.item(), scale, rel_tol=2.0**-22)
 
 
 def hard_values(format: str, signed: bool) -> Tensor:
@@ -154,33 +156,35 @@ def test_a_moment_without_sign_that_is_above_zero_keeps_a_code_above_that_of_zer
 
 @pytest.mark.parametrize("format, signed", MAPS)
 @pytest.mark.parametrize("block_size", [64, 128, 256, 1024, 4096])
-def test_any_number_of_elements_and_any_block(isa: str, format: str, signed: bool, block_size: int) -> None:
+def test_any_number_of_elements_and_any_block(isa: str, format: str, signed: bool, block_size: int, subtests: pytest.Subtests) -> None:
     for numel in NUMELS:
-        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
-        values = values if signed else values.abs()
-        codes, scale = encode(isa, values, format, signed, block_size)
-        wanted = reference.scales(values, format, block_size)
-        assert torch.allclose(scale.double(), wanted, rtol=2.0**-23, atol=0)
-        back = reference.decode(codes, scale, format, signed, block_size)
-        spread = scale.double().repeat_interleave(block_size)[:numel]
-        best = reference.code_map(format, signed)[reference.nearest_code(values.double() / spread, format, signed)] * spread
-        assert ((back - values).abs() <= (best - values).abs() + 20 * 2.0**-24 * values.abs()).all(), numel
-        ours = decode(isa, codes, scale, format, signed, block_size)
-        assert torch.allclose(ours.double(), back, rtol=DECODING * 2.0**-24, atol=0)
+        with subtests.test(numel=numel):
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
+            values = values if signed else values.abs()
+            codes, scale = encode(isa, values, format, signed, block_size)
+            wanted = reference.scales(values, format, block_size)
+            assert torch.allclose(scale.double(), wanted, rtol=2.0**-23, atol=0)
+            back = reference.decode(codes, scale, format, signed, block_size)
+            spread = scale.double().repeat_interleave(block_size)[:numel]
+            best = reference.code_map(format, signed)[reference.nearest_code(values.double() / spread, format, signed)] * spread
+            assert ((back - values).abs() <= (best - values).abs() + 20 * 2.0**-24 * values.abs()).all(), numel
+            ours = decode(isa, codes, scale, format, signed, block_size)
+            assert torch.allclose(ours.double(), back, rtol=DECODING * 2.0**-24, atol=0)
 
 
 @pytest.mark.parametrize("format, signed", MAPS)
-def test_zeros_stay_zeros_and_a_block_without_a_number_is_nan(isa: str, format: str, signed: bool) -> None:
+def test_zeros_stay_zeros_and_a_block_without_a_number_is_nan(isa: str, format: str, signed: bool, subtests: pytest.Subtests) -> None:
     for bad in (math.nan, math.inf, -math.inf)[: 3 if signed else 2]:
-        values = torch.ones(4 * 64)
-        values[64:128] = 0
-        values[130] = bad
-        values[192:] = 1e-39  # too small for a scale
-        codes, scale = encode(isa, values, format, signed, 64)
-        back = decode(isa, codes, scale, format, signed, 64)
-        assert torch.equal(back[:128], values[:128])
-        assert back[128:192].isnan().all(), bad
-        assert torch.equal(back[192:], torch.zeros(64))
+        with subtests.test(bad=bad):
+            values = torch.ones(4 * 64)
+            values[64:128] = 0
+            values[130] = bad
+            values[192:] = 1e-39  # too small for a scale
+            codes, scale = encode(isa, values, format, signed, 64)
+            back = decode(isa, codes, scale, format, signed, 64)
+            assert torch.equal(back[:128], values[:128])
+            assert back[128:192].isnan().all(), bad
+            assert torch.equal(back[192:], torch.zeros(64))
 
 
 def test_first_code_of_a_pair_is_in_the_high_nibble() -> None:

@@ -56,7 +56,7 @@ def leaves_in_use() -> Iterator[Callable[[Callable[[], object]], int]]:
         yield of
 
 
-def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int]) -> None:
+def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int], subtests: pytest.Subtests) -> None:
     for row in testing.rows("linear"):
         for case in (
             testing.LinearCase(m, 37, 96, dtype, format, x_format=x_format, activation="gelu")
@@ -64,9 +64,10 @@ def test_of_a_layer(leaves_in_use: Callable[[Callable[[], object]], int]) -> Non
             for dtype in ("float32", "bfloat16")
             for format, x_format in [*itertools.product(("int4", "int8"), ("float", "int8_row")), ("fp8_e4m3", "float8_row")]
         ):
-            if testing.serves(str(row["name"]), case):
-                run = functools.partial(testing.run_linear, case, testing.make_data(case), str(row["name"]))
-                assert not leaves_in_use(run), f"{row['name']}: {case}"
+            with subtests.test(row=row["name"], what=str(case)):
+                if testing.serves(str(row["name"]), case):
+                    run = functools.partial(testing.run_linear, case, testing.make_data(case), str(row["name"]))
+                    assert not leaves_in_use(run), f"{row['name']}: {case}"
 
 
 @pytest.mark.parametrize("row", [row["name"] for row in testing.rows("quantize") if row["available"]])

@@ -213,15 +213,18 @@ def test_options_of_the_state_may_change_in_a_group() -> None:
     assert (p - q).norm() <= 0.3 * (q - 1).norm()
 
 
-def test_a_state_that_lost_a_moment_is_not_begun_anew() -> None:
-    for lost, error, words in (
+@pytest.mark.parametrize(
+    "lost, error, words",
+    [
         ("exp_avg_sq", ValueError, "the state of a parameter has no exp_avg_sq"),
         ("exp_avg_scale", TypeError, "scales must be .* got NoneType"),
-    ):
-        params, optimizer = trained(optim.AdamW8bit, 1)
-        del optimizer.state[params[0]][lost]
-        with pytest.raises(error, match=words):
-            run(optimizer, params, 1)
+    ],
+)
+def test_a_state_that_lost_a_moment_is_not_begun_anew(lost: str, error: type[Exception], words: str) -> None:
+    params, optimizer = trained(optim.AdamW8bit, 1)
+    del optimizer.state[params[0]][lost]
+    with pytest.raises(error, match=words):
+        run(optimizer, params, 1)
 
 
 @pytest.mark.parametrize("kind", ["float32", "transposed", "expanded", "negated"])

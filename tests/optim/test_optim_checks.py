@@ -52,7 +52,7 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("options, message", CHANGED, ids=str)
-def test_options_that_are_changed_later_are_checked_before_a_step_changes_anything(options: dict[str, Any], message: str) -> None:
+def test_options_that_are_changed_later_are_checked_before_a_step_changes_anything(options: dict[str, Any], message: str, subtests: pytest.Subtests) -> None:
     params = parameters()
     optimizer = optim.AdamW8bit([{"params": params[:1]}, {"params": params[1:]}])
     set_grads(params, seed=0)
@@ -60,7 +60,7 @@ def test_options_that_are_changed_later_are_checked_before_a_step_changes_anythi
     before = copies(params)
     optimizer.param_groups[1].update(options)
     for call in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(ValueError, match=message):
+        with subtests.test(call=call.__name__), pytest.raises(ValueError, match=message):
             call()
     assert equal(params, before)
 
@@ -95,9 +95,9 @@ def test_a_scheduler_may_take_lr_below_zero_by_a_rounding() -> None:
     assert all(bool(param.isfinite().all()) for param in params)
 
 
-def test_options_of_groups_and_other_rules() -> None:
+def test_options_of_groups_and_other_rules(subtests: pytest.Subtests) -> None:
     for group, message in (({"optim_bits": 5}, "Invalid optim_bits value: 5"), ({"state_format": "int3"}, "Invalid state_format value: 'int3'")):
-        with pytest.raises(ValueError, match=message):
+        with subtests.test(message), pytest.raises(ValueError, match=message):
             optim.AdamW8bit([{"params": parameters(), **group}])
     with pytest.raises(ValueError, match="Invalid momentum value: -0.5"):
         optim.SGD8bit(parameters(), momentum=-0.5)

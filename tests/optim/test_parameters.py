@@ -51,16 +51,16 @@ def test_a_frozen_parameter_may_be_anything_and_is_ignored_as_by_torch(case: Cas
     assert equal(params[1:], again_params[1:])
 
 
-def test_the_parameters_of_a_quantized_model_go_to_an_optimizer() -> None:
+@pytest.mark.parametrize("make", (optim.AdamW8bit, optim.Adam4bit, optim.SGD8bit, optim.Lion8bit))
+def test_the_parameters_of_a_quantized_model_go_to_an_optimizer(make: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 128))
     lowbit.quantize_(model, lowbit.Int8WeightOnlyConfig())
-    for make in (optim.AdamW8bit, optim.Adam4bit, optim.SGD8bit, optim.Lion8bit):
-        optimizer = make(model.parameters(), lr=0.1)
-        before = model[1].weight.detach().clone()
-        model(torch.randn(4, 64)).square().sum().backward()
-        optimizer.step()
-        assert not torch.equal(model[1].weight, before)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer = make(model.parameters(), lr=0.1)
+    before = model[1].weight.detach().clone()
+    model(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight, before)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_parameter_that_is_unfrozen_later_is_checked_then() -> None:

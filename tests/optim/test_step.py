@@ -83,14 +83,19 @@ def test_states_are_codes_where_a_parameter_is_large_enough_and_float32_elsewher
     assert [float(state["step"]) for state in (large, odd, small)] == [1, 1, 1]
 
 
-def test_bytes_of_states_are_those_promised() -> None:
-    for make, promised in ((optim.AdamW8bit, 2 * (1 + 4 / 256)), (optim.AdamWFp8, 2 * (1 + 4 / 256)), (optim.AdamW4bit, 2 * (0.5 + 4 / 128)),
-                           (optim.SGD8bit, 1 + 4 / 256), (optim.Lion8bit, 1 + 4 / 256)):  # fmt: skip
-        p = nn.Parameter(torch.randn(256, 256))
-        p.grad = torch.randn_like(p)
-        optimizer = make([p])
-        optimizer.step()
-        assert sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step") == promised * p.numel()
+@pytest.mark.parametrize(
+    "make, promised",
+    [
+        (optim.AdamW8bit, 2 * (1 + 4 / 256)), (optim.AdamWFp8, 2 * (1 + 4 / 256)), (optim.AdamW4bit, 2 * (0.5 + 4 / 128)),
+        (optim.SGD8bit, 1 + 4 / 256), (optim.Lion8bit, 1 + 4 / 256),
+    ],
+)  # fmt: skip
+def test_bytes_of_states_are_those_promised(make: Any, promised: float) -> None:
+    p = nn.Parameter(torch.randn(256, 256))
+    p.grad = torch.randn_like(p)
+    optimizer = make([p])
+    optimizer.step()
+    assert sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step") == promised * p.numel()
 
 
 def test_a_group_overrides_format_and_numbers() -> None:
@@ -248,15 +253,15 @@ def test_stochastic_rounding_repeats_with_the_seed_and_differs_between_parameter
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
 
 
-def test_a_group_chooses_its_rounding() -> None:
-    for default in (False, True):
-        params = [nn.Parameter(torch.ones(1 << 13, dtype=torch.bfloat16)) for _ in range(2)]
-        groups = [{"params": params[:1], "bf16_stochastic_round": not default}, {"params": params[1:]}]
-        optimizer = optim.AdamW8bit(groups, lr=1e-4, weight_decay=0, bf16_stochastic_round=default)
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert [bool((p != 1).any()) for p in params] == [not default, default]
+@pytest.mark.parametrize("default", (False, True))
+def test_a_group_chooses_its_rounding(default: bool) -> None:
+    params = [nn.Parameter(torch.ones(1 << 13, dtype=torch.bfloat16)) for _ in range(2)]
+    groups = [{"params": params[:1], "bf16_stochastic_round": not default}, {"params": params[1:]}]
+    optimizer = optim.AdamW8bit(groups, lr=1e-4, weight_decay=0, bf16_stochastic_round=default)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [bool((p != 1).any()) for p in params] == [not default, default]
 
 
 def test_what_a_step_needs_is_found_at_construction() -> None:

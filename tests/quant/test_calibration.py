@@ -65,10 +65,11 @@ def test_the_layers_inside_of_torchs_encoder_are_seen(masked):
     assert encoder.training and encoder.layers[0].training and not encoder.layers[1].training
 
 
-def test_a_tensor_is_the_one_argument_and_any_iterable_of_them_is_taken():
+def test_a_tensor_is_the_one_argument_and_any_iterable_of_them_is_taken(subtests):
     x = torch.randn(2, 40)
     for batches in ([x, x], (x for _ in range(2)), torch.utils.data.DataLoader([x[0], x[1]], batch_size=1)):
-        assert "first" in lowbit.calibrate(TwoInputs(), batches).layers
+        with subtests.test(type(batches).__name__):
+            assert "first" in lowbit.calibrate(TwoInputs(), batches).layers
     assert lowbit.calibrate(TwoInputs(), [x], filter_fn=lambda module, name: name == "first").uncalled == ()
 
 
@@ -113,7 +114,7 @@ def test_bad_batches_are_refused(batches, kind, text):
         lowbit.calibrate(TwoInputs(), batches)
 
 
-def test_what_quantize_cannot_use_is_refused_before_anything_changes():
+def test_what_quantize_cannot_use_is_refused_before_anything_changes(subtests):
     model = TwoInputs()
     seen = lowbit.calibrate(model, [torch.randn(4, 40)])
     cases = [
@@ -123,7 +124,7 @@ def test_what_quantize_cannot_use_is_refused_before_anything_changes():
         (lowbit.int4_weight_only(32, algorithm=lowbit.GPTQ()), None, "GPTQ needs calibration=batches, or of lowbit.calibrate"),
     ]
     for config, calibration, text in cases:
-        with pytest.raises(ValueError, match=f"quantize_: {text}"):
+        with subtests.test(text), pytest.raises(ValueError, match=f"quantize_: {text}"):
             lowbit.quantize_(model, config, calibration=calibration)
     only_first = lambda module, name: name == "first"  # noqa: E731
     with pytest.raises(ValueError, match=r"quantize_: GPTQ needs lowbit.calibrate\(\.\.\., hessian=True\)"):
@@ -134,10 +135,11 @@ def test_what_quantize_cannot_use_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="quantize_: calibration of first must be of k=41, got 40"):
         lowbit.quantize_(other, lowbit.int4_weight_only(32), calibration=seen)
     for value in (-1.0, torch.inf, torch.nan):
-        spoilt = copy.deepcopy(seen)
-        spoilt.layers["first"].squares[3] = value
-        with pytest.raises(ValueError, match="calibration of first must be of squares that are finite and not negative"):
-            lowbit.quantize_(model, lowbit.int4_weight_only(32), only_first, calibration=spoilt)
+        with subtests.test(value=value):
+            spoilt = copy.deepcopy(seen)
+            spoilt.layers["first"].squares[3] = value
+            with pytest.raises(ValueError, match="calibration of first must be of squares that are finite and not negative"):
+                lowbit.quantize_(model, lowbit.int4_weight_only(32), only_first, calibration=spoilt)
     assert not any(isinstance(module, lowbit.QuantLinear) for module in model.modules())
 
 

@@ -18,20 +18,20 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("n, k", ((1, 1), (17, 70), (33, 257), (5, 300)))
 @pytest.mark.parametrize("spec", CASES, ids=lambda spec: f"{spec.name} {spec.mapping}")
-def test_a_weight_packs_to_the_bytes_of_the_reference_and_unpacks_again(spec: LinearSpec) -> None:
-    for n, k in ((1, 1), (17, 70), (33, 257), (5, 300)):
-        codes = torch.randint(0, _C.FORMAT_FACTS[spec.format]["code_max"] + 1, (n, k), dtype=torch.uint8)
-        codes[codes & 127 == 127] = 0  # nan of fp8_e4m3
-        scale = torch.rand(n, spec.groups(k)) + 0.01
-        zero = 20 * torch.rand(n, spec.groups(k)) - 5 if spec.asymmetric else None
-        weight = CodedWeight.of(codes, scale, zero, spec)
-        wanted = quantize.QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size)
-        assert torch.equal(weight.pack("row-major"), layout.row_major(wanted))
-        for name in _C.LAYOUTS:
-            again = CodedWeight.unpack(weight.pack(name), StoredWeight(spec, n, k, name))
-            assert torch.equal(again.codes, codes) and torch.equal(again.scale, wanted.scale)
-            assert torch.equal(again.zero_point, wanted.zero_or_symmetric)
+def test_a_weight_packs_to_the_bytes_of_the_reference_and_unpacks_again(spec: LinearSpec, n: int, k: int) -> None:
+    codes = torch.randint(0, _C.FORMAT_FACTS[spec.format]["code_max"] + 1, (n, k), dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0  # nan of fp8_e4m3
+    scale = torch.rand(n, spec.groups(k)) + 0.01
+    zero = 20 * torch.rand(n, spec.groups(k)) - 5 if spec.asymmetric else None
+    weight = CodedWeight.of(codes, scale, zero, spec)
+    wanted = quantize.QuantizedWeight.of(codes, scale, zero, spec.format, spec.group_size)
+    assert torch.equal(weight.pack("row-major"), layout.row_major(wanted))
+    for name in _C.LAYOUTS:
+        again = CodedWeight.unpack(weight.pack(name), StoredWeight(spec, n, k, name))
+        assert torch.equal(again.codes, codes) and torch.equal(again.scale, wanted.scale)
+        assert torch.equal(again.zero_point, wanted.zero_or_symmetric)
 
 
 def test_scales_are_split_as_the_reference_splits_those_that_are_stored() -> None:

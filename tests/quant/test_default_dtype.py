@@ -51,16 +51,14 @@ def test_quantize_unpack_pack_and_back(config, other_default):
     assert lowbit.dequantize_(model) == ["0"] and model[0].weight.dtype == torch.float32
 
 
-def test_the_reference_packs_the_same_bytes(other_default):
-    for format, group_size, mapping in (
-        ("int8", 0, "symmetric"),
-        ("int4", 32, "asymmetric"),
-        ("int4", 64, "symmetric"),
-    ):
-        quantized = reference.quantize(weights(), format, group_size, mapping)
-        packed = layout.pack(quantized)
-        again = layout.unpack(packed, 33, 100, format, group_size, mapping == "asymmetric")
-        assert torch.equal(again.codes, quantized.codes) and torch.equal(again.decode(), quantized.decode())
+@pytest.mark.parametrize(
+    "format, group_size, mapping", [("int8", 0, "symmetric"), ("int4", 32, "asymmetric"), ("int4", 64, "symmetric")]
+)
+def test_the_reference_packs_the_same_bytes(other_default, format, group_size, mapping):
+    quantized = reference.quantize(weights(), format, group_size, mapping)
+    packed = layout.pack(quantized)
+    again = layout.unpack(packed, 33, 100, format, group_size, mapping == "asymmetric")
+    assert torch.equal(again.codes, quantized.codes) and torch.equal(again.decode(), quantized.decode())
 
 
 def test_gated_mlps_fuse(other_default):

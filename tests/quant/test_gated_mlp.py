@@ -100,7 +100,7 @@ def test_compiles_whole() -> None:
     assert torch.equal(compiled(x), model["mlp"](x))
 
 
-def test_others_are_left_alone() -> None:
+def test_others_are_left_alone(subtests: pytest.Subtests) -> None:
     extra = GatedMLP(nn.SiLU())
     extra.norm = nn.LayerNorm(96)
     models = {
@@ -111,9 +111,10 @@ def test_others_are_left_alone() -> None:
         "no mlp": nn.Sequential(nn.Linear(4, 4)),
     }
     for what, model in models.items():
-        kinds = [type(module) for module in model.modules()]
-        assert lowbit.fuse_gated_mlps(model) == [], what
-        assert [type(module) for module in model.modules()] == kinds, what
+        with subtests.test(what):
+            kinds = [type(module) for module in model.modules()]
+            assert lowbit.fuse_gated_mlps(model) == [], what
+            assert [type(module) for module in model.modules()] == kinds, what
 
 
 SEEN: list[str] = []

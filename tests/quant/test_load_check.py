@@ -131,12 +131,12 @@ def test_a_state_dict_of_another_format_is_refused_with_all_layers_counted(model
     assert same(sources[0], before)
 
 
-def test_a_float_checkpoint_into_a_quantized_model_is_refused_also_for_a_sub_module_and_a_single_layer(model):
+def test_a_float_checkpoint_into_a_quantized_model_is_refused_also_for_a_sub_module_and_a_single_layer(model, subtests):
     plain = copy.deepcopy(model)
     quantize_(model, lowbit.int8_weight_only())
     before = copy.deepcopy(model)
     for target, source in ((model, plain), (model[2], plain[2]), (model[0], plain[0])):
-        with pytest.raises(ValueError, match=r"weight must be packed as int8 per-channel .*, got float32"):
+        with subtests.test(type(target).__name__), pytest.raises(ValueError, match=r"weight must be packed as int8 per-channel .*, got float32"):
             target.load_state_dict(source.state_dict())
     assert same(model, before)
 

@@ -31,14 +31,15 @@ def layer(request):
     return model[0]
 
 
-def test_every_row_that_fits_can_be_preferred(layer):
+def test_every_row_that_fits_can_be_preferred(layer, subtests):
     x = torch.randn(20, 96)
     wanted = layer.to_linear()(x)
     for row in rows_of(layer.config, 20):
-        layer.prefer(row)
-        y = layer(x)
-        assert _C.last_kernel("linear") == row == layer.row and (y - wanted).norm() < 0.05 * wanted.norm()
-        assert lowbit.explain(layer, m=20)[0].row == row and row in repr(layer)
+        with subtests.test(row):
+            layer.prefer(row)
+            y = layer(x)
+            assert _C.last_kernel("linear") == row == layer.row and (y - wanted).norm() < 0.05 * wanted.norm()
+            assert lowbit.explain(layer, m=20)[0].row == row and row in repr(layer)
     layer.prefer("")
     layer(x)
     assert _C.last_kernel("linear") == rows_of(layer.config, 20)[0] and "prefers" not in repr(layer)

@@ -128,12 +128,12 @@ def test_strict_lists_what_the_default_filter_would_skip():
     assert type(model["plain"]) is nn.Linear
 
 
-def test_a_subclass_that_computes_like_linear_is_taken_when_asked_for_and_others_are_refused():
+def test_a_subclass_that_computes_like_linear_is_taken_when_asked_for_and_others_are_refused(subtests):
     model = nn.ModuleDict({"own": OwnLinear(8, 8)})
     quantize_(model, lowbit.int8_weight_only(), lambda module, _: isinstance(module, nn.Linear))
     assert isinstance(model["own"], QuantLinear)
     for module, reason in ((OtherForward(8, 8), "OtherForward is a subclass"), (nn.MultiheadAttention(8, 2), "MultiheadAttention")):
-        with pytest.raises(ValueError, match=f"cannot be quantized: .*{reason}"):
+        with subtests.test(reason), pytest.raises(ValueError, match=f"cannot be quantized: .*{reason}"):
             quantize_(nn.ModuleDict({"m": module}), lowbit.int8_weight_only(), lambda m, _: isinstance(m, nn.Linear))
 
 

@@ -24,15 +24,16 @@ def layer(config: object, k: int = K) -> nn.Module:
 
 @pytest.mark.parametrize("shape", [(3,), (1,), (), (2, 40), (2, 2)], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
-def test_every_format_refuses_every_other_size(config, shape, grad):
+def test_every_format_refuses_every_other_size(config, shape, grad, subtests):
     model = layer(config)
     for k in WRONG:
-        x = torch.randn(*shape, k, requires_grad=grad)
-        with (
-            torch.set_grad_enabled(grad),
-            pytest.raises(RuntimeError, match=rf"must be k=132 \(in_features\), got x of shape \[.*{k}\]"),
-        ):
-            model(x)
+        with subtests.test(k=k):
+            x = torch.randn(*shape, k, requires_grad=grad)
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(RuntimeError, match=rf"must be k=132 \(in_features\), got x of shape \[.*{k}\]"),
+            ):
+                model(x)
     assert model(torch.randn(*shape, K)).shape == (*shape, 33)
 
 
@@ -41,15 +42,15 @@ def test_nn_linear_raises_the_same_kind():
         nn.Linear(K, 33)(torch.randn(2, K + 1))
 
 
+@pytest.mark.parametrize("cls", FORMATS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_layers_refuse_too(dynamic):
-    for cls in FORMATS:
-        model = layer(cls())
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-        assert compiled(torch.randn(2, K)).shape == (2, 33)
-        with pytest.raises(RuntimeError, match="must be k=132"):
-            compiled(torch.randn(2, 192))
-        torch.compiler.reset()
+def test_compiled_layers_refuse_too(dynamic, cls):
+    model = layer(cls())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert compiled(torch.randn(2, K)).shape == (2, 33)
+    with pytest.raises(RuntimeError, match="must be k=132"):
+        compiled(torch.randn(2, 192))
+    torch.compiler.reset()
 
 
 def test_fake_tensors_are_refused_too(config):

@@ -120,7 +120,7 @@ def test_of_two_files_of_a_rank_the_one_with_collectives_counts() -> None:
     assert findings(*same, worker).call is None
 
 
-def test_bad_files_are_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files_are_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
     ring = _C.recorder.snapshot()
     (tmp_path / "whole.ring").write_bytes(ring)
     (tmp_path / "cut.ring").write_bytes(ring[:-1000])
@@ -146,14 +146,15 @@ def test_bad_files_are_named_and_the_others_are_read(tmp_path: Path, capsys: pyt
         ("trace_0", "version '1.0'"),
         ("trace_1", "asks for pathlib"), ("trace_2", "damaged dump of torch's flight recorder: KeyError"),
     ):  # fmt: skip
-        assert f"{name}: " in told and why in told.partition(f"{name}: ")[2].partition("\n")[0], (name, told)
+        with subtests.test(name):
+            assert f"{name}: " in told and why in told.partition(f"{name}: ")[2].partition("\n")[0], (name, told)
     assert len(found.problems) == 12
     assert main(["recorder", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
     assert "not read: " in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["problems"] == list(found.problems)
 
 
-def test_a_value_of_a_wrong_type_is_a_problem_or_shown(tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_a_problem_or_shown(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """In the names of a ring and in a dump of torch's."""
     _C.all_finite(__import__("torch").ones(3))
     ring = _C.recorder.snapshot()
@@ -174,8 +175,9 @@ def test_a_value_of_a_wrong_type_is_a_problem_or_shown(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
         (folder / "b.ring").write_bytes(ring)
         found = read_folder(folder)
-        assert text(analyse(found)), what
-        assert found.recordings[-1].path.endswith("b.ring"), what
+        with subtests.test(what):
+            assert text(analyse(found))
+            assert found.recordings[-1].path.endswith("b.ring")
         refused += len(found.problems)
         (folder / name).unlink()
     assert refused > len(documents) // 3

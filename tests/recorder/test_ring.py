@@ -242,10 +242,13 @@ def test_an_op_that_hangs_is_dumped_by_timeout_and_signal_and_survives_a_kill(tm
     assert after.verdict.endswith("and gone") and after.ranks[0].overwritten > 500 and after.ranks[0].age_s > 0
 
 
-def test_watch_refuses_what_is_no_timeout(tmp_path: Path) -> None:
-    for seconds in (-1.0, float("nan"), 2e9):
-        with pytest.raises(ValueError, match="watch: timeout must be 0 to 1e9 seconds"):
-            recorder.watch(seconds)
+@pytest.mark.parametrize("seconds", (-1.0, float("nan"), 2e9))
+def test_watch_refuses_what_is_no_timeout(seconds: float) -> None:
+    with pytest.raises(ValueError, match="watch: timeout must be 0 to 1e9 seconds"):
+        recorder.watch(seconds)
+
+
+def test_processes_without_a_recorder_or_a_timeout_say_so(tmp_path: Path) -> None:
     off = child("from lowbit import _C; _C.recorder.watch(1)", tmp_path, LOWBIT_FR="0")
     assert "RuntimeError: watch: the recorder is off (LOWBIT_FR=0)" in off.stderr
     said = child(CALL, tmp_path, LOWBIT_FR_TIMEOUT="soon")

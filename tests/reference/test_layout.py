@@ -26,73 +26,77 @@ def without_column_sum(packed: torch.Tensor) -> torch.Tensor:
 @pytest.mark.core
 @pytest.mark.parametrize("row", rows_of("quantize"))
 @pytest.mark.parametrize("format, group_size, mapping", QUANTIZED)
-def test_quantize_packs_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
+def test_quantize_packs_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str, subtests: pytest.Subtests) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for n, k in SHAPES:
-            weight = torch.randn(n, k).to(dtype)
-            with force_kernel(row):
-                packed = testing.pack_weight(weight, format, group_size, mapping)
-            wanted = layout.pack(quantize(weight, format, group_size, mapping))
-            assert packed.shape == wanted.shape
-            got = layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
-            reference = layout.unpack(wanted, n, k, format, group_size, mapping == "asymmetric")
-            assert torch.equal(got.column_scale, reference.column_scale)
-            for mine, theirs in ((got.group_scale, reference.group_scale), (got.zero, reference.zero)):
-                assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
-            assert torch.equal(got.codes, reference.codes)
-            sums, wanted_sums = (bytes[:, 64:128].contiguous().view(torch.float32) for bytes in (packed, wanted))
-            torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-5 * k**0.5)
-            assert torch.equal(without_column_sum(packed), without_column_sum(wanted))  # padding too
+            with subtests.test(dtype=dtype, n=n, k=k):
+                weight = torch.randn(n, k).to(dtype)
+                with force_kernel(row):
+                    packed = testing.pack_weight(weight, format, group_size, mapping)
+                wanted = layout.pack(quantize(weight, format, group_size, mapping))
+                assert packed.shape == wanted.shape
+                got = layout.unpack(packed, n, k, format, group_size, mapping == "asymmetric")
+                reference = layout.unpack(wanted, n, k, format, group_size, mapping == "asymmetric")
+                assert torch.equal(got.column_scale, reference.column_scale)
+                for mine, theirs in ((got.group_scale, reference.group_scale), (got.zero, reference.zero)):
+                    assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
+                assert torch.equal(got.codes, reference.codes)
+                sums, wanted_sums = (bytes[:, 64:128].contiguous().view(torch.float32) for bytes in (packed, wanted))
+                torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-5 * k**0.5)
+                assert torch.equal(without_column_sum(packed), without_column_sum(wanted))  # padding too
     assert _C.last_kernel("quantize") == row
 
 
 @pytest.mark.parametrize("format", testing.formats_of_kind("float"))
-def test_float_weights_pack_to_the_bytes_of_the_reference(format: str) -> None:
+def test_float_weights_pack_to_the_bytes_of_the_reference(format: str, subtests: pytest.Subtests) -> None:
     for n, k in SHAPES:
-        weight = torch.randn(n, k).to(getattr(torch, format))
-        packed = testing.pack_weight(weight.float(), format)
-        assert torch.equal(packed, layout.pack_float(weight))
-        assert torch.equal(layout.unpack_float(packed, n, k, format).float(), weight.float())
+        with subtests.test(n=n, k=k):
+            weight = torch.randn(n, k).to(getattr(torch, format))
+            packed = testing.pack_weight(weight.float(), format)
+            assert torch.equal(packed, layout.pack_float(weight))
+            assert torch.equal(layout.unpack_float(packed, n, k, format).float(), weight.float())
 
 
 @pytest.mark.parametrize("format, group_size, mapping", QUANTIZED)
-def test_codes_scales_and_zeros_become_panels_and_come_back(format: str, group_size: int, mapping: str) -> None:
+def test_codes_scales_and_zeros_become_panels_and_come_back(format: str, group_size: int, mapping: str, subtests: pytest.Subtests) -> None:
     asymmetric = mapping == "asymmetric"
     for n, k in SHAPES:
-        groups = -(-k // group_size) if group_size else 1
-        codes = torch.randint(0, _C.FORMAT_FACTS[format]["code_max"] + 1, (n, k), dtype=torch.uint8)
-        scale = torch.rand(n, groups) + 0.01
-        zero = torch.randint(0, 16, (n, groups)).float() if asymmetric else None
-        packed = testing.pack_codes(codes, scale, zero, format, group_size)
-        got = layout.unpack(packed, n, k, format, group_size, asymmetric)
-        assert torch.equal(got.codes, codes)
-        torch.testing.assert_close(got.scale, scale, rtol=0 if group_size == 0 else 2.0**-11, atol=0)
-        assert torch.equal(packed[:, :64], layout.pack(got)[:, :64])
-        if zero is not None:
-            assert torch.equal(got.zero.float(), zero)
+        with subtests.test(n=n, k=k):
+            groups = -(-k // group_size) if group_size else 1
+            codes = torch.randint(0, _C.FORMAT_FACTS[format]["code_max"] + 1, (n, k), dtype=torch.uint8)
+            scale = torch.rand(n, groups) + 0.01
+            zero = torch.randint(0, 16, (n, groups)).float() if asymmetric else None
+            packed = testing.pack_codes(codes, scale, zero, format, group_size)
+            got = layout.unpack(packed, n, k, format, group_size, asymmetric)
+            assert torch.equal(got.codes, codes)
+            torch.testing.assert_close(got.scale, scale, rtol=0 if group_size == 0 else 2.0**-11, atol=0)
+            assert torch.equal(packed[:, :64], layout.pack(got)[:, :64])
+            if zero is not None:
+                assert torch.equal(got.zero.float(), zero)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("row", rows_of("repack"))
 @pytest.mark.parametrize("format, group_size, mapping", [case[:3] for case in testing.format_cases() if case[3] == "float"])
-def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str) -> None:
+def test_repacking_keeps_every_bit_and_gives_the_bytes_of_the_reference(row: str, format: str, group_size: int, mapping: str, subtests: pytest.Subtests) -> None:
     asymmetric, is_float = mapping == "asymmetric", _C.FORMAT_FACTS[format]["kind"] == "float"
     with forced(row):
         for n, k in SHAPES:
-            panels = testing.pack_weight(torch.randn(n, k) * 10.0 ** torch.randint(-9, 9, (n, 1)), format, group_size, mapping)
-            weight = (n, k, format, group_size, asymmetric)
-            rows = testing.repack(panels, "x86-panel-16x64", "row-major", *weight)
-            if is_float:
-                assert torch.equal(rows, layout.row_major_float(layout.unpack_float(panels, n, k, format)))
-            else:
-                plain = layout.unpack(panels, *weight)
-                assert torch.equal(rows, layout.row_major(plain))
-                again = layout.from_row_major(rows, k, format, group_size, asymmetric)
-                assert torch.equal(again.codes, plain.codes) and torch.equal(again.scale, plain.scale)
-            for name in _C.LAYOUTS:  # any to any, and back to the bytes of quantize, sums and padding too
-                middle = testing.repack(rows, "row-major", name, *weight)
-                assert torch.equal(testing.repack(middle, name, "row-major", *weight), rows)
-                assert torch.equal(testing.repack(middle, name, "x86-panel-16x64", *weight), panels)
+            with subtests.test(n=n, k=k):
+                panels = testing.pack_weight(torch.randn(n, k) * 10.0 ** torch.randint(-9, 9, (n, 1)), format, group_size, mapping)
+                weight = (n, k, format, group_size, asymmetric)
+                rows = testing.repack(panels, "x86-panel-16x64", "row-major", *weight)
+                if is_float:
+                    assert torch.equal(rows, layout.row_major_float(layout.unpack_float(panels, n, k, format)))
+                else:
+                    plain = layout.unpack(panels, *weight)
+                    assert torch.equal(rows, layout.row_major(plain))
+                    again = layout.from_row_major(rows, k, format, group_size, asymmetric)
+                    assert torch.equal(again.codes, plain.codes) and torch.equal(again.scale, plain.scale)
+                for name in _C.LAYOUTS:  # any to any, and back to the bytes of quantize, sums and padding too
+                    middle = testing.repack(rows, "row-major", name, *weight)
+                    assert torch.equal(testing.repack(middle, name, "row-major", *weight), rows)
+                    assert torch.equal(testing.repack(middle, name, "x86-panel-16x64", *weight), panels)
 
 
 def test_zero_points_between_and_beyond_the_codes_stay_what_they_are() -> None:
@@ -119,16 +123,17 @@ def test_repack_says_what_it_wanted(changes: dict[str, int], text: str) -> None:
         _C.repack(**given | changes)
 
 
-def test_rows_of_quantize_write_the_same_sums_of_columns() -> None:
+def test_rows_of_quantize_write_the_same_sums_of_columns(subtests: pytest.Subtests) -> None:
     rows = rows_of("quantize")
     if len(rows) == 1:
         pytest.skip(f"this machine has one row of quantize, {rows[0]}")
     for format, group_size, mapping in QUANTIZED:
-        weight, packed = torch.randn(21, 130), []
-        for row in rows:
-            with force_kernel(row):
-                packed.append(testing.pack_weight(weight, format, group_size, mapping))
-        assert all(torch.equal(other, packed[0]) for other in packed), (format, group_size, mapping)
+        with subtests.test(format=format, group_size=group_size, mapping=mapping):
+            weight, packed = torch.randn(21, 130), []
+            for row in rows:
+                with force_kernel(row):
+                    packed.append(testing.pack_weight(weight, format, group_size, mapping))
+            assert all(torch.equal(other, packed[0]) for other in packed), (format, group_size, mapping)
 
 
 def test_quantize_reports_signal_and_noise() -> None:

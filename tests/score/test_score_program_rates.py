@@ -114,14 +114,15 @@ def test_random_program(code: list[int], rows: int, cols: int, q0: int, k0: int)
 
 @pytest.mark.parametrize("captured_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("form", ["dense", "broadcast", "transposed", "flipped"])
-def test_captured_tensor_of_any_dtype_and_strides(score_row: str, captured_dtype: torch.dtype, form: str) -> None:
+def test_captured_tensor_of_any_dtype_and_strides(score_row: str, captured_dtype: torch.dtype, form: str, subtests: pytest.Subtests) -> None:
     bias = torch.randn(80, 80).to(captured_dtype)
     bias = {"dense": bias, "broadcast": bias[:1].expand(80, 80), "transposed": bias.t(), "flipped": bias[::2].repeat_interleave(2, 0)}[form]
     program = ProgramBuilder()
     code = program.finish(program.op("add", program.op("score"), program.gather(program.captured("float", 2), program.op("q"), program.op("k"))))
     for cols in (32, 33):
-        scores = torch.randn(20, cols)
-        assert torch.equal(run(code, [bias], scores), scores + bias[Q0 : Q0 + 20, K0 : K0 + cols].float())
+        with subtests.test(cols=cols):
+            scores = torch.randn(20, cols)
+            assert torch.equal(run(code, [bias], scores), scores + bias[Q0 : Q0 + 20, K0 : K0 + cols].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool], ids=str)

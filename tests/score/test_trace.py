@@ -92,7 +92,7 @@ class WithState(nn.Module):
         return self.scaled(s) + self.table[q - k + 20]
 
 
-def test_captured_tensors_are_found_wherever_they_are() -> None:
+def test_captured_tensors_are_found_wherever_they_are(subtests: pytest.Subtests) -> None:
     module = WithState()
 
     def with_default(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, table: Tensor = torch.randn(30)) -> Tensor:  # noqa: B008
@@ -104,9 +104,10 @@ def test_captured_tensors_are_found_wherever_they_are() -> None:
     partial = functools.partial(with_argument, torch.randn(30), other={"x": torch.randn(30)})
     partial.__name__ = "partial"
     for mod, tensors in ((module, 1), (module.forward, 1), (with_default, 1), (partial, 2), (MODS["index"], 2)):
-        ours, wanted = evaluate(mod, 0, 1)
-        torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-5)
-        assert len(program_cache.bind("test", mod, mask=False).captured) == tensors
+        with subtests.test(tensors=tensors):
+            ours, wanted = evaluate(mod, 0, 1)
+            torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=2e-5)
+            assert len(program_cache.bind("test", mod, mask=False).captured) == tensors
 
 
 def test_new_tensors_do_not_trace_again_and_new_constants_do() -> None:
@@ -126,7 +127,7 @@ def test_new_tensors_do_not_trace_again_and_new_constants_do() -> None:
     assert program_cache.traces == before + 4
 
 
-def test_what_the_mod_reads_of_a_tensor_in_python_is_not_kept_wrongly() -> None:
+def test_what_the_mod_reads_of_a_tensor_in_python_is_not_kept_wrongly(subtests: pytest.Subtests) -> None:
     def length_of(table: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, q, k: s + table.shape[0]
 
@@ -139,9 +140,10 @@ def test_what_the_mod_reads_of_a_tensor_in_python_is_not_kept_wrongly() -> None:
     for make, first, second in (
         (length_of, torch.ones(3), torch.ones(5)), (value_of, torch.tensor(1.0), torch.tensor(4.0)), (sum_of, torch.ones(4), torch.ones(9)),
     ):  # fmt: skip
-        for table in (first, second, first):
-            ours, wanted = evaluate(make(table), 0, 0, 2, 2)
-            torch.testing.assert_close(ours, wanted)
+        with subtests.test(make.__name__):
+            for table in (first, second, first):
+                ours, wanted = evaluate(make(table), 0, 0, 2, 2)
+                torch.testing.assert_close(ours, wanted)
 
 
 class Counter:

@@ -21,22 +21,22 @@ def pair(config: object, bias: bool = True) -> tuple[nn.Module, nn.Module]:
     return plain, quantized
 
 
+@pytest.mark.parametrize("config", (lowbit.int8_weight_only(), lowbit.int8_dynamic_activation_int4_weight(), lowbit.float_weight()), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x_dtype", [torch.float32, *DTYPES])
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_result_has_the_dtype_of_nn_linear(dtype, x_dtype, grad):
-    for config in (lowbit.int8_weight_only(), lowbit.int8_dynamic_activation_int4_weight(), lowbit.float_weight()):
-        plain, quantized = pair(config)
-        x = torch.randn(5, 70, dtype=x_dtype, requires_grad=grad)
-        with torch.autocast("cpu", dtype=dtype):
-            wanted, y = plain(x), quantized(x)
-            assert torch.equal(y, quantized(x.to(dtype)))
-        assert y.dtype == wanted.dtype == dtype
-        assert (y.float() - wanted.float()).norm() < 0.25 * wanted.float().norm()
-        if grad:
-            y.float().sum().backward()
-            assert x.grad.dtype == x_dtype and quantized.bias.grad.dtype == torch.float32
-            assert x.grad.isfinite().all()
+def test_the_result_has_the_dtype_of_nn_linear(dtype, x_dtype, grad, config):
+    plain, quantized = pair(config)
+    x = torch.randn(5, 70, dtype=x_dtype, requires_grad=grad)
+    with torch.autocast("cpu", dtype=dtype):
+        wanted, y = plain(x), quantized(x)
+        assert torch.equal(y, quantized(x.to(dtype)))
+    assert y.dtype == wanted.dtype == dtype
+    assert (y.float() - wanted.float()).norm() < 0.25 * wanted.float().norm()
+    if grad:
+        y.float().sum().backward()
+        assert x.grad.dtype == x_dtype and quantized.bias.grad.dtype == torch.float32
+        assert x.grad.isfinite().all()
 
 
 def test_a_trainable_bias_alone_keeps_the_dtype():

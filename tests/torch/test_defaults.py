@@ -315,20 +315,21 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_another_default_changes_nothing(call, tmp_path, monkeypatch):
+def test_another_default_changes_nothing(call, tmp_path, monkeypatch, subtests):
     monkeypatch.setattr(timing, "BUDGET_S", 0.0)
     wanted, shape = pytree.tree_flatten(CALLS[call](tmp_path))
     assert wanted
     for name in OTHERS:
-        with default(name):
-            got, same_shape = pytree.tree_flatten(CALLS[call](tmp_path))
-        assert shape == same_shape
-        for one, other in zip(got, wanted, strict=True):
-            if isinstance(other, Tensor):
-                assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), name
-                assert torch.equal(one, other) or bool(one.isnan().all()), f"{call} under {name}"
-            else:
-                assert one == other, f"{call} under {name}"
+        with subtests.test(name):
+            with default(name):
+                got, same_shape = pytree.tree_flatten(CALLS[call](tmp_path))
+            assert shape == same_shape
+            for one, other in zip(got, wanted, strict=True):
+                if isinstance(other, Tensor):
+                    assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), name
+                    assert torch.equal(one, other) or bool(one.isnan().all()), f"{call} under {name}"
+                else:
+                    assert one == other, f"{call} under {name}"
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -85,7 +85,7 @@ def test_tangents_of_bias_mul_and_add_go_through_the_post_ops(way: Callable[...,
     torch.testing.assert_close(only_bias, torch.func.jvp(lambda bias: theirs(x, bias, mul, add), (bias,), tangents[1:2])[1], rtol=0.05, atol=0.05)
 
 
-def test_jacobians_and_hessians_of_a_layer() -> None:
+def test_jacobians_and_hessians_of_a_layer(subtests: pytest.Subtests) -> None:
     layer, x = quantized(), torch.randn(64)
     dense = layer.dequantize()
     for jacobian in (
@@ -94,8 +94,9 @@ def test_jacobians_and_hessians_of_a_layer() -> None:
     ):  # fmt: skip
         torch.testing.assert_close(jacobian, dense)
     for outer, inner in ((torch.func.jacfwd, torch.func.jacrev), (torch.func.jacrev, torch.func.jacfwd), (torch.func.jacfwd, torch.func.jacfwd)):
-        hessian = outer(inner(lambda x: layer(x).square().sum()))(x)
-        torch.testing.assert_close(hessian, 2 * dense.T @ dense, rtol=1e-4, atol=1e-4)
+        with subtests.test(outer=outer.__name__, inner=inner.__name__):
+            hessian = outer(inner(lambda x: layer(x).square().sum()))(x)
+            torch.testing.assert_close(hessian, 2 * dense.T @ dense, rtol=1e-4, atol=1e-4)
 
 
 def test_a_fused_mlp_has_the_tangent_of_the_three_layers(gated_mlp: nn.ModuleDict) -> None:
@@ -137,13 +138,14 @@ ATTENTION: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 @pytest.mark.filterwarnings("ignore:.*runs through torch")
 @pytest.mark.parametrize("way", [torch.func.jvp, by_dual], ids=["func", "dual"])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_has_its_tangent(name: str, way: Callable[..., Any]) -> None:
+def test_attention_has_its_tangent(name: str, way: Callable[..., Any], subtests: pytest.Subtests) -> None:
     ours, theirs = ATTENTION[name]
     primals = qkv()
     for which in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
-        tangents = tuple(torch.randn_like(x) if wanted else torch.zeros_like(x) for x, wanted in zip(primals, which, strict=True))
-        for got, wanted in zip(way(ours, primals, tangents), torch.func.jvp(theirs, primals, tangents), strict=True):
-            torch.testing.assert_close(got, wanted)
+        with subtests.test(which=which):
+            tangents = tuple(torch.randn_like(x) if wanted else torch.zeros_like(x) for x, wanted in zip(primals, which, strict=True))
+            for got, wanted in zip(way(ours, primals, tangents), torch.func.jvp(theirs, primals, tangents), strict=True):
+                torch.testing.assert_close(got, wanted)
 
 
 def test_tangents_of_mask_sink_and_captured_tensors_and_of_lse() -> None:
@@ -166,7 +168,7 @@ def test_tangents_of_mask_sink_and_captured_tensors_and_of_lse() -> None:
     torch.testing.assert_close(flex, torch.func.jvp(lambda bias: reference(q, k, v, bias), (BIAS,), (BIAS,)))
 
 
-def test_jacobians_and_hessians_of_attention() -> None:
+def test_jacobians_and_hessians_of_attention(subtests: pytest.Subtests) -> None:
     q, k, v = (tensor[:1, :2, :3, :4] for tensor in qkv())
 
     def loss(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
@@ -174,7 +176,8 @@ def test_jacobians_and_hessians_of_attention() -> None:
 
     wanted = torch.func.jacrev(torch.func.jacrev(loss(reference)))(q)
     for outer, inner in ((torch.func.jacfwd, torch.func.jacrev), (torch.func.jacrev, torch.func.jacfwd), (torch.func.jacfwd, torch.func.jacfwd)):
-        torch.testing.assert_close(outer(inner(loss(lowbit.scaled_dot_product_attention)))(q), wanted)
+        with subtests.test(outer=outer.__name__, inner=inner.__name__):
+            torch.testing.assert_close(outer(inner(loss(lowbit.scaled_dot_product_attention)))(q), wanted)
     jacobian = torch.autograd.functional.jacobian
     vectorized = jacobian(lambda q: lowbit.scaled_dot_product_attention(q, k, v), q, strategy="forward-mode", vectorize=True)
     torch.testing.assert_close(vectorized, jacobian(lambda q: reference(q, k, v), q))

@@ -62,14 +62,15 @@ def test_quantized_activations_use_the_straight_through_gradient(format: str, gr
     torch.testing.assert_close(x.grad, grad @ dense(case))
 
 
-def test_result_is_the_same_with_and_without_gradients() -> None:
+def test_result_is_the_same_with_and_without_gradients(subtests: pytest.Subtests) -> None:
     for case in (weight_only(), weight_only("int4", 32, x_format="int8_group", activation="silu", add=True)):
-        data = cached_data(case)
-        extra = (_C.ACTIVATIONS[case.activation], data.mul, data.add)
-        plain = linear(data.x, data.packed, case.op_args, data.bias, *extra)
-        tracked = linear(data.x.clone().requires_grad_(), data.packed, case.op_args, data.bias, *extra)
-        assert tracked.requires_grad and not plain.requires_grad
-        torch.testing.assert_close(tracked.detach(), plain, rtol=1e-6, atol=1e-6)
+        with subtests.test(str(case)):
+            data = cached_data(case)
+            extra = (_C.ACTIVATIONS[case.activation], data.mul, data.add)
+            plain = linear(data.x, data.packed, case.op_args, data.bias, *extra)
+            tracked = linear(data.x.clone().requires_grad_(), data.packed, case.op_args, data.bias, *extra)
+            assert tracked.requires_grad and not plain.requires_grad
+            torch.testing.assert_close(tracked.detach(), plain, rtol=1e-6, atol=1e-6)
 
 
 def test_no_gradient_is_tracked_when_none_is_wanted() -> None:

@@ -91,18 +91,19 @@ def test_ops_registered_once_and_registering_again_does_nothing() -> None:
     assert all(row["how"] for row in before)
 
 
-def test_fakes_name_only_what_their_schema_has() -> None:
+def test_fakes_name_only_what_their_schema_has(subtests: pytest.Subtests) -> None:
     import inspect
 
     from lowbit.ops.fakes import fake_of
 
     for row in _C.register_torch():
-        name = row["op"].removeprefix("lowbit::")
-        fake = fake_of(name)
-        has = {argument.name for argument in getattr(torch.ops.lowbit, name).default._schema.arguments}
-        kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-        reads = {parameter.name for parameter in inspect.signature(fake).parameters.values() if parameter.kind not in kinds}
-        assert reads <= has, f"{name}: {reads - has}"
+        with subtests.test(row["op"]):
+            name = row["op"].removeprefix("lowbit::")
+            fake = fake_of(name)
+            has = {argument.name for argument in getattr(torch.ops.lowbit, name).default._schema.arguments}
+            kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+            reads = {parameter.name for parameter in inspect.signature(fake).parameters.values() if parameter.kind not in kinds}
+            assert reads <= has, f"{name}: {reads - has}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

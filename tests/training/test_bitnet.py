@@ -101,7 +101,7 @@ def test_compiled_graphs_and_autocast(trained: nn.Module) -> None:
         assert trained(x).dtype is torch.bfloat16
 
 
-def test_what_is_refused_and_the_way_back(model: nn.Module, trained: nn.Module) -> None:
+def test_what_is_refused_and_the_way_back(model: nn.Module, trained: nn.Module, subtests: pytest.Subtests) -> None:
     with pytest.raises(ValueError, match="BitNetTrainingConfig: step must be 'prepare' or 'convert', got step=1"):
         BitNetTrainingConfig(step=1)
     with pytest.raises(ValueError, match=r"head must be left out with BitNetTrainingConfig.*, got int8_weight_only"):
@@ -109,7 +109,7 @@ def test_what_is_refused_and_the_way_back(model: nn.Module, trained: nn.Module) 
     with pytest.raises(ValueError, match=r"must meet layers prepared for BitNetTrainingConfig\(\), got layers of none"):
         lowbit.quantize_(model, CONVERT)
     for again in (PREPARE, lowbit.int8_weight_only()):
-        with pytest.raises(ValueError, match="0 is being trained as int2.*or end it with .*BitNetTrainingConfig.step="):
+        with subtests.test(str(again)), pytest.raises(ValueError, match="0 is being trained as int2.*or end it with .*BitNetTrainingConfig.step="):
             lowbit.quantize_(trained, again)
     packed = copy.deepcopy(trained)
     lowbit.quantize_(packed, CONVERT)

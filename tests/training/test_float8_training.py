@@ -181,12 +181,13 @@ def test_it_is_torchaos_emulation(recipe: str, dtype: torch.dtype) -> None:
             assert torch.equal(ours, other)
 
 
-def test_a_configuration_of_torchao_is_taken_and_recipes_are_the_same() -> None:
+def test_a_configuration_of_torchao_is_taken_and_recipes_are_the_same(subtests: pytest.Subtests) -> None:
     peer = pytest.importorskip("torchao.float8")
     for recipe in RECIPES:
-        ours, theirs = (kind.from_recipe_name(recipe) for kind in (Float8LinearConfig, peer.Float8LinearConfig))
-        layer = convert_to_float8_training(nn.Linear(4, 4), config=theirs)
-        assert layer.config == ours and type(layer.config) is Float8LinearConfig
+        with subtests.test(str(recipe)):
+            ours, theirs = (kind.from_recipe_name(recipe) for kind in (Float8LinearConfig, peer.Float8LinearConfig))
+            layer = convert_to_float8_training(nn.Linear(4, 4), config=theirs)
+            assert layer.config == ours and type(layer.config) is Float8LinearConfig
     assert Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE) == Float8LinearConfig()
 
 
@@ -207,12 +208,13 @@ def test_no_range_is_lost(config: Float8LinearConfig, dtype: torch.dtype, expone
     assert bool(y.any()) is (exponent == 0)
 
 
-def test_zeros_stay_zeros_and_empty_batches_empty(config: Float8LinearConfig) -> None:
+def test_zeros_stay_zeros_and_empty_batches_empty(config: Float8LinearConfig, subtests: pytest.Subtests) -> None:
     layer = converted(nn.Linear(40, 24), config)
     for x in (torch.zeros(3, 40), torch.zeros(0, 40), torch.zeros(2, 0, 40)):
-        y, grad_x, grad_weight, grad_bias = gradients(layer, x, torch.zeros(*x.shape[:-1], 24))
-        assert torch.equal(y, layer.bias.expand(y.shape)) and grad_x.shape == x.shape
-        assert not any(part.any() for part in (grad_x, grad_weight, grad_bias))
+        with subtests.test(shape=tuple(x.shape)):
+            y, grad_x, grad_weight, grad_bias = gradients(layer, x, torch.zeros(*x.shape[:-1], 24))
+            assert torch.equal(y, layer.bias.expand(y.shape)) and grad_x.shape == x.shape
+            assert not any(part.any() for part in (grad_x, grad_weight, grad_bias))
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -254,14 +254,14 @@ def test_a_switch_that_is_no_bool_is_refused(name: str, value: Any) -> None:
         Int8MixedPrecisionTrainingConfig(**{name: value})
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_changes(model: nn.Module) -> None:
+def test_what_cannot_be_trained_is_refused_before_anything_changes(model: nn.Module, subtests: pytest.Subtests) -> None:
     config = Int8MixedPrecisionTrainingConfig()
     for options, text in [
         ({"head": lowbit.int8_weight_only()}, r"head must be left out with .*Config\(\), got int8_weight_only"),
         ({"device": "cpu"}, r"device must be None with Int8MixedPrecisionTrainingConfig\(\), got a str"),
         ({"calibration": []}, "calibration must be None"),
     ]:
-        with pytest.raises(ValueError, match=text):
+        with subtests.test(text), pytest.raises(ValueError, match=text):
             lowbit.quantize_(model, config, **options)
     broken = copy.deepcopy(model)
     with torch.no_grad():

@@ -140,14 +140,14 @@ def test_a_state_dict_goes_round_and_that_of_the_float_model_fits(
         assert torch.equal(second(x), prepared(INT3)(x))
 
 
-def test_x_of_any_rank_gives_the_gradients_of_its_rows(prepared: Make) -> None:
-    for shape in ((100,), (0, 100), (2, 3, 100)):
-        layers, x = [prepared(INT3)[0] for _ in range(2)], torch.randn(shape)
-        layers[0](x).square().sum().backward()
-        layers[1](x.reshape(-1, 100)).square().sum().backward()
-        assert layers[0](x).shape == (*shape[:-1], 33)
-        for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+@pytest.mark.parametrize("shape", ((100,), (0, 100), (2, 3, 100)), ids=str)
+def test_x_of_any_rank_gives_the_gradients_of_its_rows(prepared: Make, shape: tuple[int, ...]) -> None:
+    layers, x = [prepared(INT3)[0] for _ in range(2)], torch.randn(shape)
+    layers[0](x).square().sum().backward()
+    layers[1](x.reshape(-1, 100)).square().sum().backward()
+    assert layers[0](x).shape == (*shape[:-1], 33)
+    for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_copies_are_on_their_own(prepared: Make, train: Callable[..., Any]) -> None:

@@ -44,11 +44,12 @@ def test_integer_weights_and_their_gradients_are_torchaos(bits: int, group_size:
     assert torch.equal(ours[0].weight.grad, peer[0].weight.grad) and clipped >= 24 * 96 // group_size // 4
 
 
-def test_torchao_refuses_int8_and_we_train_it() -> None:
+def test_torchao_refuses_int8_and_we_train_it(subtests: pytest.Subtests) -> None:
     for peer in (ao.Int8WeightOnlyConfig(), ao.Int8DynamicActivationInt8WeightConfig()):
-        with pytest.raises(ValueError):
-            _infer_fake_quantize_configs(peer)
-        model = nn.Sequential(nn.Linear(96, 24))
-        lowbit.quantize_(model, QATConfig(peer))
-        model(torch.randn(3, 96)).sum().backward()
-        assert model[0].weight.grad.any() and model[0].spec.format == "int8"
+        with subtests.test(type(peer).__name__):
+            with pytest.raises(ValueError):
+                _infer_fake_quantize_configs(peer)
+            model = nn.Sequential(nn.Linear(96, 24))
+            lowbit.quantize_(model, QATConfig(peer))
+            model(torch.randn(3, 96)).sum().backward()
+            assert model[0].weight.grad.any() and model[0].spec.format == "int8"

@@ -78,67 +78,39 @@ template <> struct ByHand<score::ScaledTanh> {
 template <class Op, class T>
 constexpr bool kByHand = sizeof(T) == 4 && ByHand<Op>::exists;
 
-template <class Op, class T, int mask>
-void run_strip1(const Strip<T>& strip) {
-  using A = ScoreCell<Op::types[0], T>;
-  using Out = ScoreCell<Op::types[2], T>;
-  const int64_t width = strip.width & ~15;
-  for (int64_t r = 0; r < strip.rows; r++) {
-    const A* a = strip.in[0].template row<A>(r);
-    const A a0 = *a;
-    Out* out = reinterpret_cast<Out*>(strip.out + r * strip.out_stride);
-    if constexpr (kByHand<Op, T>) {
-      for (int64_t i = 0; i < width; i += 16) store(out + i, ByHand<Op>::value(load(a + i)));
-    } else {
-      LOWBIT_INDEPENDENT
-      for (int64_t i = 0; i < width; i++) out[i] = static_cast<Out>(Op::value(mask & 1 ? a[i] : a0));
-    }
-  }
-}
+// An operand in a row: an element for each of the result, or one for all.
+template <class Cell, bool vector>
+struct Operand {
+  const Cell* cells;
+  Cell first;
+  LOWBIT_INLINE explicit Operand(const Cell* cells) : cells(cells), first(*cells) {}
+  LOWBIT_INLINE Cell at(int64_t i) const { return vector ? cells[i] : first; }
+  LOWBIT_INLINE f32x16 vector_at(int64_t i) const { return vector ? load(cells + i) : set1(first); }
+};
 
-template <class Op, class T, int mask>
-void run_strip2(const Strip<T>& strip) {
-  using A = ScoreCell<Op::types[0], T>;
-  using B = ScoreCell<Op::types[1], T>;
-  using Out = ScoreCell<Op::types[3], T>;
-  const int64_t width = strip.width & ~15;
-  for (int64_t r = 0; r < strip.rows; r++) {
-    const A* a = strip.in[0].template row<A>(r);
-    const B* b = strip.in[1].template row<B>(r);
-    const A a0 = *a;
-    const B b0 = *b;
-    Out* out = reinterpret_cast<Out*>(strip.out + r * strip.out_stride);
+template <class Op, class T, class Out, class... Operands>
+LOWBIT_INLINE void run_row(Out* out, int64_t width, Operands... operands) {
+  if constexpr (kByHand<Op, T>) {
+    for (int64_t i = 0; i < width; i += 16) store(out + i, ByHand<Op>::value(operands.vector_at(i)...));
+  } else {
     LOWBIT_INDEPENDENT
-    for (int64_t i = 0; i < width; i++)
-      out[i] = static_cast<Out>(Op::value(mask & 1 ? a[i] : a0, mask & 2 ? b[i] : b0));
+    for (int64_t i = 0; i < width; i++) out[i] = static_cast<Out>(Op::value(operands.at(i)...));
   }
 }
 
-template <class Op, class T, int mask>
-void run_strip3(const Strip<T>& strip) {
-  using A = ScoreCell<Op::types[0], T>;
-  using B = ScoreCell<Op::types[1], T>;
-  using C = ScoreCell<Op::types[2], T>;
-  using Out = ScoreCell<Op::types[4], T>;
+// mask: which operands are vectors.
+template <class Op, class T, int mask, int... k>
+LOWBIT_INLINE void run_rows(const Strip<T>& strip, std::integer_sequence<int, k...>) {
+  using Out = ScoreCell<Op::types.back(), T>;
   const int64_t width = strip.width & ~15;
-  for (int64_t r = 0; r < strip.rows; r++) {
-    const A* a = strip.in[0].template row<A>(r);
-    const B* b = strip.in[1].template row<B>(r);
-    const C* c = strip.in[2].template row<C>(r);
-    const A a0 = *a;
-    const B b0 = *b;
-    const C c0 = *c;
-    Out* out = reinterpret_cast<Out*>(strip.out + r * strip.out_stride);
-    if constexpr (kByHand<Op, T>) {
-      for (int64_t i = 0; i < width; i += 16)
-        store(out + i, ByHand<Op>::value(mask & 1 ? load(a + i) : set1(a0), mask & 2 ? load(b + i) : set1(b0),
-                                         mask & 4 ? load(c + i) : set1(c0)));
-    } else {
-      LOWBIT_INDEPENDENT
-      for (int64_t i = 0; i < width; i++)
-        out[i] = static_cast<Out>(Op::value(mask & 1 ? a[i] : a0, mask & 2 ? b[i] : b0, mask & 4 ? c[i] : c0));
-    }
-  }
+  for (int64_t r = 0; r < strip.rows; r++)
+    run_row<Op, T>(reinterpret_cast<Out*>(strip.out + r * strip.out_stride), width,
+                   Operand<ScoreCell<Op::types[k], T>, (mask >> k & 1) != 0>(
+                       strip.in[k].template row<ScoreCell<Op::types[k], T>>(r))...);
+}
+template <class Op, class T, int mask>
+void run_strip(const Strip<T>& strip) {
+  run_rows<Op, T, mask>(strip, std::make_integer_sequence<int, arity_of<Op>()>());
 }
 #undef LOWBIT_INDEPENDENT
 
@@ -148,7 +120,7 @@ void run_strip3(const Strip<T>& strip) {
   const float first_b = *strip.in[1].row<float>(0), magnitude = __builtin_fabsf(first_b);
   const bool uniform = strip.in[1].row_stride == 0 && strip.in[2].row_stride == 0;
   if (!uniform || !(magnitude > 0x1p-10f && magnitude < 0x1p10f))
-    return run_strip3<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats
+    return run_strip<score::ScaledTanh, float, 1>(strip);  // powers would leave the floats
   const RationalTanh scaled(first_b, *strip.in[2].row<float>(0));
   for (int64_t r = 0; r < strip.rows; r++) {
     const float* a = strip.in[0].row<float>(r);
@@ -163,23 +135,20 @@ template <class T>
 struct StripKernels {
   StripKernel<T> of[8];
 };
-template <class Op, class T>
-constexpr StripKernels<T> strip_kernels() {
-  if constexpr (std::is_same_v<Op, score::ScaledTanh> && sizeof(T) == 4)
-    return {{nullptr, run_soft_cap, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>,
-             run_strip3<Op, T, 5>, run_strip3<Op, T, 6>, run_strip3<Op, T, 7>}};
-  else if constexpr (std::is_same_v<Op, score::Copy>) return {{run_strip1<Op, T, 0>, run_strip1<Op, T, 1>}};
-  else if constexpr (!has_value<Op>()) return {};
-  else if constexpr (arity_of<Op>() == 1) return {{nullptr, run_strip1<Op, T, 1>}};
-  else if constexpr (arity_of<Op>() == 2)
-    return {{nullptr, run_strip2<Op, T, 1>, run_strip2<Op, T, 2>, run_strip2<Op, T, 3>}};
-  else
-    return {{nullptr, run_strip3<Op, T, 1>, run_strip3<Op, T, 2>, run_strip3<Op, T, 3>, run_strip3<Op, T, 4>,
-             run_strip3<Op, T, 5>, run_strip3<Op, T, 6>, run_strip3<Op, T, 7>}};
+template <class Op, class T, int mask>
+constexpr StripKernel<T> strip_kernel() {
+  if constexpr (mask == 0 && !std::is_same_v<Op, score::Copy>) return nullptr;
+  else if constexpr (mask == 1 && std::is_same_v<Op, score::ScaledTanh> && sizeof(T) == 4) return run_soft_cap;
+  else return run_strip<Op, T, mask>;
+}
+template <class Op, class T, int... mask>
+constexpr StripKernels<T> strip_kernels(std::integer_sequence<int, mask...>) {
+  if constexpr (has_value<Op>()) return {{strip_kernel<Op, T, mask>()...}};
+  else return {};
 }
 template <class T, class... Ops>
 constexpr std::array<StripKernels<T>, sizeof...(Ops)> all_strip_kernels(OpList<Ops...>) {
-  return {strip_kernels<Ops, T>()...};
+  return {strip_kernels<Ops, T>(std::make_integer_sequence<int, 1 << arity_of<Ops>()>())...};
 }
 template <class T>
 constexpr auto kStripKernels = all_strip_kernels<T>(ScoreOps{});

@@ -6,19 +6,17 @@
 
 #include <type_traits>
 
+#include "cpu/loops.hpp"
 #include "cpu/simd/avx512_vnni.hpp"
 #include "cpu/simd/avx512_bf16_pairs.hpp"
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tile unit of this thread while one lives: tiles 0 to 3 hold sums, 4 and 5 rows of activations of `bytes` bytes
-// (32 or 64), 6 and 7 weights, bytes / 4 rows of 16 columns x 4 bytes along k. The earlier configuration comes back at
-// the end: oneDNN uses the unit too.
-class TileUnit {
+// The tile unit of this thread while one lives: rows of activations have `bytes` bytes (32 or 64), and weights bytes /
+// 4 rows of 16 columns x 4 bytes along k. The earlier configuration comes back at the end: oneDNN uses the unit too.
+class TileUnit : public TileNumbers {
  public:
-  static constexpr int64_t kRows = 16;
-  static constexpr int kActivations = 4, kWeights = 6;
   static constexpr bool kSumsInRegisters = false;  // they stay in the unit
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) {

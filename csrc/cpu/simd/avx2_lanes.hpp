@@ -16,9 +16,6 @@ struct f32x16 { __m256 lo, hi; };
 struct i32x16 { __m256i lo, hi; };
 struct u8x64 { __m256i lo, hi; };
 
-LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-
 LOWBIT_INLINE f32x16 set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 LOWBIT_INLINE f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 LOWBIT_INLINE void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
@@ -214,12 +211,7 @@ LOWBIT_INLINE int32_t sum(i32x16 a) {
   q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
-LOWBIT_INLINE float sum(f32x16 a) {
-  const __m256 s = _mm256_add_ps(a.lo, a.hi);
-  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
+LOWBIT_INLINE float sum(f32x16 a) { return sum(_mm256_add_ps(a.lo, a.hi)); }
 LOWBIT_INLINE float largest(f32x16 a) {
   const __m256 s = _mm256_max_ps(a.lo, a.hi);
   __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -242,11 +234,7 @@ LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) {
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
 template <bool high>
 LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
-  const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-  auto codes = [&](const uint8_t* p) {
-    return _mm_sub_epi8(_mm_and_si128(high ? _mm_srli_epi16(load_xmm(p), 4) : load_xmm(p), mask), eight);
-  };
-  return zip_bytes(codes(a), codes(b));
+  return zip_bytes(load_i4<high>(a), load_i4<high>(b));
 }
 LOWBIT_INLINE f32x16 in_register(f32x16 a) {
   asm("" : "+x"(a.lo), "+x"(a.hi));

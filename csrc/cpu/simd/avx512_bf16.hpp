@@ -13,12 +13,10 @@
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
 
-// The tiles of this thread while one lives, with the meaning of those of amx.hpp: 0 to 3 hold sums; 4 to 7 are where
-// the rows of activations and weights lie, which a product reads there.
-class TileUnit {
+// The tiles of this thread while one lives, with the meaning of those of amx.hpp: of activations and weights where
+// their rows lie, which a product reads there.
+class TileUnit : public TileNumbers {
  public:
-  static constexpr int64_t kRows = 16;
-  static constexpr int kActivations = 4, kWeights = 6;
   static constexpr bool kSumsInRegisters = true;  // while tiles of one factor follow one another: add_steps
 
   LOWBIT_INLINE explicit TileUnit(int64_t bytes) : pairs_(bytes / 4), before_(here) { here = this; }

@@ -19,7 +19,6 @@ struct u8x64 { __m512i v; };
 LOWBIT_INLINE f32x16 set1(float a) { return {_mm512_set1_ps(a)}; }
 LOWBIT_INLINE f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 LOWBIT_INLINE void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
-LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 LOWBIT_INLINE f32x16 load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(load_ymm(p))}; }
 LOWBIT_INLINE f32x16 load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_ymm(p)), 16))};
@@ -137,15 +136,11 @@ LOWBIT_INLINE void store_u8(uint8_t* p, i32x16 a) {
 }
 LOWBIT_INLINE int32_t sum(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 LOWBIT_INLINE float sum(f32x16 a) {
-  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
-  __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+  return sum(_mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)));
 }
 LOWBIT_INLINE float largest(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
 struct i16x32 { __m512i v; };
-LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 LOWBIT_INLINE i16x32 load_i16(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
 LOWBIT_INLINE i16x32 load_pair(const int16_t* p) {
   return {_mm512_castps_si512(_mm512_set1_ps(*reinterpret_cast<const float*>(p)))};
@@ -159,11 +154,7 @@ LOWBIT_INLINE i16x32 zip_bytes(__m128i a, __m128i b) {
 LOWBIT_INLINE i16x32 zip_i8(const int8_t* a, const int8_t* b) { return zip_bytes(load_xmm(a), load_xmm(b)); }
 template <bool high>
 LOWBIT_INLINE i16x32 zip_i4(const uint8_t* a, const uint8_t* b) {
-  const __m128i mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-  auto codes = [&](const uint8_t* p) {
-    return _mm_sub_epi8(_mm_and_si128(high ? _mm_srli_epi16(load_xmm(p), 4) : load_xmm(p), mask), eight);
-  };
-  return zip_bytes(codes(a), codes(b));
+  return zip_bytes(load_i4<high>(a), load_i4<high>(b));
 }
 LOWBIT_INLINE f32x16 in_register(f32x16 a) {
   asm("" : "+v"(a.v));

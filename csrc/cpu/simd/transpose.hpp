@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Floats that change lanes, with AVX: to[j][i] = from[i][j] of 16 x 16 floats (two unpacks and a permute per vector of
-// 8); sums of lanes.
+// What AVX2 and AVX-512 do alike, in ymm and xmm: loads; sums of lanes; to[j][i] = from[i][j] of 16 x 16 floats (two
+// unpacks and a permute per vector of 8).
 #pragma once
 
 #include <immintrin.h>
@@ -11,6 +11,19 @@
 
 namespace lowbit::cpu::LOWBIT_ISA_NAME {
 namespace {
+
+LOWBIT_INLINE __m256i load_ymm(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+LOWBIT_INLINE __m128i load_xmm(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+template <bool high>
+LOWBIT_INLINE __m128i load_i4(const uint8_t* p) {  // the low or high nibbles of 16 bytes, - 8
+  const __m128i bytes = high ? _mm_srli_epi16(load_xmm(p), 4) : load_xmm(p);
+  return _mm_sub_epi8(_mm_and_si128(bytes, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+}
+LOWBIT_INLINE float sum(__m256 a) {
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
 
 LOWBIT_INLINE void transpose_8x8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   __m256 half[8], quarter[8];  // rows i and i + 4 share a register, so that no lane has to cross later

@@ -117,9 +117,7 @@ struct Backward {
   LOWBIT_INLINE void find_units() const {
     const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
-    bool wanted = false;
-    for (int row = 0; row < rows; row++) wanted |= call.statistics[head + row].has_rest();
-    if (!wanted) return;
+    if (!any_has_rest(call.statistics + head, rows)) return;
     float lse[2], total[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -218,11 +216,10 @@ LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   const int each = kKeysStay ? call.heads / call.group : call.heads, parts = kCaptured ? 1 : B::kShape.parts;
   const int task = static_cast<int>(blockIdx.x) / parts, heads = call.batch * each, turn = task / heads;
   const int index = kKeysStay ? turn : static_cast<int>(tiling.count) - 1 - turn;
-  const auto per_block = static_cast<int>(tiling.per_block);
   B backward{.call = call, .shared = shared, .b = task % heads / each,
              .first_head = task % heads % each * (kKeysStay ? call.group : 1),
              .part = static_cast<int>(blockIdx.x) % parts,
-             .stays = {index, index / per_block, index % per_block}};
+             .stays = TileStep::at(tiling, index)};
   backward.run();
   if constexpr (!kCaptured) backward.finish();
   check_fault<Mods>(call);

@@ -56,16 +56,20 @@ struct Forward {
     }
   }
 
-  LOWBIT_INLINE void modify(const TilePlace& at, float (&s)[kM][kScores][4]) const {
-    if (Mods::kFolds && !at.cut) return;
+  // body(score, query, key)
+  template <class Body>
+  LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4], Body body) const {
 #pragma unroll
     for (int m = 0; m < kM; m++)
 #pragma unroll
       for (int n = 0; n < kScores; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          s[m][n][i] =
-              modified<Mods>(call, at, s[m][n][i], row + m * 16 + i / 2 * 8, at.k0 + column + n * 8 + i % 2);
+        for (int i = 0; i < 4; i++) body(s[m][n][i], row + m * 16 + i / 2 * 8, at.k0 + column + n * 8 + i % 2);
+  }
+
+  LOWBIT_INLINE void modify(const TilePlace& at, float (&s)[kM][kScores][4]) const {
+    if (Mods::kFolds && !at.cut) return;
+    for_each_score(at, s, [&](float& score, int q, int k) { score = modified<Mods>(call, at, score, q, k); });
   }
 
   // Scores to powers of e, sums and the result in relation to the largest score so far.
@@ -96,13 +100,7 @@ struct Forward {
 
   LOWBIT_INLINE void drop(const TilePlace& at, float (&s)[kM][kScores][4]) const {
     if constexpr (Mods::kDropout)
-#pragma unroll
-      for (int m = 0; m < kM; m++)
-#pragma unroll
-        for (int n = 0; n < kScores; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            s[m][n][i] *= dropout_factor(call, at, row + m * 16 + i / 2 * 8, at.k0 + column + n * 8 + i % 2);
+      for_each_score(at, s, [&](float& p, int q, int k) { p *= dropout_factor(call, at, q, k); });
   }
 
   // The next tile of keys from `step` on that is visible; false after the last.
@@ -176,18 +174,12 @@ struct Forward {
   }
 };
 
-// Under causality the last queries have most to do: they are first.
 template <DType dtype, int kE, int kEv, class Mods>
 LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   using F = Forward<dtype, kE, kEv, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
-  const int heads = call.batch * call.heads, head = static_cast<int>(blockIdx.x) % heads;
-  const int b = head / call.heads, h = head % call.heads, kv_head = h / call.group;
-  const int index = static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads;
-  const auto per_block = static_cast<int>(call.q_tiles.per_block);
-  const TileStep q_step{index, index / per_block, index % per_block};
-  const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles);
-  const int first = warp_of_cta() * F::kM * 16, lane = lane_of_warp();
+  const auto [b, h, q_step, q0, rows] = query_tile(call);
+  const int kv_head = h / call.group, first = warp_of_cta() * F::kM * 16, lane = lane_of_warp();
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),
             .values = head_rows(call.v, b, kv_head), .own_q = shared.q.data + first * F::kStride,

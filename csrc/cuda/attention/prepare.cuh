@@ -40,23 +40,15 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
                          sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
 }
 
-// - sum over b and q of exp(sink - lse) D: a CTA for each head, in an order of its own.
+// A CTA for each head, in an order of its own.
 LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
   LOWBIT_SHARED(double, sums, [kAttentionThreads]);
-  const int64_t length = call.q_tiles.length, h = blockIdx.x;
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < call.batch * length; i += kAttentionThreads) {
-    const int64_t at = (i / length * call.heads + h) * length + i % length;
-    if (call.lse[at] == minus_infinity()) continue;
-    const RowStatistics of_row = call.statistics[at];
-    const float p = expf(call.sink[h] - of_row.lse) * (of_row.has_rest() ? call.unit[at] : 1.0f);
-    sum -= static_cast<double>(p) * of_row.delta;
-  }
+  double sum = sink_gradient_of_thread<double>(call, [](float a) { return expf(a); });
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int i = 1; i < kAttentionThreads; i++) sum += sums[i];
-  call.grad_sink[h] = static_cast<float>(sum);
+  call.grad_sink[blockIdx.x] = static_cast<float>(sum);
 }
 
 }  // namespace lowbit::cuda

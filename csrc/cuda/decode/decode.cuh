@@ -166,18 +166,25 @@ struct Decode {
     else return p * shared.v_scale[token * kVScales + (kVScales == 1 ? 0 : group)];
   }
 
+  // body(sum, row, i) for the sums of a group that this lane has; i: where their columns lie (value_column).
+  template <class Body>
+  LOWBIT_INLINE static void for_each_sum(float (&of_group)[2][kTiles][4], Body body) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int n = 0; n < kTiles; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          body(of_group[half][n][i], n * 8 + lane_of_warp() % 4 * 2 + i % 2, 2 * half + i / 2);
+  }
+
   LOWBIT_INLINE void multiply_values() {
     const int lane = lane_of_warp(), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < kGroupsOfWarp; j++) {
       const int group = j * kDecodeWarps + warp_of_cta();
       if (group >= kVGroups) break;
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int n = 0; n < kTiles; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) out[j][half][n][i] *= shared.shrink[n * 8 + t * 2 + i % 2];
+      for_each_sum(out[j], [&](float& sum, int row, int) { sum *= shared.shrink[row]; });
 #pragma unroll
       for (int k = 0; k < kKeyTile; k += 16) {
         uint32_t a[4], c[4];  // of tokens t and t + 4, t + 8 and t + 12
@@ -237,7 +244,7 @@ struct Decode {
     }
   }
 
-  LOWBIT_INLINE void finish(int64_t split) const {
+  LOWBIT_INLINE void finish(int64_t split) {
     const int lane = lane_of_warp();
     const int64_t first = (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
 #pragma unroll
@@ -251,17 +258,10 @@ struct Decode {
     for (int j = 0; j < kGroupsOfWarp; j++) {
       const int group = j * kDecodeWarps + warp_of_cta();
       if (group >= kVGroups) break;
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int n = 0; n < kTiles; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            const int r = n * 8 + lane % 4 * 2 + i % 2;
-            const int column = group * 32 + value_column<kCache>(lane / 4, 2 * half + i / 2);
-            if (r < rows)
-              call.partial[((first + r) * call.splits + split) * kVGroups * 32 + column] = out[j][half][n][i];
-          }
+      for_each_sum(out[j], [&](float sum, int row, int i) {
+        const int column = group * 32 + value_column<kCache>(lane / 4, i);
+        if (row < rows) call.partial[((first + row) * call.splits + split) * kVGroups * 32 + column] = sum;
+      });
     }
   }
 };

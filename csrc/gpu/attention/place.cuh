@@ -15,6 +15,10 @@ LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 struct TileStep {
   int index = 0, block = 0, within = 0;
 
+  LOWBIT_INLINE static TileStep at(const Tiling& tiling, int index) {
+    const auto per_block = static_cast<int>(tiling.per_block);
+    return {index, index / per_block, index % per_block};
+  }
   LOWBIT_INLINE void next(const Tiling& tiling) {
     index++, within++;
     if (within == static_cast<int>(tiling.per_block)) within = 0, block++;
@@ -27,6 +31,20 @@ struct TileStep {
     return static_cast<int>(smaller(tiling.tile, rest));
   }
 };
+
+// The queries of a CTA. Under causality the last ones have most to do: they are first.
+struct QueryTile {
+  int b, h;
+  TileStep step;
+  int begin, rows;
+};
+template <class Call>
+LOWBIT_INLINE QueryTile query_tile(const Call& call) {
+  const int heads = call.batch * call.heads, head = static_cast<int>(blockIdx.x) % heads;
+  const auto step =
+      TileStep::at(call.q_tiles, static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads);
+  return {head / call.heads, head % call.heads, step, step.begin(call.q_tiles), step.size(call.q_tiles)};
+}
 
 // The place of a tile of scores.
 struct TilePlace {
@@ -66,6 +84,28 @@ LOWBIT_INLINE uint32_t dropout_draw(int64_t seed, int head, int q, int k) {
                           {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)});
   const uint32_t low = k & 1 ? words[1] : words[0], high = k & 1 ? words[3] : words[2];
   return k & 2 ? high : low;
+}
+
+// Whether one of so many queries has probabilities that do not add up to 1.
+LOWBIT_INLINE bool any_has_rest(const RowStatistics* statistics, int rows) {
+  bool any = false;
+  for (int row = 0; row < rows; row++) any |= statistics[row].has_rest();
+  return any;
+}
+
+// The gradient of the sink of head blockIdx.x is - sum over b and q of exp(sink - lse) D: what this thread adds.
+template <class Sum, class Call, class Exponential>
+LOWBIT_INLINE Sum sink_gradient_of_thread(const Call& call, Exponential exponential) {
+  const int64_t length = call.q_tiles.length, h = blockIdx.x;
+  Sum sum = 0;
+  for (int64_t i = threadIdx.x; i < call.batch * length; i += kAttentionThreads) {
+    const int64_t at = (i / length * call.heads + h) * length + i % length;
+    if (call.lse[at] == minus_infinity()) continue;
+    const RowStatistics of_row = call.statistics[at];
+    const float p = exponential(call.sink[h] - of_row.lse) * (of_row.has_rest() ? call.unit[at] : 1.0f);
+    sum -= static_cast<Sum>(p) * of_row.delta;
+  }
+  return sum;
 }
 
 template <class Call>

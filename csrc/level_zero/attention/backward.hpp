@@ -105,9 +105,7 @@ struct Backward {
   LOWBIT_INLINE void find_units() const {
     const int q0 = stays.begin(call.q_tiles), rows = stays.size(call.q_tiles);
     const int64_t head = (static_cast<int64_t>(b) * call.heads + first_head) * call.q_tiles.length + q0;
-    bool wanted = false;
-    for (int row = 0; row < rows; row++) wanted |= call.statistics[head + row].has_rest();
-    if (!wanted) return;
+    if (!gpu::any_has_rest(call.statistics + head, rows)) return;
     float total[kRows][1];
     clear(total);
     for_each_tile([&](const gpu::TilePlace& at) LOWBIT_INLINED {
@@ -186,11 +184,11 @@ LOWBIT_INLINE void attention_backward(const AttentionCall& call) {
   const int each = kKeysStay ? call.heads / call.group : call.heads, heads = call.batch * each,
             task = static_cast<int>(blockIdx.x), turn = task / heads;
   const int index = kKeysStay ? turn : static_cast<int>(tiling.count) - 1 - turn;
-  const auto per_block = static_cast<int>(tiling.per_block), thread = static_cast<int>(threadIdx.x);
+  const auto thread = static_cast<int>(threadIdx.x);
   B backward{.call = call, .shared = shared, .b = task % heads / each,
              .first_head = task % heads % each * (kKeysStay ? call.group : 1), .thread = thread,
              .lane = thread % kSubGroup, .first = thread / kSubGroup * B::kRows,
-             .stays = {index, index / per_block, index % per_block}};
+             .stays = gpu::TileStep::at(tiling, index)};
   backward.run();
 }
 
@@ -212,24 +210,16 @@ LOWBIT_INLINE void row_statistics(const AttentionCall& call) {
   call.statistics[at] = {lse == gpu::minus_infinity() ? 0.0f : lse, sum - (call.grad_lse ? call.grad_lse[at] : 0.0f)};
 }
 
-// - sum over b and q of exp(sink - lse) D: a work-group for each head, in an order of its own.
+// A work-group for each head, in an order of its own.
 LOWBIT_INLINE void sink_gradient(const AttentionCall& call) {
   LOWBIT_SHARED(float, sums, [kAttentionThreads]);
-  const int64_t length = call.q_tiles.length, h = blockIdx.x;
-  float sum = 0;
-  for (int64_t i = threadIdx.x; i < call.batch * length; i += kAttentionThreads) {
-    const int64_t at = (i / length * call.heads + h) * length + i % length;
-    if (call.lse[at] == gpu::minus_infinity()) continue;
-    const gpu::RowStatistics of_row = call.statistics[at];
-    const float p = exponential(call.sink[h] - of_row.lse) * (of_row.has_rest() ? call.unit[at] : 1.0f);
-    sum -= p * of_row.delta;
-  }
-  sums[threadIdx.x] = sum;
+  sums[threadIdx.x] =
+      gpu::sink_gradient_of_thread<float>(call, [](float a) LOWBIT_LAMBDA { return exponential(a); });
   for (int half = kAttentionThreads / 2; half; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) call.grad_sink[h] = sums[0];
+  if (threadIdx.x == 0) call.grad_sink[blockIdx.x] = sums[0];
 }
 
 }  // namespace lowbit::level_zero

@@ -85,17 +85,11 @@ struct Forward {
   }
 };
 
-// Under causality the last queries have most to do: they are first.
 template <int kColumns, bool kMods>
 LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   using F = Forward<kColumns, kMods>;
   LOWBIT_SHARED(typename F::Shared, shared, );
-  const int heads = call.batch * call.heads, head = static_cast<int>(blockIdx.x) % heads;
-  const int b = head / call.heads, h = head % call.heads;
-  const int index = static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads;
-  const auto per_block = static_cast<int>(call.q_tiles.per_block);
-  const gpu::TileStep q_step{index, index / per_block, index % per_block};
-  const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles);
+  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call);
   const auto thread = static_cast<int>(threadIdx.x);
   const int first = thread / kSubGroup * F::kRows;
   F forward{.call = call, .shared = shared, .thread = thread, .first = first,

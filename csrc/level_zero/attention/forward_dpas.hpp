@@ -137,17 +137,12 @@ struct ForwardDpas {
   }
 };
 
-// Under causality the last queries have most to do: they are first.
 template <int kColumns, bool kMods>
 LOWBIT_INLINE void attention_forward_dpas(const AttentionCall& call) {
   using F = ForwardDpas<kColumns, kMods>;
   LOWBIT_SHARED(typename F::Shared, shared, );
-  const int heads = call.batch * call.heads, head = static_cast<int>(blockIdx.x) % heads;
-  const int b = head / call.heads, h = head % call.heads;
-  const int index = static_cast<int>(call.q_tiles.count) - 1 - static_cast<int>(blockIdx.x) / heads;
-  const auto per_block = static_cast<int>(call.q_tiles.per_block), thread = static_cast<int>(threadIdx.x);
-  const gpu::TileStep q_step{index, index / per_block, index % per_block};
-  const int q0 = q_step.begin(call.q_tiles), rows = q_step.size(call.q_tiles), first = thread / kLanes * F::kRows;
+  const auto [b, h, q_step, q0, rows] = gpu::query_tile(call);
+  const int thread = static_cast<int>(threadIdx.x), first = thread / kLanes * F::kRows;
   F forward{.call = call, .shared = shared, .lane = thread % kLanes, .first = first};
   HeadReader queries(call.q, b, h, call.e);
   queries.first = q0 + first, queries.rows = rows - first;

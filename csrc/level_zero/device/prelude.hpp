@@ -4,6 +4,8 @@
 // the library are this one under their names.
 #pragma once
 
+#include "gpu/device/std.cuh"
+
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
 #define __shared__ __attribute__((shared))
@@ -27,62 +29,10 @@
   extern "C" LOWBIT_ASSUME("lowbit_lanes=" LOWBIT_TEXT(LOWBIT_LANES)) __global__ void name(const Args args)
 #define LOWBIT_SHARED(Type, name, extents) __shared__ Type name extents __attribute__((aligned(16)))
 
-using int8_t = signed char;
-using uint8_t = unsigned char;
-using int16_t = short;
-using uint16_t = unsigned short;
-using int32_t = int;
-using uint32_t = unsigned int;
 using int64_t = long;
 using uint64_t = unsigned long;
 
-constexpr int32_t INT32_MAX = 0x7fffffff, INT32_MIN = -INT32_MAX - 1;
-constexpr int64_t INT64_MIN = -0x7fffffffffffffff - 1;
-constexpr float FLT_MAX = 0x1.fffffep127f;
-
 namespace std {
-
-using size_t = decltype(sizeof(0));
-
-template <class T, size_t count>
-constexpr size_t size(const T (&)[count]) { return count; }
-
-template <class T, size_t count>
-struct array {
-  T element[count];
-  constexpr T& operator[](size_t i) { return element[i]; }
-  constexpr const T& operator[](size_t i) const { return element[i]; }
-};
-
-struct string_view {
-  const char* text;
-  constexpr string_view(const char* text) : text(text) {}
-  constexpr char operator[](size_t i) const { return text[i]; }
-  constexpr size_t find(char wanted) const {  // which is there
-    size_t at = 0;
-    while (text[at] != wanted) at++;
-    return at;
-  }
-};
-
-template <bool, class A, class> struct choose { using type = A; };
-template <class A, class B> struct choose<false, A, B> { using type = B; };
-template <bool condition, class A, class B>
-using conditional_t = typename choose<condition, A, B>::type;
-template <class A, class B> constexpr bool is_same_v = false;
-template <class A> constexpr bool is_same_v<A, A> = true;
-
-template <class T>
-constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
-template <class T>
-constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
-
-template <class T> struct numeric_limits;
-template <>
-struct numeric_limits<double> {
-  static constexpr double infinity() { return __builtin_inf(); }
-  static constexpr double max() { return 0x1.fffffffffffffp1023; }
-};
 
 // Computed by the host: many of these GPUs have no double.
 __device__ double pow(double base, double exponent);

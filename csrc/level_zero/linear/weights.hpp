@@ -11,47 +11,37 @@ namespace lowbit::level_zero {
 
 constexpr int kSides = static_cast<int>(kPanelColumns) / kLanes;  // columns of a lane
 
-// Eight rows of 64 bytes, of each column of this lane a dword.
+// Rows of 64 bytes: of each column of this lane a dword of each.
+template <class Rows>
 struct Words {
-  u32x8 side[kSides];
+  Rows side[kSides];
 };
 
-LOWBIT_INLINE Words words_of(u32x8 left, u32x8 right) {
-  Words words;
+template <class Rows>
+LOWBIT_INLINE Words<Rows> words_of(Rows left, Rows right) {
+  Words<Rows> words;
   words.side[0] = left, words.side[kSides - 1] = right;  // the same where there is one side
   return words;
 }
 
-LOWBIT_INLINE Words load_words(const uint8_t* from) {
+LOWBIT_INLINE Words<u32x8> load_words(const uint8_t* from) {
   if constexpr (kSides == 1) {
     return {{block_read8(global<uint32_t>(from))}};
   } else {
     const u32x8 upper = block_read8(global<uint32_t>(from)), lower = block_read8(global<uint32_t>(from + 256));
-    return words_of(__builtin_shufflevector(upper, lower, 0, 2, 4, 6, 8, 10, 12, 14),
-                    __builtin_shufflevector(upper, lower, 1, 3, 5, 7, 9, 11, 13, 15));
+    return words_of<u32x8>(__builtin_shufflevector(upper, lower, 0, 2, 4, 6, 8, 10, 12, 14),
+                           __builtin_shufflevector(upper, lower, 1, 3, 5, 7, 9, 11, 13, 15));
   }
 }
-// Four of them, and two.
-struct FourWords {
-  u32x4 side[kSides];
-};
-struct TwoWords {
-  u32x2 side[kSides];
-};
-
-LOWBIT_INLINE FourWords load_four(const uint8_t* from) {
+LOWBIT_INLINE Words<u32x4> load_four(const uint8_t* from) {
   if constexpr (kSides == 1) return {{block_read4(global<uint32_t>(from))}};
   const u32x8 rows = block_read8(global<uint32_t>(from));
-  FourWords words;
-  words.side[0] = rows.even, words.side[kSides - 1] = rows.odd;
-  return words;
+  return words_of<u32x4>(rows.even, rows.odd);
 }
-LOWBIT_INLINE TwoWords load_two(const uint8_t* from) {
+LOWBIT_INLINE Words<u32x2> load_two(const uint8_t* from) {
   if constexpr (kSides == 1) return {{block_read2(global<uint32_t>(from))}};
   const u32x4 rows = block_read4(global<uint32_t>(from));
-  TwoWords words;
-  words.side[0] = rows.even, words.side[kSides - 1] = rows.odd;
-  return words;
+  return words_of<u32x2>(rows.even, rows.odd);
 }
 
 // 16 k of a column: pairs of bfloat16, of each part.
@@ -62,9 +52,9 @@ struct Chunk {
 // Codes of a tile, or of a half of it where they are bytes: the rows of the plane of 8 or 4 bits, of that of 2 bits and
 // of that of 1 bit (formats/codec.hpp). Of floats nothing: they are read where they are multiplied.
 struct Codes {
-  Words whole;
-  FourWords two;
-  TwoWords one;
+  Words<u32x8> whole;
+  Words<u32x4> two;
+  Words<u32x2> one;
 
   LOWBIT_INLINE static bool of_half() { return code_bits() == 8; }
 
@@ -149,7 +139,7 @@ LOWBIT_INLINE void cut_pairs(f32x8 even, f32x8 odd, u32x8 (&part)[gpu::kMostPart
 }
 
 LOWBIT_INLINE void float32_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
-  const Words first = load_words(from), second = load_words(from + 512);
+  const Words<u32x8> first = load_words(from), second = load_words(from + 512);
 #pragma unroll
   for (int side = 0; side < kSides; side++) {
     const u32x8 a = first.side[side], b = second.side[side];
@@ -189,7 +179,7 @@ LOWBIT_INLINE void float_chunk(const uint8_t* from, Chunk (&chunk)[kSides]) {
     else float16_chunk(from, chunk);
     return;
   }
-  const Words words = load_words(from);
+  const Words<u32x8> words = load_words(from);
 #pragma unroll
   for (int side = 0; side < kSides; side++) chunk[side].part[0] = words.side[side];
 }

@@ -3,16 +3,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "gpu/optim/rows.hpp"
 #include "level_zero/backend.hpp"
 #include "level_zero/optim/call.hpp"
 #include "level_zero/runtime/copies.hpp"
 #include "level_zero/runtime/program.hpp"
-#include "ops/optim.hpp"
 
 namespace lowbit::level_zero {
 namespace {
 
-using gpu::ConvertArgs;
 using gpu::kStepThreads;
 using gpu::kTaskElements;
 
@@ -74,55 +73,29 @@ void step_of(const OptimStepArgs& args, Numbers& numbers) {
   step_with<Rule, kCount>(args, numbers);
 }
 
-void run_step(const OptimStepArgs& args) {
-  Numbers numbers = read_numbers(args);
-  if (numbers.found_inf != 0) return;
-  with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMostMoments<Rule>>(args, numbers); });
-}
+struct OptimKernels {
+  static void step(const OptimStepArgs& args) {
+    Numbers numbers = read_numbers(args);
+    if (numbers.found_inf != 0) return;
+    with_rule(args.rule, [&]<class Rule>() { step_of<Rule, kMostMoments<Rule>>(args, numbers); });
+  }
 
-template <class Args>
-void convert(const Args& args, std::string_view op) {
-  const int64_t numel = args.values.numel();
-  if (numel == 0) return;
-  const ConvertArgs given{const_cast<float*>(args.values.template as<const float>()),
-                          const_cast<uint8_t*>(args.codes.template as<const uint8_t>()),
-                          const_cast<float*>(args.scale.template as<const float>()), numel};
-  const std::string kernel =
-      concat(op, "_", kStateFormatNames[static_cast<int>(args.format)], "_", args.is_signed ? 1 : 0);
-  program(args.place, "optim_states")
-      .launch(args.place, kernel.c_str(), ceil_div(numel, int64_t{kEach} * kStepThreads),
-              kStepThreads, &given, sizeof given);
-}
+  static void convert(const auto& args, const std::string& op, const gpu::ConvertArgs& given) {
+    const std::string kernel =
+        concat(op, "_", kStateFormatNames[static_cast<int>(args.format)], "_", args.is_signed ? 1 : 0);
+    program(args.place, "optim_states")
+        .launch(args.place, kernel.c_str(), ceil_div(given.numel, int64_t{kEach} * kStepThreads), kStepThreads, &given,
+                sizeof given);
+  }
 
-void encode(const EncodeStateArgs& args) { convert(args, "encode_state"); }
-void decode(const DecodeStateArgs& args) { convert(args, "decode_state"); }
-
-template <StateFormat kFormat, class Args>
-std::string_view refuses(const Args& args) {
-  if (args.format != kFormat) return "another state format";
-  if (!has_codes(kFormat)) return "";
-  return args.block_size == block_of(kFormat) ? "" : "blocks of another size than 256, or 128 of 4 bits";
-}
-
-#define LOWBIT_ROW(op, format, Args, run) {op "_" #format "_level_zero", refuses<StateFormat::format, Args>, run}
-#define LOWBIT_STEP(format) LOWBIT_ROW("optim_step", format, OptimStepArgs, run_step)
-#define LOWBIT_ENCODE(format) LOWBIT_ROW("encode_state", format, EncodeStateArgs, encode)
-#define LOWBIT_DECODE(format) LOWBIT_ROW("decode_state", format, DecodeStateArgs, decode)
-constexpr Kernel<OptimStepArgs> kStepRows[] = {LOWBIT_STEP(float32), LOWBIT_STEP(bfloat16), LOWBIT_STEP(dynamic8),
-                                               LOWBIT_STEP(dynamic4), LOWBIT_STEP(float8)};
-constexpr Kernel<EncodeStateArgs> kEncodeRows[] = {LOWBIT_ENCODE(dynamic8), LOWBIT_ENCODE(dynamic4),
-                                                   LOWBIT_ENCODE(float8)};
-constexpr Kernel<DecodeStateArgs> kDecodeRows[] = {LOWBIT_DECODE(dynamic8), LOWBIT_DECODE(dynamic4),
-                                                   LOWBIT_DECODE(float8)};
-
-static_assert(std::size(kStepRows) == std::size(kStateFormatNames));
+  static std::string_view refuses(const auto& args) {
+    if (!has_codes(args.format) || args.block_size == block_of(args.format)) return "";
+    return "blocks of another size than 256, or 128 of 4 bits";
+  }
+};
 
 }  // namespace
 
-void add_optim_rows(Backend& backend) {
-  add_rows(backend, kStepRows, std::size(kStepRows));
-  add_rows(backend, kEncodeRows, std::size(kEncodeRows));
-  add_rows(backend, kDecodeRows, std::size(kDecodeRows));
-}
+void add_optim_rows(Backend& backend) { gpu::add_optim_rows<OptimKernels>(backend); }
 
 }  // namespace lowbit::level_zero

@@ -9,14 +9,13 @@ The gradient of the rounded weight, and of the rounded x, is that of the float o
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit.formats.base import TrainingConfig
 from lowbit.formats.intx import int8_dynamic_activation_intx_weight
 from lowbit.ops.fake_quantize import fake_quantize_activations
 from lowbit.quant.fast_path import disable_encoder_fast_path
@@ -26,14 +25,14 @@ from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import select
 from lowbit.training.convert import convert
 from lowbit.training.layers import FakeQuantizedLinear, in_autocast_dtype, prepare_in_place
-from lowbit.training.preparing import check_devices, check_no_head, check_step, in_order
+from lowbit.training.preparing import TwoStepConfig, check_devices, check_no_head, in_order
 
 _INT2 = int8_dynamic_activation_intx_weight(torch.int2, None)
 _ZERO = 2  # the code of int2 that is 0
 
 
 @dataclass(frozen=True, slots=True)
-class BitNetTrainingConfig(TrainingConfig):
+class BitNetTrainingConfig(TwoStepConfig):
     """Train ternary weights: ``quantize_(model, BitNetTrainingConfig())``, and ``step="convert"`` behind it.
 
     Float weights are rounded in every step: to -1, 0 or 1 times the mean size of the whole weight; activations to int8
@@ -51,12 +50,6 @@ class BitNetTrainingConfig(TrainingConfig):
         >>> train(model)
         >>> lowbit.quantize_(model, lowbit.training.BitNetTrainingConfig(step="convert"))
     """
-
-    _: KW_ONLY
-    step: str = "prepare"
-
-    def __post_init__(self) -> None:
-        check_step(type(self).__name__, self.step)
 
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
@@ -77,9 +70,6 @@ class BitNetTrainingConfig(TrainingConfig):
         report.notes += [note] if (note := disable_encoder_fast_path(model)) else []
         report.model_bytes_after = model_bytes(model)
         return report
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(step={self.step!r})"
 
 
 class BitNetLinear(FakeQuantizedLinear):

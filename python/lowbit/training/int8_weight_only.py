@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowbit import devices
-from lowbit.formats.base import TrainingConfig
 from lowbit.formats.int8 import Int8WeightOnlyConfig
 from lowbit.formats.spec import LinearSpec
 from lowbit.quant.codes import CodedWeight
@@ -22,14 +21,14 @@ from lowbit.quant.report import QuantizationReport, ReportRow, model_bytes
 from lowbit.quant.select import Selected, select, serving_kernel
 from lowbit.training.int8_weight import Int8Weight
 from lowbit.training.int8_weight_linear import Int8WeightLinear
-from lowbit.training.preparing import check_no_head, check_step, in_order, weight_of
+from lowbit.training.preparing import TwoStepConfig, check_no_head, in_order, weight_of
 
 _SPEC = LinearSpec("int8")
 _ZERO = 128  # of the codes that are packed, which are unsigned
 
 
 @dataclass(frozen=True, slots=True)
-class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
+class Int8WeightOnlyQuantizedTrainingConfig(TwoStepConfig):
     """Train int8 weights: ``quantize_(model, Int8WeightOnlyQuantizedTrainingConfig())``, then make the optimizer.
 
     The weight is int8 codes and one scale a row; there is no float copy. Forward and backward multiply by its values in
@@ -50,12 +49,6 @@ class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
         >>> lowbit.quantize_(model, lowbit.training.Int8WeightOnlyQuantizedTrainingConfig(step="convert"))
     """
 
-    _: KW_ONLY
-    step: str = "prepare"
-
-    def __post_init__(self) -> None:
-        check_step(type(self).__name__, self.step)
-
     def apply(self, model: nn.Module, filter_fn: Any, *, strict: bool, head: Any) -> QuantizationReport:
         check_no_head(self, head)
         report = QuantizationReport(str(self), model_bytes_before=model_bytes(model))
@@ -65,9 +58,6 @@ class Int8WeightOnlyQuantizedTrainingConfig(TrainingConfig):
         check_state_dicts_of(model)
         report.model_bytes_after = model_bytes(model)
         return report
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(step={self.step!r})"
 
 
 def _prepare(model: nn.Module, filter_fn: Any, strict: bool) -> list[ReportRow]:

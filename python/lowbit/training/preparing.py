@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import nn
 
 from lowbit import devices
+from lowbit.formats.base import TrainingConfig
 from lowbit.quant.output_head import INT8
 from lowbit.quant.report import ReportRow
 from lowbit.quant.select import Selected
@@ -20,6 +22,20 @@ def check_step(name: str, step: Any) -> None:
     """Raise ValueError unless ``step`` is one of `STEPS`."""
     if step not in STEPS:
         raise ValueError(f"{name}: step must be 'prepare' or 'convert', got step={step!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStepConfig(TrainingConfig):
+    """Base of the configurations with a ``step``, one of `STEPS`, and nothing else."""
+
+    _: KW_ONLY
+    step: str = "prepare"
+
+    def __post_init__(self) -> None:
+        check_step(type(self).__name__, self.step)
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(step={self.step!r})"
 
 
 def check_no_head(config: Any, head: Any) -> None:

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the headers of formats, rules and core take from the C++ library, for compilers of devices, which have none. The
+// device adds what it has functions for, and the integers of 64 bits, which are of different types.
+#pragma once
+
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+
+constexpr int32_t INT32_MAX = 0x7fffffff, INT32_MIN = -INT32_MAX - 1;
+constexpr float FLT_MAX = 0x1.fffffep127f;
+
+namespace std {
+
+using size_t = decltype(sizeof(0));
+
+template <class T, size_t count>
+constexpr size_t size(const T (&)[count]) { return count; }
+
+template <class T, size_t count>
+struct array {
+  T element[count];
+  constexpr T& operator[](size_t i) { return element[i]; }
+  constexpr const T& operator[](size_t i) const { return element[i]; }
+};
+
+struct string_view {
+  const char* text;
+  constexpr string_view(const char* text) : text(text) {}
+};
+
+template <bool, class A, class> struct choose { using type = A; };
+template <class A, class B> struct choose<false, A, B> { using type = B; };
+template <bool condition, class A, class B>
+using conditional_t = typename choose<condition, A, B>::type;
+
+}  // namespace std
