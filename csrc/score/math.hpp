@@ -2,7 +2,7 @@
 // Elementary functions of one element for the score ops. exp, floor and the C library's are of the host or of an Intel
 // GPU; what is arithmetic on both is here.
 //
-// Printed programs (print.hpp) call the same names. What is arithmetic on a device too is written once, in what C++,
+// Printed programs (print.hpp) call the same names. Arithmetic of devices too is written once, in words that C++,
 // CUDA C and OpenCL C have in common, and keeps its text: LOWBIT_OF_FLOATS, LOWBIT_OF_INTS. There a Float is a float,
 // an Int an int. A function of the C library is a word in LOWBIT_LIBRARY1 or LOWBIT_LIBRARY2; for the rest print.cpp
 // says what each language calls it.
@@ -64,7 +64,7 @@ LOWBIT_OF_FLOATS(Float, floor_divide_of, (Float a, Float b) {
   const Float low = floor_of(quotient);
   return quotient == 0 ? copysign_of((Float)0, div_of(a, b)) : quotient - low > 0.5f ? low + 1 : low;
 });
-// Toward zero. What an int does not hold, nan too, becomes its least value, as the instruction of x86 does and
+// Toward zero. A value that an int does not hold, nan too, becomes its least value, as the instruction of x86 does and
 // therefore torch.
 LOWBIT_OF_FLOATS(Int, int_of, (Float a) {
   const Int least = -2147483647 - 1;

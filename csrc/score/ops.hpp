@@ -359,7 +359,7 @@ constexpr bool divides_ints(int op) {
          op == number_of<FmodInt>();
 }
 
-// What holds an element of type 'f', 'i' or 'b' beside a Float.
+// Holds an element of type 'f', 'i' or 'b' beside a Float.
 template <char kType, class Float> using ScoreCell = std::conditional_t<kType == 'f', Float, IntBeside<Float>>;
 template <class Op>
 consteval int arity_of() { return static_cast<int>(Op::types.find('>')); }

@@ -23,7 +23,7 @@ namespace lowbit {
 
 enum class SourceLanguage : uint8_t { cuda, opencl };
 
-// What printed functions are made of: once per source file, before them and after all headers (its words are macros).
+// The text that printed functions need: once per source file, before them and after all headers (its words are macros).
 // Where it does not add, the file says itself what a GRADIENT is (the type of d<n>), and has add_to(GRADIENT, float).
 LOWBIT_API std::string score_source_prelude(SourceLanguage language, bool adds = true);
 // One function: the gradient where `gradient`.

@@ -34,7 +34,7 @@ struct ScoreFunction {
 // sums: gradients of captured tensors are added up, by score_add.
 LOWBIT_API std::vector<uint32_t> score_spirv(std::span<const ScoreFunction> functions, bool sums = false);
 
-// What `captured` of a function points to.
+// The table that `captured` of a function points to.
 LOWBIT_API std::vector<uint64_t> score_table(const ScoreCall& call, const int32_t* fault);
 
 }  // namespace lowbit

@@ -31,7 +31,7 @@ void score_add(__global const ulong* captured, int tensor, long at, uint value) 
   } while (before != wanted);
 }
 """
-"""What a kernel has that adds gradients of captured tensors up."""
+"""Names of a kernel that adds gradients of captured tensors up."""
 CAPABILITIES = {"Addresses", "Linkage", "Kernel", "Int64"}
 
 

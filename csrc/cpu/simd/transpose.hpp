@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What AVX2 and AVX-512 do alike, in ymm and xmm: loads; sums of lanes; to[j][i] = from[i][j] of 16 x 16 floats (two
-// unpacks and a permute per vector of 8).
+// The work that AVX2 and AVX-512 do alike, in ymm and xmm: loads; sums of lanes; to[j][i] = from[i][j] of 16 x 16
+// floats (two unpacks and a permute per vector of 8).
 #pragma once
 
 #include <immintrin.h>

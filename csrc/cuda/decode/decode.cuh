@@ -292,8 +292,10 @@ LOWBIT_INLINE void clear_fault(const DecodeCall& call) {
 }
 
 // out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order
-// of the splits; a CTA for each row.
+// of the splits; a CTA for each row. The factors of all splits are there before the first sum, so that no load of a
+// partial result waits for a branch. A split without keys has no factor (-1): its partial results may be nan.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
+  LOWBIT_SHARED(float, factor, [kMostSplits]);
   const int64_t row = blockIdx.x, l = row % call.length, h = row / call.length % call.heads,
                 b = row / call.length / call.heads, padded = kv_padded(call.v_columns);
   const float *largest = call.largest + row * call.splits, *totals = call.total + row * call.splits;
@@ -301,15 +303,22 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
   float top = sink;
   for (int s = 0; s < call.splits; s++) top = fmaxf(top, largest[s]);
   const float base = top == minus_infinity() ? 0.0f : top;
+  for (int s = static_cast<int>(threadIdx.x); s < call.splits; s += kDecodeThreads) {
+    const bool has_keys = largest[s] != minus_infinity() || totals[s] != 0.0f;
+    factor[s] = has_keys ? power_of_2((largest[s] - base) * kLog2e) : -1.0f;
+  }
+  __syncthreads();
   float total = power_of_2((sink - base) * kLog2e);
-  for (int s = 0; s < call.splits; s++) total += power_of_2((largest[s] - base) * kLog2e) * totals[s];
+  for (int s = 0; s < call.splits; s++) total += fmaxf(factor[s], 0.0f) * totals[s];
   const float by = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
   for (int c = static_cast<int>(threadIdx.x); c < call.v_columns; c += kDecodeThreads) {
+    const float* partial = call.partial + row * call.splits * padded + c;
     float sum = 0;
-    for (int s = 0; s < call.splits; s++)
-      if (largest[s] != minus_infinity() || totals[s] != 0.0f)
-        sum = __fmaf_rn(power_of_2((largest[s] - base) * kLog2e), call.partial[(row * call.splits + s) * padded + c],
-                        sum);
+#pragma unroll 8
+    for (int s = 0; s < call.splits; s++) {
+      const float next = __fmaf_rn(factor[s], partial[s * padded], sum);
+      sum = factor[s] < 0.0f ? sum : next;
+    }
     store_real(call.out.data, call.q_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c, sum * by);
   }
   if (call.lse && threadIdx.x == 0) call.lse[row] = total == 0.0f ? minus_infinity() : base + logf(total);

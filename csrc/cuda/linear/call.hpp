@@ -21,11 +21,10 @@ constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 
               kTileColumns = kTilePanels * 16;
 
 // A part of a call of many rows: some columns of the weight, decoded, times some rows of x.
-constexpr int64_t kDecodedRun = 16;  // k of a thread; a CTA has the columns of a panel
-constexpr int64_t kDecodedStretch = kLinearThreads / kPanelColumns * kDecodedRun, kFinishedByCta = 4 * kLinearThreads;
+constexpr int kFinishedByCta = 4 * kLinearThreads;  // results
 struct DecodedCall {
   LinearCall call;
-  int bits;  // of a code
+  int log2_of_group;  // of k; 31: one group
   int64_t first_column, columns, first_row, rows;
   int64_t padded_k;  // of codes a multiple of 16, as the tensor cores want it; codes behind k are 0
   void* decoded;     // [columns, padded_k], of the dtype of x, or int8

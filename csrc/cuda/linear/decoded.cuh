@@ -3,43 +3,87 @@
 // the last steps on its sums.
 #pragma once
 
+#include "cuda/device/tiles.cuh"
 #include "cuda/linear/call.hpp"
+#include "cuda/linear/fragments.cuh"
 #include "gpu/linear/epilogue.cuh"
 
 namespace lowbit::cuda {
 
-// Weight (n, k) without the scale of its column, which the sum gets later: level times group scale stays within the
-// range of 16 bits. kAnyInteger, here and below: the format is the integer format of so many bits as the call says.
-template <Format kFormat, bool kAnyInteger>
-LOWBIT_INLINE float without_column_scale(const DecodedCall& part, int64_t n, int64_t k) {
-  const LinearCall& call = part.call;
-  if constexpr (is_float(kFormat)) {
-    return read_weight<kFormat, PanelLayout>(call.spec, call.sections, call.weight, n, k);
+// The first `count` of four weights in 16 bits, from element `at` on; in one store if `whole`.
+LOWBIT_INLINE void store_weights(void* decoded, DType dtype, int64_t at, const float (&weight)[4], int count,
+                                 bool whole) {
+  const auto pair = [&](int i) {
+    return dtype == DType::bfloat16 ? pair_of_bf16(weight[i], weight[i + 1]) : pair_of_f16(weight[i], weight[i + 1]);
+  };
+  if (whole) {
+    static_cast<uint2*>(decoded)[at / 4] = {pair(0), pair(2)};
   } else {
-    const int code_bits = kAnyInteger ? part.bits : bits(kFormat),
-              zero = kAnyInteger ? 1 << (code_bits - 1) : symmetric_zero(kFormat);
-    const auto code = static_cast<int>(read_code<PanelLayout>(code_bits, call.sections, call.weight, n, k));
-    const int64_t group = call.spec.group_size ? k / call.spec.group_size : 0;
-    const ScaleAndZero of = read_scale(zero, call.spec, call.sections, call.weight, n, group);
-    return (static_cast<float>(codec_of<kFormat>::level(code)) - of.zero) * of.group_scale;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (i < count) store_from_float(decoded, dtype, at + i, weight[i]);
   }
 }
 
-// A thread decodes 16 consecutive k of one of 16 columns: its stores are whole sectors of 32 bytes, and the columns of
-// its warp share the lines that it reads.
-template <Format kFormat, bool kCodes, bool kAnyInteger = false>
+// Codes of a symmetric format less its zero, four at once: no byte borrows from the next one.
+template <Format kFormat>
+LOWBIT_INLINE uint32_t signed_bytes(uint32_t codes) {
+  constexpr uint32_t kSigns = 0x80808080u;
+  if constexpr (bits(kFormat) == 8) return codes ^ kSigns;
+  else return ((codes | kSigns) - symmetric_zero(kFormat) * 0x01010101u) ^ kSigns;
+}
+
+// A warp decodes a tile of 16 columns x 64 k, a lane the weights that it has of a tile in every product (call.hpp): its
+// stores are 8 bytes, of which four lanes fill a sector. A weight comes without the scale of its column, which the sum
+// gets later: level times group scale stays within the range of 16 bits.
+template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
+  LOWBIT_SHARED(float, table, [16]);
+  if constexpr (is_table(kFormat)) {
+    if (threadIdx.x < 16) table[threadIdx.x] = codec_of<kFormat>::level(static_cast<int>(threadIdx.x));
+    __syncthreads();
+  }
   const LinearCall& call = part.call;
-  const int64_t stretches = ceil_div(part.padded_k, kDecodedStretch),
-                n = part.first_column + blockIdx.x / stretches * kPanelColumns + threadIdx.x % kPanelColumns,
-                begin = blockIdx.x % stretches * kDecodedStretch + threadIdx.x / kPanelColumns * kDecodedRun,
-                end = smaller(begin + kDecodedRun, part.padded_k);
-  if (n >= part.first_column + part.columns) return;
-  for (int64_t k = begin; k < end; k++) {
-    const int64_t at = (n - part.first_column) * part.padded_k + k;
-    const float weight = k < call.spec.k ? without_column_scale<kFormat, kAnyInteger>(part, n, k) : 0.0f;
-    if constexpr (kCodes) static_cast<int8_t*>(part.decoded)[at] = static_cast<int8_t>(weight);
-    else store_from_float(part.decoded, call.dtype, at, weight);
+  const auto padded_k = static_cast<int>(part.padded_k);
+  const int tiles = (padded_k + 63) / 64, warp = static_cast<int>(threadIdx.x) / 32,
+            g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kLinearWarps + warp;
+  const int panel = static_cast<int>(at / tiles), tile = static_cast<int>(at % tiles);
+  if (panel * kPanelColumns >= part.columns) return;
+  const uint8_t* from = call.weight + (part.first_column / kPanelColumns + panel) * call.sections.row_bytes;
+  LaneTile<kFormat> words;
+  words.load(from + call.sections.codes + static_cast<int64_t>(tile) * (kPanelColumns * kTileK * bits(kFormat) / 8), g,
+             t);
+#pragma unroll
+  for (int q = 0; q < kChunks; q++) {
+    const int k = tile * static_cast<int>(kTileK) + 16 * q + 4 * t, count = smaller(padded_k - k, 4);
+    if (count <= 0) break;
+    const int group = smaller(k >> part.log2_of_group, call.groups - 1);
+    const auto of_group = [&](int64_t section) {  // float16, of both columns
+      return *reinterpret_cast<const uint32_t*>(from + section + (group * kPanelColumns + 2 * g) * 2);
+    };
+    const uint32_t scale = call.spec.group_size ? of_group(call.sections.group_scale) : 0x3c003c00u,
+                   zero = call.spec.asymmetric ? of_group(call.sections.zero) : 0;
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
+      const int64_t n = panel * kPanelColumns + 2 * g + column;
+      if (n >= part.columns) break;
+      if constexpr (kCodes) {
+        reinterpret_cast<uint32_t*>(part.decoded)[(n * padded_k + k) / 4] =
+            signed_bytes<kFormat>(words.words.bytes(q, column, t));
+      } else {
+        float weight[4];
+        words.levels(q, column, t, table, weight);
+        if constexpr (!is_float(kFormat)) {
+          const float by = float_of_half(scale >> 16 * column),
+                      less = call.spec.asymmetric ? float_of_half(zero >> 16 * column)
+                                                  : static_cast<float>(symmetric_zero(kFormat));
+#pragma unroll
+          for (int i = 0; i < 4; i++) weight[i] = (weight[i] - less) * by;
+        }
+        store_weights(part.decoded, call.dtype, n * padded_k + k, weight, count, count == 4 && padded_k % 4 == 0);
+      }
+    }
   }
 }
 
@@ -59,17 +103,21 @@ LOWBIT_INLINE void code_rows(const DecodedCall& part) {
   }
 }
 
+// A stretch of a row to a CTA: no division for each result.
 template <Format kFormat, bool kCodes>
 LOWBIT_INLINE void finish_products(const DecodedCall& part) {
-  const int64_t begin = blockIdx.x * kFinishedByCta, end = smaller(begin + kFinishedByCta, part.rows * part.columns);
-  for (int64_t i = begin + threadIdx.x; i < end; i += kLinearThreads) {
-    const int64_t row = part.first_row + i / part.columns, n = part.first_column + i % part.columns;
+  const auto columns = static_cast<uint32_t>(part.columns);
+  const uint32_t stretches = (columns + kFinishedByCta - 1) / kFinishedByCta, of_part = blockIdx.x / stretches,
+                 begin = blockIdx.x % stretches * kFinishedByCta, end = smaller(begin + kFinishedByCta, columns);
+  const int64_t row = part.first_row + of_part;
+  for (uint32_t column = begin + threadIdx.x; column < end; column += kLinearThreads) {
+    const int64_t at = static_cast<int64_t>(of_part) * columns + column;
     float sum;
     if constexpr (kCodes)
-      sum = part.call.row_scale[row] * static_cast<float>(static_cast<const int32_t*>(part.products)[i]);
+      sum = part.call.row_scale[row] * static_cast<float>(static_cast<const int32_t*>(part.products)[at]);
     else
-      sum = static_cast<const float*>(part.products)[i];
-    finish<kFormat>(part.call, row, n, sum, {.column_scale = true, .row_scale = 1.0f});
+      sum = static_cast<const float*>(part.products)[at];
+    finish<kFormat>(part.call, row, part.first_column + column, sum, {.column_scale = true, .row_scale = 1.0f});
   }
 }
 

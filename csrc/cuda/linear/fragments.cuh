@@ -127,6 +127,24 @@ struct LaneTile {
     }
   }
 
+  // Four weights of column 2g + `column`, of k from 16 q + 4 t on: of codes the levels, before zero point and scale. A
+  // table is read in shared memory.
+  LOWBIT_INLINE void levels(int q, int column, int t, const float* table, float (&level)[4]) const {
+    if constexpr (!kCodes) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) level[i] = value(q, column, i);
+    } else {
+      const uint32_t bytes = words.bytes(q, column, t);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if constexpr (is_integer(kFormat))  // the low bits of the mantissa of 2^23: a conversion takes four times as long
+          level[i] = __uint_as_float(__byte_perm(bytes, 0x4b000000u, 0x7440u + i)) - 0x1p23f;
+        else if constexpr (is_table(kFormat)) level[i] = table[bytes >> 8 * i & 15];
+        else level[i] = Codec::level(static_cast<int>(bytes >> 8 * i & 0xff));
+      }
+    }
+  }
+
   LOWBIT_INLINE void fragments(int q, int t, const LevelParts* levels, uint32_t (&a)[kParts][4]) const {
 #pragma unroll
     for (int column = 0; column < 2; column++) {
@@ -144,23 +162,27 @@ struct LaneTile {
   }
 
  private:
-  LOWBIT_INLINE void floats(int q, int column, uint32_t (&a)[kParts][4]) const {
-    const auto of = [column](const uint2& word) { return column ? word.y : word.x; };
-    if constexpr (kFormat == Format::bfloat16) {
-      a[0][column] = of(words.row[2 * q]), a[0][2 + column] = of(words.row[2 * q + 1]);
+  LOWBIT_INLINE static uint32_t of_column(const uint2& word, int column) { return column ? word.y : word.x; }
+
+  // Weight `i` of four, of a format of floats.
+  LOWBIT_INLINE float value(int q, int column, int i) const {
+    if constexpr (kRows32) {
+      return __uint_as_float(of_column(words.row[4 * q + i], column));
+    } else if constexpr (kFormat == Format::bfloat16) {
+      const uint32_t pair = of_column(words.row[2 * q + i / 2], column);
+      return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    } else if constexpr (kRows16) {
+      const uint2& pair = words.row[2 * q + i / 2];
+      return float_of_half((i % 2 ? pair.y : pair.x) >> 16 * column);
     } else {
-      const auto value = [&](int i) {
-        if constexpr (kRows32) {
-          return __uint_as_float(of(words.row[4 * q + i]));
-        } else if constexpr (kRows16) {
-          const uint2& pair = words.row[2 * q + i / 2];
-          return float_of_half((i % 2 ? pair.y : pair.x) >> 16 * column);
-        } else {
-          return words.value[column][4 * q + i];
-        }
-      };
-      cut_four(value, column, a);
+      return words.value[column][4 * q + i];
     }
+  }
+
+  LOWBIT_INLINE void floats(int q, int column, uint32_t (&a)[kParts][4]) const {
+    if constexpr (kFormat == Format::bfloat16)
+      a[0][column] = of_column(words.row[2 * q], column), a[0][2 + column] = of_column(words.row[2 * q + 1], column);
+    else cut_four([&](int i) { return value(q, column, i); }, column, a);
   }
 
   // value(i): of four k of a column.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/linear/call.hpp"
 #include "cuda/dense_product.hpp"
@@ -43,14 +44,16 @@ inline DecodedCall decoded_call(const LinearArgs& args, const DecodedParts& part
   char* const at = static_cast<char*>(memory);
   const LinearCall call{
       .spec = args.weight_spec, .sections = PanelLayout::sections(args.weight_spec), .weight = args.weight,
-      .x = args.x, .m = args.m, .tiles = 0, .groups = 0, .group_shift = 0, .dtype = args.dtype,
+      .x = args.x, .m = args.m, .tiles = 0,
+      .groups = static_cast<int32_t>(args.weight_spec.groups()), .group_shift = 0, .dtype = args.dtype,
       .bias_dtype = args.bias_dtype, .x_format = args.x_format, .activation = args.activation, .bias = args.bias,
       .mul = args.mul, .add = args.add, .y = args.y, .ordered = nullptr, .sums = nullptr,
       .row_scale = reinterpret_cast<float*>(at + parts.scales),
       .row_offset = reinterpret_cast<float*>(at + parts.scales + DecodedParts::bytes_of_scales(args))};
-  return {.call = call, .bits = bits(args.weight_spec.format), .first_column = 0, .columns = 0, .first_row = 0,
-          .rows = 0, .padded_k = parts.padded_k, .decoded = at, .codes = reinterpret_cast<int8_t*>(at + parts.codes),
-          .products = at + parts.products};
+  const auto group = static_cast<uint64_t>(args.weight_spec.group_size);
+  return {.call = call, .log2_of_group = group ? std::countr_zero(group) : 31, .first_column = 0, .columns = 0,
+          .first_row = 0, .rows = 0, .padded_k = parts.padded_k, .decoded = at,
+          .codes = reinterpret_cast<int8_t*>(at + parts.codes), .products = at + parts.products};
 }
 
 inline DenseProduct product_of(const LinearArgs& args, const DecodedCall& part) {
@@ -83,11 +86,9 @@ void for_each_product(const LinearArgs& args, const DecodedParts& parts, Body&& 
 }
 
 inline int64_t ctas_that_decode(const DecodedCall& part) {
-  return ceil_div(part.columns, kPanelColumns) * ceil_div(part.padded_k, kDecodedStretch);
+  return ceil_div(ceil_div(part.columns, kPanelColumns) * ceil_div(part.padded_k, kTileK), kLinearWarps);
 }
-inline int64_t ctas_that_finish(const DecodedCall& part) {
-  return ceil_div(part.rows * part.columns, kFinishedByCta);
-}
+inline int64_t ctas_that_finish(const DecodedCall& part) { return part.rows * ceil_div(part.columns, kFinishedByCta); }
 
 // A dense weight keeps its bits in activations of its own dtype, or of float32.
 inline bool keeps_weight(Format format, DType dtype) {

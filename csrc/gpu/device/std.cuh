@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the headers of formats, rules and core take from the C++ library, for compilers of devices, which have none. The
-// device adds what it has functions for, and the integers of 64 bits, which are of different types.
+// The parts of the C++ library that headers of formats, rules and core use, for compilers of devices, which have none.
+// The device adds what it has functions for, and the integers of 64 bits, which are of different types.
 #pragma once
 
 using int8_t = signed char;

@@ -33,7 +33,9 @@ LOWBIT_INLINE void finish(const LinearCall& call, int64_t row, int64_t n, float 
   const int64_t at = row * call.spec.n + n;
   if constexpr (!is_float(kFormat)) {
     const auto of_column = [&](int64_t section) {
-      return *reinterpret_cast<const float*>(call.weight + call.sections.at(section, 4, n));
+      const auto column = static_cast<uint32_t>(n);  // of panels of a known width: no division
+      return *reinterpret_cast<const float*>(call.weight + column / kPanelColumns * call.sections.row_bytes + section +
+                                             column % kPanelColumns * 4);
     };
     if (pending.column_scale) sum *= of_column(call.sections.column_scale);
     if (call.x_format == XFormat::int8_row_asymmetric)

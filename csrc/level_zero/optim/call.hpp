@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of optimizers get, the same text for host and device. Constants are made by the host: they are
-// computed in double, which many of these GPUs lack.
+// The arguments of the kernels of optimizers, the same text for host and device. Constants are made by the host: they
+// are computed in double, which many of these GPUs lack.
 #pragma once
 
 #include "gpu/optim/constants.hpp"

@@ -15,7 +15,7 @@ namespace {
 using gpu::kStepThreads;
 using gpu::kTaskElements;
 
-// What the host computes constants of, read from the device and written back.
+// The numbers from which the host computes constants, read from the device and written back.
 struct Numbers {
   float grad_scale = 1, found_inf = 0;
   std::vector<float> step_counts;  // of each tensor
