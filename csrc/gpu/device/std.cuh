@@ -30,11 +30,19 @@ struct array {
 struct string_view {
   const char* text;
   constexpr string_view(const char* text) : text(text) {}
+  constexpr char operator[](size_t i) const { return text[i]; }
+  constexpr size_t find(char wanted) const {  // which is there
+    size_t at = 0;
+    while (text[at] != wanted) at++;
+    return at;
+  }
 };
 
 template <bool, class A, class> struct choose { using type = A; };
 template <class A, class B> struct choose<false, A, B> { using type = B; };
 template <bool condition, class A, class B>
 using conditional_t = typename choose<condition, A, B>::type;
+template <class A, class B> constexpr bool is_same_v = false;
+template <class A> constexpr bool is_same_v<A, A> = true;
 
 }  // namespace std

@@ -32,7 +32,21 @@
 using int64_t = long;
 using uint64_t = unsigned long;
 
+constexpr int64_t INT64_MIN = -0x7fffffffffffffff - 1;
+
 namespace std {
+
+template <class T>
+constexpr const T& min(const T& a, const T& b) { return b < a ? b : a; }
+template <class T>
+constexpr const T& max(const T& a, const T& b) { return a < b ? b : a; }
+
+template <class T> struct numeric_limits;
+template <>
+struct numeric_limits<double> {
+  static constexpr double infinity() { return __builtin_inf(); }
+  static constexpr double max() { return 0x1.fffffffffffffp1023; }
+};
 
 // Computed by the host: many of these GPUs have no double.
 __device__ double pow(double base, double exponent);
