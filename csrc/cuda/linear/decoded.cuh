@@ -10,18 +10,18 @@
 
 namespace lowbit::cuda {
 
-// The first `count` of four weights in 16 bits, from element `at` on; in one store if `whole`.
-LOWBIT_INLINE void store_weights(void* decoded, DType dtype, int64_t at, const float (&weight)[4], int count,
-                                 bool whole) {
+// The first `count` of four weights in 16 bits; in one store if `whole`.
+LOWBIT_INLINE void store_weights(uint16_t* to, DType dtype, const float (&weight)[4], int count, bool whole) {
   const auto pair = [&](int i) {
     return dtype == DType::bfloat16 ? pair_of_bf16(weight[i], weight[i + 1]) : pair_of_f16(weight[i], weight[i + 1]);
   };
+  const uint32_t pairs[2] = {pair(0), pair(2)};
   if (whole) {
-    static_cast<uint2*>(decoded)[at / 4] = {pair(0), pair(2)};
+    *reinterpret_cast<uint2*>(to) = {pairs[0], pairs[1]};
   } else {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (i < count) store_from_float(decoded, dtype, at + i, weight[i]);
+      if (i < count) to[i] = static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2));
   }
 }
 
@@ -47,13 +47,16 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
   const auto padded_k = static_cast<int>(part.padded_k);
   const int tiles = (padded_k + 63) / 64, warp = static_cast<int>(threadIdx.x) / 32,
             g = static_cast<int>(threadIdx.x) % 32 / 4, t = static_cast<int>(threadIdx.x) % 4;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kLinearWarps + warp;
-  const int panel = static_cast<int>(at / tiles), tile = static_cast<int>(at % tiles);
+  const int of_call = static_cast<int>(blockIdx.x) * kLinearWarps + warp, panel = of_call / tiles,
+            tile = of_call % tiles;  // 2^15 tiles at the most fill kMostDecoded
   if (panel * kPanelColumns >= part.columns) return;
   const uint8_t* from = call.weight + (part.first_column / kPanelColumns + panel) * call.sections.row_bytes;
   LaneTile<kFormat> words;
   words.load(from + call.sections.codes + static_cast<int64_t>(tile) * (kPanelColumns * kTileK * bits(kFormat) / 8), g,
              t);
+  const int columns = static_cast<int>(part.columns) - panel * static_cast<int>(kPanelColumns) - 2 * g;  // of ours
+  const bool aligned = padded_k % 4 == 0;
+  const int64_t first = static_cast<int64_t>(panel * kPanelColumns + 2 * g) * padded_k + tile * kTileK + 4 * t;
 #pragma unroll
   for (int q = 0; q < kChunks; q++) {
     const int k = tile * static_cast<int>(kTileK) + 16 * q + 4 * t, count = smaller(padded_k - k, 4);
@@ -66,11 +69,10 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
                    zero = call.spec.asymmetric ? of_group(call.sections.zero) : 0;
 #pragma unroll
     for (int column = 0; column < 2; column++) {
-      const int64_t n = panel * kPanelColumns + 2 * g + column;
-      if (n >= part.columns) break;
+      if (column >= columns) break;
+      const int64_t at = first + (column ? padded_k : 0) + 16 * q;
       if constexpr (kCodes) {
-        reinterpret_cast<uint32_t*>(part.decoded)[(n * padded_k + k) / 4] =
-            signed_bytes<kFormat>(words.words.bytes(q, column, t));
+        static_cast<uint32_t*>(part.decoded)[at / 4] = signed_bytes<kFormat>(words.words.bytes(q, column, t));
       } else {
         float weight[4];
         words.levels(q, column, t, table, weight);
@@ -81,7 +83,7 @@ LOWBIT_INLINE void decode_columns(const DecodedCall& part) {
 #pragma unroll
           for (int i = 0; i < 4; i++) weight[i] = (weight[i] - less) * by;
         }
-        store_weights(part.decoded, call.dtype, n * padded_k + k, weight, count, count == 4 && padded_k % 4 == 0);
+        store_weights(static_cast<uint16_t*>(part.decoded) + at, call.dtype, weight, count, aligned && count == 4);
       }
     }
   }
