@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import describe, duration, header, interleave, save, table
+from harness import describe, duration, header, interleave, options, save, table
 from torch import nn
 
 import lowbit
@@ -102,13 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--min-sqnr", type=float, default=20.0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--plan", action="store_true", help="print the plans too")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options(parser, rounds=15)
     warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads)
     head, every = header(), {}
     print(describe(head), "\n")
     for name in args.models:

@@ -16,7 +16,6 @@ import copy
 import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -71,11 +70,7 @@ def main() -> None:
     parser.add_argument("--formats", default="w8a8,w4a8")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=30, help="of SmolLM2")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = harness.options(parser, rounds=20, threads=1)
     results: dict[str, dict[str, float]] = {}
     for name in options.models.split(","):
         model = MODELS[name](options.layers).eval()

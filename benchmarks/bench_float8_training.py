@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from harness import Run, duration, forward_and_backward, interleave, table
+from harness import Run, duration, forward_and_backward, interleave, options, table
 from torch import nn
 
 from lowbit.training import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
@@ -44,13 +43,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="2048x2048,8192x2048", help="n x k")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    args = options(parser, rounds=5)
     run, results, rows, columns = Run(), {}, {}, []
     for dtype in args.dtypes.split(","):
         for shape in args.shapes.split(","):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from pathlib import Path
 
 import torch
-from harness import Run, duration, forward_and_backward, interleave, table
+from harness import Run, duration, forward_and_backward, interleave, options, table
 from torch import nn
 
 import lowbit
@@ -38,13 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="n x k of the layers")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="part of the names; those of torch are always there")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    args = options(parser, rounds=6)
     run, results, rows = Run(), {}, {}
     for shape in args.shapes.split(","):
         n, k = map(int, shape.split("x"))

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, duration, forward_and_backward, interleave, table
+from harness import Run, duration, forward_and_backward, interleave, options, table
 from torch import Tensor, nn
 
 import lowbit
@@ -72,14 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", default=",".join(BLOCKS))
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--only", default="", help="part of the names of formats")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    args = options(parser, rounds=8)
     run, results, rows = Run(), {}, {}
     for block in args.blocks.split(","):
         dense = BLOCKS[block]().to(getattr(torch, args.dtype))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ["LOWBIT_BITSANDBYTES"] = "0"
@@ -127,11 +126,7 @@ def peer_of(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="128,512")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = harness.options(parser, rounds=5)
     run, results = harness.Run(), {}
     for tokens in map(int, options.tokens.split(",")):
         for title, make in (("LoRA step", steps), ("products of the layers", parts)):

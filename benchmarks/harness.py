@@ -8,6 +8,7 @@ as fill `sample_s`.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -48,6 +49,17 @@ class Timing:
     median_s: float
     worst_s: float
     samples: int
+
+
+def options(parser: argparse.ArgumentParser, *, rounds: int, threads: int | None = None) -> argparse.Namespace:
+    """The command line by ``parser``, which gets --threads, --rounds and --out; torch gets its threads and a seed."""
+    parser.add_argument("--threads", type=int, default=threads or torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=rounds, help="samples of each candidate")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    return given
 
 
 def forward_and_backward(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> Call:

@@ -74,7 +74,7 @@ def test_a_model_that_gets_slower_stays_float(block, x, make_plan):
 
 @pytest.mark.parametrize("slow_runs", range(7))
 @pytest.mark.parametrize("winners", [{"float32": 1.0}, {"int8": 1.0}, {"int4": 1.0, "int8": 3.0, "float32": 5.0}])
-def test_the_error_of_the_model_is_that_of_the_choice_that_is_kept(winners, slow_runs, make_plan):
+def test_the_error_of_the_model_is_that_of_the_choice_that_is_kept(winners, slow_runs, make_plan, subtests):
     """Whatever won, was moved to hold the bound and went back to float: what applies has the error that the plan says."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval()
@@ -82,12 +82,13 @@ def test_the_error_of_the_model_is_that_of_the_choice_that_is_kept(winners, slow
     with torch.no_grad():
         wanted = model(x)
         for bound in (-math.inf, 20.0, 36.0, 100.0):
-            plan = make_plan(model, x, formats, winners, bound, model_seconds=[11.0] * slow_runs + [1.0])
-            changed = copy.deepcopy(model)
-            plan.apply(changed)
-            noise = (wanted.double() - changed(x).double()).square().sum().item()
-            db = 10 * math.log10(wanted.double().square().sum().item() / noise) if noise else math.inf
-            assert db >= bound and plan.model_db == pytest.approx(db, abs=1e-6), (bound, plan)
+            with subtests.test(bound=bound):
+                plan = make_plan(model, x, formats, winners, bound, model_seconds=[11.0] * slow_runs + [1.0])
+                changed = copy.deepcopy(model)
+                plan.apply(changed)
+                noise = (wanted.double() - changed(x).double()).square().sum().item()
+                db = 10 * math.log10(wanted.double().square().sum().item() / noise) if noise else math.inf
+                assert db >= bound and plan.model_db == pytest.approx(db, abs=1e-6), (bound, plan)
 
 
 def test_an_output_that_is_equal_bit_for_bit_is_exact_though_layers_changed(make_plan):
@@ -128,13 +129,13 @@ def test_a_row_is_preferred_only_where_it_wins(block, x, make_plan):
     assert row in repr(block.once) and {it.row for it in lowbit.explain(block, m=20)} == {row}
 
 
-def test_the_rows_of_a_call_are_those_that_serve_it_when_they_are_preferred():
+@pytest.mark.parametrize("config", (INT8, W8A8, W4A8, lowbit.float_weight()), ids=str)
+def test_the_rows_of_a_call_are_those_that_serve_it_when_they_are_preferred(config):
     numbers = {row["name"]: _C.row_number("linear", row["name"]) for row in _C.kernels("linear") if row["available"]}
-    for config in (INT8, W8A8, W4A8, lowbit.float_weight()):
-        call = (20, *config.spec(torch.float32).op_args(64, 96), "float32", "cpu")
-        serve = {name for name, number in numbers.items() if _served(call, number) == name}
-        assert set(Measuring._find_rows(call)) == {name for name in serve if not name.endswith("_scalar")}
-        assert Measuring._find_rows(call)[0] == _served(call, 0)
+    call = (20, *config.spec(torch.float32).op_args(64, 96), "float32", "cpu")
+    serve = {name for name, number in numbers.items() if _served(call, number) == name}
+    assert set(Measuring._find_rows(call)) == {name for name in serve if not name.endswith("_scalar")}
+    assert Measuring._find_rows(call)[0] == _served(call, 0)
 
 
 def _served(call, number):
@@ -291,7 +292,7 @@ def test_a_figure_of_the_user_bounds_the_model_in_place_of_its_output(block, x, 
         assert float(loss(block)) == pytest.approx(figure.after, rel=1e-6)
 
 
-def test_a_figure_that_gives_no_bound_is_refused_and_the_model_stays(block, x, make_plan):
+def test_a_figure_that_gives_no_bound_is_refused_and_the_model_stays(block, x, make_plan, subtests):
     calls = iter(range(9))
     for evaluate, at_most, error, text in [
         (lambda model: 3.0, 2.0, ValueError, "at_most must be more than evaluate gives for the float model, 3, got 2"),
@@ -300,7 +301,7 @@ def test_a_figure_that_gives_no_bound_is_refused_and_the_model_stays(block, x, m
         (lambda model: "low", 2.0, TypeError, "evaluate must return a number, got str"),
         (lambda model: torch.ones(3), 2.0, TypeError, "evaluate must return a number, got Tensor"),
     ]:
-        with pytest.raises(error, match=f"autoquant: {text}"):
+        with subtests.test(text), pytest.raises(error, match=f"autoquant: {text}"):
             make_plan(block, x, [INT8], {}, evaluate=evaluate, at_most=at_most)
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in block.modules())
 

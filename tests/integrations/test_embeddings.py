@@ -162,12 +162,12 @@ def test_subclasses_of_embedding_stay_float_and_are_named(tmp_path):
     assert notes(loaded)["model.decoder.embed_positions"] == "OPTLearnedPositionalEmbedding is a subclass of nn.Embedding"
 
 
-def test_a_folder_is_written_for_a_program_that_reads_it(tmp_path: Path):
+@pytest.mark.parametrize("name, wanted", (("llama", "row-major"), ("tied", "x86-panel-16x64")))
+def test_a_folder_is_written_for_a_program_that_reads_it(tmp_path: Path, name, wanted):
     """The bytes that are saved: the table row by row where it is alone, once where a head shares it."""
-    for name, wanted in (("llama", "row-major"), ("tied", "x86-panel-16x64")):
-        folder = save(name, tmp_path / name)
-        lowbit.quantize_checkpoint(folder, tmp_path / name / "packed", embeddings=INT8)
-        state = safetensors.load_file(tmp_path / name / "packed" / "model.safetensors")
-        numbers = state["model.embed_tokens.layout"]
-        assert lowbit.quant.layout.numbers_of(numbers).layout == wanted
-        assert ("lm_head.layout" in state) == (name == "tied") and ("lm_head.weight" in state) == (name == "llama")
+    folder = save(name, tmp_path / name)
+    lowbit.quantize_checkpoint(folder, tmp_path / name / "packed", embeddings=INT8)
+    state = safetensors.load_file(tmp_path / name / "packed" / "model.safetensors")
+    numbers = state["model.embed_tokens.layout"]
+    assert lowbit.quant.layout.numbers_of(numbers).layout == wanted
+    assert ("lm_head.layout" in state) == (name == "tied") and ("lm_head.weight" in state) == (name == "llama")

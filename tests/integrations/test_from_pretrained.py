@@ -185,14 +185,18 @@ def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
         cls.from_pretrained(tmp_path / "packed")
 
 
-def test_devices_without_kernels_are_refused_and_auto_is_the_cpu(tmp_path):
+def test_devices_without_kernels_are_refused_and_auto_is_the_cpu(tmp_path, subtests):
     cls, folder = transformers.LlamaForCausalLM, save("llama", tmp_path)
     config = lowbit.LowbitConfig(W4A8)
     wanted = logits(cls.from_pretrained(folder, quantization_config=config))
     for device_map in ("auto", "cpu", {"": "cpu"}):
-        assert torch.equal(logits(cls.from_pretrained(folder, quantization_config=config, device_map=device_map)), wanted)
+        with subtests.test(device_map=device_map):
+            assert torch.equal(logits(cls.from_pretrained(folder, quantization_config=config, device_map=device_map)), wanted)
     for device in ("disk", "cuda:0"):
-        with pytest.raises(ValueError, match=f"must put every module on the CPU for lowbit, got '{device}' for 'lm_head'"):
+        with (
+            subtests.test(device=device),
+            pytest.raises(ValueError, match=f"must put every module on the CPU for lowbit, got '{device}' for 'lm_head'"),
+        ):
             cls.from_pretrained(folder, quantization_config=config, device_map={"model": "cpu", "lm_head": device})
 
 

@@ -333,26 +333,27 @@ def test_a_parameter_without_a_name_in_files_is_refused(tmp_path):
     assert not (tmp_path / "saved.gguf").exists()
 
 
-def test_codes_that_no_type_holds_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("config", (lowbit.int4_weight_only(group_size=64), lowbit.nf4_weight_only(group_size=32)), ids=str)
+def test_codes_that_no_type_holds_are_refused_by_name(tmp_path, config):
     path = write(tmp_path / "model.gguf", "llama", "F32")
-    for config in (lowbit.int4_weight_only(group_size=64), lowbit.nf4_weight_only(group_size=32)):
-        model = in_float(path)
-        lowbit.quantize_(model, config)
-        with pytest.raises(ValueError, match="no GGUF type holds"):
-            save(model, tmp_path / "saved.gguf", like=path)
-        assert not (tmp_path / "saved.gguf").exists()
+    model = in_float(path)
+    lowbit.quantize_(model, config)
+    with pytest.raises(ValueError, match="no GGUF type holds"):
+        save(model, tmp_path / "saved.gguf", like=path)
+    assert not (tmp_path / "saved.gguf").exists()
 
 
 # ---- damaged files -------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_cut_anywhere_is_refused(tmp_path):
+def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, subtests):
     whole = write(tmp_path / "model.gguf", "llama").read_bytes()
     cut = tmp_path / "cut.gguf"
     for length in [0, 3, 8, 23, 24, 100, 500, len(whole) // 2, len(whole) - 1]:
-        cut.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="cut.gguf"):
-            GgufFile.open(cut)
+        with subtests.test(length=length):
+            cut.write_bytes(whole[:length])
+            with pytest.raises(ValueError, match="cut.gguf"):
+                GgufFile.open(cut)
 
 
 def patched(tmp_path: Path, at: int, value: bytes) -> Path:
@@ -378,7 +379,7 @@ def test_a_damaged_header_is_named(at, value, message, tmp_path):
         GgufFile.open(patched(tmp_path, at, value))
 
 
-def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path):
+def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path, subtests):
     path = write(tmp_path / "model.gguf", "llama")
     whole = path.read_bytes()
     at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight")
@@ -388,11 +389,12 @@ def test_a_type_that_nobody_knows_and_a_tensor_beyond_the_end(tmp_path):
         (4, struct.pack("<Q", 33), "whole blocks of 32 for Q4_0"),
         (0, struct.pack("<I", 77), "1 to 4 dimensions, got 77"),
     ]:
-        damaged = bytearray(whole)
-        damaged[at + offset : at + offset + len(value)] = value
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=message):
-            GgufFile.open(path)
+        with subtests.test(message):
+            damaged = bytearray(whole)
+            damaged[at + offset : at + offset + len(value)] = value
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=message):
+                GgufFile.open(path)
 
 
 def test_a_random_byte_never_ends_the_process(tmp_path):

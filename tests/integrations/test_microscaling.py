@@ -44,7 +44,7 @@ def test_scales_2_24_apart_are_exact() -> None:
 
 
 @pytest.mark.parametrize("n, k", [(1, 16), (20, 96), (33, 1040)])
-def test_every_nvfp4_weight_is_the_product_of_its_three_parts(n: int, k: int) -> None:
+def test_every_nvfp4_weight_is_the_product_of_its_three_parts(n: int, k: int, subtests: pytest.Subtests) -> None:
     codes, whole = torch.randint(0, 16, (n, k)), torch.tensor(0.0123)
     scale = (torch.rand(n, k // 16) * 448).to(torch.float8_e4m3fn)
     values = E2M1[codes & 7] * (1 - 2 * (codes >> 3))
@@ -53,20 +53,22 @@ def test_every_nvfp4_weight_is_the_product_of_its_three_parts(n: int, k: int) ->
     wanted = values.double() * scale.double().repeat_interleave(16, dim=1) * whole.double()
     assert torch.equal(layer.dequantize(), wanted.float())  # one rounding: codes times float8 are exact
     for m in (1, 5, 40):  # each way of the rows: streamed, in tiles
-        x = torch.randn(m, k)
-        error = (k + 8) * 2.0**-24 * (x.double().abs() @ wanted.abs().T + 1)
-        assert ((layer(x).double() - (x.double() @ wanted.T + 1)).abs() <= error).all()
+        with subtests.test(m=m):
+            x = torch.randn(m, k)
+            error = (k + 8) * 2.0**-24 * (x.double().abs() @ wanted.abs().T + 1)
+            assert ((layer(x).double() - (x.double() @ wanted.T + 1)).abs() <= error).all()
     assert torch.equal(layer.unpack()[0], codes.byte())
 
 
-def test_nvfp4_weights_of_torchao_are_what_torchao_says() -> None:
+def test_nvfp4_weights_of_torchao_are_what_torchao_says(subtests: pytest.Subtests) -> None:
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     for whole in (None, torch.tensor(0.0078)):
-        weight = nvfp4.NVFP4Tensor.to_nvfp4(torch.randn(48, 160), per_tensor_scale=whole, is_swizzled_scales=False)
-        state = from_torchao({"0.weight": weight})
-        model = torch.nn.Sequential(torch.nn.Linear(160, 48, bias=False))
-        lowbit.load(model, state)
-        torch.testing.assert_close(model[0].dequantize(), weight.dequantize(torch.float32), rtol=2.0**-23, atol=0)
+        with subtests.test(whole=whole):
+            weight = nvfp4.NVFP4Tensor.to_nvfp4(torch.randn(48, 160), per_tensor_scale=whole, is_swizzled_scales=False)
+            state = from_torchao({"0.weight": weight})
+            model = torch.nn.Sequential(torch.nn.Linear(160, 48, bias=False))
+            lowbit.load(model, state)
+            torch.testing.assert_close(model[0].dequantize(), weight.dequantize(torch.float32), rtol=2.0**-23, atol=0)
     weight = nvfp4.NVFP4Tensor.to_nvfp4(torch.randn(128, 64), is_swizzled_scales=True)
     with pytest.raises(ValueError, match="from_torchao: 0.weight must have its scales in order, got swizzled ones"):
         from_torchao({"0.weight": weight})

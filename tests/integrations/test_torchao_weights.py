@@ -56,7 +56,7 @@ def test_float8_activations_are_taken_per_row() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [32, 128, 512])
-def test_an_int4_tensor_keeps_its_codes(symmetric: bool, group_size: int, tmp_path: Path) -> None:
+def test_an_int4_tensor_keeps_its_codes(symmetric: bool, group_size: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
     """As mslk's int4_row_quantize and int4_row_quantize_zp make them, which run on a GPU: q = (w - low) / scale - 8, w = scale q + zero_point."""
     torch.manual_seed(0)
     w = torch.randn(40, 512) + 0.3
@@ -70,15 +70,16 @@ def test_an_int4_tensor_keeps_its_codes(symmetric: bool, group_size: int, tmp_pa
     parts = ((q[:, ::2] & 15) | (q[:, 1::2] << 4)), scale[..., 0].t().bfloat16(), added[..., 0].t().bfloat16()
     theirs = ao.Int4Tensor(*(part.contiguous() for part in parts), [1, group_size], w.shape)
     for given in ({"0.weight": theirs}, write({"0.weight": theirs}, tmp_path)):
-        layers = nn.Sequential(nn.Linear(512, 40, bias=False))
-        lowbit.load(layers, from_torchao(given))
-        model = layers[0]
-        assert model.spec.format == "int4" and model.spec.asymmetric != symmetric and model.spec.group_size == group_size % 512
-        assert torch.equal(model.unpack()[0].to(torch.int8) - 8, q)
-        steps = scale.expand_as(groups).reshape(40, 512)
-        assert ((model.dequantize() - wanted).abs() <= steps * (2**-7 + 16 * 2**-11)).all()
-        if symmetric:
-            torch.testing.assert_close(model.dequantize(), wanted, rtol=2**-11, atol=0)
+        with subtests.test(kind=type(given).__name__):
+            layers = nn.Sequential(nn.Linear(512, 40, bias=False))
+            lowbit.load(layers, from_torchao(given))
+            model = layers[0]
+            assert model.spec.format == "int4" and model.spec.asymmetric != symmetric and model.spec.group_size == group_size % 512
+            assert torch.equal(model.unpack()[0].to(torch.int8) - 8, q)
+            steps = scale.expand_as(groups).reshape(40, 512)
+            assert ((model.dequantize() - wanted).abs() <= steps * (2**-7 + 16 * 2**-11)).all()
+            if symmetric:
+                torch.testing.assert_close(model.dequantize(), wanted, rtol=2**-11, atol=0)
 
 
 def int_weights() -> Iterator[tuple[str, torch.Tensor, str]]:
@@ -99,19 +100,20 @@ def int_weights() -> Iterator[tuple[str, torch.Tensor, str]]:
 
 
 @pytest.mark.parametrize(("weight", "name"), [pytest.param(*rest, id=id) for id, *rest in int_weights()])
-def test_integers_keep_their_codes_in_a_state_dict_and_in_a_file(weight, name, tmp_path) -> None:
+def test_integers_keep_their_codes_in_a_state_dict_and_in_a_file(weight, name, tmp_path, subtests: pytest.Subtests) -> None:
     n, k = weight.shape
     file = write({"layer.weight": weight, "layer.bias": torch.ones(n)}, tmp_path)
     for given in ({"layer.weight": weight, "layer.bias": torch.ones(n)}, file):
-        model = nn.Sequential()
-        model.layer = nn.Linear(k, n)
-        lowbit.load(model, from_torchao(given))
-        assert model.layer.spec.name == name and torch.equal(model.layer.bias, torch.ones(n))
-        codes = model.layer.unpack()[0]
-        assert torch.equal(codes.int() - codes.new_tensor(128 >> (8 - int(name[3]))).int(), weight.qdata.int())
-        rtol = 2e-7 if "per-channel" in name else 2.0**-11
-        wanted = weight.dequantize()
-        torch.testing.assert_close(model.layer.dequantize(), wanted, rtol=rtol, atol=rtol * wanted.abs().max().item())
+        with subtests.test(kind=type(given).__name__):
+            model = nn.Sequential()
+            model.layer = nn.Linear(k, n)
+            lowbit.load(model, from_torchao(given))
+            assert model.layer.spec.name == name and torch.equal(model.layer.bias, torch.ones(n))
+            codes = model.layer.unpack()[0]
+            assert torch.equal(codes.int() - codes.new_tensor(128 >> (8 - int(name[3]))).int(), weight.qdata.int())
+            rtol = 2e-7 if "per-channel" in name else 2.0**-11
+            wanted = weight.dequantize()
+            torch.testing.assert_close(model.layer.dequantize(), wanted, rtol=rtol, atol=rtol * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ def test_a_name_trains_as_the_class_that_it_stands_for(
     assert same(dict(enumerate(made.state.values())), dict(enumerate(plain.optimizer.optimizer.state.values())))
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name in ("adamw_torch", "adamw_torch_fused", "ademamix_8bit", "rmsprop_bnb_8bit", "sgd"):
-        with pytest.raises(ValueError, match=rf"trainer_optimizer: optim must be one of adamw_8bit, .*; got '{name}'"):
+        with subtests.test(name), pytest.raises(ValueError, match=rf"trainer_optimizer: optim must be one of adamw_8bit, .*; got '{name}'"):
             lowbit.trainer_optimizer(arguments(tmp_path, optim=name))
     for wrong, said in {
         "betas=3": "optim_args must be of block_size, min_8bit_size, bf16_stochastic_round; got 'betas=3'",
@@ -81,7 +81,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
         "block_size=1.5": "block_size of optim_args must be a whole number, got '1.5'",
         "bf16_stochastic_round=maybe": "bf16_stochastic_round of optim_args must be true or false, got 'maybe'",
     }.items():
-        with pytest.raises(ValueError, match=f"trainer_optimizer: {said}"):
+        with subtests.test(wrong), pytest.raises(ValueError, match=f"trainer_optimizer: {said}"):
             lowbit.trainer_optimizer(arguments(tmp_path, optim_args=wrong))
     with pytest.raises(TypeError, match="arguments must be a TrainingArguments, got dict without optim"):
         lowbit.trainer_optimizer({"optim": "adamw_8bit"})
@@ -125,7 +125,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, tmp_path:
     assert same(base, packed(resumed.model)) and same(base, packed(adapted()))  # the base is as it was
 
 
-def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     run = trainer(tmp_path / "a", adapted(), **options)
     run.train()
@@ -136,11 +136,12 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         ("rank", r"AdamW8bit.load_state_dict: parameter 0: exp_avg must have shape \[8, 64\], got \[4, 64\]"),
         ("lion", r"AdamW8bit.load_state_dict: param group 0: no eps, amsgrad, got"),
     ):
-        mixed = tmp_path / f"mixed-{other}" / "checkpoint-2"
-        shutil.copytree(saved, mixed)
-        shutil.copy(tmp_path / other / "checkpoint-2" / "optimizer.pt", mixed)
-        resumed = trainer(tmp_path / "b", adapted(), **options | {"max_steps": 4})
-        resumed.create_optimizer()
-        with pytest.raises(ValueError, match=said):
-            resumed.train(resume_from_checkpoint=str(mixed))
-        assert all(float(state["step"]) == 0 for state in resumed.optimizer.state.values())
+        with subtests.test(other):
+            mixed = tmp_path / f"mixed-{other}" / "checkpoint-2"
+            shutil.copytree(saved, mixed)
+            shutil.copy(tmp_path / other / "checkpoint-2" / "optimizer.pt", mixed)
+            resumed = trainer(tmp_path / "b", adapted(), **options | {"max_steps": 4})
+            resumed.create_optimizer()
+            with pytest.raises(ValueError, match=said):
+                resumed.train(resume_from_checkpoint=str(mixed))
+            assert all(float(state["step"]) == 0 for state in resumed.optimizer.state.values())

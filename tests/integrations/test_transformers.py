@@ -219,7 +219,7 @@ def test_attention_weights_are_refused_by_every_model(name: str, compiled: bool)
         assert call(ids(), output_hidden_states=True).hidden_states is not None
 
 
-def test_the_name_is_there_without_an_import_of_ours(python: Callable[..., str]) -> None:
+def test_the_name_is_there_without_an_import_of_ours(python: Callable[..., str], subtests: pytest.Subtests) -> None:
     """Whichever is imported first, and `import lowbit` imports no transformers."""
     model = """
 config = transformers.LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, attn_implementation="lowbit")
@@ -228,7 +228,8 @@ print("there")
 """
     for first in ("import lowbit, sys; assert 'transformers' not in sys.modules; import transformers", "import transformers; import torch",
                   "import transformers; transformers.PreTrainedModel; import lowbit"):  # fmt: skip
-        assert "there" in python("import sys\n" + first.replace("; ", "\n") + model)
+        with subtests.test(first):
+            assert "there" in python("import sys\n" + first.replace("; ", "\n") + model)
 
 
 def gemma2(softcap: float | None) -> torch.nn.Module:

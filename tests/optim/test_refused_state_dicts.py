@@ -83,7 +83,7 @@ def of_tensor(name: str, value: Tensor) -> Iterator[tuple[str, Any]]:
         yield "transposed", value.t()
 
 
-def test_every_tensor_of_every_parameter(case: Case) -> None:
+def test_every_tensor_of_every_parameter(case: Case, subtests: pytest.Subtests) -> None:
     _, optimizer = trained(case.make)
     good = snapshot(optimizer)
     optimizer.load_state_dict(good)
@@ -91,14 +91,16 @@ def test_every_tensor_of_every_parameter(case: Case) -> None:
     for index, state in good["state"].items():
         for name, value in state.items():
             for label, mutation in of_tensor(name, value):
-                bad = copy.deepcopy(good)
-                bad["state"][index][name] = mutation
-                check_refused(optimizer, bad, f"parameter {index}", f"{name} of parameter {index}: {label}")
-                count += 1
+                with subtests.test(index=index, name=name, label=label):
+                    bad = copy.deepcopy(good)
+                    bad["state"][index][name] = mutation
+                    check_refused(optimizer, bad, f"parameter {index}", f"{name} of parameter {index}: {label}")
+                    count += 1
             for change in (dict.pop, renamed):
-                bad = copy.deepcopy(good)
-                change(bad["state"][index], name)
-                check_refused(optimizer, bad, f"parameter {index}")
+                with subtests.test(index=index, name=name, change=change.__name__):
+                    bad = copy.deepcopy(good)
+                    change(bad["state"][index], name)
+                    check_refused(optimizer, bad, f"parameter {index}")
         bad = copy.deepcopy(good)
         bad["state"][index]["mu_product"] = torch.tensor(1.0)  # NAdam's
         check_refused(optimizer, bad, "mu_product")
@@ -125,39 +127,43 @@ GROUP: dict[str, list[Any]] = {
 }
 
 
-def test_every_option_of_a_group(case: Case) -> None:
+def test_every_option_of_a_group(case: Case, subtests: pytest.Subtests) -> None:
     _, optimizer = trained(case.make)
     good = snapshot(optimizer)
     for name in good["param_groups"][0]:
         for value in GROUP[name]:
-            bad = copy.deepcopy(good)
-            bad["param_groups"][0][name] = value
-            check_refused(optimizer, bad, "param group 0", f"{name}={value!r}")
+            with subtests.test(name=name, value=value):
+                bad = copy.deepcopy(good)
+                bad["param_groups"][0][name] = value
+                check_refused(optimizer, bad, "param group 0", f"{name}={value!r}")
         for change in (dict.pop, renamed):
-            bad = copy.deepcopy(good)
-            change(bad["param_groups"][0], name)
-            if name == "state_format":  # not known as ours any more: codes and scales are not torch's
-                if not any("scale" in entry for state in good["state"].values() for entry in state):
-                    continue
-                check_refused(optimizer, bad, "parameter 0")
-            else:
-                check_refused(optimizer, bad, "param group 0")
+            with subtests.test(name=name, change=change.__name__):
+                bad = copy.deepcopy(good)
+                change(bad["param_groups"][0], name)
+                if name == "state_format":  # not known as ours any more: codes and scales are not torch's
+                    if not any("scale" in entry for state in good["state"].values() for entry in state):
+                        continue
+                    check_refused(optimizer, bad, "parameter 0")
+                else:
+                    check_refused(optimizer, bad, "param group 0")
 
 
-def test_a_format_that_is_not_that_of_the_states(case: Case) -> None:
+def test_a_format_that_is_not_that_of_the_states(case: Case, subtests: pytest.Subtests) -> None:
     _, optimizer = trained(case.make)
     good = snapshot(optimizer)
     ours = good["param_groups"][0]["state_format"]
     for other in ("float32", "bfloat16", "dynamic8", "dynamic4"):
-        if other != ours and not (other == "dynamic8" and ours == "float8"):  # both are a byte an element: only the name tells
-            bad = copy.deepcopy(good)
-            bad["param_groups"][0]["state_format"] = other
-            check_refused(optimizer, bad, "parameter [01]")
+        with subtests.test(other):
+            if other != ours and not (other == "dynamic8" and ours == "float8"):  # both are a byte an element: only the name tells
+                bad = copy.deepcopy(good)
+                bad["param_groups"][0]["state_format"] = other
+                check_refused(optimizer, bad, "parameter [01]")
     if any("scale" in name for name in good["state"][0]):
         for name, value in (("block_size", 64), ("min_8bit_size", 10**6)):
-            bad = copy.deepcopy(good)
-            bad["param_groups"][0][name] = value
-            check_refused(optimizer, bad, "parameter 0")
+            with subtests.test(name):
+                bad = copy.deepcopy(good)
+                bad["param_groups"][0][name] = value
+                check_refused(optimizer, bad, "parameter 0")
 
 
 OUTLINES: list[Callable[[dict[str, Any]], Any]] = [
@@ -195,7 +201,7 @@ def foreign() -> Iterator[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [pytest.param(*rest, id=name) for name, *rest in foreign()])
-def test_every_entry_of_the_state_dicts_of_others(theirs: Any, ours: Any) -> None:
+def test_every_entry_of_the_state_dicts_of_others(theirs: Any, ours: Any, subtests: pytest.Subtests) -> None:
     params = parameters()
     other = theirs(params)
     run(other, params, 2)
@@ -210,11 +216,12 @@ def test_every_entry_of_the_state_dicts_of_others(theirs: Any, ours: Any) -> Non
             if name.startswith("qmap"):
                 mutations |= {"another map": value.flip(0)}
             for label, mutation in mutations.items():
-                if mutation is None and name in ("momentum_buffer", "qmap1", "qmap2"):  # torch's SGD before its first step; no map to compare
-                    continue
-                bad = copy.deepcopy(good)
-                (bad["state"][index][nested] if inner else bad["state"][index])[name] = mutation
-                check_refused(optimizer, bad, f"parameter {index}", f"{name} of parameter {index}: {label}")
+                with subtests.test(index=index, name=name, label=label):
+                    if mutation is None and name in ("momentum_buffer", "qmap1", "qmap2"):  # torch's SGD before its first step; no map to compare
+                        continue
+                    bad = copy.deepcopy(good)
+                    (bad["state"][index][nested] if inner else bad["state"][index])[name] = mutation
+                    check_refused(optimizer, bad, f"parameter {index}", f"{name} of parameter {index}: {label}")
 
 
 def test_torchao_states() -> None:
