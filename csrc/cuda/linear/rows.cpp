@@ -148,7 +148,7 @@ template <Format kFormat>
 void add_format_rows(Backend& backend, std::string_view of_floats, std::string_view of_codes) {
   const Kernel<LinearArgs> rows[] = {{of_floats, refuses<kFormat, false>, run_linear},
                                      {of_codes, refuses<kFormat, true>, run_linear}};
-  add_rows(backend, rows, is_integer(kFormat) ? 2 : 1);
+  if (gpu::refuses_format(kFormat).empty()) add_rows(backend, rows, is_integer(kFormat) ? 2 : 1);
 }
 
 }  // namespace

@@ -111,7 +111,6 @@ template <Format kFormat, bool kCodes>
 std::string_view refuses(const LinearArgs& args) {
   if (args.weight_spec.format != kFormat) return "another weight format";
   if (!is_read(kFormat)) return "the products on Intel GPUs do not read this format";
-  if (const std::string_view reason = gpu::refuses_format(kFormat); !reason.empty()) return reason;
   if (gpu::lacks_groups(args.weight_spec)) return gpu::kNoSmallGroups;
   if (stays_float(args.x_format) == kCodes) return kCodes ? "float activations" : "int8 activations";
   if (kCodes && args.weight_spec.k > gpu::kMostCodesK) return "k above 131072: an int32 cannot hold the sum";
@@ -127,7 +126,8 @@ template <Format kFormat, bool kCodes>
 void add_format_rows(Backend& backend, std::string_view of_dpas, std::string_view of_any) {
   const Kernel<LinearArgs> rows[] = {{of_dpas, refuses_dpas<kFormat, kCodes>, run_dpas},
                                      {of_any, refuses<kFormat, kCodes>, run_portable}};
-  add_rows(backend, rows, !kCodes || is_integer(kFormat) ? 2 : 0);
+  const bool served = gpu::refuses_format(kFormat).empty() && (!kCodes || is_integer(kFormat));
+  add_rows(backend, rows, served ? 2 : 0);
 }
 
 }  // namespace

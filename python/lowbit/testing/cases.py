@@ -144,7 +144,22 @@ def linear_cases(rounds: int = 2) -> list[LinearCase]:
     cases += [LinearCase(70, 37, 100, "float32", *format) for format in format_cases()]
     # Rows of bfloat16 alone want many rows of it.
     floats = [of for of in format_cases() if of[1] in (0, 64) and of[3] == "float"]
-    return cases + [LinearCase(70, 37, 100, "bfloat16", *of) for of in floats]
+    cases += [LinearCase(70, 37, 100, "bfloat16", *of) for of in floats]
+    return cases + _semi_sparse_cases()
+
+
+def _semi_sparse_cases() -> list[LinearCase]:
+    """2:4 weights, whose k is a multiple of 4."""
+    sizes = ((1, 17, 36), (3, 33, 100), (5, 48, 260), (15, 7, 64), (16, 37, 100), (33, 130, 300), (70, 37, 100))
+    formats = [
+        (format, group_size, "symmetric", x_format)
+        for format in formats_of_kind("semi_sparse")
+        for group_size, x_format in itertools.product((0, 32, 256), _C.FORMAT_FACTS[format]["x_formats"])
+    ]
+    return [
+        LinearCase(*size, DTYPES[index % 3], *of, *POST_OPS[index * 7 % len(POST_OPS)])
+        for index, (of, size) in enumerate(itertools.product(formats, sizes))
+    ]
 
 
 def dense_formats() -> list[str]:

@@ -28,7 +28,7 @@ def test_a_semi_sparse_weight_is_refused_by_name() -> None:
     calls = {
         ROW: lambda: _C.quantize(weight.to(DEVICE), torch.empty_like(packed), *numbers[2:], 0),
         "dequantize_panels_cuda_sim": lambda: torch.ops.lowbit.dequantize(packed, *numbers),
-        "linear_int8_semi_sparse_cuda_sim": lambda: torch.ops.lowbit.linear(x, packed, *numbers, 0, None, 0, None, None),
+        "linear_code_tiles_cuda_sim": lambda: torch.ops.lowbit.linear(x, packed, *numbers, 0, None, 0, None, None),
     }
     for name, call in calls.items():
         with lowbit.force_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: a 2:4 weight, which only CPUs read"):
