@@ -61,6 +61,15 @@ def has_rows(kernel: str, device: torch.device) -> bool:
     return _asked[asked]
 
 
+def refuses_layers(device: torch.device) -> str:
+    """Return why quantized layers cannot live on ``device``, "" if they can: on a GPU ``linear`` has rows,
+    not every op."""
+    try:
+        return "" if has_rows("linear", device) else f"linear: no kernels for {device.type}"
+    except RuntimeError as error:
+        return str(error)
+
+
 def check(
     op: str,
     name: str,

@@ -69,10 +69,11 @@ class LowbitQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         self.quantization_config.quant_method = METHOD
         for name, device in device_map.items() if isinstance(device_map, dict) else ():
-            if device == "disk" or not devices.has_kernels(torch.device(device)):
+            reason = device == "disk" and "on disk" or devices.places.refuses_layers(torch.device(device))
+            if reason:
                 raise ValueError(
-                    f"from_pretrained: device_map must put every module on {devices.places.wanted()} for lowbit, "
-                    f"got {device!r} for {name or 'the model'!r}"
+                    "from_pretrained: device_map must put every module where lowbit has kernels, "
+                    f"got {device!r} for {name or 'the model'!r} ({reason})"
                 )
 
     def update_device_map(self, device_map: Any) -> Any:

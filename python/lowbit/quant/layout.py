@@ -35,7 +35,7 @@ def repack_weight(weight: Tensor, stored: StoredWeight, layout: str = _C.LAYOUT)
         return weight
     spec, n, k = stored.spec, stored.n, stored.k
     source = weight.detach().contiguous()
-    if not source.is_meta and not devices.has_kernels(source.device):
+    if not source.is_meta and not devices.places.has_rows("repack", source.device):
         source = source.cpu()
     out = source.new_empty(spec.shape(n, k, layout))
     if not source.is_meta:

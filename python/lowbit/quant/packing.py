@@ -20,9 +20,10 @@ from lowbit.quant.layout import repack_weight
 
 
 def all_finite(weight: Tensor) -> bool:
-    """Whether no element is inf or nan; no copy of a contiguous CPU tensor is made."""
+    """Whether no element is inf or nan; no copy of a contiguous tensor is made where there are kernels."""
     weight = weight.detach()
-    return _C.all_finite(weight.contiguous()) if devices.has_kernels(weight.device) else bool(weight.isfinite().all())
+    has_rows = devices.places.has_rows("all_finite", weight.device)
+    return _C.all_finite(weight.contiguous()) if has_rows else bool(weight.isfinite().all())
 
 
 def pack_weight(

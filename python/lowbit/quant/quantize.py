@@ -54,7 +54,7 @@ def quantize_(
             `QuantEmbedding`. Default: every nn.Linear, and Conv1D of transformers, but those whose weight
             something else reads or computes; the report lists those that were left out, with reasons. Adapters of
             peft stay float.
-        device: "cpu" moves weights there, layer by layer; None wants them there already.
+        device: moves weights there, layer by layer, "cpu" or a device with kernels; None wants them there already.
         strict: raise where the default filter would skip a linear layer, or when nothing is selected.
         calibration: of ``lowbit.calibrate``, or an iterable of batches, which is given to it: errors then count
             as the inputs of each layer say. For configurations whose scales are searched for (int4 by default),
@@ -80,7 +80,7 @@ def quantize_(
     if isinstance(config, TrainingConfig):
         _check_is_none(config, device=device, calibration=calibration)
         return config.apply(model, filter_fn, strict=strict, head=head)
-    device = _cpu_or_none(device)
+    device = _checked_device(device)
     of_head = head_config("quantize_", head, config)
     selected, skipped = select(model, config, filter_fn, device, strict, embeddings=True, head=of_head)
     seen = calibration_of(model, calibration, config, selected)
@@ -119,12 +119,12 @@ def _check_is_none(config: TrainingConfig, **arguments: Any) -> None:
             raise ValueError(f"quantize_: {name} must be None with {config}, got a {type(value).__name__}")
 
 
-def _cpu_or_none(device: torch.device | str | None) -> torch.device | None:
+def _checked_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     device = torch.device(device)
-    if not devices.has_kernels(device):
-        raise ValueError(f'quantize_: device must be "cpu" or None, got device={str(device)!r}')
+    if reason := devices.places.refuses_layers(device):
+        raise ValueError(f"quantize_: device must be None or have kernels here, got device={str(device)!r} ({reason})")
     return device
 
 

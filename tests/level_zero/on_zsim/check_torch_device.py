@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from pathlib import Path
 
 import another_device
 import pytest
@@ -97,6 +98,31 @@ def test_a_model_quantized_there_has_the_weights_and_numbers_of_one_quantized_he
     moved = copy.deepcopy(here).to(DEVICE)
     with torch.no_grad():
         assert torch.equal(moved(x.to(DEVICE)), result)
+
+
+def test_quantize_moves_layers_there() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(128, 48)), torch.randn(3, 128)
+    here = copy.deepcopy(layer)
+    lowbit.quantize_(here, lowbit.int4_weight_only(32))
+    lowbit.quantize_(layer, lowbit.int4_weight_only(32), device=DEVICE)
+    assert layer[0].weight.device == torch.device(DEVICE) and torch.equal(layer[0].weight.cpu(), here[0].weight)
+    assert (layer(x.to(DEVICE)).cpu() - here(x)).norm() <= 1e-5 * here(x).norm()
+
+
+def test_from_pretrained_quantizes_to_the_gpu_that_a_device_map_names(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    config = lowbit.LowbitConfig(lowbit.int4_weight_only(32))
+    here, there = (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map={"": device})
+        for device in ("cpu", DEVICE)
+    )
+    theirs = dict(there.named_parameters())
+    for name, weight in here.named_parameters():
+        assert theirs[name].device == torch.device(DEVICE) and torch.equal(theirs[name].cpu(), weight), name
 
 
 def test_gradients_of_a_quantized_layer_stay_there() -> None:
