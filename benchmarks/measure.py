@@ -45,6 +45,7 @@ NAMES = {
     "amx": "AMX",
 }
 SDPA = ",".join("x".join(map(str, shape)) for shape in tables.SDPA_SHAPES)
+HELD = "LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
 NOT_HELD = "torch dynamic"  # its FBGEMM takes VNNI whatever the environment says; llama.cpp is as it was built
 MEMBERS = "w4a8 g32,w8a8,int8 weight-only,int4 weight-only,dense bf16,torch dynamic,int4pack,torchao int8,llama.cpp"
 LINEAR = ["--shapes", "4096x4096", "--m", ",".join(map(str, tables.M)), "--threads", str(torch.get_num_threads())]
@@ -144,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
 def levels() -> dict[str, dict[str, str]]:
     """The instruction sets that have columns, with the environment that holds a process to each."""
     best = _C.isa()["detected"]
-    held = dict(word.split("=") for word in tables.HELD.split())
+    held = dict(word.split("=") for word in HELD.split())
     return {"AVX2": {}} if best == "avx2" else {"AVX2": held, NAMES.get(best, best): {}}
 
 

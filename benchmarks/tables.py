@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Runs = dict[str, dict[str, Any]]
-HELD = "LOWBIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
 M = (1, 4, 32, 512)
 ZEN = {(25, 0x01): "Zen 3", (25, 0x11): "Zen 4", (25, 0xA0): "Zen 4", (26, 0x02): "Zen 5", (26, 0x11): "Zen 5"}
 XEON = {85: "Skylake-X", 106: "Ice Lake", 143: "Sapphire Rapids", 207: "Emerald Rapids", 173: "Granite Rapids"}

@@ -18,7 +18,7 @@ from lowbit.training import (
     swap_linear_with_semi_sparse_linear,
     swap_semi_sparse_linear_with_linear,
 )
-from lowbit.training.semi_sparse import semi_sparse_mask
+from lowbit.training.semi_sparse import semi_sparse, semi_sparse_mask
 
 SWAP = "swap_linear_with_semi_sparse_linear"
 
@@ -126,6 +126,16 @@ def test_numbers_that_are_not_finite_are_not_pruned(model: nn.Module, value: flo
         with torch.no_grad():
             model[0].weight.normal_()[1, column] = value
         assert not model[0](torch.ones(1, 32))[0, 1].isfinite()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_way_back_leaves_the_weights_of_the_last_step(model: nn.Module, value: float) -> None:
+    swap_linear_with_semi_sparse_linear(model, {"0": SemiSparseLinear})
+    with torch.no_grad():
+        model[0].weight[:4, :4] = value
+    used = semi_sparse(model[0].weight.detach())
+    swap_semi_sparse_linear_with_linear(model)
+    torch.testing.assert_close(model[0].weight.detach(), used, rtol=0, atol=0, equal_nan=True)
 
 
 def test_training_learns_and_inference_takes_the_pruned_weights_as_they_are(

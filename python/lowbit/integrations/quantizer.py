@@ -69,7 +69,7 @@ class LowbitQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         self.quantization_config.quant_method = METHOD
         for name, device in device_map.items() if isinstance(device_map, dict) else ():
-            reason = device == "disk" and "on disk" or devices.places.refuses_layers(torch.device(device))
+            reason = "on disk" if device == "disk" else devices.places.refuses_layers(torch.device(device))
             if reason:
                 raise ValueError(
                     "from_pretrained: device_map must put every module where lowbit has kernels, "

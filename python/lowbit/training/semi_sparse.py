@@ -173,6 +173,6 @@ def swap_semi_sparse_linear_with_linear(model: nn.Module) -> nn.Module:
         raise ValueError(f"{_END}: the model must have layers of swap_linear_with_semi_sparse_linear, got none")
     for module in layers:
         if type(module) is SemiSparseLinear:
-            module.weight.mul_(semi_sparse_mask(module.weight))
+            module.weight.copy_(semi_sparse(module.weight))
         module.__class__ = nn.Linear
     return model

@@ -102,12 +102,18 @@ def test_a_model_quantized_there_has_the_weights_and_numbers_of_one_quantized_he
 
 def test_quantize_moves_layers_there() -> None:
     torch.manual_seed(0)
-    layer, x = nn.Sequential(nn.Linear(128, 48)), torch.randn(3, 128)
-    here = copy.deepcopy(layer)
-    lowbit.quantize_(here, lowbit.int4_weight_only(32))
-    lowbit.quantize_(layer, lowbit.int4_weight_only(32), device=DEVICE)
-    assert layer[0].weight.device == torch.device(DEVICE) and torch.equal(layer[0].weight.cpu(), here[0].weight)
-    assert (layer(x.to(DEVICE)).cpu() - here(x)).norm() <= 1e-5 * here(x).norm()
+    there, tokens = nn.Sequential(nn.Embedding(50, 128), nn.Linear(128, 48)), torch.tensor([[1, 7, 49]])
+    here = copy.deepcopy(there)
+
+    def every_layer(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Embedding | nn.Linear)
+
+    lowbit.quantize_(here, lowbit.int4_weight_only(32), every_layer)
+    lowbit.quantize_(there, lowbit.int4_weight_only(32), every_layer, device=DEVICE)
+    for one, other in zip(here, there, strict=True):
+        assert other.weight.device == torch.device(DEVICE) and torch.equal(other.weight.cpu(), one.weight)
+    assert torch.equal(there[0](tokens.to(DEVICE)).cpu(), here[0](tokens))
+    assert (there(tokens.to(DEVICE)).cpu() - here(tokens)).norm() <= 1e-5 * here(tokens).norm()
 
 
 def test_from_pretrained_quantizes_to_the_gpu_that_a_device_map_names(tmp_path: Path) -> None:
