@@ -18,7 +18,7 @@ from torch.nn import functional
 from lowbit import _C
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.exported import exported
-from lowbit.integrations.rewritten import rewritten, with_class
+from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.quant.codes import CodedWeight
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_embedding import QuantEmbedding
@@ -51,18 +51,13 @@ class AffineLinear(nn.Linear):
         return _ops.dequantize_per_channel(*stored, 0, *limits)
 
 
-class AffineEmbedding(nn.Embedding):
-    """A `QuantEmbedding` whose rows are looked up and decoded: codes int8 ``[n, k]``, scale and zero point float32
-    ``[n, groups]``."""
+class AffineEmbedding(RewrittenEmbedding):
+    """Codes int8 ``[n, k]``, scale and zero point float32 ``[n, groups]``."""
 
-    dtype: torch.dtype
-    factor: float | None
-
-    def forward(self, input: Tensor) -> Tensor:
+    def rows(self, indices: Tensor) -> Tensor:
         groups = self.scale.shape[1]
-        steps = self.codes[input].float().unflatten(-1, (groups, -1)) - self.zero[input][..., None]
-        rows = (steps * self.scale[input][..., None]).flatten(-2).to(self.dtype)
-        return rows if self.factor is None else rows * self.factor
+        steps = self.codes[indices].float().unflatten(-1, (groups, -1)) - self.zero[indices][..., None]
+        return (steps * self.scale[indices][..., None]).flatten(-2)
 
 
 def export(
@@ -102,7 +97,6 @@ def _written(layer: nn.Module, name: str) -> nn.Module:
     tensors = {"codes": (weight.codes.short() - middle).to(torch.int8), "scale": weight.scale}
     if is_embedding:
         written = with_class(layer, AffineEmbedding)
-        written.dtype, written.factor = layer.like.dtype, layer.factor
         tensors["zero"] = weight.zero_point - middle
     else:
         written = with_class(layer, AffineLinear)

@@ -7,11 +7,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lowbit.quant.fused import Fused, unfuse
 from lowbit.quant.linear_layers import is_trained
 from lowbit.quant.load import PACKED
+from lowbit.quant.quant_embedding import QuantEmbedding
 from lowbit.quant.quant_linear import QuantLinear
 
 
@@ -45,10 +47,27 @@ def rewritten(model: nn.Module, write: Callable[[nn.Module, str], nn.Module]) ->
     return result
 
 
+class RewrittenEmbedding(nn.Embedding):
+    """A `QuantEmbedding` in other ops: the rows that are looked up are decoded, and no others."""
+
+    dtype: torch.dtype
+    factor: float | None
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return these rows of the table, float32 ``[..., k]``."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.rows(input).to(self.dtype)
+        return rows if self.factor is None else rows * self.factor
+
+
 def with_class(layer: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Return a module of this class with the attributes, hooks and bias of ``layer``, and without its weight."""
     module = copy.copy(layer)
     module.__class__ = cls
     module._parameters = {name: value for name, value in layer._parameters.items() if name != "weight"}
     module._buffers, module._modules = {}, {}
+    if isinstance(layer, QuantEmbedding):
+        module.dtype, module.factor = layer.like.dtype, layer.factor
     return module

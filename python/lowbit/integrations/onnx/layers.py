@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from lowbit.formats.spec import LinearSpec
 from lowbit.integrations.onnx.matrices import Matrix, matrix_of
-from lowbit.integrations.rewritten import rewritten, with_class
+from lowbit.integrations.rewritten import RewrittenEmbedding, rewritten, with_class
 from lowbit.quant.layout import numbers_of
 from lowbit.quant.quant_embedding import QuantEmbedding
 
@@ -29,16 +28,13 @@ class OnnxLinear(nn.Linear):
         return y.to(x.dtype)
 
 
-class OnnxEmbedding(nn.Embedding):
-    """A `QuantEmbedding` in ONNX; only the rows that are looked up are decoded."""
+class OnnxEmbedding(RewrittenEmbedding):
+    """A `QuantEmbedding` in ONNX."""
 
     matrix: Matrix
-    dtype: torch.dtype
-    factor: float | None
 
-    def forward(self, input: Tensor) -> Tensor:
-        rows = self.matrix.rows(input).to(self.dtype)
-        return rows if self.factor is None else rows * self.factor
+    def rows(self, indices: Tensor) -> Tensor:
+        return self.matrix.rows(indices)
 
 
 def in_onnx(model: nn.Module) -> nn.Module:
@@ -59,8 +55,6 @@ def in_onnx(model: nn.Module) -> nn.Module:
             matrix = matrices[key] = matrix_of(layer.weight.detach(), stored, name)
         written = with_class(layer, OnnxEmbedding if is_embedding else OnnxLinear)
         written.matrix, written.spec = matrix, stored.spec
-        if is_embedding:
-            written.dtype, written.factor = layer.like.dtype, layer.factor
         return written
 
     return rewritten(model, write)
