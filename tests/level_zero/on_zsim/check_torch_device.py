@@ -100,7 +100,7 @@ def test_a_model_quantized_there_has_the_weights_and_numbers_of_one_quantized_he
         assert torch.equal(moved(x.to(DEVICE)), result)
 
 
-def test_quantize_moves_layers_there() -> None:
+def test_quantized_layers_move_there() -> None:
     torch.manual_seed(0)
     there, tokens = nn.Sequential(nn.Embedding(50, 128), nn.Linear(128, 48)), torch.tensor([[1, 7, 49]])
     here = copy.deepcopy(there)
