@@ -73,6 +73,15 @@ CASES = [
                   score_mod=lambda s, b, h, q, k, t, u: s * t[h] + u[q, k], captured=((2,), (130, 130)), mask_mod=same_document, sink=True),
 ]  # fmt: skip
 
+# Of which all keys are split among CTAs, by the kernel of decode.
+FEW_QUERIES = [
+    AttentionCase("one query", (2, 8, 2, 1, 300, 64, 64)),
+    AttentionCase("causal, from the first key on", (1, 4, 1, 5, 400, 48, 80), FP16, causal=True, sink=True),
+    AttentionCase("large scores", (1, 4, 1, 2, 300, 64, 64), scale=5.0),
+    AttentionCase("a float mask", (1, 2, 2, 20, 270, 64, 48), FP16, bias=FP16, scale=-0.3),
+    AttentionCase("alibi, documents", (1, 2, 1, 3, 300, 128, 128), score_mod=lambda s, b, h, q, k, t: s + t[h] * (k - q), captured=((2,),)),
+]  # fmt: skip
+
 
 @dataclass
 class AttentionData:
@@ -99,9 +108,10 @@ def make_data(case: AttentionCase) -> AttentionData:
     return AttentionData(*made, torch.randn(b, hq, length), [torch.randn(shape) for shape in case.captured], bias, sink, seed)
 
 
-def run(case: AttentionCase, data: AttentionData, device: str, suffix: str = "") -> dict[str, Tensor]:
-    """Forward and backward on a device by the rows for CUDA; the results on the CPU."""
-    call, names = (lambda tensor: None if tensor is None else tensor.to(device)), tuple(row + suffix for row in ROWS)
+def run(case: AttentionCase, data: AttentionData, device: str, suffix: str = "", forward: str = ROWS[0]) -> dict[str, Tensor]:
+    """Forward and backward on a device by the rows for CUDA; the results on the CPU. Only tiles give the largest scores."""
+    call, names = (lambda tensor: None if tensor is None else tensor.to(device)), (forward + suffix, ROWS[1] + suffix)
+    largest_too = forward == ROWS[0]
     q, k, v, captured = call(data.q), call(data.k), call(data.v), [t.clone() for t in data.captured]
     score = case.score_mod and bind("test", lambda s, b, h, q, k: case.score_mod(s, b, h, q, k, *captured), mask=False, dtype=case.dtype)
     mask = case.mask_mod and bind("test", case.mask_mod, mask=True)
@@ -114,16 +124,15 @@ def run(case: AttentionCase, data: AttentionData, device: str, suffix: str = "")
     masks = [mask.code if mask else [], [t.to(device) for t in mask.captured] if mask else [], lists, case.block_size, call(data.sink)]
     options = [scale, case.causal, call(data.bias), case.dropout_p, call(data.seed)]
     with forced(names[0]):
-        out, lse, largest = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, True, True)
+        out, lse, largest = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, largest_too, True)
         narrow = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, False, False)[0]
     needs = [True] * len(programs[1])
     with forced(names[1]):
         grads = torch.ops.lowbit.attention_backward(q, k, v, out, lse, call(data.grad_out.float()), call(data.grad_lse), *options, *programs,
                                                     needs, *masks, False, case.sink)  # fmt: skip
     order = ["grad_q", "grad_k", "grad_v", *["grad_sink"] * case.sink, *(f"captured {i}" for i in range(len(captured)))]
-    return {"out": out.cpu(), "narrow": narrow.cpu(), "lse": lse.cpu(), "largest": largest.cpu()} | {
-        name: grad.cpu() for name, grad in zip(order, grads, strict=True)
-    }
+    results = dict(out=out, narrow=narrow, lse=lse) | (dict(largest=largest) if largest_too else {})
+    return {name: result.cpu() for name, result in (results | dict(zip(order, grads, strict=True))).items()}
 
 
 def dropout_factors(case: AttentionCase, data: AttentionData) -> Tensor | float:

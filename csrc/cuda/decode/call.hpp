@@ -34,6 +34,11 @@ struct DecodeShape {
   }
 };
 
+// A range of keys.
+struct KeyRange {
+  int64_t first, end;
+};
+
 // Keys or values, dense in the last dimension; strides in elements.
 struct CacheRows {
   const void* data = nullptr;
@@ -46,7 +51,7 @@ struct CacheRows {
 
 struct DecodeCall {
   HeadRows q{}, out{};
-  DType q_dtype = DType::other;
+  DType q_dtype = DType::other, out_dtype = DType::other;
   CacheRows k{}, v{};
   int32_t heads = 0, kv_heads = 0, group = 0, length = 0, columns = 0, v_columns = 0;
   int32_t row_blocks = 0, splits = 0;     // of the rows of a kv head; of the keys
@@ -62,6 +67,13 @@ struct DecodeCall {
   CapturedCall score{}, mask{};
   int32_t* fault = nullptr;  // of the mods (score/print.hpp)
   float *largest = nullptr, *total = nullptr, *partial = nullptr;  // [row][split]; of partial v_groups * 32 columns
+
+  // Of the keys before `before`, those that some of these queries of a head sees, from the first of its tile on.
+  LOWBIT_INLINE KeyRange seen(int64_t before, int64_t first_query, int64_t last_query) const {
+    const int64_t stop = causal ? larger(0, smaller(before, position + last_query + 1)) : before,
+                  start = window > 0 ? larger(0, position + first_query - window + 1) : 0;
+    return {smaller(stop, start / kKeyTile * kKeyTile), stop};
+  }
 };
 
 // Rows of floats and their codes.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flash-decoding (Dao and others, 2023): a CTA takes a split of the keys of one kv head and all queries that share it,
-// up to 32 rows; a second kernel adds the splits in their order. Tokens are the rows of the tensor cores' products,
-// queries their 8 columns, so that every code is decoded once. Scales meet scores and probabilities, not codes.
+// up to 32 rows; a second kernel adds the splits in their order, if there is more than one. Tokens are the rows of the
+// tensor cores' products, queries their 8 columns, so that every code is decoded once. Scales meet scores and
+// probabilities, not codes.
 #pragma once
 
 #include "cuda/attention/mods.cuh"
 #include "cuda/decode/cache.cuh"
+#include "cuda/decode/splits.cuh"
 #include "gpu/device/reduce.cuh"
 
 namespace lowbit::cuda {
-
-LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
 struct LargerFloat {
   LOWBIT_INLINE float operator()(float a, float b) const { return fmaxf(a, b); }
@@ -48,6 +48,13 @@ struct Decode {
   int b, kv_head, row0, rows;  // rows of the kv head, that are there
   float largest[kRowsOfWarp], total[kRowsOfWarp];
   float out[kGroupsOfWarp][2][kTiles][4];  // [group][half of it][tile of rows]
+
+  // Keys that the queries of this CTA see, which may be of several heads.
+  LOWBIT_INLINE KeyRange seen() const {
+    const int last = row0 + rows - 1;
+    if (row0 / call.length != last / call.length) return call.seen(call.end, 0, call.length - 1);
+    return call.seen(call.end, row0 % call.length, last % call.length);
+  }
 
   // Divides a row by a power of 2 that brings its largest near 1, and returns that: its products with codes, which are
   // larger than keys, stay finite.
@@ -209,6 +216,7 @@ struct Decode {
   }
 
   LOWBIT_INLINE void run(int64_t first, int64_t end) {
+    if (first >= end) return;
     constexpr int64_t kSize = kShape.codes() ? 1 : 2;
     const char *keys = static_cast<const char*>(call.k.data) + (b * call.k.batch + kv_head * call.k.head) * kSize,
                *values = static_cast<const char*>(call.v.data) + (b * call.v.batch + kv_head * call.v.head) * kSize;
@@ -244,6 +252,43 @@ struct Decode {
     }
   }
 
+  // body(sum, row, column) for the sums of this lane that are there.
+  template <class Body>
+  LOWBIT_INLINE void for_each_result(Body body) {
+#pragma unroll
+    for (int j = 0; j < kGroupsOfWarp; j++) {
+      const int group = j * kDecodeWarps + warp_of_cta();
+      if (group >= kVGroups) break;
+      for_each_sum(out[j], [&](float sum, int row, int i) {
+        if (row < rows) body(sum, row, group * 32 + value_column<kCache>(lane_of_warp() / 4, i));
+      });
+    }
+  }
+
+  // Of the only split: what `combine` would do with one, without memory for it (a prompt of 32k tokens and 32 heads
+  // had 32 GiB of partial results).
+  LOWBIT_INLINE void finish_alone() {
+    __syncthreads();  // every thread is done with shrink and factor
+#pragma unroll
+    for (int j = 0; j < kRowsOfWarp; j++) {
+      const int r = j * kDecodeWarps + warp_of_cta();
+      if (r >= rows || lane_of_warp() != 0) continue;
+      const int row = row0 + r, h = kv_head * call.group + row / call.length;
+      const Softmax all(call, h, largest[j]);
+      const float factor = all.factor(largest[j], total[j]), sum = all.of_sink + fmaxf(factor, 0.0f) * total[j];
+      shared.shrink[r] = factor, shared.factor[r] = inverse(sum);
+      all.store_lse(call, (static_cast<int64_t>(b) * call.heads + h) * call.length + row % call.length, sum);
+    }
+    __syncthreads();  // factors are there
+    for_each_result([&](float sum, int r, int column) {
+      const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+      const float factor = shared.shrink[r], value = factor < 0.0f ? 0.0f : factor * sum;
+      if (column < call.v_columns)
+        store_real(call.out.data, call.out_dtype,
+                   b * call.out.batch + h * call.out.head + l * call.out.row + column, value * shared.factor[r]);
+    });
+  }
+
   LOWBIT_INLINE void finish(int64_t split) {
     const int lane = lane_of_warp();
     const int64_t first = (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
@@ -254,15 +299,9 @@ struct Decode {
       call.largest[(first + r) * call.splits + split] = largest[j];
       call.total[(first + r) * call.splits + split] = total[j];
     }
-#pragma unroll
-    for (int j = 0; j < kGroupsOfWarp; j++) {
-      const int group = j * kDecodeWarps + warp_of_cta();
-      if (group >= kVGroups) break;
-      for_each_sum(out[j], [&](float sum, int row, int i) {
-        const int column = group * 32 + value_column<kCache>(lane / 4, i);
-        if (row < rows) call.partial[((first + row) * call.splits + split) * kVGroups * 32 + column] = sum;
-      });
-    }
+    for_each_result([&](float sum, int row, int column) {
+      call.partial[((first + row) * call.splits + split) * kVGroups * 32 + column] = sum;
+    });
   }
 };
 
@@ -281,47 +320,16 @@ LOWBIT_INLINE void decode(const DecodeCall& call) {
 #pragma unroll
   for (int j = 0; j < D::kRowsOfWarp; j++) of.largest[j] = minus_infinity();
   of.load_queries();
+  const KeyRange seen = of.seen();
   const int64_t first = call.first + split * call.split;
-  of.run(first, smaller(call.end, first + call.split));
-  of.finish(split);
+  of.run(larger(first, seen.first), smaller(seen.end, first + call.split));
+  if (call.splits == 1) of.finish_alone();
+  else of.finish(split);
   check_fault<Mods>(call);
 }
 
 LOWBIT_INLINE void clear_fault(const DecodeCall& call) {
   if (threadIdx.x == 0) *call.fault = 0;
-}
-
-// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order
-// of the splits; a CTA for each row. The factors of all splits are there before the first sum, so that no load of a
-// partial result waits for a branch. A split without keys has no factor (-1): its partial results may be nan.
-LOWBIT_INLINE void combine(const DecodeCall& call) {
-  LOWBIT_SHARED(float, factor, [kMostSplits]);
-  const int64_t row = blockIdx.x, l = row % call.length, h = row / call.length % call.heads,
-                b = row / call.length / call.heads, padded = kv_padded(call.v_columns);
-  const float *largest = call.largest + row * call.splits, *totals = call.total + row * call.splits;
-  const float sink = call.sink ? call.sink[h] : minus_infinity();
-  float top = sink;
-  for (int s = 0; s < call.splits; s++) top = fmaxf(top, largest[s]);
-  const float base = top == minus_infinity() ? 0.0f : top;
-  for (int s = static_cast<int>(threadIdx.x); s < call.splits; s += kDecodeThreads) {
-    const bool has_keys = largest[s] != minus_infinity() || totals[s] != 0.0f;
-    factor[s] = has_keys ? power_of_2((largest[s] - base) * kLog2e) : -1.0f;
-  }
-  __syncthreads();
-  float total = power_of_2((sink - base) * kLog2e);
-  for (int s = 0; s < call.splits; s++) total += fmaxf(factor[s], 0.0f) * totals[s];
-  const float by = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
-  for (int c = static_cast<int>(threadIdx.x); c < call.v_columns; c += kDecodeThreads) {
-    const float* partial = call.partial + row * call.splits * padded + c;
-    float sum = 0;
-#pragma unroll 8
-    for (int s = 0; s < call.splits; s++) {
-      const float next = __fmaf_rn(factor[s], partial[s * padded], sum);
-      sum = factor[s] < 0.0f ? sum : next;
-    }
-    store_real(call.out.data, call.q_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c, sum * by);
-  }
-  if (call.lse && threadIdx.x == 0) call.lse[row] = total == 0.0f ? minus_infinity() : base + logf(total);
 }
 
 }  // namespace lowbit::cuda

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the ops decode, kv_quantize and kv_dequantize. Nothing is read on the host or waited for.
+// Rows of the ops decode, kv_quantize and kv_dequantize, and of attention with few queries. Nothing is read on the host
+// or waited for.
 #include "cuda/attention/mods.hpp"
 #include "cuda/backend.hpp"
 #include "cuda/decode/kind.hpp"
 #include "ops/aligned_rows.hpp"
+#include "ops/attention.hpp"
 #include "ops/decode.hpp"
 
 namespace lowbit::cuda {
@@ -23,18 +25,18 @@ CacheRows cache_of(const TensorView& tensor, const TensorView& scale) {
 }
 
 // The keys that some query sees, in splits that do not depend on the number of heads: a result has the same bits
-// in any batch.
-void split_keys(const DecodeArgs& args, DecodeCall& call) {
-  call.end = args.causal ? larger(0, smaller(args.kv_length(), args.position + args.q_length())) : args.kv_length();
-  const int64_t seen = args.window > 0 ? larger(0, args.position - args.window + 1) : 0;
-  call.first = smaller(call.end, seen / kKeyTile * kKeyTile);
-  const int64_t keys = call.end - call.first;
-  call.split = larger(kLeastSplit, round_up(ceil_div(keys, kMostSplits), kKeyTile));
-  call.splits = static_cast<int32_t>(ceil_div(keys, call.split));
+// in any batch. Many queries fill a GPU without splits.
+void split_keys(int64_t kv_length, DecodeCall& call) {
+  const KeyRange seen = call.seen(kv_length, 0, call.length - 1);
+  const int64_t keys = seen.end - seen.first, most = larger(1, kMostSplits / larger(1, call.row_blocks));
+  call.first = seen.first, call.end = seen.end;
+  call.split = larger(kLeastSplit, round_up(ceil_div(keys, most), kKeyTile));
+  call.splits = static_cast<int32_t>(larger(1, ceil_div(keys, call.split)));
 }
 
 DecodeCall call_of(const DecodeArgs& args, const DecodeShape& shape) {
   DecodeCall call{.q = rows_of(args.q), .out = rows_of(args.out), .q_dtype = args.q.dtype,
+                  .out_dtype = args.out.dtype,
                   .k = cache_of(args.k, args.k_scale), .v = cache_of(args.v, args.v_scale)};
   const auto number = [](int64_t of) { return static_cast<int32_t>(of); };
   call.heads = number(args.heads()), call.kv_heads = number(args.kv_heads()), call.group = number(args.group()),
@@ -47,7 +49,7 @@ DecodeCall call_of(const DecodeArgs& args, const DecodeShape& shape) {
   for (int d = 0; d < 4; d++) call.bias_stride[d] = args.mask ? args.mask.stride[d] : 0;
   call.sink = args.sink.as<const float>(), call.lse = args.lse.as<float>();
   call.score = captured_of(args.score_mod), call.mask = captured_of(args.mask_mod);
-  split_keys(args, call);
+  split_keys(args.kv_length(), call);
   return call;
 }
 
@@ -55,17 +57,17 @@ void run_decode(const DecodeArgs& args) {
   const DecodeKind kind = kind_of(args);
   const DecodeShape& shape = kind.shape;
   DecodeCall call = call_of(args, shape);
-  const int64_t rows = args.batch() * args.heads() * args.q_length(), slots = rows * call.splits;
+  const int64_t rows = args.batch() * args.heads() * args.q_length(), slots = call.splits > 1 ? rows * call.splits : 0;
   const Workspace workspace("decode", args.place, 4 * (slots * (shape.v_groups * 32 + 2) + 4));
   call.partial = static_cast<float*>(workspace.at(0));
   call.largest = call.partial + slots * shape.v_groups * 32, call.total = call.largest + slots;
   call.fault = reinterpret_cast<int32_t*>(call.total + slots);
-  const int64_t ctas = args.batch() * args.kv_heads() * call.row_blocks * call.splits;
-  if (ctas) {
-    const Program& kernels = program(args.place, kind.key(), [&] { return decode_source(kind); });
-    if (kind.score || kind.mask) kernels.launch(args.place, "clear_fault", 1, kDecodeThreads, &call);
-    kernels.launch(args.place, "decode", ctas, kDecodeThreads, &call, shape.bytes());
-  }
+  if (rows == 0) return;
+  const Program& kernels = program(args.place, kind.key(), [&] { return decode_source(kind); });
+  if (kind.score || kind.mask) kernels.launch(args.place, "clear_fault", 1, kDecodeThreads, &call);
+  kernels.launch(args.place, "decode", args.batch() * args.kv_heads() * call.row_blocks * call.splits, kDecodeThreads,
+                 &call, shape.bytes());
+  if (call.splits == 1) return;
   program(args.place, {static_cast<int64_t>(SourceKind::decode)}, combine_source)
       .launch(args.place, "combine", rows, kDecodeThreads, &call);
 }
@@ -84,8 +86,27 @@ std::string_view refuses_decode(const DecodeArgs& args) {
     if (e % 8 || ev % 8) return "head dimensions of 16-bit floats must be multiples of 8";
   }
   if (!is_aligned(args.k) || !is_aligned(args.v)) return "rows of k and v must begin at multiples of 16 bytes";
-  if (args.batch() * args.heads() * args.q_length() * kMostSplits >= INT32_MAX) return "more than 2^31 / 64 rows";
+  if (args.batch() * args.heads() * args.q_length() >= INT32_MAX) return "more than 2^31 rows";
   return "";
+}
+
+// One CTA for each tile of queries, as the tiles of attention have it, leaves most of a GPU idle with one query: 32
+// heads are 32 of 132 multiprocessors of an H100, and each reads all keys of its head.
+DecodeArgs decode_args(const AttentionForwardArgs& args) {
+  return {.place = args.place, .q = args.q, .k = args.k, .v = args.v, .out = args.out, .lse = args.lse,
+          .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal,
+          .score_mod = args.score_mod, .mask_mod = args.mask_mod};
+}
+void run_attention(const AttentionForwardArgs& args) { run_decode(decode_args(args)); }
+
+template <DType kDtype>
+std::string_view refuses_attention(const AttentionForwardArgs& args) {
+  if (args.group() * args.q_length() > 32) return "more than 32 queries of a head of keys";
+  if (args.kv_length() <= 2 * kLeastSplit) return "256 keys or less, which are not worth a split";
+  if (args.dropout_p > 0) return "dropout";
+  if (args.lists.kv_num_blocks) return "a block mask";
+  if (args.max_scores) return "largest scores are wanted";
+  return refuses_decode<kDtype>(decode_args(args));
 }
 
 KvConvertCall call_of(const TensorView& x, const TensorView& codes, const TensorView& scale, bool rotated) {
@@ -117,6 +138,10 @@ constexpr Kernel<DecodeArgs> kDecode[] = {
     {"decode_bfloat16_cuda", refuses_decode<DType::bfloat16>, run_decode},
     {"decode_float16_cuda", refuses_decode<DType::float16>, run_decode},
 };
+constexpr Kernel<AttentionForwardArgs> kAttention[] = {
+    {"attention_forward_decode_bfloat16_cuda", refuses_attention<DType::bfloat16>, run_attention},
+    {"attention_forward_decode_float16_cuda", refuses_attention<DType::float16>, run_attention},
+};
 constexpr Kernel<KvQuantizeArgs> kQuantize[] = {{"kv_quantize_cuda", refuses_convert<KvQuantizeArgs>, run_quantize}};
 constexpr Kernel<KvDequantizeArgs> kDequantize[] = {
     {"kv_dequantize_cuda", refuses_convert<KvDequantizeArgs>, run_dequantize}};
@@ -124,7 +149,7 @@ constexpr Kernel<KvDequantizeArgs> kDequantize[] = {
 }  // namespace
 
 void add_decode_rows(Backend& backend) {
-  add_rows(backend, kDecode, std::size(kDecode));
+  add_rows(backend, kDecode, std::size(kDecode)), add_rows(backend, kAttention, std::size(kAttention));
   add_rows(backend, kQuantize, std::size(kQuantize)), add_rows(backend, kDequantize, std::size(kDequantize));
 }
 

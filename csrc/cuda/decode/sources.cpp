@@ -43,7 +43,7 @@ Source decode_source(const DecodeKind& kind) {
 }
 
 Source combine_source() {
-  return {"splits of decode", concat("#include \"cuda/decode/decode.cuh\"\n",
+  return {"splits of decode", concat("#include \"cuda/decode/splits.cuh\"\n",
                                      kernel_text("combine", "kDecodeThreads", "DecodeCall", "combine"))};
 }
 

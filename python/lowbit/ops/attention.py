@@ -108,7 +108,7 @@ def attention(
     # p = exp(s - lse) would be off by four times as much. real_out asks for the result in float32. A gradient of the
     # scores is p (dp - sum of grad_out * out), and where one score is far above the others this difference is nothing
     # but the rounding of the result.
-    # On a GPU both stay off: no row there sums in another order, and every library has results of 16 bits.
+    # On a GPU both stay off: decode sums in the order of the tiles there, and every library has results of 16 bits.
     call["want_max_scores"] = call["real_out"] = not q.is_cuda
     function = _TransformedAttention if compiling or transformed else _Attention
     out, lse, max_scores = function.apply(_without_tensors(call), *_tensors(call))

@@ -7,8 +7,10 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+import attention_calls
 import pytest
 import torch
+from attention_calls import FEW_QUERIES, AttentionCase
 from decode_calls import CASES, DecodeCase, assert_right, make_data, run
 from settings import forced
 from torch import Tensor
@@ -25,6 +27,30 @@ DEVICE = "lowbit_sim:1"
 def test_calls_are_within_budget_of_float64(case: DecodeCase) -> None:
     data = make_data(case)
     assert_right(case, data, *run(case, data, DEVICE, "_sim"))
+
+
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
+def test_few_queries_of_attention_are_within_budget_of_float64(case: AttentionCase) -> None:
+    data, name = attention_calls.make_data(case), str(case.dtype)[6:]
+    got = attention_calls.run(case, data, DEVICE, "_sim", f"attention_forward_decode_{name}_cuda")
+    wanted = attention_calls.expected(case, data)
+    del wanted["largest"]
+    attention_calls.assert_right(case, got, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape, options, words",
+    [
+        ((1, 8, 1, 5, 300, 64, 64), {}, "more than 32 queries of a head of keys"),
+        ((1, 2, 1, 1, 256, 64, 64), {}, "256 keys or less"),
+        ((1, 2, 1, 1, 300, 64, 64), {"dropout_p": 0.5}, "dropout"),
+        ((1, 2, 1, 1, 300, 64, 64), {"mask_mod": lambda b, h, q, k: q >= k}, "a block mask"),
+    ],
+)
+def test_what_attention_does_by_tiles_is_refused_by_name(shape: tuple[int, ...], options: dict[str, object], words: str) -> None:
+    case = AttentionCase("", shape, **options)
+    with pytest.raises(NotImplementedError, match=words):
+        attention_calls.run(case, attention_calls.make_data(case), DEVICE, "_sim", "attention_forward_decode_bfloat16_cuda")
 
 
 def test_a_query_has_the_same_bits_in_any_batch() -> None:
@@ -46,6 +72,16 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
         data.call[name][:, :, :320], data.call[name][:, :, 451:] = torch.nan, torch.nan
     after = run(case, data, DEVICE, "_sim")
     assert torch.equal(before[0], after[0]) and before[0].isfinite().all()
+
+
+def test_a_block_of_queries_reads_no_key_behind_its_last_or_before_its_window() -> None:
+    """Two blocks of 32 queries; a scale that is nan is seen where its tile is read, also of a key that is hidden."""
+    case = DecodeCase("prompt", (1, 1, 1, 64, 300, 32, 32), "int8", options={"causal": True, "position": 200, "window": 100})
+    for keys, first, second in ((slice(232, 264), True, False), (slice(64, 128), False, True), (slice(0, 64), True, True)):
+        data = make_data(case)
+        data.call["v_scale"][:, :, keys] = torch.nan
+        finite = run(case, data, DEVICE, "_sim")[0].isfinite().all(-1)[0, 0]
+        assert finite[:32].all() == first and finite[32:].all() == second
 
 
 def test_an_empty_cache_and_keys_that_are_all_hidden_give_zeros() -> None:
@@ -122,6 +158,10 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     run(CASES[0], data, DEVICE, "_sim")
     launches = [line.split()[:4] for line in log.read_text().splitlines() if line.startswith("launch")]
     assert launches == [["launch", "decode", "12", "128"], ["launch", "combine", "16", "128"]]
+    log.unlink()
+    run(replace(CASES[0], shape=(2, 8, 2, 1, 128, 64, 64)), make_data(replace(CASES[0], shape=(2, 8, 2, 1, 128, 64, 64))), DEVICE, "_sim")
+    alone = [line.split()[:4] for line in log.read_text().splitlines() if line.startswith("launch")]
+    assert ["launch", "decode", "4", "128"] in alone and not any("combine" in line for line in alone)
     assert simulated.live_bytes(DEVICE) == before
 
 
@@ -152,7 +192,8 @@ def test_what_is_not_served_is_refused_by_name(case: DecodeCase, words: str) -> 
 
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by test_emulated.py once as it is and once without each barrier."""
-    for case in (CASES[0], CASES[1]):
+    of_one_split = next(case for case in CASES if case.name == "bfloat16, a prompt")
+    for case in (CASES[0], CASES[1], of_one_split):
         data, results = make_data(case), []
         for seed in ("0", "1", "2"):
             monkeypatch.setenv("LOWBIT_EMULATED_SEED", seed)
