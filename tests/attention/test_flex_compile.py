@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flex_attention inside torch.compile(fullgraph=True), checkpointing and Compiled Autograd: as in eager mode."""
+"""flex_attention inside torch.compile(fullgraph=True) and checkpointing: as in eager mode."""
 
 from __future__ import annotations
 
@@ -127,20 +127,6 @@ def test_checkpointing(reentrant: bool) -> None:
     wanted = gradients(run)
     for a, b in zip(gradients(lambda *tensors: checkpoint(run, *tensors, use_reentrant=reentrant)), wanted, strict=True):
         assert torch.equal(a, b)
-
-
-def test_compiled_autograd() -> None:
-    inputs, bias = qkv(), torch.randn(4, 70, 70, requires_grad=True)
-
-    def loss() -> Tensor:
-        return flex_attention(*inputs, lambda s, b, h, i, j: s + bias[h, i, j]).square().sum()
-
-    wanted = torch.autograd.grad(loss(), (*inputs, bias))
-    value = loss()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-        value.backward()
-    for tensor, want in zip((*inputs, bias), wanted, strict=True):
-        torch.testing.assert_close(tensor.grad, want)
 
 
 def test_an_unknown_op_compiles_too() -> None:

@@ -119,20 +119,6 @@ def test_checkpointing_gives_the_same_gradient() -> None:
     assert torch.equal(*grads)
 
 
-def test_compiled_autograd_agrees_with_eager() -> None:
-    case = weight_only("int4", 32, x_format="int8_group")
-    data = cached_data(case)
-
-    def gradient() -> Tensor:
-        x = data.x.clone().requires_grad_()
-        linear(x, data.packed, case.op_args, data.bias, 4).sum().backward()
-        return x.grad
-
-    wanted = gradient()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
-        assert torch.equal(gradient(), wanted)
-
-
 def test_gradient_from_outside_a_vmap() -> None:
     case = LinearCase(4, 20, 70, format="int4", group_size=32, bias="float32")
     data = cached_data(case)
