@@ -17,6 +17,7 @@
 #include "core/fork.hpp"
 #include "core/once.hpp"
 #include "core/team.hpp"
+#include "core/thread_count.hpp"
 
 // ThreadSanitizer sees neither how torch's threads are woken nor how they are waited for: its workers are not compiled
 // with it.
@@ -66,6 +67,7 @@ unsigned long long libraries_loaded() {
 std::atomic<bool> forked{false};
 class Pool;
 std::atomic<const Pool*> pool{nullptr};  // never destroyed: workers may outlive static destructors
+std::atomic<int> threads_set{0};         // by set_num_threads; also for the pool of a forked child
 [[gnu::constructor]] void watch_fork() {
   pthread_atfork(nullptr, nullptr, [] { forked = true, pool = nullptr; });  // the child has no workers: start over
 }
@@ -100,7 +102,10 @@ class Pool {
     return const_cast<Pool&>(made_once(pool, [] { return Pool(); }));
   }
 
-  int size() const { return size_; }
+  int size() const {
+    const int set = threads_set.load(std::memory_order_relaxed);
+    return set ? set : size_;
+  }
 
   void run(int threads, Region& region) {
     std::unique_lock<std::mutex> caller(one_region_, std::try_to_lock);
@@ -138,7 +143,7 @@ class Pool {
   }
 
   void start_workers() {
-    for (; started_ < size_ - 1; started_++) std::thread([this] { work(); }).detach();
+    for (const int count = size() - 1; started_ < count; started_++) std::thread([this] { work(); }).detach();
   }
 
   void work() {
@@ -171,6 +176,14 @@ int num_threads() {
   if (const TorchThreads* torch = torch_threads(); torch && torch->get_num_threads(&count) == 0)
     return static_cast<int>(count);
   return Pool::instance().size();
+}
+
+void set_num_threads(int threads) {
+  check(threads >= 0 && threads <= kMostThreads, ErrorKind::value, "set_num_threads: threads must be 1..", kMostThreads,
+        ", or 0 for those of the environment, got ", threads);
+  check(!torch_threads(), ErrorKind::runtime,
+        "set_num_threads: threads are torch's in this process: torch.set_num_threads");
+  threads_set = threads;
 }
 
 int threads_worth(int64_t products) {

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command line, also `python -m lowbit`: `lowbit info` (machine, ops, threads, fallbacks),
 `lowbit kernels [op]`, `lowbit prebuild --arch sm_90a`, `lowbit quantize MODEL OUT`, `lowbit chat FILE.gguf`,
-`lowbit compare A B`, `lowbit recorder DIR`, `lowbit --version`."""
+`lowbit compare A B`, `lowbit recorder DIR`, `lowbit cmake-dir`, `lowbit --version`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import lowbit
 
@@ -93,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     recorder.add_argument("--json", metavar="FILE", help="write the same as JSON")
     recorder.add_argument("--trace", metavar="FILE", help="write the timeline as a trace for ui.perfetto.dev")
     recorder.set_defaults(run=_recorder)
+    cmake = commands.add_parser(
+        "cmake-dir",
+        help="the folder for -Dlowbit_DIR=, with which C programs find liblowbit and its header",
+        description="find_package(lowbit CONFIG REQUIRED) then has the target lowbit::lowbit; docs/c_api.md.",
+    )
+    cmake.set_defaults(run=lambda options: Path(lowbit.__file__).with_name("cmake"))
     return parser
 
 

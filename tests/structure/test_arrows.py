@@ -26,6 +26,7 @@ CPP_ARROWS = {
     "onednn": {"onednn", "ops", "formats", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
+    "capi": {"capi", "lowbit", "ops", "formats", "core"},
     "bindings": {"bindings", "torch", "external", "sim", "cuda", "level_zero", "onednn", "ops", "recorder", "score", "formats", "rules", "core"},
     "wheel": set(),
     "backends.cpp": {"cpu", "cuda", "external", "level_zero", "onednn", "sim", "ops", "core"},
@@ -202,7 +203,7 @@ def test_autoload_package_imports_nothing_at_the_top() -> None:
 
 def test_rooms_of_the_tests_mirror_the_package() -> None:
     rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
-    assert rooms - {"torch", "structure", "cpp", "cuda", "level_zero", "onednn", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
+    assert rooms - {"torch", "structure", "cpp", "capi", "cuda", "level_zero", "onednn", "examples", "docs", "benchmarks", "fuzz"} <= {path.name for path in PACKAGE.iterdir()}
 
 
 def test_every_instruction_set_is_asked_for_the_whole_vector() -> None:

@@ -17,10 +17,11 @@ __all__ = ["OPS", "Api", "Report", "include_dir", "report"]
 
 
 def include_dir() -> str:
-    """Return the folder to compile C rows with: ``#include <lowbit/backend.h>`` is found there.
+    """Return the folder to compile C rows (``#include <lowbit/backend.h>``) and C
+    programs (``<lowbit/lowbit.h>``) with.
 
     Example:
-        >>> os.listdir(os.path.join(lowbit.backends.include_dir(), "lowbit"))
-        ['backend.h']
+        >>> sorted(os.listdir(os.path.join(lowbit.backends.include_dir(), "lowbit")))
+        ['backend.h', 'lowbit.h', 'types.h']
     """
     return str(Path(_C.__file__).with_name("include"))

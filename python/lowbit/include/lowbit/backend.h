@@ -4,7 +4,7 @@
  *
  * The library exports lowbit_backend_rows(), a table of rows. A row serves one op on one type of device: refuses() says
  * whether it can run a call, run() runs it. Both get the arguments of the op, lowbit_<op>_args, which are checked: the
- * comments on tensors below hold. The numbers of enumerations never change; new ones are appended.
+ * comments on tensors below hold.
  *
  * A table of another version, or with another size of a struct, is refused whole. Two ops are not offered to rows of
  * others, score_program and block_classes, and neither is an attention with a score_mod or a mask_mod: these are
@@ -12,9 +12,9 @@
 #ifndef LOWBIT_BACKEND_H
 #define LOWBIT_BACKEND_H
 
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
+
+#include <lowbit/types.h>
 
 #define LOWBIT_BACKEND_API 1
 
@@ -28,18 +28,6 @@
 extern "C" {
 #endif
 
-enum lowbit_dtype {
-  LOWBIT_FLOAT32, LOWBIT_BFLOAT16, LOWBIT_FLOAT16, LOWBIT_FLOAT64, LOWBIT_UINT8, LOWBIT_INT8, LOWBIT_INT32,
-  LOWBIT_INT64, LOWBIT_BOOL, LOWBIT_NOT_GIVEN
-};
-
-/* A tensor; dtype LOWBIT_NOT_GIVEN: none was given. `data` may be NULL in refuses(), and lies on the device. */
-typedef struct lowbit_tensor {
-  void *data;
-  const int64_t *shape, *stride; /* [rank], strides in elements */
-  int32_t rank, dtype;
-} lowbit_tensor;
-
 typedef struct lowbit_place {
   const char *device; /* "cpu", "cuda", "lowbit_sim" */
   void *stream;       /* that the work has to join; NULL: the default stream, or none */
@@ -52,13 +40,6 @@ typedef struct lowbit_call {
   int32_t api_version;
   lowbit_place place;
 } lowbit_call;
-
-enum lowbit_format {
-  LOWBIT_FORMAT_FLOAT32, LOWBIT_FORMAT_BFLOAT16, LOWBIT_FORMAT_FLOAT16, LOWBIT_FORMAT_INT8, LOWBIT_FORMAT_INT4,
-  LOWBIT_FORMAT_NF4, LOWBIT_FORMAT_FP4, LOWBIT_FORMAT_FP4_E2M1, LOWBIT_FORMAT_FP8_E4M3, LOWBIT_FORMAT_INT2,
-  LOWBIT_FORMAT_INT3, LOWBIT_FORMAT_INT5, LOWBIT_FORMAT_INT6, LOWBIT_FORMAT_INT7
-};
-enum lowbit_layout { LOWBIT_LAYOUT_X86_PANEL_16X64, LOWBIT_LAYOUT_ROW_MAJOR };
 
 /* A weight [n, k] as it is packed: a uint8 matrix [rows, row_bytes], whose row r holds the weight's columns n from
  * r * columns on. Sections of a row begin at these bytes; -1: there is none.
@@ -75,14 +56,6 @@ typedef struct lowbit_weight {
   int32_t format, layout, bits, asymmetric;
 } lowbit_weight;
 
-enum lowbit_x_format {
-  LOWBIT_X_FLOAT, LOWBIT_X_INT8_GROUP, LOWBIT_X_INT8_ROW, LOWBIT_X_INT8_ROW_ASYMMETRIC, LOWBIT_X_FLOAT8_ROW
-};
-enum lowbit_activation {
-  LOWBIT_ACTIVATION_NONE, LOWBIT_ACTIVATION_RELU, LOWBIT_ACTIVATION_GELU, LOWBIT_ACTIVATION_GELU_TANH,
-  LOWBIT_ACTIVATION_SILU
-};
-
 /* y = act(x @ w.T + bias) * mul + add; x_format says how x enters the product. */
 typedef struct lowbit_linear_args {
   lowbit_call call;
@@ -94,7 +67,6 @@ typedef struct lowbit_linear_args {
   int32_t x_format, activation;
 } lowbit_linear_args;
 
-/* mapping: 0 symmetric, 1 symmetric_no_clipping_err, 2 asymmetric; scale_choice: 0 absmax, 1 search. */
 typedef struct lowbit_quantize_args {
   lowbit_call call;
   lowbit_weight out;        /* how `packed` is laid out */
@@ -103,7 +75,7 @@ typedef struct lowbit_quantize_args {
   lowbit_tensor packed;     /* uint8 [rows, row_bytes]: written */
   lowbit_tensor distortion; /* float64 [3] on the host, written: sums of w^2, of (w - dequantized)^2, the latter with
                                scale_choice absmax; each times importance / 2^i for an i of your own */
-  int32_t mapping, scale_choice;
+  int32_t mapping, scale_choice; /* enum lowbit_mapping, enum lowbit_scale_choice */
 } lowbit_quantize_args;
 
 typedef struct lowbit_repack_args {
