@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A program without Python and torch: packs a weight, multiplies, attends over floats and over int8 codes, with 1 and 3
- * threads and as a team; writes the results for test_c_program.py. Errors end it with a line of the source. */
+ * threads, as a team, from two threads at once and in a child; writes the results for test_c_program.py. Errors end it with a line of the source. */
 #define _POSIX_C_SOURCE 200809L
-#include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +24,7 @@
 enum { M = 33, N = 256, K = 192, HEADS = 4, KV_HEADS = 2, L = 5, S = 40, E = 64 };
 
 static float numbers[M * K + N * K + HEADS * L * E + 2 * KV_HEADS * S * E];
-static float y[2][M * N], attended[HEADS * L * E], decoded[HEADS * L * E];
+static float y[3][M * N], attended[HEADS * L * E], decoded[HEADS * L * E];
 static lowbit_packed_weight weight = {sizeof weight, NULL, 0, N, K, 32, 0, 0, 0};
 
 static void multiply(void *result) {
@@ -42,6 +42,22 @@ static void as_any_number_of_threads(void) {
   memset(y[1], 0, sizeof y[1]);
   CHECK(lowbit_as_team(multiply, y[1]) == LOWBIT_OK);
   CHECK(memcmp(y[0], y[1], sizeof y[0]) == 0);
+}
+
+static void *in_a_thread(void *result) {
+  int i;
+  for (i = 0; i < 50; i++) multiply(result);
+  CHECK(lowbit_dequantize(&weight, NULL) == LOWBIT_VALUE_ERROR); /* this thread's error alone */
+  return NULL;
+}
+
+static void in_two_threads(void) {
+  pthread_t threads[2];
+  int i;
+  for (i = 0; i < 2; i++) memset(y[i + 1], 0, sizeof y[0]);
+  for (i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, in_a_thread, y[i + 1]) == 0);
+  for (i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0 && memcmp(y[0], y[i + 1], sizeof y[0]) == 0);
+  CHECK(strcmp(lowbit_last_error(), "") == 0);
 }
 
 static void in_a_child(void) {
@@ -89,6 +105,7 @@ int main(int count, char **arguments) {
   weight.data = calloc(1, (size_t)weight.bytes);
   CHECK(lowbit_quantize(&FLOATS(numbers + M * K, N, K), &weight, &search) == LOWBIT_OK);
   as_any_number_of_threads();
+  in_two_threads();
   in_a_child();
   attend();
   CHECK(lowbit_set_num_threads(0) == LOWBIT_OK && lowbit_num_threads() == 2); /* OMP_NUM_THREADS of the test */

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,13 +38,23 @@ def test_headers_are_c_and_cpp(compiler: str, standard: str, tmp_path: Path) -> 
         subprocess.run([compiler, f"-std={standard}", *WARNINGS, "-fsyntax-only", str(source)], check=True)
 
 
+def test_the_code_of_the_page_compiles(tmp_path: Path) -> None:
+    needs("gcc")
+    (code,) = re.findall(r"^```c$(.*?)^```$", (ROOT / "docs" / "c_api.md").read_text(), re.MULTILINE | re.DOTALL)
+    include, _, body = code.strip().partition("\n")
+    source = tmp_path / "page.c"
+    declared = "void page(float *floats, float *x, float *y, int64_t m, int64_t n, int64_t k);"
+    source.write_text(f"#include <stdio.h>\n#include <stdlib.h>\n{include}\n{declared}\n{declared[:-1]} {{\n{body}\n}}\n")
+    subprocess.run(["gcc", "-std=c99", *WARNINGS, "-fsyntax-only", str(source)], check=True)
+
+
 def test_a_program_computes_what_python_computes(tmp_path: Path) -> None:
     needs("gcc")
     m, n, k, heads, kv_heads, length, tokens, e = 33, 256, 192, 4, 2, 5, 40, 64
     x, weight = torch.randn(m, k), torch.randn(n, k)
     query, key, value = (torch.randn(1, *shape, e) for shape in ((heads, length), (kv_heads, tokens), (kv_heads, tokens)))
     (tmp_path / "in").write_bytes(b"".join(tensor.numpy().tobytes() for tensor in (x, weight, query, key, value)))
-    flags = ["-std=c99", "-O1", *WARNINGS, "-Wno-overlength-strings", f"-L{LIBRARY}", "-llowbit", f"-Wl,-rpath,{LIBRARY}", "-lm"]
+    flags = ["-std=c99", "-O1", *WARNINGS, f"-L{LIBRARY}", "-llowbit", f"-Wl,-rpath,{LIBRARY}", "-pthread"]
     subprocess.run(["gcc", str(HERE / "program.c"), *flags, "-o", str(tmp_path / "program")], check=True)
     command = [str(tmp_path / "program"), str(tmp_path / "in"), str(tmp_path / "out")]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=60)
