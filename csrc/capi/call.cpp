@@ -137,7 +137,11 @@ int lowbit_api_version() { return LOWBIT_API_VERSION; }
 
 const char* lowbit_last_error() { return last_error; }
 
-int lowbit_num_threads() { return num_threads(); }
+int lowbit_num_threads() {
+  int threads = 1;  // where there is no memory for the pool
+  status_of([&] { threads = num_threads(); });
+  return threads;
+}
 
 int lowbit_set_num_threads(int threads) {
   return status_of([&] { set_num_threads(threads); });

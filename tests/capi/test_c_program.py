@@ -19,6 +19,7 @@ from lowbit import _C, backends, testing
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIBRARY = Path(_C.__file__).parent
+LINKED = [f"-L{LIBRARY}", "-llowbit", f"-Wl,-rpath,{LIBRARY}"]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{backends.include_dir()}"]
 
 
@@ -35,7 +36,8 @@ def test_headers_are_c_and_cpp(compiler: str, standard: str, tmp_path: Path) -> 
         source = tmp_path / ("program.c" if compiler == "gcc" else "program.cpp")
         lines = [f"#include <lowbit/{header}.h>" for header in headers]
         source.write_text("\n".join([*lines, "int main(void) { return lowbit_api_version() != LOWBIT_API_VERSION; }\n"]))
-        subprocess.run([compiler, f"-std={standard}", *WARNINGS, "-fsyntax-only", str(source)], check=True)
+        subprocess.run([compiler, f"-std={standard}", *WARNINGS, str(source), *LINKED, "-o", str(tmp_path / "program")], check=True)
+        subprocess.run([str(tmp_path / "program")], check=True)
 
 
 def test_the_code_of_the_page_compiles(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_a_program_computes_what_python_computes(tmp_path: Path) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k)
     query, key, value = (torch.randn(1, *shape, e) for shape in ((heads, length), (kv_heads, tokens), (kv_heads, tokens)))
     (tmp_path / "in").write_bytes(b"".join(tensor.numpy().tobytes() for tensor in (x, weight, query, key, value)))
-    flags = ["-std=c99", "-O1", *WARNINGS, f"-L{LIBRARY}", "-llowbit", f"-Wl,-rpath,{LIBRARY}", "-pthread"]
+    flags = ["-std=c99", "-O1", *WARNINGS, *LINKED, "-pthread"]
     subprocess.run(["gcc", str(HERE / "program.c"), *flags, "-o", str(tmp_path / "program")], check=True)
     command = [str(tmp_path / "program"), str(tmp_path / "in"), str(tmp_path / "out")]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=60)

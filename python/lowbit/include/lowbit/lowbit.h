@@ -2,8 +2,8 @@
 /* lowbit for C and C++ programs, without Python and torch: C99, exported by liblowbit.so. docs/c_api.md is the guide,
  * examples/c a program.
  *
- * - Functions return LOWBIT_OK, or another lowbit_status and a text in lowbit_last_error(). Arguments are checked
- *   before anything is written.
+ * - Functions return LOWBIT_OK, or another lowbit_status and a text in lowbit_last_error(), unless they say otherwise.
+ *   Arguments are checked before anything is written.
  * - Memory is the caller's and lies on the host. No pointer is kept after a call returned; there is nothing to free.
  * - Structs with struct_size may grow at their end: set it to sizeof, and all that you do not use to 0. `options` may
  *   be NULL, which is a struct of zeros; so may tensors in it, which are then not given.
@@ -39,9 +39,9 @@ LOWBIT_EXPORT int lowbit_api_version(void);
 /* The text of the last error of this thread, valid until the next one; "" before the first. */
 LOWBIT_EXPORT const char *lowbit_last_error(void);
 
-/* Threads of calls: OMP_NUM_THREADS, else the cores of the process, until set to 1..1024; 0: as at the beginning. Where
+/* The number of threads of calls: OMP_NUM_THREADS, else the cores of the process, until set to 1..1024; 0: as at the beginning. Where
  * torch is in the process they are torch's, and setting them is a LOWBIT_RUNTIME_ERROR. */
-LOWBIT_EXPORT int lowbit_num_threads(void);
+LOWBIT_EXPORT int lowbit_num_threads(void); /* returns it */
 LOWBIT_EXPORT int lowbit_set_num_threads(int threads);
 /* Calls body(context). Threads stay awake between its calls of lowbit: for many short ones, as of one token. */
 LOWBIT_EXPORT int lowbit_as_team(void (*body)(void *context), void *context);
