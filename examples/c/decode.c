@@ -23,7 +23,7 @@
 typedef struct {
   int64_t layers, columns, heads, kv_heads, head_columns, mlp_columns, words, context;
   double eps;
-} Sizes;
+} Sizes; /* in the file */
 typedef struct {
   int64_t at, bytes, n, k, group_size, format, asymmetric, layout, x_format;
 } Record; /* of a weight in the file */
@@ -96,10 +96,11 @@ static void take(File *file, void *to, int64_t bytes) {
   file->at += bytes;
 }
 
-static Weight taken_weight(File *file) {
+static Weight taken_weight(File *file, int64_t n, int64_t k) {
   Record record;
   Weight weight = {{sizeof weight.packed, NULL, 0, 0, 0, 0, 0, 0, 0}, 0};
   take(file, &record, sizeof record);
+  if (record.n != n || record.k != k) stop("MODEL has a weight of another shape");
   weight.packed.data = (void *)inside(file, record.at, record.bytes);
   weight.packed.bytes = record.bytes;
   weight.packed.n = record.n, weight.packed.k = record.k, weight.packed.group_size = record.group_size;
@@ -119,17 +120,24 @@ static const float *taken_vector(File *file, int64_t count) {
 static void read_model(Model *model, const char *path) {
   File file = mapped(path);
   Sizes *sizes = &model->sizes;
-  int64_t i;
+  int64_t i, c, m, q, kv;
   take(&file, sizes, sizeof *sizes);
-  if (sizes->layers < 1 || sizes->layers > file.bytes) stop("MODEL has no layers");
+  const int64_t all[] = {sizes->layers, sizes->columns, sizes->heads, sizes->kv_heads, sizes->head_columns,
+                         sizes->mlp_columns, sizes->words, sizes->context};
+  for (i = 0; i < (int64_t)(sizeof all / sizeof *all); i++) /* products of two do not overflow */
+    if (all[i] < 1 || all[i] > INT32_MAX) stop("MODEL has a size that is not 1 to 2^31 - 1");
+  c = sizes->columns, m = sizes->mlp_columns;
+  q = sizes->heads * sizes->head_columns, kv = sizes->kv_heads * sizes->head_columns;
   model->layers = room(sizes->layers, sizeof(Layer));
-  model->table = taken_weight(&file);
+  model->table = taken_weight(&file, sizes->words, c);
   for (i = 0; i < sizes->layers; i++) {
     Layer *layer = &model->layers[i];
-    Weight *weights[] = {&layer->q, &layer->k, &layer->v, &layer->o, &layer->gate, &layer->up, &layer->down};
-    for (size_t j = 0; j < sizeof weights / sizeof *weights; j++) *weights[j] = taken_weight(&file);
+    layer->q = taken_weight(&file, q, c), layer->k = taken_weight(&file, kv, c), layer->v = taken_weight(&file, kv, c);
+    layer->o = taken_weight(&file, c, q);
+    layer->gate = taken_weight(&file, m, c), layer->up = taken_weight(&file, m, c);
+    layer->down = taken_weight(&file, c, m);
   }
-  model->head = taken_weight(&file);
+  model->head = taken_weight(&file, sizes->words, c);
   model->cos = taken_vector(&file, sizes->context * sizes->head_columns);
   model->sin = taken_vector(&file, sizes->context * sizes->head_columns);
   for (i = 0; i < sizes->layers; i++) {

@@ -136,7 +136,10 @@ def test_the_example_refuses_other_files_and_words(decode: Path, llama: tuple[to
     data = llama[1].read_bytes()
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
     (tmp_path / "other").write_bytes(b"GGUF" * 9)
-    for arguments, text in ((("cut", 1, "float", 1), "MODEL is cut"), (("other", 1, "float", 1), "write_model.py"), (("none", 1, "float", 1), "opened")):
+    (tmp_path / "sizes").write_bytes(data[:8] + bytes(8) + data[16:])  # no layers
+    (tmp_path / "shape").write_bytes(data[:16] + (97).to_bytes(8, "little") + data[24:])  # other columns
+    for arguments, text in ((("cut", 1, "float", 1), "MODEL is cut"), (("other", 1, "float", 1), "write_model.py"), (("none", 1, "float", 1), "opened"),
+                            (("sizes", 1, "float", 1), "a size that is not 1"), (("shape", 1, "float", 1), "of another shape")):
         done = subprocess.run([str(decode), *map(str, arguments)], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 1 and text in done.stderr
     for arguments, text in (((1, "float", 300), "indices must be 0..299"), ((1, "int5", 1), "CACHE"), ((64, "float", 1), "--context"), (("x", "int8", 1), "numbers"), ((1, "float"), "COUNT")):
