@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/kernel.hpp"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
@@ -38,11 +39,15 @@ Forced forced_row(std::string name, std::string_view from) {
     if (row == name) op = row_op;
   });
   if (!op.empty()) return {std::string(op), std::move(name)};
-  std::string rows;
+  std::string nearest;  // the rows that begin with the most letters of the name: there are 800 of all ops
+  std::size_t most = 1;
   for_each_row([&](std::string_view, const Backend&, std::string_view row) {
-    rows += concat(rows.empty() ? "" : ", ", row);
+    const auto same = static_cast<std::size_t>(std::ranges::mismatch(row, name).in1 - row.begin());
+    if (same > most) nearest.clear(), most = same;
+    if (same == most) nearest += concat(nearest.empty() ? ", such as " : ", ", row);
   });
-  throw Error(ErrorKind::value, concat(from, ": unknown kernel row, got '", name, "', wanted one of ", rows));
+  throw Error(ErrorKind::value, concat(from, ": unknown kernel row, got '", name,
+                                       "', wanted one that lowbit.kernels() lists", nearest));
 }
 
 const Forced& process_wide() {

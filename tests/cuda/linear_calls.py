@@ -75,3 +75,12 @@ def run(case: LinearCase, device: str, row: str, data: LinearData | None = None)
     with forced(row):
         y = torch.ops.lowbit.linear(x, packed, *case.op_args, bias, _C.ACTIVATIONS[case.activation], mul, add)
     return y.cpu()
+
+
+def allowed_of_many_rows(case: LinearCase, data: LinearData) -> Tensor:
+    """A weight is rounded once more than the budget of the CPU's rows has it; codes of one scale a column are not."""
+    exact = case.group_size == 0 and (case.format in ("int8", "bfloat16", "fp8_e4m3"))
+    eps = torch.finfo(getattr(torch, case.dtype)).eps / 2
+    weight = torch.ops.lowbit.dequantize(data.packed, *case.op_args[:5]).double()
+    rounding = 0 if exact else 1.2 * eps * (data.x.double().abs() @ weight.abs().T) * (1 if data.mul is None else data.mul.double().abs())
+    return data.allowed + rounding

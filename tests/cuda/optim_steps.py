@@ -19,27 +19,27 @@ RULES = {name: HYPER for name in _C.OPTIM_RULES} | {
 NUMELS = (1, 7, 33, 256, 4099)
 
 
-def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int) -> list[list[torch.Tensor]]:
+def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...]) -> list[list[torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
-    params = [torch.randn(n, generator=random).to(dtypes[i % 3]) for i, n in enumerate(NUMELS)]
-    grads = [torch.randn(n, generator=random).to(dtypes[i // 2 % 3]) for i, n in enumerate(NUMELS)]
+    params = [torch.randn(n, generator=random).to(dtypes[i % 3]) for i, n in enumerate(numels)]
+    grads = [torch.randn(n, generator=random).to(dtypes[i // 2 % 3]) for i, n in enumerate(numels)]
     moments = []
     for signed in moments_of(rule, hyper).values():
-        values = [torch.randn(n, generator=random) for n in NUMELS]
+        values = [torch.randn(n, generator=random) for n in numels]
         moments.append([Moment.of(v if signed else v * v + 1e-3, format, signed, block_size) for v in values])
     coded = format not in ("float32", "bfloat16")
     states = [moment.state for each in moments for moment in each]
     scales = [moment.scale for each in moments for moment in each] if coded else []
-    return [params, grads, states, scales, [torch.tensor(float(4 + i)) for i in range(len(NUMELS))]]
+    return [params, grads, states, scales, [torch.tensor(float(4 + i)) for i in range(len(numels))]]
 
 
-def step(row: str, name: str, format: str, block_size: int, device: str, **more: object) -> list[torch.Tensor]:
+def step(row: str, name: str, format: str, block_size: int, device: str, numels: tuple[int, ...] = NUMELS, **more: object) -> list[torch.Tensor]:
     rule = {"amsgrad": "adamw", "plain": "sgd"}.get(name, name)
-    lists = [[t.to(device) for t in each] for each in tensors(rule, RULES[name], format, block_size)]
+    lists = [[t.to(device) for t in each] for each in tensors(rule, RULES[name], format, block_size, numels)]
     params, grads, states, scales, steps = lists
-    by_moment = [states[i : i + len(NUMELS)] for i in range(0, len(states), len(NUMELS))]
-    scales = [scales[i : i + len(NUMELS)] for i in range(0, len(scales), len(NUMELS))]
+    by_moment = [states[i : i + len(numels)] for i in range(0, len(states), len(numels))]
+    scales = [scales[i : i + len(numels)] for i in range(0, len(scales), len(numels))]
     more = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in more.items()}
     with forced(row):
         _C.OptimStep(_C.OPTIM_RULES[rule]["number"], _C.STATE_FORMATS[format], block_size, params, grads, by_moment, scales, steps,

@@ -6,6 +6,7 @@ It cannot see speed, occupancy, the memory model between CTAs, a real driver. `g
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -31,6 +32,29 @@ def test_the_ops_pass_their_tests_by_rows_for_cuda(emulated: dict[str, str], nes
     assert done.code == 0, str(done)
     ran = set(re.search(r"rows that ran on lowbit_sim:1: (.*)", done.said)[1].split())
     assert {name for name in ran if name.startswith("optim_step")} >= {f"optim_step_{f}_cuda_sim" for f in ("float32", "dynamic8", "dynamic4", "float8")}
+
+
+TOOLS = {  # that the fake run has in the place of a real one's
+    "pip": "echo pip $*",
+    "nvidia-smi": "echo name, driver_version",
+    "compute-sanitizer": 'while [[ $1 != python ]]; do shift; done; exec "$@"',
+}
+
+
+@pytest.mark.parametrize("part", ["tests", "ops", "benchmarks"])
+def test_the_first_run_on_a_gpu_is_known_to_work(part: str, emulated: dict[str, str], tmp_path: Path) -> None:
+    """benchmarks/on_gpu.sh as it is: tests marked gpu are skipped, those of the ops run on the emulated GPU, benchmarks read their arguments."""
+    for name, text in TOOLS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    changed = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", LOWBIT_GPU="lowbit_sim:1", LOWBIT_OPS=str(ROOT / "tests/ops/test_state_formats.py"),
+                   LOWBIT_PROCESSES="0", LOWBIT_BENCH_ARGUMENTS="--help")  # fmt: skip
+    command = ["bash", str(ROOT / "benchmarks/on_gpu.sh"), part, str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | emulated | changed, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "done; failed: nothing" in done.stdout, done.stdout[-3000:] + done.stderr
+    assert (tmp_path / "out" / f"on_gpu_{part}.txt").exists()
+    words = {"tests": "deselected", "ops": "rows that ran on lowbit_sim:1", "benchmarks": "usage: bench_decode_cuda.py"}
+    assert words[part] in done.stdout
 
 
 NO_PACKAGES = """

@@ -31,11 +31,9 @@ def test_calls_are_within_budget_of_float64(case: DecodeCase) -> None:
 
 @pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
 def test_few_queries_of_attention_are_within_budget_of_float64(case: AttentionCase) -> None:
-    data, name = attention_calls.make_data(case), str(case.dtype)[6:]
-    got = attention_calls.run(case, data, DEVICE, "_sim", f"attention_forward_decode_{name}_cuda")
-    wanted = attention_calls.expected(case, data)
-    del wanted["largest"]
-    attention_calls.assert_right(case, got, wanted)
+    data = attention_calls.make_data(case)
+    got = attention_calls.run(case, data, DEVICE, "_sim", attention_calls.rows_of_few(case))
+    attention_calls.assert_right(case, got, attention_calls.expected(case, data))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def test_few_queries_of_attention_are_within_budget_of_float64(case: AttentionCa
 def test_what_attention_does_by_tiles_is_refused_by_name(shape: tuple[int, ...], options: dict[str, object], words: str) -> None:
     case = AttentionCase("", shape, **options)
     with pytest.raises(NotImplementedError, match=words):
-        attention_calls.run(case, attention_calls.make_data(case), DEVICE, "_sim", "attention_forward_decode_bfloat16_cuda")
+        attention_calls.run(case, attention_calls.make_data(case), DEVICE, "_sim", attention_calls.rows_of_few(case))
 
 
 def test_a_query_has_the_same_bits_in_any_batch() -> None:

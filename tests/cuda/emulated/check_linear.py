@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from linear_calls import CASES, CODE_TILES, row_of, run
+from linear_calls import CASES, CODE_TILES, allowed_of_many_rows, row_of, run
 from settings import forced
 
 import lowbit
@@ -194,15 +194,6 @@ MANY_ROWS = [
 
 def of_many_rows(case: LinearCase, data: testing.LinearData | None = None) -> torch.Tensor:
     return run(case, DEVICE, "linear_decoded_cublas_sim", data)
-
-
-def allowed_of_many_rows(case: LinearCase, data: testing.LinearData) -> torch.Tensor:
-    """A weight is rounded once more than the budget of the CPU's rows has it; codes of one scale a column are not."""
-    exact = case.group_size == 0 and (case.format in ("int8", "bfloat16", "fp8_e4m3"))
-    eps = torch.finfo(getattr(torch, case.dtype)).eps / 2
-    weight = torch.ops.lowbit.dequantize(data.packed, *case.op_args[:5]).double()
-    rounding = 0 if exact else 1.2 * eps * (data.x.double().abs() @ weight.abs().T) * (1 if data.mul is None else data.mul.double().abs())
-    return data.allowed + rounding
 
 
 @pytest.mark.parametrize("case", MANY_ROWS, ids=str)
