@@ -28,7 +28,7 @@ def test_unknown_op_is_refused() -> None:
         lowbit.kernels("matmul")
 
 
-def test_unknown_row_is_refused_and_the_rows_are_listed() -> None:
+def test_unknown_row_is_refused_and_the_nearest_are_listed() -> None:
     with pytest.raises(ValueError, match=r"linear_int4_avx5'.*lowbit.kernels\(\) lists, such as linear_int4_avx"), lowbit.force_kernel("linear_int4_avx5"):
         pass
 
