@@ -50,7 +50,7 @@ SECTIONS = {
     "Attention: install, pictures": "lowbit.attention: install uninstall installed plot",
     "Attention: ready-made masks": "lowbit.attention.masks: *",
     "Attention: ready-made score functions": "lowbit.attention.mods: *",
-    "torch.compile": "lowbit: compile_options compile_blocks",
+    "torch.compile": "lowbit: compile_options compile_blocks c_shim_options",
     "Optimizers": "lowbit.optim: *",
     "Checkpoints of transformers": "lowbit: LowbitConfig load_gguf quantize_checkpoint compare_checkpoints Comparison",
     "transformers": "lowbit.integrations.transformers: QuantizedCache",

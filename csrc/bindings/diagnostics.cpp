@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 
 #include "bindings/register.hpp"
 #include "core/bandwidth.hpp"
@@ -12,6 +13,7 @@
 #include "onednn/backend.hpp"
 #include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
+#include "torch/c_shim.hpp"
 #include "torch/registration.hpp"
 
 namespace lowbit {
@@ -81,6 +83,13 @@ py::list register_torch() {
   return rows;
 }
 
+std::map<std::string, std::string> c_declarations() {
+  std::map<std::string, std::string> declarations;
+  for (const torch::RegisteredOp* op : torch::all_ops())
+    if (op->c_shim) declarations[std::string(op->name)] = torch::c_declaration(*op);
+  return declarations;
+}
+
 std::optional<std::string> force(const std::optional<std::string>& name) {
   const std::string previous = force_kernel(name.value_or(""));
   return previous.empty() ? std::nullopt : std::optional(previous);
@@ -105,6 +114,7 @@ void register_diagnostics(py::module_& m) {
   m.def(
       "register_torch_key", torch::register_key, py::arg("key"),
       "Give the ops that C++ registered to one more dispatch key of torch, with the same kernels; return their names.");
+  m.def("c_declarations", c_declarations, "Return the text by which Inductor calls an op as a C function, per op.");
   m.def("look_at_devices", torch::look_at_devices,
         "From now on tensors are asked for their device, and torch for its current stream there.");
   m.def("kernels", kernels, py::arg("op"), "List the kernel rows of an op (OPS) on every device, best first.");

@@ -14,6 +14,7 @@
 
 #include "ops/kernel.hpp"
 #include "torch/boxed.hpp"
+#include "torch/c_shim.hpp"
 #include "torch/described.hpp"
 #include "torch/ops.hpp"
 
@@ -67,7 +68,8 @@ constexpr auto parsed() {
     rest.remove_prefix(std::min(rest.size(), whole.size() + 2));
     const std::string_view text = whole.substr(0, whole.find('='));
     const std::size_t space = text.rfind(' ');
-    argument = {text.substr(space + 1), kind_of(text.substr(0, space))};
+    const std::string_view type = text.substr(0, space);
+    argument = {text.substr(space + 1), type, kind_of(type)};
   }
   return arguments;
 }
@@ -192,10 +194,29 @@ void check(std::span<const DescribedValue> values) {
   }
 }
 
+constexpr int results_of(std::string_view schema) {
+  const std::string_view results = schema.substr(schema.rfind(") -> ") + 5);
+  if (results.ends_with("[]")) return -1;
+  return results == "()" ? 0 : static_cast<int>(std::count(results.begin(), results.end(), ',')) + 1;
+}
+
 template <class Op>
-constexpr RegisteredOp registered() {
+struct InC {
+  static constexpr BoxedKernel kernel = boxed<Op>;
+  static constexpr const auto& arguments = kArguments<Op>;
+  static constexpr int results = results_of(Op::schema);
+};
+
+template <class Op>
+RegisteredOp registered() {
   constexpr std::string_view schema = Op::schema;
-  return {schema.substr(0, schema.find('(')), Op::schema.text, boxed<Op>, kArguments<Op>, check<Op>};
+  return {.name = schema.substr(0, schema.find('(')),
+          .schema = Op::schema.text,
+          .kernel = boxed<Op>,
+          .arguments = kArguments<Op>,
+          .check = check<Op>,
+          .c_shim = c_shim<InC<Op>>(),
+          .results = InC<Op>::results};
 }
 
 }  // namespace lowbit::torch

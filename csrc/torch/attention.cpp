@@ -155,9 +155,9 @@ struct Backward {
     AttentionBackwardArgs& args = call.args;
     List gradients = List::empty(given.op, 5 + call.grad_captured.size());
     for (TensorView* gradient : {&args.grad_q, &args.grad_k, &args.grad_v, &args.grad_mask, &args.grad_sink})
-      if (*gradient) gradients.push(given.op, stored(given.op, *gradient));
+      if (*gradient) gradients.push(given.op, to_value(stored(given.op, *gradient)));
     for (TensorView& gradient : call.grad_captured)
-      if (gradient) gradients.push(given.op, stored(given.op, gradient));
+      if (gradient) gradients.push(given.op, to_value(stored(given.op, gradient)));
     attention_backward(args);
     return gradients;
   }

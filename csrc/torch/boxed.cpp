@@ -142,6 +142,21 @@ void check_rank(std::string_view op, std::string_view name, int64_t rank) {
         " dimensions, got ", rank);
 }
 
+StableIValue to_optional_value(std::string_view op, Tensor&& tensor) {
+  StableIValue* cell = nullptr;
+  if (const Symbols& torch = loaded_symbols(); torch.new_stable_ivalue)
+    ensure(torch.new_stable_ivalue(&cell), op, "an optional argument");
+  else cell = new StableIValue;
+  *cell = to_value(std::move(tensor));
+  return reinterpret_cast<StableIValue>(cell);
+}
+
+Tensor Tensor::again(std::string_view op, TensorHandle handle) {
+  TensorHandle other = nullptr;
+  ensure(loaded_symbols().new_tensor_handle(handle, &other), op, "a handle of an argument");
+  return Tensor(other);
+}
+
 TensorView Tensor::view(std::string_view op, std::string_view name) const {
   TensorView view;
   if (!handle_) return view;
@@ -220,8 +235,8 @@ std::vector<Tensor> List::tensors(std::string_view op) const {
   return tensors;
 }
 
-void List::push(std::string_view op, Tensor&& tensor) {
-  ensure(loaded_symbols().list_push(handle_, to_value(std::move(tensor))), op, "item of a list");
+void List::push(std::string_view op, StableIValue value) {
+  ensure(loaded_symbols().list_push(handle_, value), op, "item of a list");
 }
 
 }  // namespace lowbit::torch

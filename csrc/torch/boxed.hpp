@@ -40,6 +40,7 @@ class Tensor {
     else delete cell;
     return take(inner);
   }
+  static Tensor again(std::string_view op, TensorHandle handle);  // another handle of the same tensor
   // A new tensor of the view's dtype, device, shape and strides; sets view.data.
   static Tensor empty(std::string_view op, TensorView& view);
   // The view of this tensor; one that is not dense in its last dimension becomes a contiguous copy.
@@ -63,7 +64,7 @@ class List {
   ListHandle release() { return std::exchange(handle_, nullptr); }
   std::vector<StableIValue> values(std::string_view op) const;
   std::vector<Tensor> tensors(std::string_view op) const;
-  void push(std::string_view op, Tensor&& tensor);
+  void push(std::string_view op, StableIValue value);
 
   static List take(StableIValue value) { return List(reinterpret_cast<ListHandle>(value)); }
   static List empty(std::string_view op, size_t capacity);
@@ -77,6 +78,7 @@ inline bool to_bool(StableIValue value) { return (value & 0xff) != 0; }
 
 inline StableIValue to_value(Tensor&& tensor) { return reinterpret_cast<StableIValue>(tensor.release()); }
 inline StableIValue to_value(List&& list) { return reinterpret_cast<StableIValue>(list.release()); }
+StableIValue to_optional_value(std::string_view op, Tensor&& tensor);
 
 TensorView contiguous_view(Device device, DType dtype, int rank, const int64_t* shape);  // without data
 inline TensorView contiguous_like(const TensorView& view, DType dtype) {

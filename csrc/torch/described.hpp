@@ -18,7 +18,7 @@ namespace lowbit::torch {
 enum class Kind { tensor, optional_tensor, list, integer, number, boolean };
 
 struct Argument {
-  std::string_view name;
+  std::string_view name, type;  // "score_mod", "int[]"
   Kind kind;
 };
 

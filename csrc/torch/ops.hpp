@@ -10,12 +10,16 @@
 
 namespace lowbit::torch {
 
+using CShim = void (*)();
+
 struct RegisteredOp {
   std::string_view name;  // in namespace lowbit
   const char* schema;
   BoxedKernel kernel;
   std::span<const Argument> arguments;
   Check check;  // raises the kernel's errors for a call without data
+  CShim c_shim;  // a C function (c_shim.hpp); null where its results are a list
+  int results;   // of it
 };
 
 #define LOWBIT_TORCH_OPS(X) \

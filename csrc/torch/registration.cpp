@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch/registration.hpp"
 
+#include <lowbit/torch.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -39,6 +41,8 @@ std::mutex mutex;
 std::vector<Registration> done;
 
 }  // namespace
+
+std::span<const RegisteredOp* const> all_ops() { return kOps; }
 
 std::vector<std::string> op_names() {
   std::vector<std::string> names;
@@ -96,8 +100,10 @@ std::vector<std::string> register_key(const std::string& key) {
 
 }  // namespace lowbit::torch
 
-extern "C" int lowbit_register_torch() {
-  int callable = 0;
-  for (const auto& registration : lowbit::torch::register_ops({})) callable += !registration.how.empty();
-  return callable;
+extern "C" const char* lowbit_register_torch() {
+  static thread_local std::string problem;
+  const auto registrations = lowbit::torch::register_ops({});
+  for (const auto& registration : registrations)
+    if (registration.how.empty()) return (problem = registration.op + ": " + registration.reason).c_str();
+  return nullptr;
 }

@@ -17,7 +17,8 @@ struct Registration {
   std::string reason;  // why not
 };
 
-std::vector<std::string> op_names();                    // "lowbit::linear", ...
+std::span<const RegisteredOp* const> all_ops();
+std::vector<std::string> op_names();                       // "lowbit::linear", ...
 const RegisteredOp& registered_op(std::string_view name);  // "linear"
 
 // `taken` lists the names that the dispatcher knows already; asked for by the caller because torch has no C function
@@ -29,6 +30,3 @@ std::vector<Registration> register_ops(const std::vector<std::string>& taken);
 std::vector<std::string> register_key(const std::string& key);
 
 }  // namespace lowbit::torch
-
-// For a C++ program that runs an exported model: call once after torch is loaded. Returns how many ops can be called.
-extern "C" int lowbit_register_torch();

@@ -62,8 +62,10 @@ bool load(Symbols& s, std::string* reason) {
   loader.required(s.get_device_index, "aoti_torch_get_device_index");
   loader.required(s.get_const_data_ptr, "torch_get_const_data_ptr");
   loader.required(s.empty_strided, "aoti_torch_empty_strided");
+  loader.required(s.new_tensor_handle, "aoti_torch_new_tensor_handle");
   loader.required(s.delete_tensor, "aoti_torch_delete_tensor_object");
   loader.required(s.copy, "aoti_torch_copy_");
+  loader.optional(s.new_stable_ivalue, "torch_new_stable_ivalue");
   loader.optional(s.delete_stable_ivalue, "torch_delete_stable_ivalue");
   loader.optional(s.exception_text, "torch_exception_get_what_without_backtrace");
   loader.required(s.new_list, "torch_new_list_reserve_size");

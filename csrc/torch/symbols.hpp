@@ -39,8 +39,10 @@ struct Symbols {
   Status (*get_const_data_ptr)(TensorHandle, const void**) = nullptr;  // leaves copy-on-write tensors alone
   Status (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                           int32_t device_type, int32_t device_index, TensorHandle*) = nullptr;
+  Status (*new_tensor_handle)(TensorHandle, TensorHandle* other) = nullptr;  // of the same tensor
   Status (*delete_tensor)(TensorHandle) = nullptr;
   Status (*copy)(TensorHandle into, TensorHandle from, int32_t non_blocking) = nullptr;
+  Status (*new_stable_ivalue)(StableIValue**) = nullptr;        // torch >= 2.13, else null: plain new
   Status (*delete_stable_ivalue)(StableIValue*) = nullptr;      // torch >= 2.13, else null: plain delete
   const char* (*exception_text)() = nullptr;  // torch >= 2.13, else null: the error of the last call that failed
   Status (*new_list)(size_t capacity, ListHandle*) = nullptr;

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowbit.attention.sdpa import scaled_dot_product_attention
     from lowbit.autotune import Plan, autoquant
     from lowbit.compile.blocks import compile_blocks
+    from lowbit.compile.c_shims import c_shim_options
     from lowbit.compile.options import compile_options
     from lowbit.devices.warmup import warmup
     from lowbit.diagnostics.compare import Comparison, compare_checkpoints
@@ -140,6 +141,7 @@ _HOME = {
         "lowbit.integrations.quantize_checkpoint": "quantize_checkpoint",
         "lowbit.integrations.trainer_optimizer": "trainer_optimizer",
         "lowbit.compile.blocks": "compile_blocks",
+        "lowbit.compile.c_shims": "c_shim_options",
         "lowbit.compile.options": "compile_options",
         "lowbit.devices.warmup": "warmup",
     }.items()
@@ -186,6 +188,7 @@ __all__ = [
     "attention",
     "autoquant",
     "backends",
+    "c_shim_options",
     "calibrate",
     "compare_checkpoints",
     "compile_blocks",
