@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch/registration.hpp"
 
-#include <lowbit/torch.h>
-
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -99,11 +97,3 @@ std::vector<std::string> register_key(const std::string& key) {
 }
 
 }  // namespace lowbit::torch
-
-extern "C" const char* lowbit_register_torch() {
-  static thread_local std::string problem;
-  const auto registrations = lowbit::torch::register_ops({});
-  for (const auto& registration : registrations)
-    if (registration.how.empty()) return (problem = registration.op + ": " + registration.reason).c_str();
-  return nullptr;
-}

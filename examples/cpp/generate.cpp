@@ -41,7 +41,7 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 }
 
 void generate(const char* path, int count, const std::vector<int64_t>& prompt) {
-  if (const char* problem = lowbit_register_torch()) throw std::runtime_error(problem);
+  if (lowbit_register_torch() != LOWBIT_OK) throw std::runtime_error(lowbit_last_error());
   const c10::InferenceMode inference;
   Model model(path);
   auto begin = std::chrono::steady_clock::now();

@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
+import lowbit
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
 PROMPT, COUNT, CONTEXT = (5, 700, 33), 12, 32
 
@@ -40,8 +42,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("build")
+    folders = f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch", f"-Dlowbit_DIR={Path(lowbit.__path__[0]) / 'cmake'}"
     for command in (
-        ["cmake", "-S", EXAMPLE, "-B", build, f"-DPython_EXECUTABLE={sys.executable}"],
+        ["cmake", "-S", EXAMPLE, "-B", build, *folders],
         ["cmake", "--build", build],
     ):
         done = run(*command)

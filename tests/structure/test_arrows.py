@@ -26,7 +26,7 @@ CPP_ARROWS = {
     "onednn": {"onednn", "ops", "formats", "core"},
     "cpu": {"cpu", "ops", "score", "formats", "rules", "core"},
     "torch": {"torch", "ops", "score", "formats", "rules", "core"},
-    "capi": {"capi", "lowbit", "ops", "formats", "core"},
+    "capi": {"capi", "lowbit", "torch", "ops", "formats", "core"},
     "bindings": {"bindings", "torch", "external", "sim", "cuda", "level_zero", "onednn", "ops", "recorder", "score", "formats", "rules", "core"},
     "wheel": set(),
     "backends.cpp": {"cpu", "cuda", "external", "level_zero", "onednn", "sim", "ops", "core"},

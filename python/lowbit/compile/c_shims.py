@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def c_shim_options() -> dict[str, Any]:
         getattr(torch.ops.lowbit, name).default: [lookup, declaration]
         for name, declaration in _C.c_declarations().items()
     }
-    folder = Path(_C.__file__).parent
+    folder = shlex.quote(str(Path(_C.__file__).parent))  # Inductor has no option for the folder of a library
     return {
         "aot_inductor.custom_ops_to_c_shims": shims,
-        "aot_inductor.custom_op_libs": [f"lowbit -L{folder}"],  # Inductor has no option for the folder of a library
+        "aot_inductor.custom_op_libs": [f"lowbit -L{folder}"],
     }

@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* lowbit in a C++ program that runs a .pt2 with libtorch, without Python; exported by liblowbit.so. docs/export.md is the
- * guide, examples/cpp a program. */
+/* lowbit in a C++ program that runs a .pt2 with libtorch, without Python. docs/export.md is the guide, examples/cpp a
+ * program. */
 #ifndef LOWBIT_TORCH_H
 #define LOWBIT_TORCH_H
+
+#include <lowbit/lowbit.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Gives the ops lowbit::* to the dispatcher of the libtorch that this program is linked to. Call it before a model is
- * loaded; later calls do nothing. Returns NULL, or a text that says why the ops are not there. */
-__attribute__((visibility("default"))) const char *lowbit_register_torch(void);
+/* Gives the ops lowbit::* to the dispatcher of the libtorch that this program is linked to. To be called before a model
+ * is loaded; later calls do nothing. LOWBIT_RUNTIME_ERROR: the ops are not there, for the reason of
+ * lowbit_last_error(). */
+LOWBIT_EXPORT int lowbit_register_torch(void);
 
 #ifdef __cplusplus
 }
