@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 # Threads that wait sleep: where xdist's workers share the cores, those of gomp that spin took 157 of 224 CPU seconds
 # from the others (975 tests of four files: 157 s, and 70 s so). Before torch, whose gomp reads it once; child processes inherit it.
@@ -18,7 +19,7 @@ from gated_mlp import GatedMLP  # noqa: E402
 from row_fixture import fixture_of  # noqa: E402
 from torch import nn  # noqa: E402
 
-import lowbit  # noqa: E402, F401
+import lowbit  # noqa: E402
 from lowbit import testing  # noqa: E402
 
 pytest_plugins = ["share", "skips", "nested"]
@@ -70,6 +71,16 @@ def served(kernel: str) -> Callable[[Iterable[testing.LinearCase]], list[testing
 def gated_mlp() -> nn.ModuleDict:
     """A model of one gated MLP, ``mlp``, of 64 features."""
     return nn.ModuleDict({"mlp": GatedMLP()}).eval()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """PYTHONPATH of a process that finds lowbit's entry points as pip installs them, also those of a source tree."""
+    folder = tmp_path / "lowbit-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbit\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\nlowbit = lowbit_autoload:autoload\n")
+    return os.pathsep.join([str(tmp_path), str(Path(lowbit.__path__[0]).parent)])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,3 +261,15 @@ def test_each_thread_has_its_own_last_error() -> None:
     assert last_error() == "dequantize: out must be given, got none"
     call("dequantize", *CALLS["dequantize"]().values())
     assert last_error() == "dequantize: out must be given, got none", "a call that succeeds leaves the text"
+
+
+def test_a_program_without_libtorch_is_told_that_it_has_none(python: Callable[..., str]) -> None:
+    code = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.lowbit_last_error.restype = ctypes.c_char_p
+print(library.lowbit_register_torch(), library.lowbit_last_error().decode())
+"""
+    library = Path(_C.__file__).parent / "liblowbit.so"
+    wanted = f"{STATUS['runtime']} lowbit::linear: torch is not loaded (no libtorch_cpu in this process)"
+    assert python(code, str(library)).strip() == wanted

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -95,23 +94,18 @@ def test_ops_are_called_as_asked_for(package: tuple[str, Path, nn.Module]) -> No
 
 @torch.no_grad()
 def test_it_runs_where_torch_alone_is_imported(
-    package: tuple[str, Path, nn.Module], python: Callable[..., str], tmp_path: Path
+    package: tuple[str, Path, nn.Module], python: Callable[..., str], installed: str, tmp_path: Path
 ) -> None:
     _, path, model = package
     tokens = torch.randint(0, 50, (3, 7))
     torch.save((tokens, model(tokens)), tmp_path / "data.pt")
-    installed = tmp_path / "lowbit-0.dist-info"  # as pip does it, also in a source tree
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: lowbit\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text("[torch.backends]\nlowbit = lowbit_autoload:autoload\n")
     code = """
 import sys, torch
 tokens, wanted = torch.load(sys.argv[2])
 torch.testing.assert_close(torch._inductor.aoti_load_package(sys.argv[1])(tokens), wanted, atol=1e-5, rtol=1e-5)
 print("ok")
 """
-    folders = os.pathsep.join([str(tmp_path), str(Path(lowbit.__path__[0]).parent)])
-    assert "ok" in python(code, str(path), str(tmp_path / "data.pt"), PYTHONPATH=folders)
+    assert "ok" in python(code, str(path), str(tmp_path / "data.pt"), PYTHONPATH=installed)
 
 
 def test_an_error_of_an_op_is_told(package: tuple[str, Path, nn.Module], capfd: pytest.CaptureFixture[str]) -> None:

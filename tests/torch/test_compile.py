@@ -86,7 +86,7 @@ def test_many_equal_blocks_are_one_graph() -> None:
     assert counter.frame_count == 1
 
 
-def test_exported_program_loads_after_a_bare_import_torch(tmp_path: Path, python: Callable[..., str]) -> None:
+def test_exported_program_loads_after_a_bare_import_torch(tmp_path: Path, python: Callable[..., str], installed: str) -> None:
     block = Block().requires_grad_(False)
     x = torch.randn(4, 32)
     program = torch.export.export(block, (x,), dynamic_shapes=({0: torch.export.Dim("m", min=2)},))
@@ -102,7 +102,7 @@ torch.testing.assert_close(program.module()(x), wanted)
 torch.testing.assert_close(program.module()(x[:3]), wanted[:3])
 print("ok")
 """
-    assert "ok" in python(code, str(tmp_path))
+    assert "ok" in python(code, str(tmp_path), PYTHONPATH=installed)
 
 
 def test_functionalized_trace_holds_one_op() -> None:
