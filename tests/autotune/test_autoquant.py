@@ -12,8 +12,8 @@ from torch import nn
 
 import lowbit
 from lowbit import _C
-from lowbit.autotune import candidates
-from lowbit.autotune.measuring import Measuring
+from lowbit.autotune import candidates, measuring
+from lowbit.autotune.rows import fitting_rows
 from lowbit.autotune.seen_layer import SAMPLE_ROWS
 from lowbit.formats import FORMATS
 from lowbit.quant import QuantLinear
@@ -134,8 +134,8 @@ def test_the_rows_of_a_call_are_those_that_serve_it_when_they_are_preferred(conf
     numbers = {row["name"]: _C.row_number("linear", row["name"]) for row in _C.kernels("linear") if row["available"]}
     call = (20, *config.spec(torch.float32).op_args(64, 96), "float32", "cpu")
     serve = {name for name, number in numbers.items() if _served(call, number) == name}
-    assert set(Measuring._find_rows(call)) == {name for name in serve if not name.endswith("_scalar")}
-    assert Measuring._find_rows(call)[0] == _served(call, 0)
+    assert set(fitting_rows(*call)) == {name for name in serve if not name.endswith("_scalar")}
+    assert fitting_rows(*call)[0] == _served(call, 0)
 
 
 def _served(call, number):
@@ -144,8 +144,8 @@ def _served(call, number):
 
 @pytest.mark.parametrize("noise", [1.2, 1.45])
 def test_a_row_that_wins_less_than_the_times_differ_is_not_taken_and_the_plan_says_so(block, x, make_plan, noise, monkeypatch):
-    found, row = Measuring._find_rows, "linear_int8_scalar"
-    monkeypatch.setattr(Measuring, "_find_rows", staticmethod(lambda call: [*found(call)[:1], row]))
+    row = "linear_int8_scalar"
+    monkeypatch.setattr(measuring, "fitting_rows", lambda *call: [*fitting_rows(*call)[:1], row])
     assert {it.row for it in make_plan(block, x, [INT8], {row: 4.3, "int8": 5.0}).rows if it.spec} == {row}
     plan = make_plan(block, x, [INT8], {row: 4.3, "int8": 5.0}, noise=noise)
     assert not any(it.row for it in plan.rows) and len(plan.specs) == 2

@@ -44,7 +44,7 @@ PYTHON_ARROWS = {
     "attention": {"attention", "score", "devices", "ops", "_C"},
     "autotune": {"autotune", "quant", "formats", "attention", "devices", "documents", "tables", "_C"},
     "integrations": {"integrations", "attention", "optim", "score", "quant", "formats", "devices", "ops", "tables", "_C"},
-    "compile": {"compile", "integrations", "ops", "tables", "_C"},
+    "compile": {"compile", "autotune", "integrations", "quant", "formats", "ops", "tables", "_C"},
     "devices": {"devices", "ops", "_C"},
     "backends": {"backends", "devices", "_C"},
     "diagnostics": {"diagnostics", "backends", "compile", "integrations", "devices", "attention", "quant", "formats", "ops", "tables", "_C"},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """autoquant: record the inputs of a model's linear layers, measure every candidate on them, choose.
 
-    record (recording.py) -> measure (measuring.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
-    -> Plan (plan.py)
+record (recording.py) -> measure (measuring.py, timing.py, kept_times.py) -> choose (choosing.py, whole_model.py)
+-> Plan (plan.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit import _C
 from lowbit.autotune.candidates import candidates_of
 from lowbit.autotune.choosing import Choice, choose, never_slower
 from lowbit.autotune.evaluated import Evaluated, Evaluation
@@ -26,6 +25,7 @@ from lowbit.autotune.options import MeasuredLayer
 from lowbit.autotune.plan import Plan
 from lowbit.autotune.plan_row import PlanRow
 from lowbit.autotune.recording import Recording
+from lowbit.autotune.rows import forced_row
 from lowbit.autotune.seen_layer import SeenLayer, record
 from lowbit.autotune.timing import AGREE, Timer
 from lowbit.autotune.whole_model import CACHE, WholeModel
@@ -192,9 +192,7 @@ class PlanMaker:
             choice = choose(measured, room_db, self.bound_db, runs, margin_of(noise))
             return self._finish(model, layers, choice, whole, evaluated, recorded)
 
-    def _bound_of(
-        self, whole: WholeModel | None, evaluated: Evaluated | None
-    ) -> tuple[Callable[[Choice], float], int]:
+    def _bound_of(self, whole: WholeModel | None, evaluated: Evaluated | None) -> tuple[Callable[[Choice], float], int]:
         """The function that gives a choice's distance from the model's bound, in dB, and the runs that may look
         for the reason."""
         if evaluated is not None:
@@ -296,8 +294,5 @@ def _rows_of(layer: MeasuredLayer, option: Any) -> Iterable[PlanRow]:
 
 
 def _check_no_row_is_forced() -> None:
-    forced = _C.force_kernel(None)
-    _C.force_kernel(forced)
-    forced = forced or os.environ.get("LOWBIT_KERNEL", "")
-    if forced.startswith("linear_"):
+    if forced := forced_row():
         raise ValueError(f"autoquant: no row of linear may be forced, there would be nothing to choose; got {forced}")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit import _C
 from lowbit.autotune.kept_times import KeptTimes
 from lowbit.autotune.options import MeasuredLayer, Option, packed_layer, preferring
+from lowbit.autotune.rows import fitting_rows
 from lowbit.autotune.seen_layer import SeenLayer, Shape
 from lowbit.autotune.timing import AGREE, Timed, Timer, Times
 from lowbit.devices import places
@@ -29,7 +28,6 @@ first anyway, many formats over one. Best-of-15 of one call twice differ by less
 NOISY = 1.5
 """Times of the same call that differ by more say nothing: a call is taken to need the time of its weight's bytes."""
 TIE = 1.02  # options whose times differ by less are equally fast: the smaller one comes first
-BETTER_FITS = "a better row fits"  # the reason of explain for a row that could serve the call too
 Sets = Mapping[Shape, Mapping[str, float]]  # seconds by the names of calls
 FLOAT, NOISE = "float", "noise"  # names in a set of times, beside those of formats and rows
 
@@ -124,22 +122,11 @@ class Measuring:
         return Option(spec, row, totals[row], spec.bytes(*seen.features))
 
     def _rows(self, seen: SeenLayer, spec: LinearSpec, shape: Shape) -> list[str]:
-        """Rows that can serve the call, the one that is first anyway before the others; without the portable rows,
-        which are up to a thousand times slower, where there is another."""
         device = places.type_of_rows(seen.module.weight.device, "linear")
         call = (shape.m, *spec.op_args(*seen.features), shape.dtype, device)
         if call not in self._fitting:
-            self._fitting[call] = self._find_rows(call)
+            self._fitting[call] = fitting_rows(*call)
         return self._fitting[call]
-
-    @staticmethod
-    def _find_rows(call: tuple[Any, ...]) -> list[str]:
-        rows = _C.explain_linear(*call)
-        others = [str(row["name"]) for row in rows if row["reason"] == BETTER_FITS]
-        return [
-            *(str(row["name"]) for row in rows if row["chosen"]),
-            *(row for row in others if not row.endswith("_scalar")),
-        ]
 
     def _seconds(self, seen: SeenLayer, shape: Shape, specs: list[LinearSpec]) -> dict[str, float]:
         """Best seconds of one call: of the float layer, and of each format and row; and their noise."""

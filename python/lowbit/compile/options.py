@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lowbit.compile_options: options of torch.compile that make it fold post-ops into our ops."""
+"""lowbit.compile_options: options of torch.compile that make it fold post-ops into our ops, and time our kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 _HOOK = "post_grad_custom_pre_pass"
 
 
-def compile_options() -> dict[str, Any]:
+def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
     """Return the ``options`` of ``torch.compile`` by which Inductor folds the ops behind a quantized linear
     layer into it.
 
@@ -20,9 +20,18 @@ def compile_options() -> dict[str, Any]:
     do not fit the chain are compiled as without it. Nothing outside of the compilation changes, and Inductor's cache
     knows the pass. ``lowbit.explain(options)`` lists the folded ops.
 
+    ``max_autotune`` is torch's mode "max-autotune" with our kernels among the choices: float layers with constant
+    weights (``torch._inductor.config.freezing``) take the fastest of the library that torch calls, Inductor's C++
+    templates and our packed weight; quantized layers prefer the kernel row that is fastest on their shape. Times are
+    taken while a graph is compiled. ``lowbit.explain(options)`` and ``TORCH_LOGS`` show them.
+
     Where torch has no hook for such a pass, the options are empty, with one warning.
 
+    Args:
+        max_autotune: time our kernels, and let Inductor time its own.
+
     Raises:
+        TypeError: max_autotune is no bool.
         ValueError: ``torch._inductor.config`` has another pass, which the options would replace.
 
     Example:
@@ -30,6 +39,8 @@ def compile_options() -> dict[str, Any]:
     """
     from torch._inductor import config
 
+    if not isinstance(max_autotune, bool):
+        raise TypeError(f"compile_options: max_autotune must be a bool, got {type(max_autotune).__name__}")
     if not hasattr(config, _HOOK):
         _say_once(f"compile_options: torch {torch.__version__} has no {_HOOK}; models are compiled, nothing is folded")
         return {}
@@ -37,7 +48,13 @@ def compile_options() -> dict[str, Any]:
         raise ValueError(f"compile_options: torch._inductor.config.{_HOOK} must be None, got a pass that would be lost")
     from lowbit.compile.post_ops import FoldPostOps
 
-    return {_HOOK: FoldPostOps()}
+    options: dict[str, Any] = {_HOOK: FoldPostOps(max_autotune)}
+    if max_autotune:
+        from lowbit.compile.dense_choice import offer
+
+        offer()
+        options["max_autotune"] = True
+    return options
 
 
 def fold_report(options: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -21,7 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowbit import _C
+from lowbit.autotune.kept_times import machine
+from lowbit.autotune.rows import forced_row
 from lowbit.compile.report import FoldedLinear, FoldReport
+from lowbit.compile.row_choice import RowChoice
 from lowbit.ops import linear as linear_op
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.registration import argument_names
@@ -33,10 +37,16 @@ _BINARY = {torch.ops.aten.mul.Tensor: "mul", torch.ops.aten.add.Tensor: "add"}
 
 
 class FoldPostOps(CustomGraphPass):
-    """The pass; ``report`` has a line for each linear op of the graphs that it has seen."""
+    """The pass; ``report`` has a line for each linear op of the graphs that it has seen.
 
-    def __init__(self) -> None:
+    Args:
+        max_autotune: whether calls of `lowbit::linear` prefer the row that is fastest on their shape.
+    """
+
+    def __init__(self, max_autotune: bool = False) -> None:
         self.report = FoldReport()
+        self.max_autotune = max_autotune
+        self.rows = RowChoice() if max_autotune else None
 
     def __call__(self, graph: fx.Graph) -> None:
         folded: dict[fx.Node, list[str]] = {node: [] for node in graph.nodes if node.target is _LINEAR}
@@ -45,6 +55,8 @@ class FoldPostOps(CustomGraphPass):
                 name = fold(node, folded)
                 if name:
                     break
+        if self.max_autotune:
+            self._choose_rows(list(folded))
         for node, names in folded.items():
             arguments = _arguments(node)
             self.report.append(
@@ -53,8 +65,24 @@ class FoldPostOps(CustomGraphPass):
                 )
             )
 
-    def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, linear_op.__file__), torch.__version__)
+    def _choose_rows(self, nodes: list[fx.Node]) -> None:
+        weights = {node: _arguments(node)["weight"].meta["val"].nbytes for node in nodes}
+        for node in nodes:
+            arguments = _arguments(node)
+            found = self.rows.best(arguments, sum(weights.values()) - weights[node])
+            self.report.timed.append(found)
+            if found.microseconds and found.taken != found.first:
+                arguments["row"] = _C.row_number("linear", found.taken)
+                node.args, node.kwargs = tuple(arguments.values()), {}
+                _note_values(node)
+
+    def uuid(self) -> bytes | None:
+        """Return what a graph in Inductor's cache depends on, or None, which keeps it out: a frozen weight is in the
+        key of a graph by its shape alone, and one that we packed would be in the graph with its numbers."""
+        if self.max_autotune and config.freezing:
+            return None
+        state = repr((machine(), forced_row())) if self.max_autotune else ""
+        return get_hash_for_files((__file__, linear_op.__file__), torch.__version__ + state)
 
 
 def _fold_activation(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:
@@ -123,11 +151,15 @@ def _replace(
     with graph.inserting_before(node):
         fused = graph.call_function(_LINEAR, tuple(arguments.values()))
     fused.meta.update(node.meta)
-    values = tuple(value.meta["val"] if isinstance(value, fx.Node) else value for value in arguments.values())
-    fused.meta["eager_input_vals"] = values, {}
+    _note_values(fused)
     node.replace_all_uses_with(fused)
     folded[fused] = [*folded.pop(linear), name]
     _erase(node)
+
+
+def _note_values(node: fx.Node) -> None:
+    """Inductor reads there how the arguments of a call were laid out when it was traced."""
+    node.meta["eager_input_vals"] = tuple(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args), {}
 
 
 def _erase(node: fx.Node) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the ops that `compile_options` has folded into each quantized linear layer."""
+"""The tables of what `compile_options` did: ops folded into quantized linear layers, products timed by max_autotune."""
 
 from __future__ import annotations
 
@@ -20,20 +20,64 @@ class FoldedLinear:
     left: str
 
 
+@dataclass(frozen=True, slots=True)
+class TimedProduct:
+    """One product that was timed, or left alone.
+
+    Args:
+        shape: ``n x k`` of the weight.
+        m: rows of x; those that it was timed with, where only a run will say them.
+        dtype: of x.
+        taken: the fastest: ``lowbit_linear``, a kernel row, or the choice of Inductor.
+        microseconds: of each choice, by its name, the fastest first.
+        left: why there was no choice.
+        first: the kernel row that is first anyway, of a quantized layer.
+    """
+
+    shape: str
+    m: str
+    dtype: str
+    taken: str = ""
+    microseconds: tuple[tuple[str, float], ...] = ()
+    left: str = ""
+    first: str = ""
+
+
+def microseconds(seconds: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    """Times as a `TimedProduct` holds them."""
+    return tuple((name, 1e6 * time) for name, time in sorted(seconds.items(), key=lambda item: item[1]))
+
+
 class FoldReport(list[FoldedLinear]):
-    """An entry for each linear op of the graphs that were compiled; equal ones share a line."""
+    """An entry for each linear op of the graphs that were compiled; equal ones share a line. ``timed`` has an entry for
+    each product that max_autotune looked at."""
 
     _HEADER = ("n x k", "dtype", "calls", "folded", "left")
+    _TIMED_HEADER = ("n x k", "m", "dtype", "calls", "taken", "us", "left")
     _EMPTY = "no quantized linear layer was compiled with these options; a graph from Inductor's cache is not looked at"
 
-    def _table(self) -> Table:
-        rows = (
+    def __init__(self) -> None:
+        super().__init__()
+        self.timed: list[TimedProduct] = []
+
+    def _tables(self) -> list[Table]:
+        rows = [
             (entry.shape, entry.dtype, str(count), entry.folded, entry.left) for entry, count in Counter(self).items()
-        )
-        return Table(self._HEADER, list(rows)) if self else Table(self._HEADER, [], self._EMPTY)
+        ]
+        timed = [
+            (entry.shape, entry.m, entry.dtype, str(count), entry.taken, _written(entry), entry.left)
+            for entry, count in Counter(self.timed).items()
+        ]
+        tables = [Table(self._HEADER, rows)] if rows else []
+        tables += [Table(self._TIMED_HEADER, timed, "max_autotune")] if timed else []
+        return tables or [Table(self._HEADER, [], self._EMPTY)]
 
     def __repr__(self) -> str:
-        return repr(self._table())
+        return "\n\n".join(map(repr, self._tables()))
 
     def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
+        return "".join(table._repr_html_() for table in self._tables())
+
+
+def _written(entry: TimedProduct) -> str:
+    return ", ".join(f"{name} {time:.1f}" for name, time in entry.microseconds)
