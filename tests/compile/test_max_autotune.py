@@ -4,12 +4,14 @@ float64, and what a decision depends on is known. Times are stubs here: a test s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -17,6 +19,7 @@ import lowbit
 from lowbit import _C, compile_options
 from lowbit.autotune.rows import fitting_rows
 from lowbit.autotune.timing import Timed, Times
+from lowbit.compile import options as of_options
 from lowbit.compile.dense_choice import DenseChoice
 from lowbit.compile.post_ops import FoldPostOps
 from lowbit.compile.row_choice import RowChoice
@@ -105,10 +108,12 @@ def test_the_faster_one_is_taken(fastest: Callable[[float], None]) -> None:
     module, x = nn.Linear(64, 48).eval(), torch.randn(5, 64)
     for milliseconds, ours in ((1e-9, True), (1e9, False)):
         torch._dynamo.reset()
+        counters.clear()
         fastest(milliseconds)
         made, options, code = compiled(module, x)
         torch.testing.assert_close(made(x), module(x))
         assert (OURS in code) is ours
+        assert (counters["inductor"]["select_algorithm_weight_prune"] > 0) is ours  # the weight that is not used is gone
         (entry,) = lowbit.explain(options).timed
         assert (entry.taken == "lowbit_linear") is ours
         assert dict(entry.microseconds)["lowbit_linear"] == pytest.approx(1e3 * milliseconds)
@@ -315,3 +320,28 @@ def test_preferred_and_forced_rows_stay() -> None:
 def test_max_autotune_must_be_a_bool() -> None:
     with pytest.raises(TypeError, match="compile_options: max_autotune must be a bool, got str"):
         compile_options(max_autotune="max-autotune")
+
+
+def test_a_torch_without_the_hook_says_so_once_and_float_layers_keep_inductors_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_options, "_DENSE_HOOK", "a_hook_that_torch_does_not_have")
+    monkeypatch.setattr(of_options, "_said", set())
+    with pytest.warns(UserWarning, match="has no a_hook_that_torch_does_not_have; float layers keep Inductor's choices"):
+        assert compile_options(max_autotune=True)["max_autotune"] is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_options(max_autotune=True)
+
+
+def test_torch_logs_show_what_was_taken(python: Callable[..., str]) -> None:
+    code = """
+import os
+os.dup2(1, 2)  # stderr is stdout
+import torch, lowbit
+from torch._inductor import config
+model, x = torch.nn.Linear(64, 48), torch.randn(5, 64)
+with torch.no_grad(), config.patch(freezing=True, max_autotune_gemm_backends="ATEN", autotune_local_cache=False):
+    torch.compile(model, options=lowbit.compile_options(max_autotune=True))(x)
+"""
+    shown = python(code, TORCH_LOGS="lowbit.compile")
+    assert "lowbit_linear" in shown and "AUTOTUNE packed_linear(5x64" in shown
+    assert "max_autotune: " in shown and "TimedProduct(shape='48 x 64', m='5'" in shown

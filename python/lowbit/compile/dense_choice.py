@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config, ir
+from torch._inductor import config, ir, select_algorithm
 from torch._inductor.runtime.benchmarking import benchmarker
-from torch._inductor.select_algorithm import ChoiceCaller, ExternKernelCaller, add_feedback_saver, add_preprocessing_fn
+from torch._inductor.select_algorithm import ChoiceCaller, ExternKernelCaller
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,7 +40,6 @@ _ACTIVATIONS = {("none", ""): "none", ("relu", ""): "relu", ("gelu", "none"): "g
                 ("swish", ""): "silu"}  # fmt: skip
 """oneDNN's post-op and its algorithm, by our name."""
 _log = logging.getLogger("lowbit.compile")
-_added = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +124,11 @@ class DenseChoice(ExternKernelCaller):
 
 def offer() -> None:
     """Offer our choice in every compilation with `compile_options(max_autotune=True)`. Calling again does nothing."""
-    global _added
-    if not _added:
-        add_preprocessing_fn(_with_ours)
-        add_feedback_saver(_note)
-        _added = True
+    selector = select_algorithm.get_algorithm_selector_cache()
+    if _with_ours not in selector.preprocessing_fns:
+        selector.add_preprocessing_fn(_with_ours)
+    if _note not in selector.feedback_saver_fns:
+        selector.add_feedback_saver(_note)
 
 
 def _report() -> FoldReport | None:

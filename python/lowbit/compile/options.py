@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _HOOK = "post_grad_custom_pre_pass"
+_DENSE_HOOK = "get_algorithm_selector_cache"
 
 
 def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
     templates and our packed weight; quantized layers prefer the kernel row that is fastest on their shape. Times are
     taken while a graph is compiled. ``lowbit.explain(options)`` and ``TORCH_LOGS`` show them.
 
-    Where torch has no hook for such a pass, the options are empty, with one warning.
+    Where torch has no hook for such a pass, the options are empty, with one warning. Where it has none for choices,
+    float layers have Inductor's alone, with one warning.
 
     Args:
         max_autotune: time our kernels, and let Inductor time its own.
@@ -50,11 +52,22 @@ def compile_options(*, max_autotune: bool = False) -> dict[str, Any]:
 
     options: dict[str, Any] = {_HOOK: FoldPostOps(max_autotune)}
     if max_autotune:
-        from lowbit.compile.dense_choice import offer
-
-        offer()
         options["max_autotune"] = True
+        _offer_dense()
     return options
+
+
+def _offer_dense() -> None:
+    from torch._inductor import select_algorithm
+
+    if not hasattr(select_algorithm, _DENSE_HOOK):
+        _say_once(
+            f"compile_options: torch {torch.__version__} has no {_DENSE_HOOK}; float layers keep Inductor's choices"
+        )
+        return
+    from lowbit.compile.dense_choice import offer
+
+    offer()
 
 
 def fold_report(options: dict[str, Any]) -> Any:

@@ -24,8 +24,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lowbit import _C
 from lowbit.autotune.kept_times import machine
 from lowbit.autotune.rows import forced_row
+from lowbit.compile import row_choice
 from lowbit.compile.report import FoldedLinear, FoldReport
-from lowbit.compile.row_choice import RowChoice
 from lowbit.ops import linear as linear_op
 from lowbit.ops.fakes import FLOATS
 from lowbit.ops.registration import argument_names
@@ -46,7 +46,7 @@ class FoldPostOps(CustomGraphPass):
     def __init__(self, max_autotune: bool = False) -> None:
         self.report = FoldReport()
         self.max_autotune = max_autotune
-        self.rows = RowChoice() if max_autotune else None
+        self.rows = row_choice.RowChoice() if max_autotune else None
 
     def __call__(self, graph: fx.Graph) -> None:
         folded: dict[fx.Node, list[str]] = {node: [] for node in graph.nodes if node.target is _LINEAR}
@@ -82,7 +82,7 @@ class FoldPostOps(CustomGraphPass):
         if self.max_autotune and config.freezing:
             return None
         state = repr((machine(), forced_row())) if self.max_autotune else ""
-        return get_hash_for_files((__file__, linear_op.__file__), torch.__version__ + state)
+        return get_hash_for_files((__file__, linear_op.__file__, row_choice.__file__), torch.__version__ + state)
 
 
 def _fold_activation(node: fx.Node, folded: dict[fx.Node, list[str]]) -> str:

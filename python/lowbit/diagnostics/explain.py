@@ -76,7 +76,7 @@ def explain(module: Any, *, m: int = 1, dtype: torch.dtype = torch.float32, **op
     """Return the kernel row that serves each ``QuantLinear`` inside a module, and why the others do not.
 
     A score_mod, a mask_mod or a BlockMask is explained by its program and its blocks. The options of `compile_options`
-    are explained by the ops that were folded into linear ops compiled with them.
+    are explained by the ops that were folded into linear ops compiled with them, and by the times of ``max_autotune``.
 
     Args:
         module: a ``QuantLinear`` or any module that contains some; or a function for flex_attention, or a BlockMask; or
