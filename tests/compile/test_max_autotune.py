@@ -345,3 +345,31 @@ with torch.no_grad(), config.patch(freezing=True, max_autotune_gemm_backends="AT
     shown = python(code, TORCH_LOGS="lowbit.compile")
     assert "lowbit_linear" in shown and "AUTOTUNE packed_linear(5x64" in shown
     assert "max_autotune: " in shown and "TimedProduct(shape='48 x 64', m='5'" in shown
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_where_onednn_takes_no_bfloat16_the_choice_beside_aten_is_ours(python: Callable[..., str], bias: bool) -> None:
+    code = f"""
+import torch, lowbit
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from lowbit.compile import dense_choice
+measured = dense_choice.DenseChoice.benchmark
+dense_choice.DenseChoice.benchmark = lambda self, *args, out: 1e-9 * measured(self, *args, out=out)
+model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias={bias}), torch.nn.ReLU()).bfloat16()
+options = lowbit.compile_options(max_autotune=True)
+with torch.no_grad(), config.patch(freezing=True, max_autotune_gemm_backends="ATEN", autotune_local_cache=False):
+    for m in (1, 5):
+        x = torch.randn(m, 64, dtype=torch.bfloat16)
+        compiled = torch.compile(model, options=options, dynamic=False)
+        result, (source,) = run_and_get_code(compiled, x)
+        wanted = model.double()(x.double())
+        model.bfloat16()
+        torch.testing.assert_close(result.double(), wanted, rtol=2**-7, atol=2**-7)
+        print("ours" if {OURS!r} in source else "not ours")
+print([(entry.m, entry.taken, [name for name, _ in entry.microseconds]) for entry in options["post_grad_custom_pre_pass"].report.timed])
+"""
+    shown = python(code, ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2")
+    assert shown.splitlines()[-3:-1] == ["ours", "ours"], shown
+    kind = "addmm" if bias else "mm"
+    assert f"('5', 'lowbit_linear', ['lowbit_linear', '{kind}'])" in shown, shown
