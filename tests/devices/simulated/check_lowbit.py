@@ -209,7 +209,8 @@ def test_a_fault_surfaces_as_an_exception_and_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="lowbit_sim:1: the launch failed"):
         lowbit.scaled_dot_product_attention(q, q, q)
     simulated.inject("memory", DEVICE)
-    with pytest.raises(RuntimeError, match="attention_forward: torch failed: allocation of the result.*out of memory"):
+    why = ".*out of memory" if torch.__version__ >= "2.13" else ""  # before, torch does not tell its reason
+    with pytest.raises(RuntimeError, match=f"attention_forward: torch failed: allocation of the result{why}"):
         lowbit.scaled_dot_product_attention(q, q, q)
     assert simulated.live_bytes(DEVICE) == before
     assert lowbit.scaled_dot_product_attention(q, q, q).shape == q.shape

@@ -8,6 +8,7 @@ copy, taken over afterwards.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -180,7 +181,10 @@ def _resizable_copy(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    """Whether no element is there twice and none lies between two others."""
+    dimensions = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    dense = tuple(math.prod(size for _, size in dimensions[:i]) for i in range(len(dimensions)))
+    return tensor.numel() == 0 or tuple(stride for stride, _ in dimensions) == dense
 
 
 def _strides_for(host: Tensor) -> Any:
