@@ -31,8 +31,8 @@ std::string path_of(void* handle, const std::string& opened_as) {
 // Opens the first that can be; `missing` gets the reason of a file that is there and cannot.
 void open_in(const std::vector<std::string>& folders, const LibrarySearch& search, Library& library) {
   std::error_code ignored;
-  for (const std::string& folder : folders)
-    for (const std::string& name : split(search.names, ' ')) {
+  for (const std::string& name : split(search.names, ' '))
+    for (const std::string& folder : folders) {
       const std::string path = folder + "/" + name;
       if (library.handle || !fs::exists(path, ignored)) continue;
       if (search.open_companions) search.open_companions(folder, name);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,22 @@ print(_C.cuda.libraries())
 """
     told = python(code, LOWBIT_CUDA_PATH="")
     assert "opened" in told.splitlines() and str(tmp_path / "libnvrtc.so.13") in told
+
+
+@pytest.mark.parametrize(("driver", "taken"), [("12080", "12"), ("13000", "13")])
+def test_a_driver_of_cuda_12_gets_libraries_of_cuda_12(
+    driver: str, taken: str, emulated: dict[str, str], python: Callable[..., str], tmp_path: Path
+) -> None:
+    """It loads no code that a newer NVRTC made. The folders are in an order in which the other one comes first."""
+    there = Path(emulated["LOWBIT_CUDA_PATH"])
+    for major in ("13", "12"):
+        (tmp_path / major).mkdir()
+        shutil.copy(there / "libcuda.so.1", tmp_path / major / f"libnvrtc.so.{major}")
+    folders = f"{tmp_path / '13'}:{tmp_path / '12'}" if taken == "12" else f"{tmp_path / '12'}:{tmp_path / '13'}"
+    (tmp_path / "12" / "libcuda.so.1").symlink_to(there / "libcuda.so.1")
+    code = "from lowbit import _C; print(_C.cuda.libraries())"
+    told = python(code, **emulated | {"LOWBIT_CUDA_PATH": folders, "LOWBIT_EMULATED_VERSION": driver})
+    assert f"{tmp_path}/{taken}/libnvrtc.so.{taken}" in told
 
 
 def test_an_nvrtc_that_is_too_old_is_refused(emulated: dict[str, str], python: Callable[..., str], tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ Driver open_driver() {
   check(!failed, ErrorKind::runtime, "cuInit failed: ", name ? name : "an unknown error", " (", failed, ")");
   int version = 0;
   driver.version(&version);
-  check(version >= kOldestDriver, ErrorKind::runtime, "the driver is of CUDA ", version / 1000, ".",
-        version % 1000 / 10, ", wanted ", kOldestDriver / 1000, ".", kOldestDriver % 1000 / 10, " or later");
+  check(version >= kOldestDriver, ErrorKind::runtime, "the driver is of CUDA ", version_text(version),
+        ", wanted ", version_text(kOldestDriver), " or later");
   return driver;
 }
 

@@ -40,13 +40,28 @@ Library open(std::string_view sonames, std::string_view source) {
                        .open_companions = open_companions});
 }
 
+// Of CUDA, from the driver; 0 without one.
+int driver_major() {
+  const Library& driver = library(LibraryName::driver);
+  const auto version = reinterpret_cast<int (*)(int*)>(driver.handle ? dlsym(driver.handle, "cuDriverGetVersion") : nullptr);
+  int number = 0;
+  return version && version(&number) == 0 ? number / 1000 : 0;
+}
+
+// A driver of CUDA 12 loads no code that CUDA 13 made: there the older file is the best.
+std::string best_first(LibraryName name, std::string_view sonames) {
+  const std::size_t end = sonames.find(' ');
+  if (name == LibraryName::driver || end == sonames.npos || driver_major() != 12) return std::string(sonames);
+  return concat(sonames.substr(end + 1), " ", sonames.substr(0, end));
+}
+
 }  // namespace
 
 const Library& library(LibraryName name) {
   static std::array<std::atomic<const Library*>, std::size(kLibraryNames)> kept{};
   return made_once(kept[static_cast<std::size_t>(name)], [name] {
 #define LOWBIT_CUDA_LIBRARY(which, sonames, source) \
-  if (name == LibraryName::which) return open(sonames, source);
+  if (name == LibraryName::which) return open(best_first(name, sonames), source);
     LOWBIT_CUDA_LIBRARIES(LOWBIT_CUDA_LIBRARY)
 #undef LOWBIT_CUDA_LIBRARY
     return Library{};

@@ -26,4 +26,7 @@ inline constexpr std::string_view kLibraryNames[] = {LOWBIT_CUDA_LIBRARIES(LOWBI
 // most of them); nvidia/*/lib in the folders of look_in(); CUDA_HOME; the system's folders.
 LOWBIT_API const Library& library(LibraryName name);
 
+// "12.8" of 12080, as CUDA counts.
+inline std::string version_text(int number) { return concat(number / 1000, ".", number % 1000 / 10); }
+
 }  // namespace lowbit::cuda

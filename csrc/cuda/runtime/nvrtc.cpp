@@ -95,8 +95,7 @@ Compiled compile(const std::string& name, const std::string& source, const std::
   for (const DeviceHeader& header : device_headers()) texts.push_back(header.text), names.push_back(header.name);
   const std::string text = "#include \"cuda/device/prelude.cuh\"\n" + source;
   check(compiler().number == 0 || compiler().number >= kOldestNvrtc, ErrorKind::runtime, name, ": NVRTC is ",
-        compiler().version, " (", compiler().path, "), wanted ", kOldestNvrtc / 1000, ".", kOldestNvrtc % 1000 / 10,
-        " or later");
+        compiler().version, " (", compiler().path, "), wanted ", version_text(kOldestNvrtc), " or later");
   Handle program = nullptr;
   const int created = nvrtc().create(&program, text.c_str(), name.c_str(), static_cast<int>(names.size()),
                                      texts.data(), names.data());

@@ -45,8 +45,11 @@ Module load(const Place& place, const Source& source) {
         " (", path, "), and LOWBIT_JIT=0 forbids to compile it; `python -m lowbit prebuild --arch ", arch,
         "` makes it");
   const Compiled made = compile_into(path, source, arch);
+  int version = 0;
+  driver().version(&version);
   ensure(driver().load_module(&module, made.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-         concat(where, ": loading ", source.name, " for ", arch));
+         concat(where, ": loading ", source.name, " for ", arch, ", which NVRTC ", compiler().version, " (",
+                compiler().path, ") made, by a driver of CUDA ", version_text(version)));
   return module;
 }
 
