@@ -35,7 +35,9 @@ case $part in
     build
     step gpu 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
     step info 30 python -m lowbit info
-    tests instructions 60 -m gpu "$root/tests/cuda/test_primitives.py"
+    # First what no emulation can show: instructions, and 29 KB of arguments of a launch that a graph has captured.
+    tests "instructions, a captured step" 60 -m gpu "$root/tests/cuda/test_primitives.py" \
+      "$root/tests/cuda/test_on_gpu.py::test_a_graph_replays_the_steps"
     tests "tests marked gpu" 240 -m gpu -n "$processes" "$root/tests/cuda" --ignore "$root/tests/cuda/test_real_sizes.py"
     ;;
   ops)

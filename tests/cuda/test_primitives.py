@@ -20,7 +20,7 @@ CSRC = HERE.parents[1] / "csrc"
 BODY = """
 using namespace lowbit::cuda;
 LOWBIT_INLINE void primitives(const uint32_t* in, uint32_t* out) {
-  in += threadIdx.x * 10, out += threadIdx.x * 14;
+  in += threadIdx.x * 10, out += threadIdx.x * 15;
   const uint32_t a[4] = {in[0], in[1], in[2], in[3]}, b[2] = {in[4], in[5]};
   float f[4];
   int32_t i[4], j[4];
@@ -30,6 +30,7 @@ LOWBIT_INLINE void primitives(const uint32_t* in, uint32_t* out) {
   for (int k = 0; k < 4; k++) out[10 + k] = static_cast<uint32_t>(j[k]);
   out[8] = fma_bf16x2(0x43004300u | (in[0] & 0x7f007fu), 0x3f803f80u, 0xc308c308u);
   out[9] = __float_as_uint(float_of_half(in[1]));
+  out[14] = fma_bf16x2(in[2] & 0x87f087f0u, 0x7b807b80u, 0x80008000u);  // float8_e4m3 times 2^120
 }
 // in: 32 rows of 16 bytes, four matrices; then a[4], b[2] of float16 and two floats per lane.
 LOWBIT_INLINE void tiles(const uint32_t* in, uint32_t* out) {
@@ -84,6 +85,17 @@ def words() -> torch.Tensor:
     pairs = torch.randint(-128, 128, (32, 20), generator=random).float()
     bits = pairs.bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
     words = bits[:, ::2] | bits[:, 1::2] << 16
+    words[:, 6:] = torch.randint(-128, 128, (32, 4), generator=random).float().view(torch.int32)
+    return words
+
+
+def extreme_words() -> torch.Tensor:
+    """As `words`: bfloat16 below the smallest normal number times 2^120, whose sums are exact; a row with inf, one with nan."""
+    random = torch.Generator().manual_seed(2)
+    pairs = torch.randint(1, 128, (32, 20), generator=random).int() | torch.randint(0, 2, (32, 20), generator=random).int() << 15
+    pairs[:, 8:12] = pairs[:, 8:12] & 0x8000 | 0x7B80
+    pairs[4, 0], pairs[8, 0] = 0x7F80, 0x7FC0
+    words = pairs[:, ::2] | pairs[:, 1::2] << 16
     words[:, 6:] = torch.randint(-128, 128, (32, 4), generator=random).float().view(torch.int32)
     return words
 
@@ -155,9 +167,14 @@ def test_with_address_sanitizer_it_finds_reads_too(tmp_path: Path, subtests: pyt
                 assert done.returncode and "use-after-poison" in done.stderr, done
 
 
+@pytest.fixture(scope="module", params=[words, extreme_words], ids=lambda made: made.__name__)
+def given(request: pytest.FixtureRequest) -> torch.Tensor:
+    return request.param()
+
+
 @pytest.fixture(scope="module")
-def emulated(on_host: ctypes.CDLL) -> torch.Tensor:
-    return run_on_host(on_host, words(), 14, False)
+def emulated(on_host: ctypes.CDLL, given: torch.Tensor) -> torch.Tensor:
+    return run_on_host(on_host, given, 15, False)
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +186,8 @@ def bytes_of(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return words.contiguous().view(torch.uint8).view(dtype).double()
 
 
-def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def matrices(given: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """a [16, k] and b [k, 8] as PTX deals them out to lanes: word w of lane (g, t) is of row g + 8 (w % 2)."""
-    given = words()
     second = torch.int8 if dtype is torch.uint8 else dtype
     each = 4 // torch.empty(0, dtype=dtype).element_size()
     a, b = torch.zeros(16, 8 * each, dtype=torch.double), torch.zeros(8 * each, 8, dtype=torch.double)
@@ -185,25 +201,33 @@ def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def products(dtype: torch.dtype, c: torch.Tensor) -> torch.Tensor:
+def products(given: torch.Tensor, dtype: torch.dtype, c: torch.Tensor) -> torch.Tensor:
     """c + a @ b, by lane."""
-    a, b = matrices(dtype)
+    a, b = matrices(given, dtype)
     whole = a @ b
     lanes = [[whole[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4)] for g in range(8) for t in range(4)]
     return torch.tensor(lanes, dtype=torch.double) + c
 
 
-def test_products_are_those_of_the_matrices(emulated: torch.Tensor) -> None:
-    c = words()[:, 6:]
-    assert torch.equal(emulated[:, :4].contiguous().view(torch.float32).double(), products(torch.bfloat16, c.contiguous().view(torch.float32).double()))
+def floats_of(results: torch.Tensor) -> torch.Tensor:
+    """The sums of bfloat16, without the bits of a nan, which are no promise."""
+    return results[:, :4].contiguous().view(torch.float32).double().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def test_products_are_those_of_the_matrices(given: torch.Tensor, emulated: torch.Tensor) -> None:
+    c = given[:, 6:]
+    wanted = products(given, torch.bfloat16, c.contiguous().view(torch.float32).double())
+    assert torch.equal(floats_of(emulated), wanted.nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf))
     for first, dtype in ((4, torch.uint8), (10, torch.int8)):
-        assert torch.equal(emulated[:, first : first + 4].to(torch.int64), (products(dtype, c.double()).to(torch.int64) + 2**31) % 2**32 - 2**31)
+        assert torch.equal(emulated[:, first : first + 4].to(torch.int64), (products(given, dtype, c.double()).to(torch.int64) + 2**31) % 2**32 - 2**31)
 
 
-def test_conversions(emulated: torch.Tensor) -> None:
-    halves = torch.stack([words()[:, 0] & 0x7F, words()[:, 0] >> 16 & 0x7F], 1)
+def test_conversions(given: torch.Tensor, emulated: torch.Tensor) -> None:
+    halves = torch.stack([given[:, 0] & 0x7F, given[:, 0] >> 16 & 0x7F], 1)
     assert torch.equal(emulated[:, 8:9].contiguous().view(torch.bfloat16).int(), halves - 8)
-    lower = words()[:, 1].to(torch.int64).remainder(2**16)
+    float8 = (given[:, 2:3] & -0x780F7810).view(torch.bfloat16).double() * 2.0**120  # & 0x87f087f0
+    assert torch.equal(emulated[:, 14:15].contiguous().view(torch.bfloat16).double(), float8)
+    lower = given[:, 1].to(torch.int64).remainder(2**16)
     wanted = torch.where(lower < 2**15, lower, lower - 2**16).to(torch.int16).view(torch.float16).float()
     assert torch.equal(emulated[:, 9].contiguous().view(torch.float32), wanted)
 
@@ -246,12 +270,10 @@ def compiled(name: str) -> Callable[..., None]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-def test_silicon_gives_the_bits_of_the_emulation(emulated: torch.Tensor) -> None:
-    kernel = compiled("kernel")
-    given = words().cuda()
-    out = torch.zeros(32, 14, dtype=torch.int32, device="cuda")
-    kernel((1, 1, 1), (32, 1, 1), (given, out))
-    assert torch.equal(out.cpu(), emulated)
+def test_silicon_gives_the_bits_of_the_emulation(given: torch.Tensor, emulated: torch.Tensor) -> None:
+    out = torch.zeros(32, 15, dtype=torch.int32, device="cuda")
+    compiled("kernel")((1, 1, 1), (32, 1, 1), (given.cuda(), out))
+    assert torch.equal(out.cpu()[:, 4:], emulated[:, 4:]) and torch.equal(floats_of(out.cpu()), floats_of(emulated))
 
 
 @pytest.mark.gpu
