@@ -25,10 +25,11 @@ struct Forward {
   Shared& shared;
   const uint16_t *keys, *values;
   const uint16_t* own_q;  // of this warp
-  int row, column;        // of this lane: query of its first row, key of its first score in a tile
   float factor;           // exponent_factor
   float out[kM][kColumns][4], largest[kM][2], total[kM][2];
   uint32_t q[kShape.keeps_q ? kE / 16 : 1][kM][4];
+
+  LOWBIT_INLINE int row() const { return warp_of_cta() * kM * 16 + lane_of_warp() / 4; }  // the first of this lane
 
   LOWBIT_INLINE void start() {
     clear(out);
@@ -64,7 +65,8 @@ struct Forward {
 #pragma unroll
       for (int n = 0; n < kScores; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) body(s[m][n][i], row + m * 16 + i / 2 * 8, at.k0 + column + n * 8 + i % 2);
+        for (int i = 0; i < 4; i++)
+          body(s[m][n][i], at.q0 + row() + m * 16 + i / 2 * 8, at.k0 + lane_of_warp() % 4 * 2 + n * 8 + i % 2);
   }
 
   LOWBIT_INLINE void modify(const TilePlace& at, float (&s)[kM][kScores][4]) const {
@@ -138,7 +140,7 @@ struct Forward {
     }
   }
 
-  LOWBIT_INLINE void finish(int b, int h, int end) {
+  LOWBIT_INLINE void finish(int b, int h, int q0, int end) {
 #pragma unroll
     for (int m = 0; m < kM; m++)
 #pragma unroll
@@ -146,7 +148,7 @@ struct Forward {
         float sum = total[m][half];
         sum += __shfl_xor_sync(kWarp, sum, 1);
         sum += __shfl_xor_sync(kWarp, sum, 2);
-        const int q_row = row + m * 16 + half * 8;
+        const int q_row = q0 + row() + m * 16 + half * 8;
         if (q_row < end) store_row(b, h, q_row, m, half, sum);
       }
   }
@@ -179,14 +181,14 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   using F = Forward<dtype, kE, kEv, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename F::Shared, shared);
   const auto [b, h, q_step, q0, rows] = query_tile(call);
-  const int kv_head = h / call.group, first = warp_of_cta() * F::kM * 16, lane = lane_of_warp();
+  const int kv_head = h / call.group, first = warp_of_cta() * F::kM * 16;
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),
             .values = head_rows(call.v, b, kv_head), .own_q = shared.q.data + first * F::kStride,
-            .row = q0 + first + lane / 4, .column = lane % 4 * 2, .factor = exponent_factor<Mods>(call)};
+            .factor = exponent_factor<Mods>(call)};
   forward.start();
   forward.run(b, h, q_step);
-  forward.finish(b, h, q0 + rows);
+  forward.finish(b, h, q0, q0 + rows);
   check_fault<Mods>(call);
 }
 
