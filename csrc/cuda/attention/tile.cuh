@@ -50,8 +50,8 @@ LOWBIT_INLINE void multiply_step(float (&c)[kM][kColumns][4], const uint32_t (&a
   }
 }
 
-// c = a b^T, both in shared memory, over kK columns; a: the first row of this warp. With one tile of rows two steps at a
-// time: NVRTC 13.0 hoists the loads of all, and the backward of head dim 128 spilled 84 bytes and took 232 registers
+// c = a b^T, both in shared memory, over kK columns; a: the first row of this warp. With one tile of rows two steps at
+// a time: NVRTC 13.0 hoists the loads of all, and the backward of head dim 128 spilled 84 bytes and took 232 registers
 // instead of 155.
 template <DType dtype, int kK, int kM, int kColumns>
 LOWBIT_INLINE void multiply_rows(float (&c)[kM][kColumns][4], const uint16_t* a, const uint16_t* b) {

@@ -43,9 +43,9 @@ Library open(std::string_view sonames, std::string_view source) {
 // Of CUDA, from the driver; 0 without one.
 int driver_major() {
   const Library& driver = library(LibraryName::driver);
-  const auto version = reinterpret_cast<int (*)(int*)>(driver.handle ? dlsym(driver.handle, "cuDriverGetVersion") : nullptr);
+  void* const address = driver.handle ? dlsym(driver.handle, "cuDriverGetVersion") : nullptr;
   int number = 0;
-  return version && version(&number) == 0 ? number / 1000 : 0;
+  return address && reinterpret_cast<int (*)(int*)>(address)(&number) == 0 ? number / 1000 : 0;
 }
 
 // A driver of CUDA 12 loads no code that CUDA 13 made: there the older file is the best.
