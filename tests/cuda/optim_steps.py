@@ -19,7 +19,7 @@ RULES = {name: HYPER for name in _C.OPTIM_RULES} | {
 NUMELS = (1, 7, 33, 256, 4099)
 
 
-def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...]) -> list[list[torch.Tensor]]:
+def tensors(rule: str, hyper: dict[str, float], format: str, block_size: int, numels: tuple[int, ...] = NUMELS) -> list[list[torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     params = [torch.randn(n, generator=random).to(dtypes[i % 3]) for i, n in enumerate(numels)]
