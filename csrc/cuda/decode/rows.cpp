@@ -93,8 +93,8 @@ std::string_view refuses_decode(const DecodeArgs& args) {
 // One CTA for each tile of queries, as the tiles of attention have it, leaves most of a GPU idle with one query: 32
 // heads are 32 of 132 multiprocessors of an H100, and each reads all keys of its head.
 DecodeArgs decode_args(const AttentionForwardArgs& args) {
-  return {.place = args.place, .q = args.q, .k = args.k, .v = args.v, .out = args.out, .lse = args.lse,
-          .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal,
+  return {.place = args.place, .q = args.q, .k = args.k, .v = args.v, .k_scale = {}, .v_scale = {}, .out = args.out,
+          .lse = args.lse, .mask = args.mask, .sink = args.sink, .scale = args.scale, .causal = args.causal,
           .score_mod = args.score_mod, .mask_mod = args.mask_mod};
 }
 void run_attention(const AttentionForwardArgs& args) { run_decode(decode_args(args)); }
