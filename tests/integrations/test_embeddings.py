@@ -39,7 +39,7 @@ def test_a_loaded_model_is_the_one_that_quantize_makes(name, embeddings, tmp_pat
     assert taken == formats(model) and taken
     assert torch.equal(logits(loaded), logits(model))
     ours = loaded.hf_quantizer.report
-    assert [row for row in ours.rows if row.format] == report.quantized
+    assert repr([row for row in ours.rows if row.format]) == repr(report.quantized)  # nan is no longer equal to itself in a row of Python 3.13
     assert (ours.model_bytes_before, ours.model_bytes_after) == (report.model_bytes_before, report.model_bytes_after)
     head, table = loaded.get_output_embeddings(), loaded.get_input_embeddings()
     tied = model.config.tie_word_embeddings and name != "bert"

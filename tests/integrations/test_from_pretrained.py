@@ -43,7 +43,7 @@ def test_a_loaded_model_is_the_one_that_quantize_makes(saved, config):
     assert torch.equal(logits(loaded), logits(model))
     assert not [name for name, tensor in (*loaded.named_buffers(), *loaded.named_parameters()) if tensor.is_meta]
     ours = loaded.hf_quantizer.report
-    assert [row for row in ours.rows if row.format] == report.quantized
+    assert repr([row for row in ours.rows if row.format]) == repr(report.quantized)  # nan is no longer equal to itself in a row of Python 3.13
     assert (ours.model_bytes_before, ours.model_bytes_after) == (report.model_bytes_before, report.model_bytes_after)
 
 
