@@ -22,6 +22,19 @@ double scale_of(double given, const TensorView& q) {
   return given != 0 || q.rank == 0 || q.size(-1) == 0 ? given : 1 / std::sqrt(static_cast<double>(q.size(-1)));
 }
 
+// The arguments that attention and decode share.
+template <class Args, class Options>
+Args attention_args(std::string_view op, const lowbit_tensor* query, const lowbit_tensor* key,
+                    const lowbit_tensor* value_, const lowbit_tensor* out, const Options& chosen) {
+  Args args{};
+  args.q = tensor(op, "query", query), args.k = tensor(op, "key", key), args.v = tensor(op, "value", value_);
+  args.out = tensor(op, "out", out);
+  args.mask = stretched(optional(op, "mask", chosen.mask), args.q, args.k);
+  args.sink = optional(op, "sink", chosen.sink);
+  args.scale = scale_of(chosen.scale, args.q), args.causal = chosen.causal != 0;
+  return args;
+}
+
 template <class Args>
 void run_conversion(Args args) {
   check_args(args);
@@ -37,14 +50,8 @@ int lowbit_attention_forward(const lowbit_tensor* query, const lowbit_tensor* ke
   constexpr std::string_view op = "attention_forward";
   return status_of([&] {
     const auto chosen = options(op, given);
-    AttentionForwardArgs args{.q = tensor(op, "query", query),
-                              .k = tensor(op, "key", key),
-                              .v = tensor(op, "value", value_),
-                              .out = tensor(op, "out", out)};
+    auto args = attention_args<AttentionForwardArgs>(op, query, key, value_, out, chosen);
     args.lse = optional(op, "lse", chosen.lse);
-    args.mask = stretched(optional(op, "mask", chosen.mask), args.q, args.k);
-    args.sink = optional(op, "sink", chosen.sink);
-    args.scale = scale_of(chosen.scale, args.q), args.causal = chosen.causal != 0;
     check_args(args);
     check_dtype(op, "out", args.out, args.q.dtype);
     attention_forward(args);
@@ -56,17 +63,8 @@ int lowbit_decode(const lowbit_tensor* query, const lowbit_tensor* key, const lo
   constexpr std::string_view op = "decode";
   return status_of([&] {
     const auto chosen = options(op, given);
-    DecodeArgs args{.q = tensor(op, "query", query),
-                    .k = tensor(op, "key", key),
-                    .v = tensor(op, "value", value_),
-                    .k_scale = optional(op, "k_scale", chosen.k_scale),
-                    .v_scale = optional(op, "v_scale", chosen.v_scale),
-                    .out = tensor(op, "out", out),
-                    .lse = {},
-                    .mask = {},
-                    .sink = optional(op, "sink", chosen.sink)};
-    args.mask = stretched(optional(op, "mask", chosen.mask), args.q, args.k);
-    args.scale = scale_of(chosen.scale, args.q), args.causal = chosen.causal != 0;
+    auto args = attention_args<DecodeArgs>(op, query, key, value_, out, chosen);
+    args.k_scale = optional(op, "k_scale", chosen.k_scale), args.v_scale = optional(op, "v_scale", chosen.v_scale);
     args.window = chosen.window, args.rotated = chosen.rotated != 0;
     check_args(args);
     args.position = args.kv_length() - args.q_length();

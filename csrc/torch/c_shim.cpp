@@ -56,6 +56,7 @@ Status call_in_c(BoxedKernel kernel, std::span<const Argument> arguments, int re
                  const StableIValue* words) noexcept {
   try {
     std::vector<StableIValue> stack;
+    stack.reserve(arguments.size());
     for (const Argument& argument : arguments) stack.push_back(taken(argument, words));
     kernel(stack.data(), arguments.size(), static_cast<uint64_t>(results));
     for (int i = 0; i < results; i++) {

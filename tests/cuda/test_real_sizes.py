@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import attention_calls
@@ -20,12 +21,10 @@ from settings import forced
 from lowbit import _C, testing
 from lowbit.testing import assert_within, cached_data
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU: tests/cuda/test_emulated.py runs the same kernels on the host"),
-]
-gpu = lambda test: on_gpu[0](on_gpu[1](test))  # noqa: E731
-IDS = dict(ids=str)
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    reason = "no NVIDIA GPU: tests/cuda/test_emulated.py runs the same kernels on the host"
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)(test))
 
 
 def test_every_row_has_a_call_here() -> None:
@@ -45,7 +44,7 @@ def test_columns_that_repeat_are_the_call_with_all_of_them(row: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("row", rows("linear"), **IDS)
+@pytest.mark.parametrize("row", rows("linear"), ids=str)
 def test_linear(row: str) -> None:
     for case in linear_cases(row):
         few = cached_data(case)
@@ -75,7 +74,7 @@ def test_a_weight_is_packed_and_decoded_as_on_the_cpu(format: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize(("rows", "case"), ATTENTION.items(), **IDS)
+@pytest.mark.parametrize(("rows", "case"), ATTENTION.items(), ids=str)
 def test_attention(rows: tuple[str, str], case: AttentionCase) -> None:
     if rows[0] == "attention_forward_cudnn" and _C.cuda.cudnn_missing():
         pytest.skip(f"{_C.cuda.cudnn_missing()} (tools/cudnn_headers)")
@@ -85,13 +84,13 @@ def test_attention(rows: tuple[str, str], case: AttentionCase) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("case", FEW_QUERIES, **IDS)
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=str)
 def test_attention_of_few_queries(case: AttentionCase) -> None:
     test_attention(rows_of_few(case), case)
 
 
 @gpu
-@pytest.mark.parametrize("case", DECODE, **IDS)
+@pytest.mark.parametrize("case", DECODE, ids=str)
 def test_decode(case: DecodeCase) -> None:
     data = decode_calls.make_data(case)
     decode_calls.assert_right(case, data, *decode_calls.run(case, data, DEVICE, SUFFIX))

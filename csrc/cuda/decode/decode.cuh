@@ -252,6 +252,11 @@ struct Decode {
     }
   }
 
+  // Row 0 of this CTA among those of all heads.
+  LOWBIT_INLINE int64_t first_row() const {
+    return (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
+  }
+
   // body(sum, row, column) for the sums of this lane that are there.
   template <class Body>
   LOWBIT_INLINE void for_each_result(Body body) {
@@ -273,11 +278,10 @@ struct Decode {
     for (int j = 0; j < kRowsOfWarp; j++) {
       const int r = j * kDecodeWarps + warp_of_cta();
       if (r >= rows || lane_of_warp() != 0) continue;
-      const int row = row0 + r, h = kv_head * call.group + row / call.length;
-      const Softmax all(call, h, largest[j]);
+      const Softmax all(call, kv_head * call.group + (row0 + r) / call.length, largest[j]);
       const float factor = all.factor(largest[j], total[j]), sum = all.of_sink + fmaxf(factor, 0.0f) * total[j];
       shared.shrink[r] = factor, shared.factor[r] = inverse(sum);
-      all.store_lse(call, (static_cast<int64_t>(b) * call.heads + h) * call.length + row % call.length, sum);
+      all.store_lse(call, first_row() + r, sum);
     }
     __syncthreads();  // factors are there
     for_each_result([&](float sum, int r, int column) {
@@ -291,7 +295,7 @@ struct Decode {
 
   LOWBIT_INLINE void finish(int64_t split) {
     const int lane = lane_of_warp();
-    const int64_t first = (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
+    const int64_t first = first_row();
 #pragma unroll
     for (int j = 0; j < kRowsOfWarp; j++) {
       const int r = j * kDecodeWarps + warp_of_cta();

@@ -22,6 +22,6 @@ def include_dir() -> str:
 
     Example:
         >>> sorted(os.listdir(os.path.join(lowbit.backends.include_dir(), "lowbit")))
-        ['backend.h', 'lowbit.h', 'types.h']
+        ['backend.h', 'lowbit.h', 'torch.h', 'types.h']
     """
     return str(Path(_C.__file__).with_name("include"))

@@ -8,7 +8,6 @@ copy, taken over afterwards.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -182,9 +181,14 @@ def _resizable_copy(tensor: Tensor) -> Tensor:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether no element is there twice and none lies between two others."""
-    dimensions = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    dense = tuple(math.prod(size for _, size in dimensions[:i]) for i in range(len(dimensions)))
-    return tensor.numel() == 0 or tuple(stride for stride, _ in dimensions) == dense
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _strides_for(host: Tensor) -> Any:

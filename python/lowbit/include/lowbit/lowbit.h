@@ -39,8 +39,8 @@ LOWBIT_EXPORT int lowbit_api_version(void);
 /* The text of the last error of this thread, valid until the next one; "" before the first. */
 LOWBIT_EXPORT const char *lowbit_last_error(void);
 
-/* The number of threads of calls: OMP_NUM_THREADS, else the cores of the process, until set to 1..1024; 0: as at the beginning. Where
- * torch is in the process they are torch's, and setting them is a LOWBIT_RUNTIME_ERROR. */
+/* The number of threads of calls: OMP_NUM_THREADS, else the cores of the process, until set to 1..1024; 0: as at the
+ * beginning. Where torch is in the process they are torch's, and setting them is a LOWBIT_RUNTIME_ERROR. */
 LOWBIT_EXPORT int lowbit_num_threads(void); /* returns it */
 LOWBIT_EXPORT int lowbit_set_num_threads(int threads);
 /* Calls body(context). Threads stay awake between its calls of lowbit: for many short ones, as of one token. */
