@@ -131,9 +131,9 @@ def run(case: AttentionCase, data: AttentionData, device: str, suffix: str = "",
     with forced(names[0]):
         out, lse, largest = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, largest_too, in_float32)
         narrow = torch.ops.lowbit.attention_forward(q, k, v, *options, *programs, *masks, False, False)[0]
-    needs = [True] * len(programs[1])
+    needs, grad_out = [True] * len(programs[1]), data.grad_out.float() if in_float32 else data.grad_out
     with forced(names[1]):
-        grads = torch.ops.lowbit.attention_backward(q, k, v, out, lse, call(data.grad_out.float()), call(data.grad_lse), *options, *programs,
+        grads = torch.ops.lowbit.attention_backward(q, k, v, out, lse, call(grad_out), call(data.grad_lse), *options, *programs,
                                                     needs, *masks, False, case.sink)  # fmt: skip
     order = ["grad_q", "grad_k", "grad_v", *["grad_sink"] * case.sink, *(f"captured {i}" for i in range(len(captured)))]
     results = dict(narrow=narrow, lse=lse) | (dict(out=out) if in_float32 else {}) | (dict(largest=largest) if largest_too else {})

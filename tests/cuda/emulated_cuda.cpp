@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719;
+constexpr int kSuccess = 0, kInvalidValue = 1, kNotFound = 500, kLaunchFailed = 719, kInvalidContext = 201;
 
 std::string environment(const char* name) {
   const char* value = std::getenv(name);
@@ -67,7 +67,7 @@ void write(const fs::path& path, const std::string& text) {
 
 // The barriers and waits for copies of all headers in one numbering, from 0.
 void take_out_wait(std::string& text, int& number) {
-  static const std::regex wait(R"((__syncthreads|wait_for_copies)\(\);)");
+  static const std::regex wait(R"((__syncthreads|wait_for_copies|__syncwarp|wait_for_groups<[^>]*>)\(\);)");
   for (std::sregex_iterator i(text.begin(), text.end(), wait), end; i != end; ++i)
     if (number-- == 0) {
       text.replace(static_cast<std::size_t>(i->position()), i->str().size(), i->str().size(), ' ');
@@ -107,6 +107,8 @@ struct Kernel {
   void (*body)(const void*);
 };
 
+thread_local std::vector<void*> contexts;  // of this thread: none at first, as in a thread of autograd's
+
 int text_out(const std::string& text, char* to) { return std::memcpy(to, text.data(), text.size()), kSuccess; }
 
 }  // namespace
@@ -136,16 +138,24 @@ EMULATED cuDeviceGetAttribute(int* value, int attribute, int) {
 EMULATED cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(static_cast<intptr_t>(device) + 1), kSuccess;
 }
-EMULATED cuCtxGetCurrent(void** context) { return *context = nullptr, kSuccess; }
-EMULATED cuCtxPushCurrent_v2(void* context) { return log("push ", reinterpret_cast<intptr_t>(context) - 1), kSuccess; }
-EMULATED cuCtxPopCurrent_v2(void**) { return log("pop"), kSuccess; }
+EMULATED cuCtxGetCurrent(void** context) {
+  return *context = contexts.empty() ? nullptr : contexts.back(), kSuccess;
+}
+EMULATED cuCtxPushCurrent_v2(void* context) {
+  return contexts.push_back(context), log("push ", reinterpret_cast<intptr_t>(context) - 1), kSuccess;
+}
+EMULATED cuCtxPopCurrent_v2(void** context) {
+  if (contexts.empty()) return kInvalidContext;
+  return *context = contexts.back(), contexts.pop_back(), log("pop"), kSuccess;
+}
 EMULATED cuGetErrorName(int error, const char** name) {
   *name = error == kLaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
-          : error == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : "CUDA_ERROR";
+          : error == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT" : error == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : "CUDA_ERROR";
   return kSuccess;
 }
 EMULATED cuGetErrorString(int, const char** text) { return *text = "as the emulation was told", kSuccess; }
 EMULATED cuStreamIsCapturing(void*, int* status) {
+  if (contexts.empty()) return kInvalidContext;
   return *status = environment("LOWBIT_EMULATED_CAPTURING") == "1", kSuccess;
 }
 EMULATED cuMemcpyDtoHAsync_v2(void* to, const void* from, std::size_t bytes, void*) {

@@ -77,12 +77,6 @@ std::string architecture(Device device) {
 
 int multiprocessors(Device device) { return attribute(kMultiprocessors, device); }
 
-bool is_captured(const Place& place) {
-  int status = 0;
-  ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
-  return status != 0;
-}
-
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMostDevices> primary{};
   std::atomic<Context>& kept = primary[static_cast<std::size_t>(device.index)];
@@ -103,6 +97,13 @@ InContext::InContext(Device device) {
 InContext::~InContext() {
   Context popped = nullptr;
   if (pushed_) driver().pop_context(&popped);
+}
+
+bool is_captured(const Place& place) {
+  const InContext here(place.device);  // a thread of autograd's has none before its first launch
+  int status = 0;
+  ensure(driver().is_capturing(place.stream, &status), "cuStreamIsCapturing");
+  return status != 0;
 }
 
 }  // namespace lowbit::cuda
