@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "cuda/linear/call.hpp"
 #include "cuda/runtime/program.hpp"
 #include "formats/layout.hpp"
 #include "formats/list.hpp"
@@ -30,13 +31,19 @@ struct LinearKind {
   int x_parts, tile_groups;
   bool asymmetric;
   int blocks;  // of 8 rows, that a CTA makes
+  bool in_place = false;  // activations of bfloat16, which the product reads as they are given
 
-  // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers.
+  // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
   int most_blocks() const {
-    const int parts = (significant_bits(format) + 7) / 8, products = x_parts * parts;
-    if (parts > 1 && tile_groups > 1) return 1;
-    if (products == 0) return tile_groups ? 2 : 4;
-    return products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 2 : 4;
+    const int parts = shape().parts, products = x_parts * parts;
+    int most = products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 2 : 4;
+    if (products == 0) most = tile_groups ? 2 : 4;
+    if (parts > 1 && tile_groups > 1) most = 1;
+    for (ProductShape of = shape();; most /= 2)
+      if (of.blocks = most; of.bytes() <= kMostShared) return most;
+  }
+  ProductShape shape() const {
+    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, blocks, in_place};
   }
 };
 Source activations_source(const LinearKind& kind);

@@ -45,8 +45,10 @@ struct Fiber {
   struct Copy {
     void* to;
     const void* from;  // null: zeros
+    int group;
   };
   std::vector<Copy> copies;  // that it has not waited for
+  int groups = 0;            // that it has ended
 };
 
 inline std::vector<Fiber> fibers;
@@ -90,7 +92,7 @@ inline bool run_cta(unsigned threads, std::mt19937& random) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
   failed = false, coins.seed(random());
   for (Fiber& fiber : fibers)
-    fiber.state = State::runs, fiber.begun = false, fiber.collectives = 0, fiber.copies.clear();
+    fiber.state = State::runs, fiber.begun = false, fiber.collectives = fiber.groups = 0, fiber.copies.clear();
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; i++) order[i] = i;
   for (uint64_t asleep = 0;;) {
@@ -187,6 +189,7 @@ inline Dim blockIdx;
 #define LOWBIT_KERNEL(name, threads, Args) extern "C" void name(const Args& args)
 
 inline void __syncthreads() { on_host::wait(on_host::State::at_barrier); }
+inline void __syncwarp() { on_host::exchange({}); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   const unsigned me = on_host::current % 32, first = me / static_cast<unsigned>(width) * static_cast<unsigned>(width);

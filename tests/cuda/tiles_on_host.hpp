@@ -36,7 +36,7 @@ inline void make(const on_host::Fiber::Copy& copy) {
 }
 inline void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   check_aligned(to, "copy to shared memory"), check_aligned(from, "copy from global memory");
-  const on_host::Fiber::Copy copy{to, is_there ? from : nullptr};
+  const on_host::Fiber::Copy copy{to, is_there ? from : nullptr, on_host::fibers[on_host::current].groups};
   if (on_host::coins() & 256) make(copy);
   else on_host::fibers[on_host::current].copies.push_back(copy);
 }
@@ -44,6 +44,17 @@ inline void wait_for_copies() {
   auto& copies = on_host::fibers[on_host::current].copies;
   for (const auto& copy : copies) make(copy);
   copies.clear();
+}
+
+inline void end_group() { on_host::fibers[on_host::current].groups++; }
+template <int kPending>
+void wait_for_groups() {
+  on_host::Fiber& fiber = on_host::fibers[on_host::current];
+  std::erase_if(fiber.copies, [&](const auto& copy) {
+    const bool is_due = copy.group < fiber.groups - kPending;
+    if (is_due) make(copy);
+    return is_due;
+  });
 }
 
 inline void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

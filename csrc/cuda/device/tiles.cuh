@@ -32,6 +32,11 @@ LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there)
 }
 LOWBIT_INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Ends a group of this thread's copies; waits for all groups but the last kPending.
+LOWBIT_INLINE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+LOWBIT_INLINE void wait_for_groups() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
+
 // c += a b of float16 pairs: 16 k.
 LOWBIT_INLINE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

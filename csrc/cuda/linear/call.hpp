@@ -16,6 +16,40 @@ struct ProductCall {
   void* partial;   // [splits, m, n], float or int32, as sums are; of one split: not used
 };
 
+// How much shared memory a CTA of a product has (product.cuh).
+constexpr int kMostShared = 99 << 10;  // of a CTA, on every GPU from 8.0 on
+constexpr int kRowBytes = 160;  // from row to row of 64 bfloat16 in shared memory: lanes read different banks
+struct ProductShape {
+  int bits, parts, x_parts, tile_groups;  // parts: of bfloat16 in a weight
+  bool asymmetric;
+  int blocks;
+  bool in_place;
+
+  // Of 16 columns a CTA, for which activations are read once: as many as sums of all have room for in 128 registers.
+  constexpr int panels() const {
+    const bool is_large = blocks * (x_parts ? 1 + asymmetric : 1) > 4 || (parts > 1 && (x_parts > 1 || blocks > 2));
+    return bits <= 8 && !is_large ? 2 : 1;
+  }
+  constexpr int scales() const { return tile_groups ? tile_groups : 1; }
+  constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks * kRowsAtOnce : 1; }
+  constexpr int x_bytes() const {
+    return in_place ? blocks * kRowsAtOnce * kRowBytes : blocks * (x_parts ? 1024 * x_parts : 512);
+  }
+  constexpr int stage_bytes() const {  // of a warp
+    return panels() * (128 * bits + scales() * (1 + asymmetric) * 32) + rows_of_sums() * scales() * 16 + x_bytes();
+  }
+  // Tiles of a warp in shared memory: two CTAs of 76 KB lie on a multiprocessor of 164 KB or more.
+  constexpr int stages() const {
+    const int room = (76 << 10) / (kLinearWarps * stage_bytes());
+    return room < 1 ? 1 : room > 6 ? 6 : room;
+  }
+  constexpr int bytes() const {
+    const int ring = kLinearWarps * stages() * stage_bytes(),
+              results = kLinearWarps * blocks * kRowsAtOnce * panels() * 16 * 4;
+    return (ring > results ? ring : results) + 16 * 8;  // and the levels of a lookup format
+  }
+};
+
 // Sizes of tiles of int8 activations (code_tiles.cuh).
 constexpr int kTileThreads = 128, kWarpPanels = 2, kTilePanels = kTileThreads / 32 * kWarpPanels,
               kTileColumns = kTilePanels * 16;

@@ -8,7 +8,15 @@
 
 namespace lowbit::cuda {
 
-constexpr uint32_t kBf16One = 0x3f803f80u;
+// Where a tile lies: in global memory, where it is read once, or in shared memory.
+struct FromGlobal {
+  template <class Word>
+  LOWBIT_INLINE static Word word(const uint8_t* p) { return load_once(reinterpret_cast<const Word*>(p)); }
+};
+struct FromShared {
+  template <class Word>
+  LOWBIT_INLINE static Word word(const uint8_t* p) { return *reinterpret_cast<const Word*>(p); }
+};
 
 // Codes of 1 to 8 bits, which lie in planes (formats/codec.hpp): of each the rows that this lane reads.
 template <int kBits>
@@ -18,9 +26,10 @@ struct LaneCodes {
   static constexpr int kWords = 2 * (rows<1> + rows<2> + rows<4> + rows<8>);
   uint2 one[rows<1> + 1], two[rows<2> + 1], four[rows<4> + 1], eight[rows<8> + 1];  // the last of each is not used
 
+  template <class From>
   LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
-    load_plane<1>(tile, g, t % 2, one), load_plane<2>(tile, g, t, two);
-    load_plane<4>(tile, g, t, four), load_plane<8>(tile, g, t, eight);
+    load_plane<1, From>(tile, g, t % 2, one), load_plane<2, From>(tile, g, t, two);
+    load_plane<4, From>(tile, g, t, four), load_plane<8, From>(tile, g, t, eight);
   }
   // Four codes of column 2g + `column`, of k from 16 q + 4 t on.
   LOWBIT_INLINE uint32_t bytes(int q, int column, int t) const {
@@ -34,30 +43,21 @@ struct LaneCodes {
   }
 
  private:
-  template <int kCount, int kRows>
+  template <int kCount, class From, int kRows>
   LOWBIT_INLINE static void load_plane(const uint8_t* tile, int g, int first_row, uint2 (&out)[kRows]) {
     const uint8_t* plane = tile + bits_before_piece(kBits, kCount) * 128 + first_row * 64 + g * 8;
 #pragma unroll
-    for (int i = 0; i < rows<kCount>; i++) out[i] = load_once(reinterpret_cast<const uint2*>(plane + i * 256));
+    for (int i = 0; i < rows<kCount>; i++) out[i] = From::template word<uint2>(plane + i * 256);
   }
 };
 
-// Pairs of bfloat16 less a whole number, exactly: k 0, 2 and 1, 3 of four codes.
-template <int kBits, int kZero>
-LOWBIT_INLINE void integers_to_bf16(uint32_t bytes, uint32_t& even, uint32_t& odd) {
-  const auto convert = [](uint32_t halves) {  // codes in bits 0..7 and 16..23
-    // 128 + the low 7 bits is a bfloat16 with them for its mantissa.
-    const uint32_t seven = (halves & 0x007f007fu) | 0x43004300u;
-    constexpr auto bf16 = [](int whole) { return __float_as_uint(static_cast<float>(whole)) & 0xffff0000u; };
-    if constexpr (kBits == 8) {  // less 128, or 256 where the eighth bit is not set
-      static_assert(kZero == 128);
-      return fma_bf16x2(seven, kBf16One, (~halves & 0x00800080u) | 0xc300c300u);
-    } else {
-      const uint32_t offset = bf16(-128 - kZero);
-      return fma_bf16x2(seven, kBf16One, offset | offset >> 16);
-    }
-  };
-  even = convert(bytes & 0x00ff00ffu), odd = convert(bytes >> 8 & 0x00ff00ffu);
+// Integers become bfloat16 in units of 2^6 less their zero point, exactly: the lowest 8 bits of a bfloat16 alone are a
+// multiple of 2^-133, whatever they are, and one fma brings them to 2^-6. So a mask and an fma are enough for two codes.
+constexpr float kUnitOfIntegers = 0x1p6f;
+template <int kZero>
+LOWBIT_INLINE uint32_t integers_to_bf16(uint32_t words, uint32_t mask, uint32_t shift) {
+  const uint32_t less = __float_as_uint(-kZero / kUnitOfIntegers) >> 16;
+  return fma_bf16x2(words & mask << shift, (0x7f00u - shift * 0x80u) * 0x10001u, less | less << 16);
 }
 
 // float8_e4m3: exponent and mantissa where bfloat16 has them, times 2^120.
@@ -101,22 +101,22 @@ struct LaneTile {
   using FloatWords = std::conditional_t<kRows32 || kRows16, Floats, OtherFloats>;
   std::conditional_t<kCodes, LaneCodes<kCodes ? kBits : 8>, FloatWords> words;
 
+  template <class From = FromGlobal>
   LOWBIT_INLINE void load(const uint8_t* tile, int g, int t) {
     if constexpr (kCodes) {
-      words.load(tile, g, t);
+      words.template load<From>(tile, g, t);
     } else if constexpr (kFormat == Format::float16) {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const uint8_t* row = tile + (i / 2 * 16 + t * 4 + i % 2 * 2) * 32 + g * 4;
-        words.row[i] = {load_once(reinterpret_cast<const uint32_t*>(row)),
-                        load_once(reinterpret_cast<const uint32_t*>(row + 32))};
+        words.row[i] = {From::template word<uint32_t>(row), From::template word<uint32_t>(row + 32)};
       }
     } else if constexpr (kRows32 || kRows16) {
       constexpr int kRowK = 32 / kBits, kEach = 4 / kRowK;  // k of a row; rows of a lane and chunk
 #pragma unroll
       for (int i = 0; i < Floats::kRows; i++) {
         const int row = (i / kEach * 16 + t * 4) / kRowK + i % kEach;
-        words.row[i] = load_once(reinterpret_cast<const uint2*>(tile + row * 64 + g * 8));
+        words.row[i] = From::template word<uint2>(tile + row * 64 + g * 8);
       }
     } else {  // one by one, where the codec says that they lie
 #pragma unroll
@@ -151,10 +151,16 @@ struct LaneTile {
       if constexpr (!kCodes) {
         floats(q, column, a);
       } else {
+        constexpr int kZero = is_integer(kFormat) ? symmetric_zero(kFormat) : 0;
         const uint32_t bytes = words.bytes(q, column, t);
-        if constexpr (is_integer(kFormat))
-          integers_to_bf16<kBits, symmetric_zero(kFormat)>(bytes, a[0][column], a[0][2 + column]);
-        else if constexpr (kFormat == Format::fp8_e4m3) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
+        if constexpr (kBits == 4 && is_integer(kFormat)) {
+          const uint32_t word = of_column(words.four[q % 2], column);
+          a[0][column] = integers_to_bf16<kZero>(word, 0x000f000fu, q / 2 * 4);
+          a[0][2 + column] = integers_to_bf16<kZero>(word >> 8, 0x000f000fu, q / 2 * 4);
+        } else if constexpr (is_integer(kFormat)) {
+          a[0][column] = integers_to_bf16<kZero>(bytes, 0x00ff00ffu, 0);
+          a[0][2 + column] = integers_to_bf16<kZero>(bytes >> 8, 0x00ff00ffu, 0);
+        } else if constexpr (kFormat == Format::fp8_e4m3) float8_to_bf16(bytes, a[0][column], a[0][2 + column]);
         else if constexpr (is_table(kFormat)) look_up(bytes, column, levels, a);
         else cut_four([bytes](int i) { return Codec::level(static_cast<int>(bytes >> 8 * i & 0xff)); }, column, a);
       }

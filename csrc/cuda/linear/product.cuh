@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear: a CTA makes 16 columns of up to 64 rows. Its warps take the tiles along k in turn, and their sums are added
-// at the end, in order: the same bits every time. A warp has the codes of kAhead tiles on their way, 64 bytes a lane of
-// int4 and int8, 32 KB a multiprocessor of two CTAs, enough to keep memory busy.
+// linear: a CTA makes the columns of kPanels panels, of up to 32 rows. Its warps take the tiles along k in turn, and
+// their sums are added at the end, in order: the same bits every time. A warp has a ring of stages in shared memory, in
+// each what it needs of a tile: codes, scales, zero points and activations. They are copied kStages - 1 tiles ahead.
+// (Loads to registers ahead were no use: NVRTC gives them all one scoreboard, so the use of one waited for all. On an
+// H200 a row of int4 at 8192 x 8192 took 25 us so.)
 #pragma once
 
+#include "cuda/device/tiles.cuh"
 #include "cuda/linear/call.hpp"
 #include "cuda/linear/fragments.cuh"
 #include "gpu/linear/epilogue.cuh"
@@ -19,124 +22,274 @@ LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
 }
 
 // kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k, of a
-// weight without zero points. kBlocks: of kRowsAtOnce rows.
-template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
+// weight without zero points. kBlocks: of kRowsAtOnce rows. kInPlace: activations are read as they are given.
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks, bool kInPlace>
 struct Product {
   static_assert(kTileGroups > 0 || !kAsymmetric);
-  static constexpr bool kCodes = kXParts == 0;
+  static_assert(!kInPlace || (kXParts == 1 && kWeightParts<kFormat> == 1));
+  static constexpr ProductShape kShape{.bits = codec_of<kFormat>::bits, .parts = kWeightParts<kFormat>, .x_parts = kXParts,
+                                       .tile_groups = kTileGroups, .asymmetric = kAsymmetric, .blocks = kBlocks, .in_place = kInPlace};
+  static constexpr bool kCodes = kXParts == 0, kSumsOfRows = kCodes && kTileGroups > 0;
+  // Of sums of integers in bfloat16 (fragments.cuh).
+  static constexpr float kUnit = !kCodes && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   using Result = std::conditional_t<kTileGroups == 0, Sum, float>;
-  static constexpr int kRows = kBlocks * kRowsAtOnce, kSteps = kCodes ? kChunks / 2 : kChunks,
-                       kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
+  static constexpr int kPanels = kShape.panels(), kStages = kShape.stages(), kRows = kBlocks * kRowsAtOnce,
+                       kSteps = kCodes ? kChunks / 2 : kChunks, kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
-                       kBits = codec_of<kFormat>::bits;
-  // As many tiles ahead as 128 registers have room for: a tile takes its codes, scales and zero points.
-  static constexpr int kTileWords = kBits + (kTileGroups ? kScales * (1 + kAsymmetric) : 0),
-                       kWords = kBlocks == 1 ? 20 : kBlocks == 2 && kWeightParts<kFormat> == 1 && !kCodes ? 12 : 1,
-                       kRoom = kWords / kTileWords,
-                       kAhead = kRoom < 1 ? 1 : kRoom > 4 ? 4 : kRoom;
+                       kTileBytes = 128 * kShape.bits, kPairs = kAsymmetric ? 2 : 1, kRowOfTile = 2 * kTileK,
+                       kBlockBytes = kSteps * kPieces * 256;  // of activations in order
 
-  using Ahead = TileAhead<kFormat, kTileGroups, kAsymmetric>;
+  struct Stage {
+    alignas(16) uint8_t codes[kPanels][kTileBytes];
+    uint16_t scales[kPanels][kScales][kPairs][kPanelColumns];  // and zero points
+    RowSum sums[kShape.rows_of_sums()][kScales];
+    uint2 x[kShape.x_bytes() / 8];
+  };
+  static_assert(sizeof(Stage) == kShape.stage_bytes());
+  using Ring = Stage[kLinearWarps][kStages];
+  using Results = Result[kLinearWarps][kRows][kPanels * kPanelColumns];
+  struct Shared {
+    union {
+      Ring rings;
+      Results results;
+    };
+    LevelParts levels[16];  // of a lookup format
+  };
+  static_assert(sizeof(Shared) == kShape.bytes());
 
   const LinearCall& call;
-  const uint8_t* panel;
-  const uint2* rows;  // activations of this lane and the first block
-  int first_row, begin, end;  // begin, end: tiles
-  int g, t;
-  LevelParts* levels;
-  Sum sum[kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of an asymmetric weight's zero point
-  Result result[kBlocks][4];
+  Shared& shared;
+  int first_panel, first_row, lane, g, t;
+  Sum sum[kPanels][kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of zero points
+  Result result[kPanels][kBlocks][4];               // [i]: of column 2g + i / 2 and row 2t + i % 2
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum[b][i] = total[b][i] = 0;
-  }
-
-  LOWBIT_INLINE void ordered(int tile, int block, int piece, uint32_t (&b)[2]) const {
-    const uint2* word = rows + ((block * call.tiles + tile) * kSteps * kPieces + piece) * 32;
-    const bool is_there = first_row + block * kRowsAtOnce + g < call.m;
-    b[0] = is_there ? word->x : 0, b[1] = is_there ? word->y : 0;
-  }
-
-  LOWBIT_INLINE void multiply(int tile, const Ahead& ahead, int step) {
-    constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
-    uint32_t a[kParts][4];
-    if constexpr (kCodes) {
+      for (int i = 0; i < 4; i++) {
+        total[b][i] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[0][i] = ahead.tile.words.bytes(2 * step + i / 2, i % 2, t);
+        for (int p = 0; p < kPanels; p++) sum[p][b][i] = 0;
+      }
+  }
+
+  LOWBIT_INLINE const uint8_t* panel(int p) const {  // the last one again, where there is no other
+    return call.weight + smaller(first_panel + p, static_cast<int>(call.spec.panels()) - 1) * call.sections.row_bytes;
+  }
+
+  // This lane's pieces of 16 bytes of the next tile, in global memory.
+  struct Source {
+    int tile;
+    const uint8_t *codes[kPanels], *scales;  // scales: of group 0
+    const uint8_t *x, *sums;
+    int64_t x_step;  // to the rows of the next piece: 4 rows in place; or 8, a block, in order
+  };
+
+  LOWBIT_INLINE Source source_of(int tile) const {
+    Source from{};
+    from.tile = tile;
+#pragma unroll
+    for (int p = 0; p < kPanels; p++) from.codes[p] = panel(p) + call.sections.codes + tile * kTileBytes + lane * 16;
+    if constexpr (kTileGroups > 0)
+      from.scales = panel(lane / kScalePieces) + lane % 2 * 16 +
+                    (is_zero() ? call.sections.zero : call.sections.group_scale);
+    if constexpr (kInPlace) {
+      from.x_step = 4 * 2 * call.spec.k;
+      from.x = static_cast<const uint8_t*>(call.x) + (first_row + lane / 8) * 2 * call.spec.k + tile * kRowOfTile +
+               lane % 8 * 16;
     } else {
-      ahead.tile.fragments(step, t, levels, a);
+      from.x_step = static_cast<int64_t>(call.tiles) * kBlockBytes;
+      from.x = static_cast<const uint8_t*>(call.ordered) + first_row / kRowsAtOnce * from.x_step + tile * kBlockBytes +
+               lane * 16;
+    }
+    if constexpr (kSumsOfRows)
+      from.sums = reinterpret_cast<const uint8_t*>(
+          call.sums + (static_cast<int64_t>(first_row + lane / kScales) * call.tiles + tile) * kScales +
+          lane % kScales);
+    return from;
+  }
+
+  static constexpr int kScalePieces = kScales * kPairs * 2;  // of a panel and tile
+  static_assert(kPanels * kScalePieces <= 32);
+  LOWBIT_INLINE bool is_zero() const { return kAsymmetric && lane / 2 % 2; }
+
+  LOWBIT_INLINE static void copy_16(void* to, const void* from, bool is_there = true) {
+    copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), is_there);
+  }
+
+  // Copies a tile, and goes on to the next of this warp.
+  LOWBIT_INLINE void copy(Stage& stage, Source& from) const {
+#pragma unroll
+    for (int p = 0; p < kPanels; p++) {
+#pragma unroll
+      for (int at = 0; at < kTileBytes; at += 32 * 16)
+        if (at + 32 * 16 <= kTileBytes || at + lane * 16 < kTileBytes)
+          copy_16(stage.codes[p] + at + lane * 16, from.codes[p] + at);
+      from.codes[p] += kLinearWarps * kTileBytes;
+    }
+    if constexpr (kTileGroups > 0) {
+      const int of_tile = from.tile * kScales + lane / (2 * kPairs) % kScales >> call.group_shift, last = call.groups - 1;
+      if (lane < kPanels * kScalePieces && (is_zero() || call.spec.group_size))
+        copy_16(stage.scales[0][0][0] + lane * 8, from.scales + (of_tile < last ? of_tile : last) * 32);
+    }
+    const int rows = static_cast<int>(call.m) - first_row;
+    if constexpr (kInPlace) {
+      const bool is_there = from.tile * static_cast<int>(kTileK) + lane % 8 * 8 < static_cast<int>(call.spec.k);
+#pragma unroll
+      for (int i = 0; i < kRows / 4; i++)
+        if (i * 4 + lane / 8 < rows)
+          copy_16(reinterpret_cast<uint8_t*>(stage.x) + (i * 4 + lane / 8) * kRowBytes + lane % 8 * 16,
+                  is_there ? from.x + i * from.x_step : static_cast<const uint8_t*>(call.x), is_there);
+      from.x += kLinearWarps * kRowOfTile;
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; block++)
+        if (block * kRowsAtOnce + lane % 16 / 2 < rows)
+#pragma unroll
+          for (int at = 0; at < kBlockBytes; at += 32 * 16)
+            copy_16(reinterpret_cast<uint8_t*>(stage.x) + block * kBlockBytes + at + lane * 16,
+                    from.x + block * from.x_step + at);
+      from.x += kLinearWarps * kBlockBytes;
+    }
+    if constexpr (kSumsOfRows) {
+      const int64_t step = static_cast<int64_t>(32 / kScales) * call.tiles * kScales * sizeof(RowSum);
+#pragma unroll
+      for (int i = 0; i < kRows * kScales; i += 32)
+        if (i + lane < kRows * kScales && (i + lane) / kScales < rows)
+          copy_16(stage.sums[0] + i + lane, from.sums + i / 32 * step);
+      from.sums += kLinearWarps * kScales * sizeof(RowSum);
+    }
+    from.tile += kLinearWarps;
+  }
+
+  LOWBIT_INLINE uint2 activations(const Stage& stage, int block, int step, int piece) const {
+    if constexpr (!kInPlace) return stage.x[((block * kSteps + step) * kPieces + piece) * 32 + lane];
+    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(stage.x) +
+                                                    (block * kRowsAtOnce + g) * kRowBytes + step * 32 + t * 8);
+    if constexpr (is_float(kFormat)) return x;
+    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632)};  // in pairs of k 0, 2 and 1, 3
+  }
+
+  static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
+
+  LOWBIT_INLINE void multiply(const Stage& stage, const LaneTile<kFormat> (&tiles)[kPanels], int step) {
+    constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
+    uint32_t a[kPanels][kParts][4];
+#pragma unroll
+    for (int p = 0; p < kPanels; p++) {
+      if constexpr (kCodes) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[p][0][i] = tiles[p].words.bytes(2 * step + i / 2, i % 2, t);
+      } else {
+        tiles[p].fragments(step, t, shared.levels, a[p]);
+      }
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; block++)
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
-        uint32_t b[2];
-        ordered(tile, block, step * kPieces + i, b);
-        if constexpr (kCodes) {
-          multiply_u8s8(sum[block], a[0], b);
-        } else {
+        const uint2 x = activations(stage, block, step, i);
 #pragma unroll
-          for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
-            if (i + j < kMostParts) multiply_bf16(sum[block], a[j], b);
-          if constexpr (kAsymmetric) multiply_bf16(total[block], {kBf16One, kBf16One, kBf16One, kBf16One}, b);
+        for (int p = 0; p < kPanels; p++) {
+          if constexpr (kCodes) {
+            multiply_u8s8(sum[p][block], a[p][0], {x.x, x.y});
+          } else {
+#pragma unroll
+            for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
+              if (i + j < kMostParts) multiply_bf16(sum[p][block], a[p][j], {x.x, x.y});
+          }
         }
+        if constexpr (kAsymmetric && !kCodes)
+          multiply_bf16(total[block], {kBf16Unit, kBf16Unit, kBf16Unit, kBf16Unit}, {x.x, x.y});
       }
   }
 
-  // Adds the sums under one scale to the result: c[0], c[1] are of column 2g and rows 2t, 2t + 1.
-  LOWBIT_INLINE void scale_sums(int tile, int part, uint32_t scales, uint32_t zeros) {
+  // Of both columns of the lane, float16.
+  LOWBIT_INLINE uint32_t pair(const Stage& stage, int p, int part, bool zero) const {
+    return *reinterpret_cast<const uint32_t*>(stage.scales[p][part][zero] + 2 * g);
+  }
+
+  // Adds the sums under one scale to the result.
+  LOWBIT_INLINE void scale_sums(const Stage& stage, int part) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; block++)
+    for (int p = 0; p < kPanels; p++) {
+      const uint32_t scales = call.spec.group_size ? pair(stage, p, part, false) : 0x3c003c00u,
+                     zeros = kAsymmetric ? pair(stage, p, part, true) : 0;
+      const float scale[2] = {float_of_half(scales), float_of_half(scales >> 16)};
+      const float zero[2] = {kAsymmetric ? float_of_half(zeros) : 0.0f, kAsymmetric ? float_of_half(zeros >> 16) : 0.0f};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int64_t row = first_row + block * kRowsAtOnce + 2 * t + i % 2;
-        const float w_scale = half_of(scales, i / 2);
-        if constexpr (kCodes) {
-          if (row < call.m)
-            result[block][i] =
-                __fmaf_rn(scaled_sum<kFormat, kAsymmetric>(
-                              sum[block][i], call.sums[(row * call.tiles + tile) * kScales + part],
-                              kAsymmetric ? half_of(zeros, i / 2) : 0.0f),
-                          w_scale, result[block][i]);
-        } else {
-          float whole = sum[block][i];
-          if constexpr (kAsymmetric)
-            whole = __fmaf_rn(static_cast<float>(symmetric_zero(kFormat)) - half_of(zeros, i / 2), total[block][i],
-                              whole);
-          result[block][i] = __fmaf_rn(whole, w_scale, result[block][i]);
+      for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float whole;
+          if constexpr (kCodes) {
+            whole = scaled_sum<kFormat, kAsymmetric>(
+                sum[p][block][i], stage.sums[block * kRowsAtOnce + 2 * t + i % 2][part], zero[i / 2]);
+          } else {
+            whole = sum[p][block][i];
+            if constexpr (kAsymmetric)
+              whole = __fmaf_rn(static_cast<float>(symmetric_zero(kFormat)) - zero[i / 2], total[block][i], whole);
+          }
+          result[p][block][i] = __fmaf_rn(whole, scale[i / 2], result[p][block][i]);
         }
-      }
+    }
     clear();
   }
-  LOWBIT_INLINE static float half_of(uint32_t pair, int column) {
-    return float_of_half(pair >> 16 * column);
-  }
-  LOWBIT_INLINE void use(int tile, const Ahead& ahead) {
+
+  LOWBIT_INLINE void use(const Stage& stage) {
+    LaneTile<kFormat> tiles[kPanels];
+#pragma unroll
+    for (int p = 0; p < kPanels; p++) tiles[p].template load<FromShared>(stage.codes[p], g, t);
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
-      multiply(tile, ahead, step);
-      if (kTileGroups && (step + 1) % kGroupSteps == 0)
-        scale_sums(tile, step / kGroupSteps, ahead.scale[step / kGroupSteps], ahead.zero[step / kGroupSteps]);
+      multiply(stage, tiles, step);
+      if constexpr (kTileGroups > 0)
+        if ((step + 1) % kGroupSteps == 0) scale_sums(stage, step / kGroupSteps);
     }
   }
 
-  LOWBIT_INLINE void run(int warp) {
-    Ahead ahead[kAhead];
+  // Tiles begin, begin + kLinearWarps ... before end.
+  LOWBIT_INLINE void run(int warp, int begin, int end) {
+    Stage(&ring)[kStages] = shared.rings[warp];
+    clear();
 #pragma unroll
-    for (int i = 0; i < kAhead; i++)
-      if (begin + warp + i * kLinearWarps < end) ahead[i].load(call, panel, begin + warp + i * kLinearWarps, g, t);
-    for (int first = begin + warp; first < end; first += kAhead * kLinearWarps)
+    for (auto& of_panel : result)
 #pragma unroll
-      for (int i = 0; i < kAhead; i++) {
-        const int tile = first + i * kLinearWarps, next = tile + kAhead * kLinearWarps;
-        if (tile >= end) break;
-        const Ahead now = ahead[i];
-        if (next < end) ahead[i].load(call, panel, next, g, t);
-        use(tile, now);
-      }
+      for (auto& block : of_panel)
+#pragma unroll
+        for (auto& of : block) of = 0;
+    Source from = source_of(begin);
+#pragma unroll
+    for (int i = 0; i < kStages - 1; i++) {
+      if (from.tile < end) copy(ring[i], from);
+      end_group();
+    }
+    for (int tile = begin, at = 0; tile < end; tile += kLinearWarps) {
+      if (from.tile < end) copy(ring[at == 0 ? kStages - 1 : at - 1], from);
+      end_group();
+      wait_for_groups<kStages - 1>();
+      __syncwarp();  // this tile is there
+      use(ring[at]);
+      __syncwarp();  // every lane is done with it
+      at = at + 1 == kStages ? 0 : at + 1;
+    }
+  }
+
+  LOWBIT_INLINE Results& hand_over(int warp) {
+    __syncthreads();  // every warp is done with its ring
+    auto& results = shared.results;
+#pragma unroll
+    for (int p = 0; p < kPanels; p++)
+#pragma unroll
+      for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          results[warp][block * kRowsAtOnce + 2 * t + i % 2][p * kPanelColumns + 2 * g + i / 2] =
+              kTileGroups ? result[p][block][i] : static_cast<Result>(sum[p][block][i]);
+    __syncthreads();
+    return results;
   }
 };
 
@@ -148,50 +301,39 @@ LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, W
   if constexpr (kCodes) {
     sum = kTileGroups ? whole : scaled_sum<kFormat, false>(whole, call.sums[row], 0.0f);
   } else {
-    sum = whole, pending.row_scale = call.row_scale[row];
+    sum = whole;
+    if (call.row_scale) pending.row_scale = call.row_scale[row];  // null: activations in place
     if (kWeightParts<kFormat> > 1 && pending.row_scale < 0.0f)
       sum = sum_alone<kFormat>(call, row, n), pending = {false, 1.0f};
   }
   finish<kFormat>(call, row, n, sum, pending);
 }
 
-template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks>
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks, bool kInPlace>
 LOWBIT_INLINE void linear(const ProductCall& given) {
-  using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kBlocks>;
-  LOWBIT_SHARED(LevelParts, levels, [16]);
-  LOWBIT_SHARED(typename P::Result, results, [kLinearWarps][P::kRows][kPanelColumns]);
+  using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kBlocks, kInPlace>;
+  constexpr int kColumns = P::kPanels * kPanelColumns;
+  LOWBIT_DYNAMIC_SHARED(typename P::Shared, shared);
   const LinearCall& call = given.call;
   const auto blocks = static_cast<int>(ceil_div(call.m, P::kRows)), cta = static_cast<int>(blockIdx.x) / given.splits;
-  const int panel = cta / blocks, first_row = cta % blocks * P::kRows;
+  const int first_panel = cta / blocks * P::kPanels, first_row = cta % blocks * P::kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits);
+  const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits),
+            end = static_cast<int>(smaller((split + 1) * of_split, call.tiles));
   if constexpr (is_table(kFormat)) {
-    write_levels<kFormat>(levels);
+    write_levels<kFormat>(shared.levels);
     __syncthreads();
   }
-  P product{.call = call, .panel = call.weight + panel * call.sections.row_bytes,
-            .rows = static_cast<const uint2*>(call.ordered) + lane +
-                    static_cast<int64_t>(first_row / kRowsAtOnce) * call.tiles * (P::kSteps * P::kPieces * 32),
-            .first_row = first_row, .begin = split * of_split,
-            .end = static_cast<int>(smaller((split + 1) * of_split, call.tiles)), .g = lane / 4, .t = lane % 4,
-            .levels = levels};
-  product.clear();
-  for (auto& block : product.result)
-    for (auto& result : block) result = 0;
-  product.run(warp);
-#pragma unroll
-  for (int block = 0; block < kBlocks; block++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      results[warp][block * kRowsAtOnce + 2 * product.t + i % 2][2 * product.g + i / 2] =
-          kTileGroups ? product.result[block][i] : static_cast<typename P::Result>(product.sum[block][i]);
-  __syncthreads();
-  for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kPanelColumns; at += kLinearThreads) {
-    const int64_t row = first_row + at / kPanelColumns, column = at % kPanelColumns;
-    const int64_t n = static_cast<int64_t>(panel) * kPanelColumns + column;
+  P product{.call = call, .shared = shared, .first_panel = first_panel, .first_row = first_row, .lane = lane,
+            .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}};
+  product.run(warp, split * of_split + warp, end);
+  const auto& results = product.hand_over(warp);
+  for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kColumns; at += kLinearThreads) {
+    const int64_t row = first_row + at / kColumns, n = first_panel * kPanelColumns + at % kColumns;
     if (row >= call.m || n >= call.spec.n) continue;
     typename P::Result whole = 0;  // of int32 with wrap-around, which start undoes
-    for (const auto& of_warp : results) whole += of_warp[at / kPanelColumns][column];
+    for (const auto& of_warp : results) whole += of_warp[at / kColumns][at % kColumns];
+    if constexpr (P::kUnit != 1.0f) whole *= P::kUnit;
     if (given.splits == 1) store_whole<kFormat, P::kCodes, kTileGroups>(call, row, n, whole);
     else static_cast<typename P::Result*>(given.partial)[(split * call.m + row) * call.spec.n + n] = whole;
   }

@@ -20,9 +20,15 @@ int x_parts(const LinearArgs& args) {
   }
 }
 
+// Rows of bfloat16 at multiples of 16 bytes, by a weight of one part: whatever they hold, no product of parts is nan.
+bool is_read_in_place(const LinearArgs& args) {
+  return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % 8 == 0 &&
+         reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && significant_bits(args.weight_spec.format) <= 8;
+}
+
 LinearKind kind_of(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
-  LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, 1};
+  LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, 1, is_read_in_place(args)};
   while (kind.blocks < kind.most_blocks() && kind.blocks * kRowsAtOnce < args.m) kind.blocks *= 2;
   return kind;
 }
@@ -31,23 +37,25 @@ LinearKind kind_of(const LinearArgs& args) {
 struct WorkspaceLayout {
   int64_t ordered, sums, rows, partial;  // bytes
   WorkspaceLayout(const LinearArgs& args, const LinearKind& kind, int splits)
-      : ordered(round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() * (kind.x_parts ? 2 * kind.x_parts : 1)),
+      : ordered(kind.in_place ? 0
+                              : round_up(args.m, kRowsAtOnce) * args.weight_spec.padded_k() *
+                                    (kind.x_parts ? 2 * kind.x_parts : 1)),
         sums(kind.x_parts ? 0
                           : args.m * (kind.tile_groups ? args.weight_spec.tiles() * kind.tile_groups : 1) *
                                 static_cast<int64_t>(sizeof(RowSum))),
-        rows(args.m * 4),
+        rows(kind.in_place ? 0 : args.m * 4),
         partial(splits > 1 ? 4 * splits * args.m * args.weight_spec.n : 0) {}
   int64_t at_rows() const { return ordered + sums; }
   int64_t all() const { return at_rows() + rows + partial; }
 };
 
-// Activations are put in order, and launch(call) multiplies them.
+// Activations are put in order, unless they are read in place, and launch(call) multiplies them.
 template <class Launch>
 void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Launch&& launch) {
   const WeightSpec& spec = args.weight_spec;
   const WorkspaceLayout layout(args, kind, splits);
   const Workspace workspace("linear", args.place, layout.all());
-  auto* row_scale = static_cast<float*>(workspace.at(layout.at_rows()));
+  auto* row_scale = kind.in_place ? nullptr : static_cast<float*>(workspace.at(layout.at_rows()));
   ProductCall product{.call = {.spec = spec, .sections = PanelLayout::sections(spec), .weight = args.weight,
                                .x = args.x, .m = args.m, .tiles = static_cast<int32_t>(spec.tiles()),
                                .groups = static_cast<int32_t>(spec.groups()), .group_shift = 0, .dtype = args.dtype,
@@ -56,10 +64,11 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .y = args.y, .ordered = workspace.at(0),
                                .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
                                .row_offset = row_scale},
-                      .splits = splits, .partial = row_scale + args.m};
+                      .splits = splits, .partial = workspace.at(layout.at_rows() + layout.rows)};
   LinearCall& call = product.call;
   if (spec.group_size)
     call.group_shift = std::countr_zero(static_cast<uint64_t>(spec.group_size * kind.tile_groups / kTileK));
+  if (kind.in_place) return launch(product);
   const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
                                  static_cast<int64_t>(kind.format), kind.tile_groups};
   program(args.place, of_activations, [&] { return activations_source(kind); })
@@ -69,27 +78,30 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
 
 SourceKey key_of(SourceKind source, const LinearKind& kind) {
   return {static_cast<int64_t>(source), static_cast<int64_t>(kind.format), kind.x_parts,
-          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks};
+          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks * 2 + kind.in_place};
 }
 
-// The splits of a product of few rows: so many that two CTAs come to each multiprocessor, and of 16 tiles at least, two
+int64_t groups_of_panels(const LinearArgs& args, const LinearKind& kind) {
+  return ceil_div(args.weight_spec.panels(), kind.shape().panels());
+}
+
+// The splits of a product of few rows: so many that one CTA comes to each multiprocessor, and of 16 tiles at least, two
 // for each warp. They do not depend on the number of rows: a row has the same bits in any batch of up to 16.
-int splits_of(const LinearArgs& args) {
+int splits_of(const LinearArgs& args, const LinearKind& kind) {
   if (args.m > 2 * kRowsAtOnce) return 1;
-  const WeightSpec& spec = args.weight_spec;
   constexpr int64_t kMost = 16;
-  const int64_t wanted = 2 * multiprocessors(args.place.device) / spec.panels(),
-                most = spec.tiles() / (2 * kLinearWarps);
+  const int64_t wanted = multiprocessors(args.place.device) / groups_of_panels(args, kind),
+                most = args.weight_spec.tiles() / (2 * kLinearWarps);
   return static_cast<int>(larger(1, smaller(wanted, smaller(most, kMost))));
 }
 
 void run_linear(const LinearArgs& args) {
   const LinearKind kind = kind_of(args);
-  const int splits = splits_of(args);
+  const int splits = splits_of(args, kind);
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
-    const int64_t ctas = args.weight_spec.panels() * ceil_div(args.m, kind.blocks * kRowsAtOnce);
+    const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.blocks * kRowsAtOnce);
     program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
-        .launch(args.place, "linear", ctas * splits, kLinearThreads, &product);
+        .launch(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
     if (splits == 1) return;
     const SourceKey of_splits{static_cast<int64_t>(SourceKind::splits), static_cast<int64_t>(kind.format),
                               kind.x_parts == 0, kind.tile_groups > 0};
@@ -106,7 +118,7 @@ int64_t code_tiles(const LinearArgs& args) {
 }
 
 void run_code_tiles(const LinearArgs& args) {
-  LinearKind kind = kind_of(args);
+  LinearKind kind = kind_of(args);  // of codes, which are put in order
   kind.blocks = tile_blocks(args);
   run_ordered(args, kind, 1, [&](const ProductCall& product) {
     program(args.place, key_of(SourceKind::code_tiles, kind), [&] { return code_tiles_source(kind); })

@@ -29,11 +29,14 @@ Source activations_source(const LinearKind& kind) {
 
 Source linear_source(const LinearKind& kind) {
   const std::string specialised = concat("linear<", text_of(kind.format), ", ", kind.x_parts, ", ", kind.tile_groups,
-                                         ", ", text_of(kind.asymmetric), ", ", kind.blocks, ">");
+                                         ", ", text_of(kind.asymmetric), ", ", kind.blocks, ", ",
+                                         text_of(kind.in_place), ">");
   return {concat("linear of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
                  kind.tile_groups, " scales a tile, ",
-                 kind.x_parts ? concat("activations in ", kind.x_parts, " parts") : "int8 activations", ", ",
-                 8 * kind.blocks, " rows"),
+                 kind.in_place  ? "activations in place"
+                 : kind.x_parts ? concat("activations in ", kind.x_parts, " parts")
+                                : "int8 activations",
+                 ", ", 8 * kind.blocks, " rows"),
           concat("#include \"cuda/linear/product.cuh\"\n",
                  kernel_text("linear", "kLinearThreads", "ProductCall", specialised))};
 }
@@ -70,7 +73,12 @@ std::vector<Source> linear_sources() {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
-    for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) all.push_back(linear_source(kind));
+    for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) {
+      all.push_back(linear_source(kind));
+      if (kind.x_parts == 1 && parts_of(kind.format) == 1) {
+        kind.in_place = true, all.push_back(linear_source(kind)), kind.in_place = false;
+      }
+    }
     if (kind.x_parts) return;
     for (const int blocks : {4, 8}) kind.blocks = blocks, all.push_back(code_tiles_source(kind));
   };

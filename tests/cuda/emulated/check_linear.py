@@ -118,8 +118,57 @@ def test_a_call_is_two_launches_and_leaves_no_memory(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(log))
     on_gpu(case)
     launches = [line.split()[:4] for line in log.read_text().splitlines() if line.startswith("launch")]
-    assert launches == [["launch", "activations", "8", "256"], ["launch", "linear", "3", "256"]]
+    assert launches == [["launch", "activations", "8", "256"], ["launch", "linear", "2", "256"]]  # of 3 panels, two to a CTA
     assert simulated.live_bytes(DEVICE) == before
+
+
+IN_PLACE = [
+    LinearCase(m, 37, k, "bfloat16", format, group_size, mapping, "float", None)
+    for m, k, format, group_size, mapping in (
+        (1, 152, "int4", 128, "symmetric"),
+        (9, 200, "int4", 32, "asymmetric"),
+        (33, 72, "int4", 64, "symmetric"),
+        (3, 640, "int8", 0, "symmetric"),
+        (20, 136, "int3", 32, "asymmetric"),
+        (8, 64, "fp8_e4m3", 0, "symmetric"),
+        (5, 8, "fp4_e2m1", 16, "symmetric"),
+        (17, 600, "bfloat16", 0, "symmetric"),
+    )
+]
+
+
+def in_order(case: LinearCase, data: testing.LinearData) -> torch.Tensor:
+    """The same by activations that a kernel puts in order first: their address is no multiple of 16."""
+    buffer = torch.zeros(data.x.numel() + 4, dtype=data.x.dtype, device=DEVICE)
+    x = buffer[4:].view(data.x.shape).copy_(data.x)
+    with forced(row_of(case, "cuda_sim")):
+        return torch.ops.lowbit.linear(x, data.packed.to(DEVICE), *case.op_args, None, 0, None, None).cpu()
+
+
+@pytest.mark.parametrize("case", IN_PLACE, ids=str)
+def test_activations_of_bfloat16_are_read_in_place(case: LinearCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWBIT_EMULATED_LOG", str(tmp_path / "log"))
+    data = cached_data(case)
+    y = on_gpu(case)
+    assert [line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("launch")] == ["linear"]
+    assert_within(y, data.wanted, data.allowed, str(case))
+    assert torch.equal(y, in_order(case, data))
+
+
+@pytest.mark.parametrize("factor", [1e-38, 1e-36, 1e30])
+@pytest.mark.parametrize("format", ["int4", "int8", "bfloat16"])
+def test_tiny_and_huge_activations_in_place(format: str, factor: float) -> None:
+    case = LinearCase(3, 16, 64, "bfloat16", format, 64 if format == "int4" else 0, "symmetric", "float", None)
+    data = make_data(case, (torch.randn(3, 64) * factor).bfloat16())
+    assert_within(on_gpu(case, data), data.wanted, data.allowed, str(case))
+
+
+def test_a_row_in_place_with_inf_or_nan_alone_is_not_finite() -> None:
+    case = LinearCase(4, 20, 136, "bfloat16", "int4", 64, "symmetric", "float", None)
+    x = torch.randn(4, 136).bfloat16()
+    x[1, 7], x[2, 129] = torch.inf, torch.nan
+    y = on_gpu(case, make_data(case, x))
+    assert y[[0, 3]].isfinite().all() and not y[1:3].isfinite().any()
 
 
 SPLIT = [
@@ -131,6 +180,7 @@ SPLIT = [
         (2, "float32", "nf4", 64, "symmetric", "float", None, "none", False, False),
     )
 ]
+SPLIT += [LinearCase(9, 20, 2104, "bfloat16", "int4", 128, "asymmetric", "float", None)]  # in place
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
@@ -140,7 +190,8 @@ def test_k_is_split_where_columns_are_few(case: LinearCase, tmp_path: Path, monk
     data = cached_data(case)
     y = on_gpu(case)
     launches = [line.split()[1:3] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("launch")]
-    assert launches == [["activations", str(case.m)], ["linear", "4"], ["add_splits", "1"]]  # of 2 panels, 33 tiles
+    ctas = "4" if case.format == "nf4" else "2"  # of 2 panels, 33 tiles
+    assert launches == [["activations", str(case.m)]] * (case.k == 2100) + [["linear", ctas], ["add_splits", "1"]]
     assert_within(y, data.wanted, data.allowed, str(case))
     if case.x_format == "int8_row":
         assert torch.equal(y, run(case, "cpu", row_of(case, "scalar")))
@@ -284,7 +335,7 @@ def test_a_sum_that_no_int32_holds_is_refused_by_name() -> None:
 
 def test_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by test_emulated.py once as it is and once without each barrier."""
-    runs = [(case, on_gpu) for case in (CASES[6], CASES[5], CASES[12])] + [(CODE_TILES[0], by_tiles), (MANY_ROWS[2], of_many_rows)]
+    runs = [(case, on_gpu) for case in (CASES[6], CASES[5], CASES[12], IN_PLACE[3])] + [(CODE_TILES[0], by_tiles), (MANY_ROWS[2], of_many_rows)]
     for case, on_device in runs:
         results = []
         for seed in ("0", "1", "2", "3"):
