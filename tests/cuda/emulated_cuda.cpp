@@ -150,7 +150,8 @@ EMULATED cuCtxPopCurrent_v2(void** context) {
 }
 EMULATED cuGetErrorName(int error, const char** name) {
   *name = error == kLaunchFailed ? "CUDA_ERROR_LAUNCH_FAILED" : error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
-          : error == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT" : error == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : "CUDA_ERROR";
+          : error == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT"
+          : error == 46 ? "CUDA_ERROR_DEVICE_UNAVAILABLE" : "CUDA_ERROR";
   return kSuccess;
 }
 EMULATED cuGetErrorString(int, const char** text) { return *text = "as the emulation was told", kSuccess; }

@@ -51,8 +51,9 @@ struct LaneCodes {
   }
 };
 
-// Integers become bfloat16 in units of 2^6 less their zero point, exactly: the lowest 8 bits of a bfloat16 alone are a
-// multiple of 2^-133, whatever they are, and one fma brings them to 2^-6. So a mask and an fma are enough for two codes.
+// Integers become bfloat16 in units of 2^6 less their zero point, exactly: the lowest 8 bits of a bfloat16 alone
+// are a multiple of 2^-133, whatever they are, and one fma brings them to 2^-6. So a mask and an fma are enough
+// for two codes.
 constexpr float kUnitOfIntegers = 0x1p6f;
 template <int kZero>
 LOWBIT_INLINE uint32_t integers_to_bf16(uint32_t words, uint32_t mask, uint32_t shift) {
