@@ -32,7 +32,11 @@ struct ProductShape {
   }
   constexpr int scales() const { return tile_groups ? tile_groups : 1; }
   constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks * kRowsAtOnce : 1; }
+  constexpr bool x_in_ring() const {  // or in registers: words of a lane, 8 as a weight of several parts leaves room
+    return blocks * (x_parts ? 4 * x_parts : 2) > (parts > 1 && x_parts ? 4 : 8);
+  }
   constexpr int x_bytes() const {
+    if (!x_in_ring()) return 16;  // none, and what aligns the stage
     return in_place ? blocks * kRowsAtOnce * kRowBytes : blocks * (x_parts ? 1024 * x_parts : 512);
   }
   constexpr int stage_bytes() const {  // of a warp

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear: a CTA makes the columns of kPanels panels, of up to 32 rows. Its warps take the tiles along k in turn, and
 // their sums are added at the end, in order: the same bits every time. A warp has a ring of stages in shared memory, in
-// each what it needs of a tile: codes, scales, zero points and activations. They are copied kStages - 1 tiles ahead.
+// each what it needs of a tile: codes, scales and zero points. They are copied kStages - 1 tiles ahead. Activations of
+// few rows are loaded to registers one tile ahead (the two CTAs of a multiprocessor find them in L1), of more they are
+// in the ring.
 // (Loads to registers ahead were no use: NVRTC gives them all one scoreboard, so the use of one waited for all. On an
 // H200 a row of int4 at 8192 x 8192 took 25 us so.)
 #pragma once
@@ -40,6 +42,9 @@ struct Product {
                        kTileBytes = 128 * kShape.bits, kPairs = kAsymmetric ? 2 : 1, kRowOfTile = 2 * kTileK,
                        kBlockBytes = kSteps * kPieces * 256;  // of activations in order
 
+  static constexpr int kWordsOfX = kSteps * kPieces;  // of a lane, tile and block
+  static constexpr bool kRing = kShape.x_in_ring();   // whether it holds activations
+
   struct Stage {
     alignas(16) uint8_t codes[kPanels][kTileBytes];
     uint16_t scales[kPanels][kScales][kPairs][kPanelColumns];  // and zero points
@@ -63,6 +68,7 @@ struct Product {
   int first_panel, first_row, lane, g, t;
   Sum sum[kPanels][kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of zero points
   Result result[kPanels][kBlocks][4];               // [i]: of column 2g + i / 2 and row 2t + i % 2
+  uint2 x[kRing ? 1 : kBlocks][kWordsOfX];          // of the next tile, where they are not in the ring
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
@@ -84,8 +90,25 @@ struct Product {
     int tile;
     const uint8_t *codes[kPanels], *scales;  // scales: of group 0
     const uint8_t *x, *sums;
-    int64_t x_step;  // to the rows of the next piece: 4 rows in place; or 8, a block, in order
+    int64_t x_step;  // in the ring, to the rows of the next piece: 4 rows in place; or 8, a block, in order
   };
+  // Of a lane's row in each block, activations of the next tile; rows behind the last are the last again.
+  struct RowsOfX { const uint8_t* block[kBlocks]; };
+
+  LOWBIT_INLINE RowsOfX rows_of_x(int tile) const {
+    RowsOfX rows;
+    const int last = static_cast<int>(call.m) - 1;
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      const int row = first_row + b * kRowsAtOnce + g, there = row < last ? row : last;
+      rows.block[b] =
+          kInPlace ? static_cast<const uint8_t*>(call.x) + (there * call.spec.k + tile * kTileK + t * 4) * 2
+                   : static_cast<const uint8_t*>(call.ordered) +
+                         (static_cast<int64_t>(there / kRowsAtOnce) * call.tiles + tile) * kBlockBytes + lane * 8;
+    }
+    return rows;
+  }
+
 
   LOWBIT_INLINE Source source_of(int tile) const {
     Source from{};
@@ -95,11 +118,11 @@ struct Product {
     if constexpr (kTileGroups > 0)
       from.scales = panel(lane / kScalePieces) + lane % 2 * 16 +
                     (is_zero() ? call.sections.zero : call.sections.group_scale);
-    if constexpr (kInPlace) {
+    if constexpr (kRing && kInPlace) {
       from.x_step = 4 * 2 * call.spec.k;
       from.x = static_cast<const uint8_t*>(call.x) + (first_row + lane / 8) * 2 * call.spec.k + tile * kRowOfTile +
                lane % 8 * 16;
-    } else {
+    } else if constexpr (kRing) {
       from.x_step = static_cast<int64_t>(call.tiles) * kBlockBytes;
       from.x = static_cast<const uint8_t*>(call.ordered) + first_row / kRowsAtOnce * from.x_step + tile * kBlockBytes +
                lane * 16;
@@ -135,24 +158,7 @@ struct Product {
         copy_16(stage.scales[0][0][0] + lane * 8, from.scales + (of_tile < last ? of_tile : last) * 32);
     }
     const int rows = static_cast<int>(call.m) - first_row;
-    if constexpr (kInPlace) {
-      const bool is_there = from.tile * static_cast<int>(kTileK) + lane % 8 * 8 < static_cast<int>(call.spec.k);
-#pragma unroll
-      for (int i = 0; i < kRows / 4; i++)
-        if (i * 4 + lane / 8 < rows)
-          copy_16(reinterpret_cast<uint8_t*>(stage.x) + (i * 4 + lane / 8) * kRowBytes + lane % 8 * 16,
-                  is_there ? from.x + i * from.x_step : static_cast<const uint8_t*>(call.x), is_there);
-      from.x += kLinearWarps * kRowOfTile;
-    } else {
-#pragma unroll
-      for (int block = 0; block < kBlocks; block++)
-        if (block * kRowsAtOnce + lane % 16 / 2 < rows)
-#pragma unroll
-          for (int at = 0; at < kBlockBytes; at += 32 * 16)
-            copy_16(reinterpret_cast<uint8_t*>(stage.x) + block * kBlockBytes + at + lane * 16,
-                    from.x + block * from.x_step + at);
-      from.x += kLinearWarps * kBlockBytes;
-    }
+    if constexpr (kRing) copy_activations(stage, from, rows);
     if constexpr (kSumsOfRows) {
       const int64_t step = static_cast<int64_t>(32 / kScales) * call.tiles * kScales * sizeof(RowSum);
 #pragma unroll
@@ -164,17 +170,51 @@ struct Product {
     from.tile += kLinearWarps;
   }
 
-  LOWBIT_INLINE uint2 activations(const Stage& stage, int block, int step, int piece) const {
+  LOWBIT_INLINE void copy_activations(Stage& stage, Source& from, int rows) const {
+    auto* to = reinterpret_cast<uint8_t*>(stage.x);
+    if constexpr (kInPlace) {
+#pragma unroll
+      for (int i = 0; i < kRows / 4; i++)
+        if (i * 4 + lane / 8 < rows)
+          copy_16(to + (i * 4 + lane / 8) * kRowBytes + lane % 8 * 16, from.x + i * from.x_step);
+      from.x += kLinearWarps * kRowOfTile;
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; block++)
+        if (block * kRowsAtOnce + lane % 16 / 2 < rows)
+#pragma unroll
+          for (int at = 0; at < kBlockBytes; at += 32 * 16)
+            copy_16(to + block * kBlockBytes + at + lane * 16, from.x + block * from.x_step + at);
+      from.x += kLinearWarps * kBlockBytes;
+    }
+  }
+
+  // Of the next tile of this warp, or of the same again.
+  LOWBIT_INLINE void load_activations(RowsOfX& from, bool goes_on) {
+    constexpr int kStep = kInPlace ? 32 : 256, kOfTile = kInPlace ? kRowOfTile : kBlockBytes;
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+#pragma unroll
+      for (int i = 0; i < kWordsOfX; i++) x[b][i] = *reinterpret_cast<const uint2*>(from.block[b] + i * kStep);
+      from.block[b] += goes_on ? kLinearWarps * kOfTile : 0;
+    }
+  }
+
+  // In pairs of k as the weight has them: of codes 0, 2 and 1, 3.
+  LOWBIT_INLINE static uint2 in_pairs(uint2 x) {
+    if constexpr (!kInPlace || is_float(kFormat)) return x;
+    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632)};
+  }
+  LOWBIT_INLINE uint2 from_ring(const Stage& stage, int block, int step, int piece) const {
     if constexpr (!kInPlace) return stage.x[((block * kSteps + step) * kPieces + piece) * 32 + lane];
-    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(stage.x) +
-                                                    (block * kRowsAtOnce + g) * kRowBytes + step * 32 + t * 8);
-    if constexpr (is_float(kFormat)) return x;
-    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632)};  // in pairs of k 0, 2 and 1, 3
+    return in_pairs(*reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(stage.x) +
+                                                    (block * kRowsAtOnce + g) * kRowBytes + step * 32 + t * 8));
   }
 
   static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
 
-  LOWBIT_INLINE void multiply(const Stage& stage, const LaneTile<kFormat> (&tiles)[kPanels], int step) {
+  template <class Activations>
+  LOWBIT_INLINE void multiply(const LaneTile<kFormat> (&tiles)[kPanels], int step, Activations&& activations) {
     constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
     uint32_t a[kPanels][kParts][4];
 #pragma unroll
@@ -190,19 +230,19 @@ struct Product {
     for (int block = 0; block < kBlocks; block++)
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
-        const uint2 x = activations(stage, block, step, i);
+        const uint2 b = activations(block, i);
 #pragma unroll
         for (int p = 0; p < kPanels; p++) {
           if constexpr (kCodes) {
-            multiply_u8s8(sum[p][block], a[p][0], {x.x, x.y});
+            multiply_u8s8(sum[p][block], a[p][0], {b.x, b.y});
           } else {
 #pragma unroll
             for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
-              if (i + j < kMostParts) multiply_bf16(sum[p][block], a[p][j], {x.x, x.y});
+              if (i + j < kMostParts) multiply_bf16(sum[p][block], a[p][j], {b.x, b.y});
           }
         }
         if constexpr (kAsymmetric && !kCodes)
-          multiply_bf16(total[block], {kBf16Unit, kBf16Unit, kBf16Unit, kBf16Unit}, {x.x, x.y});
+          multiply_bf16(total[block], {kBf16Unit, kBf16Unit, kBf16Unit, kBf16Unit}, {b.x, b.y});
       }
   }
 
@@ -238,13 +278,16 @@ struct Product {
     clear();
   }
 
-  LOWBIT_INLINE void use(const Stage& stage) {
+  LOWBIT_INLINE void use(const Stage& stage, const uint2 (&now)[kRing ? 1 : kBlocks][kWordsOfX]) {
     LaneTile<kFormat> tiles[kPanels];
 #pragma unroll
     for (int p = 0; p < kPanels; p++) tiles[p].template load<FromShared>(stage.codes[p], g, t);
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
-      multiply(stage, tiles, step);
+      multiply(tiles, step, [&](int block, int piece) {
+        if constexpr (kRing) return from_ring(stage, block, step, piece);
+        else return now[block][step * kPieces + piece];
+      });
       if constexpr (kTileGroups > 0)
         if ((step + 1) % kGroupSteps == 0) scale_sums(stage, step / kGroupSteps);
     }
@@ -261,17 +304,28 @@ struct Product {
 #pragma unroll
         for (auto& of : block) of = 0;
     Source from = source_of(begin);
+    RowsOfX from_x{};
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) {
       if (from.tile < end) copy(ring[i], from);
       end_group();
     }
+    if constexpr (!kRing)
+      if (begin < end) from_x = rows_of_x(begin), load_activations(from_x, begin + kLinearWarps < end);
     for (int tile = begin, at = 0; tile < end; tile += kLinearWarps) {
       if (from.tile < end) copy(ring[at == 0 ? kStages - 1 : at - 1], from);
       end_group();
+      uint2 now[kRing ? 1 : kBlocks][kWordsOfX];
+      if constexpr (!kRing) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+          for (int i = 0; i < kWordsOfX; i++) now[block][i] = in_pairs(x[block][i]);
+        load_activations(from_x, tile + 2 * kLinearWarps < end);
+      }
       wait_for_groups<kStages - 1>();
       __syncwarp();  // this tile is there
-      use(ring[at]);
+      use(ring[at], now);
       __syncwarp();  // every lane is done with it
       at = at + 1 == kStages ? 0 : at + 1;
     }
@@ -325,7 +379,7 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
     __syncthreads();
   }
   P product{.call = call, .shared = shared, .first_panel = first_panel, .first_row = first_row, .lane = lane,
-            .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}};
+            .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}, .x = {}};
   product.run(warp, split * of_split + warp, end);
   const auto& results = product.hand_over(warp);
   for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kColumns; at += kLinearThreads) {

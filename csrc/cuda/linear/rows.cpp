@@ -20,9 +20,9 @@ int x_parts(const LinearArgs& args) {
   }
 }
 
-// Rows of bfloat16 at multiples of 16 bytes, by a weight of one part: whatever they hold, no product of parts is nan.
+// Rows of bfloat16 at multiples of 16 bytes, of whole tiles, by a weight of one part: whatever they hold, no product of parts is nan.
 bool is_read_in_place(const LinearArgs& args) {
-  return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % 8 == 0 &&
+  return args.x_format == XFormat::floating && args.dtype == DType::bfloat16 && args.weight_spec.k % kTileK == 0 &&
          reinterpret_cast<std::uintptr_t>(args.x) % 16 == 0 && significant_bits(args.weight_spec.format) <= 8;
 }
 
@@ -49,6 +49,14 @@ struct WorkspaceLayout {
   int64_t all() const { return at_rows() + rows + partial; }
 };
 
+// CTAs that put a row of activations in order: a few rows alone would keep a few multiprocessors busy. One sum of all
+// codes of a row is made by one.
+int ctas_of_row(const LinearArgs& args, const LinearKind& kind) {
+  if (kind.x_parts == 0 && kind.tile_groups == 0) return 1;
+  const int64_t wanted = multiprocessors(args.place.device) / args.m, most = ceil_div(args.weight_spec.tiles(), 8);
+  return static_cast<int>(larger(1, smaller(wanted, most)));
+}
+
 // Activations are put in order, unless they are read in place, and launch(call) multiplies them.
 template <class Launch>
 void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Launch&& launch) {
@@ -63,7 +71,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
                                .activation = args.activation, .bias = args.bias, .mul = args.mul, .add = args.add,
                                .y = args.y, .ordered = workspace.at(0),
                                .sums = static_cast<RowSum*>(workspace.at(layout.ordered)), .row_scale = row_scale,
-                               .row_offset = row_scale},
+                               .row_offset = row_scale, .ctas_of_row = ctas_of_row(args, kind)},
                       .splits = splits, .partial = workspace.at(layout.at_rows() + layout.rows)};
   LinearCall& call = product.call;
   if (spec.group_size)
@@ -72,7 +80,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
   const SourceKey of_activations{static_cast<int64_t>(SourceKind::activations), kind.x_parts,
                                  static_cast<int64_t>(kind.format), kind.tile_groups};
   program(args.place, of_activations, [&] { return activations_source(kind); })
-      .launch(args.place, "activations", args.m, kLinearThreads, &call);
+      .launch(args.place, "activations", args.m * call.ctas_of_row, kLinearThreads, &call);
   launch(product);
 }
 

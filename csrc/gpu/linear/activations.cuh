@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations in the order in which products read them: a CTA for each row. Floats are cut into parts of bfloat16 that
+// Activations in the order in which products read them: one or several CTAs for each row. Floats are cut into parts of bfloat16 that
 // add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or for each group.
 #pragma once
 
@@ -23,8 +23,26 @@ LOWBIT_INLINE void cut(float value, float (&part)[kParts]) {
   for (int i = 0; i < kParts; i++) part[i] = value, value -= upper_part(value);
 }
 
-// Four k of a row, from 4 * word on.
+// Four k of a row, from 4 * word on: in one load or two where rows begin at multiples of 8 bytes.
 LOWBIT_INLINE void load_word(const LinearCall& call, int64_t row, int64_t word, float (&x)[4]) {
+  const int64_t at = row * call.spec.k + word * 4;
+  if (call.spec.k % 4 == 0 && reinterpret_cast<std::size_t>(call.x) % 8 == 0 && word * 4 < call.spec.k) {
+    const auto pair_at = [&](int64_t byte) {
+      return *reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(call.x) + byte);
+    };
+    if (call.dtype == DType::float32) {
+      const uint2 low = pair_at(at * 4), high = pair_at(at * 4 + 8);
+      x[0] = __uint_as_float(low.x), x[1] = __uint_as_float(low.y);
+      x[2] = __uint_as_float(high.x), x[3] = __uint_as_float(high.y);
+    } else {
+      const uint2 word_of = pair_at(at * 2);
+      const auto of = [&](uint32_t bits) {
+        return call.dtype == DType::bfloat16 ? float_from_bfloat16(bits & 0xffff) : float_of_half(bits & 0xffff);
+      };
+      x[0] = of(word_of.x), x[1] = of(word_of.x >> 16), x[2] = of(word_of.y), x[3] = of(word_of.y >> 16);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int64_t k = word * 4 + i;
@@ -67,7 +85,8 @@ struct Range {
 template <int kParts, bool kSwapped, bool kAlone>
 LOWBIT_INLINE void order_floats(const LinearCall& call) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
-  const int64_t row = blockIdx.x;
+  const int64_t row = blockIdx.x / static_cast<unsigned>(call.ctas_of_row),
+                part_of_row = blockIdx.x % static_cast<unsigned>(call.ctas_of_row);
   const int32_t amax = largest_of_row(call, row, warps);
   const bool float8 = call.x_format == XFormat::float8_row;
   const Range range = Range::symmetric(amax, E4M3::largest);
@@ -75,7 +94,8 @@ LOWBIT_INLINE void order_floats(const LinearCall& call) {
   const float up = amax < (127 - 60) << 23 ? 0x1p60f : 1.0f;
   if (threadIdx.x == 0)
     call.row_scale[row] = float8 ? range.scale : kAlone && amax >= kInfinityBits ? -1.0f : 1.0f / up;
-  for (int64_t word = threadIdx.x; word < call.tiles * (kTileK / 4); word += kLinearThreads) {
+  for (int64_t word = part_of_row * kLinearThreads + threadIdx.x; word < call.tiles * (kTileK / 4);
+       word += call.ctas_of_row * kLinearThreads) {
     float x[4], part[4][kParts];
     load_word(call, row, word, x);
 #pragma unroll
@@ -165,21 +185,24 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 
-// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k. code_offset: kCodeOffset of the weight.
+// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k, of one CTA. code_offset: kCodeOffset of the weight.
 template <bool kParts>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
   const Team<kParts> team{warps};
   const WeightSpec& spec = call.spec;
-  const int64_t row = blockIdx.x, padded = call.tiles * kTileK, part = kParts ? kTileK / tile_groups : padded;
+  const int64_t row = blockIdx.x / static_cast<unsigned>(call.ctas_of_row),
+                part_of_row = blockIdx.x % static_cast<unsigned>(call.ctas_of_row);
+  const int64_t padded = call.tiles * kTileK, part = kParts ? kTileK / tile_groups : padded;
   const bool per_row = call.x_format != XFormat::int8_group || spec.group_size == 0;
   Range range{};
   if (call.x_format == XFormat::int8_row_asymmetric) range = asymmetric_range(call, row, warps);
   else if (per_row) range = Range::symmetric(largest_of_row(call, row, warps), 127.0f);
   if (threadIdx.x == 0) call.row_offset[row] = -range.scale * range.zero_point;
   const int64_t span = per_row ? part : larger(part, spec.group_size);  // of one scale
-  const int64_t step = kParts ? kLinearWarps * span : span;
-  for (int64_t begin = kParts ? threadIdx.x / 32 * span : 0; begin < padded; begin += step) {
+  const int64_t step = kParts ? call.ctas_of_row * kLinearWarps * span : span;
+  for (int64_t begin = kParts ? (part_of_row * kLinearWarps + threadIdx.x / 32) * span : 0; begin < padded;
+       begin += step) {
     const int64_t end = smaller(begin + span, padded);
     if (!per_row) {
       int32_t most = 0;

@@ -42,6 +42,7 @@ struct LinearCall {
   RowSum* sums;       // [m][sums of a row]: of codes
   float* row_scale;   // [m]: of floats; negative: the row holds inf or nan, and parts would make nan of its inf
   float* row_offset;  // [m]: of asymmetric codes, the factor of column_sum
+  int32_t ctas_of_row = 1;  // that put a row of them in order
 };
 
 // Kernels of products are compiled for two groups of integers in a tile, and four of fp4_e2m1.
