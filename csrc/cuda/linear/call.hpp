@@ -27,8 +27,7 @@ struct ProductShape {
 
   // Of 16 columns a CTA, for which activations are read once: as many as sums of all have room for in 128 registers.
   constexpr int panels() const {
-    const bool is_large = blocks * (x_parts ? 1 + asymmetric : 1) > 4 || (parts > 1 && (x_parts > 1 || blocks > 2));
-    return bits <= 8 && !is_large ? 2 : 1;
+    return bits <= 8 && parts == 1 && blocks * (x_parts ? 1 + asymmetric : 1) <= 4 ? 2 : 1;
   }
   constexpr int scales() const { return tile_groups ? tile_groups : 1; }
   constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks * kRowsAtOnce : 1; }

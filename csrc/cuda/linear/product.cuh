@@ -213,37 +213,40 @@ struct Product {
 
   static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
 
+  static constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
+
   template <class Activations>
   LOWBIT_INLINE void multiply(const LaneTile<kFormat> (&tiles)[kPanels], int step, Activations&& activations) {
-    constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
     uint32_t a[kPanels][kParts][4];
 #pragma unroll
-    for (int p = 0; p < kPanels; p++) {
+    for (int p = 0; p < kPanels; p++)
       if constexpr (kCodes) {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[p][0][i] = tiles[p].words.bytes(2 * step + i / 2, i % 2, t);
       } else {
         tiles[p].fragments(step, t, shared.levels, a[p]);
       }
-    }
 #pragma unroll
     for (int block = 0; block < kBlocks; block++)
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
         const uint2 b = activations(block, i);
 #pragma unroll
-        for (int p = 0; p < kPanels; p++) {
-          if constexpr (kCodes) {
-            multiply_u8s8(sum[p][block], a[p][0], {b.x, b.y});
-          } else {
-#pragma unroll
-            for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
-              if (i + j < kMostParts) multiply_bf16(sum[p][block], a[p][j], {b.x, b.y});
-          }
-        }
+        for (int p = 0; p < kPanels; p++) multiply(sum[p][block], a[p], b, i);
         if constexpr (kAsymmetric && !kCodes)
           multiply_bf16(total[block], {kBf16Unit, kBf16Unit, kBf16Unit, kBf16Unit}, {b.x, b.y});
       }
+  }
+
+  // By piece i of activations.
+  LOWBIT_INLINE static void multiply(Sum (&to)[4], const uint32_t (&a)[kParts][4], const uint2& b, int i) {
+    if constexpr (kCodes) {
+      multiply_u8s8(to, a[0], {b.x, b.y});
+    } else {
+#pragma unroll
+      for (int j = 0; j < kParts; j++)  // the rest is below 2^-24 of a product
+        if (i + j < kMostParts) multiply_bf16(to, a[j], {b.x, b.y});
+    }
   }
 
   // Of both columns of the lane, float16.
