@@ -8,16 +8,8 @@
 #include "cuda/attention/mods.cuh"
 #include "cuda/decode/cache.cuh"
 #include "cuda/decode/splits.cuh"
-#include "gpu/device/reduce.cuh"
 
 namespace lowbit::cuda {
-
-struct LargerFloat {
-  LOWBIT_INLINE float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-struct FloatTotal {
-  LOWBIT_INLINE float operator()(float a, float b) const { return a + b; }
-};
 
 LOWBIT_INLINE float bias_of(const DecodeCall& call, int64_t b, int64_t h, int64_t l, int64_t k) {
   const int64_t at = b * call.bias_stride[0] + h * call.bias_stride[1] + l * call.bias_stride[2] +

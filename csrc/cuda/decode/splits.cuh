@@ -4,8 +4,16 @@
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
+#include "gpu/device/reduce.cuh"
 
 namespace lowbit::cuda {
+
+struct LargerFloat {
+  LOWBIT_INLINE float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct FloatTotal {
+  LOWBIT_INLINE float operator()(float a, float b) const { return a + b; }
+};
 
 LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
@@ -26,34 +34,54 @@ struct Softmax {
 };
 LOWBIT_INLINE float inverse(float sum) { return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum); }
 
-// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total, in the order
-// of the splits; a CTA for each row. The factors of all splits are there before the first sum, so that no load of a
-// partial result waits for a branch.
+// out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total; a CTA for each
+// row. A lane has the factors of two splits. A warp adds every fourth split, four columns a lane, and no load of a
+// partial result waits for another one. Then the sums of the warps are added.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
-  LOWBIT_SHARED(float, factor, [kMostSplits]);
-  const int64_t row = blockIdx.x, l = row % call.length, h = row / call.length % call.heads,
-                b = row / call.length / call.heads, padded = kv_padded(call.v_columns);
-  const float *largest = call.largest + row * call.splits, *totals = call.total + row * call.splits;
-  float top = minus_infinity();
-  for (int s = 0; s < call.splits; s++) top = fmaxf(top, largest[s]);
-  const Softmax all(call, h, top);
-  for (int s = static_cast<int>(threadIdx.x); s < call.splits; s += kDecodeThreads)
-    factor[s] = all.factor(largest[s], totals[s]);
-  __syncthreads();
-  float total = all.of_sink;
-  for (int s = 0; s < call.splits; s++) total += fmaxf(factor[s], 0.0f) * totals[s];
-  const float by = inverse(total);
-  for (int c = static_cast<int>(threadIdx.x); c < call.v_columns; c += kDecodeThreads) {
-    const float* partial = call.partial + row * call.splits * padded + c;
-    float sum = 0;
-#pragma unroll 8
-    for (int s = 0; s < call.splits; s++) {
-      const float next = __fmaf_rn(factor[s], partial[s * padded], sum);
-      sum = factor[s] < 0.0f ? sum : next;
-    }
-    store_real(call.out.data, call.out_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c, sum * by);
+  static_assert(kMostSplits <= 64);
+  LOWBIT_SHARED(float, sums, [kDecodeWarps][kMostHeadDim]);
+  const int row = static_cast<int>(blockIdx.x), lane = lane_of_warp(), warp = warp_of_cta();
+  const int l = row % call.length, h = row / call.length % call.heads, b = row / call.length / call.heads;
+  const int64_t first = static_cast<int64_t>(row) * call.splits, padded = kv_padded(call.v_columns);
+  float largest[2], total[2], factor[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int split = 32 * i + lane;
+    largest[i] = split < call.splits ? call.largest[first + split] : minus_infinity();
+    total[i] = split < call.splits ? call.total[first + split] : 0.0f;
   }
-  if (threadIdx.x == 0) all.store_lse(call, row, total);
+  const Softmax all(call, h, of_warp(LargerFloat(), fmaxf(largest[0], largest[1])));
+#pragma unroll
+  for (int i = 0; i < 2; i++) factor[i] = all.factor(largest[i], total[i]), total[i] *= fmaxf(factor[i], 0.0f);
+  const float sum = all.of_sink + of_warp(FloatTotal(), total[0] + total[1]), by = inverse(sum);
+  for (int from = 0; from < padded; from += 128) {
+    const int column = from + 4 * lane;
+    float of_column[4] = {};
+#pragma unroll 8
+    for (int split = warp; split < call.splits; split += kDecodeWarps) {
+      const float times = __shfl_sync(kWarp, split < 32 ? factor[0] : factor[1], split % 32);
+      const float* at = call.partial + (first + split) * padded + column;
+      const uint4 part = column < padded ? *reinterpret_cast<const uint4*>(at) : uint4{};
+      const uint32_t words[] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float next = __fmaf_rn(times, __uint_as_float(words[i]), of_column[i]);
+        of_column[i] = times < 0.0f ? of_column[i] : next;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (column < padded) sums[warp][column + i] = of_column[i];
+  }
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < call.v_columns; c += kDecodeThreads) {
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; w++) value += sums[w][c];
+    store_real(call.out.data, call.out_dtype, b * call.out.batch + h * call.out.head + l * call.out.row + c,
+               value * by);
+  }
+  if (threadIdx.x == 0) all.store_lse(call, row, sum);
 }
 
 }  // namespace lowbit::cuda
