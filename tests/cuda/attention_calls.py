@@ -71,6 +71,7 @@ CASES = [
     AttentionCase("documents, blocks of odd sizes", (2, 2, 2, 230, 150, 64, 64), mask_mod=same_document, block_size=(100, 48)),
     AttentionCase("a factor and a bias, captured, of documents", (1, 2, 1, 130, 130, 64, 64), FP16,
                   score_mod=lambda s, b, h, q, k, t, u: s * t[h] + u[q, k], captured=((2,), (130, 130)), mask_mod=same_document, sink=True),
+    AttentionCase("probabilities below float16's normal numbers", (1, 4, 1, 1, 300, 64, 64), FP16, scale=0.5),
 ]  # fmt: skip
 
 # Of which all keys are split among CTAs, by the kernel of decode.

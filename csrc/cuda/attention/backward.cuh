@@ -20,6 +20,9 @@ struct Backward {
   static constexpr int kPairs = (kE / 16 + kShape.parts - 1) / kShape.parts,  // of 16 columns that a CTA makes
                        kValuePairs = (kEv / 16 + kShape.parts - 1) / kShape.parts;
   static constexpr int kStride = kE + kRowPad, kValueStride = kEv + kRowPad;
+  // Probabilities are multiplied by it before they are rounded, since many are below the normal numbers of float16, of
+  // which 2^-14 is the least. They may be up to 4, where lse lacks bits of the scores.
+  static constexpr float kProbabilityFactor = dtype == DType::float16 ? 0x1p14f : 1.0f;
 
   struct Passing {
     SharedRows<kShape.passing, kE> left;     // queries or keys
@@ -88,7 +91,8 @@ struct Backward {
     }
   }
 
-  // Raw products s and gradients dp of the probabilities to probabilities after dropout and gradients of raw scores.
+  // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
+  // dropped, and gradients of raw scores.
   LOWBIT_INLINE void differentiate(const TilePlace& at, float (&s)[1][kScores][4], float (&dp)[1][kScores][4]) const {
     const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
     const RowStatistics* statistics = call.statistics + head;
@@ -109,7 +113,7 @@ struct Backward {
         float ds = p * (dp[0][n][i] * kept - of_row.delta);
         if constexpr (Mods::kScore)
           ds = seen == minus_infinity() ? 0.0f : Mods::gradient(call, raw * call.scale, ds, b, at.h, q, k);
-        s[0][n][i] = p * kept, dp[0][n][i] = ds;
+        s[0][n][i] = kept == 0 ? 0.0f : p * kProbabilityFactor, dp[0][n][i] = ds;
       }
   }
 
@@ -203,7 +207,9 @@ struct Backward {
   LOWBIT_INLINE void finish() const {
     const int h = kKeysStay ? first_head / call.group : first_head;
     store(kKeysStay ? call.grad_k : call.grad_q, grad, h, part * kPairs * 16, kE, call.scale);
-    if constexpr (kKeysStay) store(call.grad_v, grad_values, h, part * kValuePairs * 16, kEv, 1.0f);
+    if constexpr (kKeysStay)
+      store(call.grad_v, grad_values, h, part * kValuePairs * 16, kEv,
+            (Mods::kDropout ? call.kept : 1.0f) / kProbabilityFactor);
   }
 };
 
