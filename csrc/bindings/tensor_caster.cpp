@@ -115,8 +115,9 @@ std::string type_name(py::handle object) { return py::str(py::type::handle_of(ob
 
 TensorArgument::TensorArgument(py::handle object, const char* what, Access access, bool optional) {
   if (optional && object.is_none()) return;
-  check(from_dlpack(object, what) || from_buffer(object, what, access) || from_attributes(object, what), type, what,
-        " must be a torch CPU tensor or a numpy array", optional ? " or None" : "", ", got ", type_name(object));
+  if (!from_dlpack(object, what) && !from_buffer(object, what, access) && !from_attributes(object, what)) [[unlikely]]
+    throw Error(type, concat(what, " must be a torch CPU tensor or a numpy array", optional ? " or None" : "", ", got ",
+                             type_name(object)));  // makes a string of Python's
   check(reinterpret_cast<uintptr_t>(view_.data) % size_of(view_.dtype) == 0, value, what, " must be aligned to its ",
         size_of(view_.dtype), " bytes of ", name_of(view_.dtype), ", got an address that is not");
 }

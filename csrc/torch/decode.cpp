@@ -9,17 +9,38 @@
 namespace lowbit::torch {
 namespace {
 
+// The first `length` rows of keys or values, codes or scales; all of them for -1.
+TensorView first_rows(int64_t length, TensorView rows) {
+  if (length < 0 || rows.rank != 4) return rows;
+  check(length <= rows.shape[2], ErrorKind::value, "decode: length must be at most the number of keys, ",
+        rows.shape[2], ", got ", length);
+  rows.shape[2] = length;
+  return rows;
+}
+
+// As many rows of a cache as x has, from `first` on; all of them for -1.
+TensorView rows_from(int64_t first, TensorView rows, const TensorView& x) {
+  if (first < 0 || rows.rank != 4 || x.rank != 4) return rows;
+  check(first + x.shape[2] <= rows.shape[2], ErrorKind::value, "kv_quantize: first must leave room for ", x.shape[2],
+        " rows of ", rows.shape[2], ", got ", first);
+  rows.data = static_cast<char*>(rows.data) + first * rows.stride[2] * static_cast<int64_t>(size_of(rows.dtype));
+  rows.shape[2] = x.shape[2];
+  return rows;
+}
+
 struct Decode : Returns<Decode, &DecodeArgs::out> {
   static constexpr Text schema =
       "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
-      "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor";
+      "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None, SymInt length=-1) "
+      "-> Tensor";
 
   static DecodeArgs args_of(auto& given) {
+    const int64_t length = get<"length">(given);
     DecodeArgs args{.q = dense_view<"q">(given),
-                    .k = dense_view<"k">(given),
-                    .v = dense_view<"v">(given),
-                    .k_scale = dense_view<"k_scale">(given),
-                    .v_scale = dense_view<"v_scale">(given),
+                    .k = first_rows(length, dense_view<"k">(given)),
+                    .v = first_rows(length, dense_view<"v">(given)),
+                    .k_scale = first_rows(length, dense_view<"k_scale">(given)),
+                    .v_scale = first_rows(length, dense_view<"v_scale">(given)),
                     .out = {},
                     .lse = {},
                     .mask = {},
@@ -49,11 +70,16 @@ void run_rows(const Args& args) {
 }
 
 struct KvQuantize {
-  static constexpr Text schema = "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()";
+  static constexpr Text schema =
+      "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate, SymInt first=-1) -> ()";
 
   static KvQuantizeArgs args_of(auto& given) {
-    return checked(KvQuantizeArgs{.x = dense_view<"x">(given), .codes = written_view<"codes">(given),
-                                  .scale = written_view<"scale">(given), .rotate = get<"rotate">(given)});
+    const TensorView x = dense_view<"x">(given);
+    const int64_t first = get<"first">(given);
+    return checked(KvQuantizeArgs{.x = x,
+                                  .codes = rows_from(first, written_view<"codes">(given), x),
+                                  .scale = rows_from(first, written_view<"scale">(given), x),
+                                  .rotate = get<"rotate">(given)});
   }
 
   static void run(Arguments<KvQuantize>& given) { run_rows(args_of(given)); }

@@ -355,6 +355,32 @@ def test_a_bad_argument_is_named(change: dict[str, object], error: type[Exceptio
     assert (out == 7).all()
 
 
+def test_a_part_of_a_cache_is_read_and_written_as_a_view_of_it_would_be() -> None:
+    random = torch.Generator().manual_seed(1)
+    q, x = torch.randn(1, 4, 2, 64, generator=random), torch.randn(1, 2, 3, 64, generator=random)
+    caches = [(torch.full((1, 2, 10, 64), 7, dtype=torch.int8), torch.full((1, 2, 10, 1), float("nan"))) for _ in range(2)]
+    results = []
+    for (codes, scale), as_views in zip(caches, (True, False), strict=True):
+        for first in (0, 3):
+            if as_views:
+                torch.ops.lowbit.kv_quantize_(x, codes[:, :, first : first + 3], scale[:, :, first : first + 3], False)
+            else:
+                torch.ops.lowbit.kv_quantize_(x, codes, scale, False, first)
+        k, s = (codes[:, :, :6], scale[:, :, :6]) if as_views else (codes, scale)
+        options = {} if as_views else {"length": 6}
+        results.append(torch.ops.lowbit.decode(q, k, k, 0.1, s, s, False, True, 4, 0, 64, **options))
+    assert torch.equal(*results) and results[0].isfinite().all()
+    assert torch.equal(caches[0][0], caches[1][0]) and (caches[1][0][:, :, 6:] == 7).all()
+
+
+def test_a_part_that_is_not_there_is_refused() -> None:
+    x = torch.randn(1, 2, 10, 64)
+    with pytest.raises(ValueError, match="decode: length must be at most the number of keys, 10, got 11"):
+        torch.ops.lowbit.decode(Q, K, V, 1.0, None, None, False, False, 0, 0, 64, length=11)
+    with pytest.raises(ValueError, match="kv_quantize: first must leave room for 10 rows of 10, got 1"):
+        torch.ops.lowbit.kv_quantize_(x, CODES, SCALE, False, 1)
+
+
 def test_quantizing_checks_its_tensors() -> None:
     x = torch.randn(1, 2, 10, 64)
     with pytest.raises(ValueError, match=r"kv_quantize: codes must have shape \[1, 2, 10, 64\], got \[1, 2, 10, 32\]"):

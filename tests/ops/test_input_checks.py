@@ -73,10 +73,11 @@ BAD_CALLS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("decode", DECODE, [
         {"q": Q[0]}, {"q": Q.double()}, {"k": KV.double()}, {"k": CODES, "v": CODES}, {"k": CODES, "v": CODES, "k_scale": SCALES, "v_scale": SCALES[:, :1]},
         {"rotated": True}, {"v_columns": 9}, {"v_columns": -1}, {"mask": Q}, {"sink": torch.zeros(3)}, {"window": -1}, {"scale": float("nan")},
+        {"length": 6},
     ]),
     ("kv_quantize_", {"x": KV, "codes": CODES, "scale": SCALES, "rotate": False}, [
         {"x": KV[0]}, {"x": KV.double()}, {"codes": CODES.int()}, {"codes": CODES[..., :8]}, {"scale": SCALES.double()}, {"scale": CODES},
-        {"x": torch.zeros(1, 2, 5, 600)},
+        {"x": torch.zeros(1, 2, 5, 600)}, {"first": 1},
     ]),
     ("kv_dequantize_", {"codes": CODES, "scale": SCALES, "x": KV, "rotated": False}, [{"x": KV[:, :, :3]}, {"x": KV.int()}]),
 ]  # fmt: skip

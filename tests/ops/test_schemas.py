@@ -29,8 +29,9 @@ SCHEMAS = (
     "attention_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, "
     f"{_SCORES}bool[] score_captured_needs, {_MASKS}bool mask_needs, bool sink_needs) -> Tensor[]",
     "decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? k_scale, Tensor? v_scale, bool rotated, bool causal, "
-    "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None) -> Tensor",
-    "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate) -> ()",
+    "SymInt position, int window, SymInt v_columns, Tensor? mask=None, Tensor? sink=None, SymInt length=-1) "
+    "-> Tensor",
+    "kv_quantize_(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool rotate, SymInt first=-1) -> ()",
     "kv_dequantize_(Tensor codes, Tensor scale, Tensor(a!) x, bool rotated) -> ()",
     "rms_norm(Tensor x, Tensor weight, float eps, float offset, Tensor? add=None) -> Tensor",
     "rope_append_(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, SymInt start, "

@@ -24,6 +24,15 @@ Driver open_driver() {
   return driver;
 }
 
+// A fact of each device, asked for once.
+template <class T>
+using PerDevice = std::array<std::atomic<const T*>, kMostDevices>;
+
+template <class T>
+std::atomic<const T*>& of(PerDevice<T>& kept, Device device) {
+  return kept[static_cast<std::size_t>(device.index < kMostDevices ? device.index : kMostDevices - 1)];
+}
+
 int attribute(int which, Device device) {
   DeviceOrdinal ordinal = 0;
   int value = 0;
@@ -65,9 +74,8 @@ void ensure(Result result, std::string_view what) {
 }
 
 const std::string& unavailable(Device device) {
-  static std::array<std::atomic<const std::string*>, kMostDevices> kept{};
-  const int index = device.index < kMostDevices ? device.index : kMostDevices - 1;
-  return made_once(kept[static_cast<std::size_t>(index)], [&] { return reason_of(device); });
+  static PerDevice<std::string> kept{};
+  return made_once(of(kept, device), [&] { return reason_of(device); });
 }
 
 std::string architecture(Device device) {
@@ -75,7 +83,10 @@ std::string architecture(Device device) {
   return concat("sm_", major, minor, major >= 9 ? "a" : "");  // a: the instructions of this generation alone too
 }
 
-int multiprocessors(Device device) { return attribute(kMultiprocessors, device); }
+int multiprocessors(Device device) {
+  static PerDevice<int> kept{};
+  return made_once(of(kept, device), [&] { return attribute(kMultiprocessors, device); });
+}
 
 InContext::InContext(Device device) {
   static std::array<std::atomic<Context>, kMostDevices> primary{};

@@ -85,8 +85,8 @@ class QuantizedKVLayer:
         end = self.length + length
         if end > k.codes.shape[2]:
             k, v = k.grown(self.length, end), v.grown(self.length, end)
-        _quantize(key, *k.part(self.length, end), self.rotated)
-        _quantize(value, *v.part(self.length, end), False)
+        _quantize(key, k.codes, k.scale, self.rotated, self.length)
+        _quantize(value, v.codes, v.scale, False, self.length)
         # The kernels write behind autograd's back: a graph that saved a part of the cache has to notice (0.5 us).
         torch.autograd.graph.increment_version((k.codes, k.scale, v.codes, v.scale))
         self._k, self._v, self.length = k, v, end  # only now: an error above leaves the cache as it was
@@ -154,9 +154,11 @@ class QuantizedKVLayer:
         scale = 1 / math.sqrt(e) if scale is None else float(scale)
         if mask is not None:
             mask = mask.detach()[(None,) * (4 - mask.dim())]
-        (k, k_scale), (v, v_scale) = self._k.part(0, length), self._v.part(0, length)
-        position = length - query.shape[2]
-        return _decode(query, k, v, scale, k_scale, v_scale, self.rotated, causal, position, window, ev, mask, sink)
+        k, v, position = self._k, self._v, length - query.shape[2]
+        return _decode(
+            query, k.codes, v.codes, scale, k.scale, v.scale, self.rotated, causal, position, window, ev, mask, sink,
+            length,
+        )  # fmt: skip
 
     def keys(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the keys that the codes stand for, ``[B, H, length, E]``."""

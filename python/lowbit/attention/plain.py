@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.devices.places import has_rows
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -35,10 +37,12 @@ def is_plain(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
         and v[3] > 0
         and query.dtype == key.dtype == value.dtype
         and query.dtype in DTYPES
-        and query.is_cpu
-        and key.is_cpu
-        and value.is_cpu
+        and (query.is_cpu and key.is_cpu and value.is_cpu or _are_served(query.device, key.device, value.device))
     )
+
+
+def _are_served(q: torch.device, k: torch.device, v: torch.device) -> bool:
+    return q == k == v and has_rows("attention_forward", q)
 
 
 def autocast_device(query: Any) -> str:
