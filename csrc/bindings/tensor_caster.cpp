@@ -91,9 +91,10 @@ void check_rank(int64_t rank, const char* what) {
         rank);
 }
 
-// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. Lazy conj is complex only: no dtype
-// of ours.
-void check_not_negated(py::handle object, const char* what) {
+// A lazily negated tensor (torch: x.conj().imag) would be read with the wrong sign. It is a part of a complex one, and
+// so of floats. Lazy conj is complex only: no dtype of ours.
+void check_not_negated(py::handle object, DType dtype, const char* what) {
+  if (!is_activation(dtype) && dtype != DType::float64) return;
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   PyObject* const result = PyObject_CallMethodNoArgs(object.ptr(), name);
   const bool negated = result == Py_True;
@@ -146,7 +147,7 @@ bool TensorArgument::from_dlpack(py::handle object, const char* what) {
   }
   check(tensor.data || contiguous == 0, value, what, " has no data (a fake or wrapped tensor)");
   view_.data = tensor.data ? static_cast<char*>(tensor.data) + tensor.byte_offset : nullptr;
-  check_not_negated(object, what);
+  check_not_negated(object, view_.dtype, what);
   return true;
 }
 
@@ -191,7 +192,7 @@ bool TensorArgument::from_attributes(py::handle object, const char* what) {
     view_.shape[i] = shape[i].cast<int64_t>(), view_.stride[i] = stride[i].cast<int64_t>();
   view_.data = reinterpret_cast<void*>(object.attr("data_ptr")().cast<uintptr_t>());
   check(view_.data || view_.numel() == 0, value, what, " has no data (a fake or wrapped tensor)");
-  check_not_negated(object, what);
+  check_not_negated(object, view_.dtype, what);
   return true;
 }
 

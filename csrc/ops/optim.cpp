@@ -89,8 +89,9 @@ void OptimStep::add(const TensorView& param, const TensorView& grad, const Tenso
                     const TensorView* scale) {
   const std::size_t i = tensors_.size();
   if (i == 0) first_ = param;
-  args_.place = place_of("optim_step", {{"params[0]", first_}, {"params", param}, {"grads", grad}, {"steps", step},
-                                        {"grad_scale", grad_scale_}, {"found_inf", found_inf_}});
+  args_.place.device = device_of("optim_step", {{"params[0]", first_}, {"params", param}, {"grads", grad},
+                                                {"steps", step}, {"grad_scale", grad_scale_},
+                                                {"found_inf", found_inf_}});
   check_on(args_.place, "optim_step", "states", {moment, static_cast<std::size_t>(moments())});
   if (has_scales()) check_on(args_.place, "optim_step", "scales", {scale, static_cast<std::size_t>(moments())});
   check(is_activation(param.dtype), type, "optim_step: params[", i, "] must be float32, bfloat16 or float16, got ",

@@ -10,13 +10,18 @@ bool is_on(const TensorView& view, Device device) { return !view || view.device 
 
 }  // namespace
 
-Place place_of(std::string_view op, std::initializer_list<NamedTensor> tensors) {
+Device device_of(std::string_view op, std::initializer_list<NamedTensor> tensors) {
   const auto& [first, like] = *tensors.begin();
   for (const auto& [name, view] : tensors)
     if (!is_on(view, like.device)) [[unlikely]]
       throw Error(ErrorKind::value, concat(op, ": ", name, " must be on ", name_of(like.device), " as ", first,
                                            " is, got ", name_of(view.device)));
-  return {.device = like.device, .stream = current_stream(like.device)};
+  return like.device;
+}
+
+Place place_of(std::string_view op, std::initializer_list<NamedTensor> tensors) {
+  const Device device = device_of(op, tensors);
+  return {.device = device, .stream = current_stream(device)};
 }
 
 void check_on(const Place& place, std::string_view op, std::string_view name, std::span<const TensorView> list) {

@@ -17,7 +17,9 @@ struct NamedTensor {
   const TensorView& view;  // empty: not given
 };
 
-// The place of a call of `op`: the device of the first tensor, where all others must lie, and the current stream.
+// The device of the first tensor of a call of `op`, where all others must lie.
+Device device_of(std::string_view op, std::initializer_list<NamedTensor> tensors);
+// The place of the call: that device, and its current stream.
 Place place_of(std::string_view op, std::initializer_list<NamedTensor> tensors);
 // Tensors of a list, or those that a program captured: on the device of the call.
 void check_on(const Place& place, std::string_view op, std::string_view name, std::span<const TensorView> list);

@@ -8,7 +8,8 @@ else that a plan was made from is compared by `serves`; gradients are looked up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +79,13 @@ class CallLists:
             params = [*params]
             for place, layout in self.gaps.items():
                 params[place] = layout.empty(params[place].dtype).copy_(params[place])
-        pairs = zip(self.members, params, strict=True)
-        grads = [_local_grad(member, local, self.is_sharded) for member, local in pairs]
+        grads = [sharding.local(member.grad) if self.is_sharded else member.grad for member in self.members]
+        compiling = torch.compiler.is_compiling()
+        for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
+            if grad.layout is not torch.strided:
+                raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {grad.layout}")
+            if grad.stride() != param.stride() or (not compiling and grad.is_neg()):
+                grads[place] = _reordered(grad, param, self.members[place])
         return StepLists(params, grads, self.states, self.scales, self.steps)
 
     def write_back(self, stepped: StepLists) -> None:
@@ -95,8 +101,9 @@ class Plan:
     calls: list[CallLists]
     options: StateOptions
     param_ids: list[int]
-    held: list[list[Any]]  # the entries of the states: an identity must not be given to another tensor
-    held_ids: list[list[int]]
+    held: list[Any]  # the entries of the states: an identity must not be given to another tensor
+    held_ids: list[int]
+    held_counts: list[int]  # how many a state has
     sharded: list[Tensor]  # DTensors, of which the lists hold local views
     places: list[Any]
 
@@ -105,7 +112,8 @@ class Plan:
         return (
             self.param_ids == [*map(id, params)]
             and self.options == options
-            and self.held_ids == [[*map(id, state.values())] for state in states]
+            and self.held_ids == [*map(id, _entries(states))]
+            and self.held_counts == [*map(len, states)]
             and self.places == _places(params, self.sharded)
         )
 
@@ -124,11 +132,16 @@ def plan(params: list[Tensor], states: list[dict[str, Any]], layouts: list[Layou
         calls=calls,
         options=options,
         param_ids=[*map(id, params)],
-        held=[[*state.values()] for state in states],
-        held_ids=[[*map(id, state.values())] for state in states],
+        held=[*_entries(states)],
+        held_ids=[*map(id, _entries(states))],
+        held_counts=[*map(len, states)],
         sharded=sharded,
         places=_places(params, sharded),
     )
+
+
+def _entries(states: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable([state.values() for state in states])
 
 
 def _places(params: list[Tensor], sharded: list[Tensor]) -> list[Any]:
@@ -150,15 +163,10 @@ def _is_dense(local: Tensor, layout: Layout) -> bool:
     return local.numel() == 0 or all(size == 1 or ours == dense for size, ours, dense in sizes)
 
 
-def _local_grad(param: Tensor, local: Tensor, sharded: bool) -> Tensor:
-    """Return the gradient in the memory order of its (local) parameter; one in another order is replaced, as it may be
-    unscaled in place."""
-    grad = sharding.local(param.grad) if sharded else param.grad
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"lowbit.optim does not support sparse gradients, got {grad.layout}")
-    if grad.stride() == local.stride() and (torch.compiler.is_compiling() or not grad.is_neg()):
-        return grad
-    ordered = torch.empty_like(local, dtype=grad.dtype, requires_grad=False).copy_(grad)
-    if not (sharded and sharding.is_dtensor(param)):
-        param.grad = ordered
+def _reordered(grad: Tensor, param: Tensor, member: Tensor) -> Tensor:
+    """Return a local gradient in the memory order of its local parameter. It takes the place of the old one, as it may
+    be unscaled in place."""
+    ordered = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+    if not sharding.is_dtensor(member):
+        member.grad = ordered
     return ordered
