@@ -61,7 +61,7 @@ mask = bind("test", lambda b, h, q, k: (q >= k) & (document[q] == document[k]), 
 architecture, e, wanted = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1"
 mods = (score.code, score.captured, mask.code, mask.captured) if wanted else ()
 if len(sys.argv) > 4:
-    made = [internals.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 32))]
+    made = [internals.prebuild_decode(architecture, cache, e, e, rows, *mods) for cache, rows in (("int8", 8), ("bfloat16", 16))]
 else:
     made = internals.prebuild_attention(architecture, "bfloat16", e, e, *mods)
 print(json.dumps(made))
@@ -97,7 +97,7 @@ def test_a_step_and_a_product_compile_for_every_generation(architecture: str, py
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_120a"])
 def test_decode_does_not_spill(architecture: str, python: Callable[..., str], tmp_path: Path) -> None:
     made = prebuilt(python, architecture, "decode of int4", folder=tmp_path)
-    assert len(made) == 2  # 8 rows and 32
+    assert len(made) == 2  # 8 rows and 16
     for row in made:
         check(row)
 

@@ -36,26 +36,21 @@ inline void make(const on_host::Fiber::Copy& copy) {
 }
 inline void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   check_aligned(to, "copy to shared memory"), check_aligned(from, "copy from global memory");
-  const on_host::Fiber::Copy copy{to, is_there ? from : nullptr, on_host::fibers[on_host::current].groups};
+  auto& fiber = on_host::fibers[on_host::current];
+  const on_host::Fiber::Copy copy{to, is_there ? from : nullptr, fiber.groups};
   if (on_host::coins() & 256) make(copy);
-  else on_host::fibers[on_host::current].copies.push_back(copy);
+  else fiber.copies.push_back(copy);
 }
-inline void wait_for_copies() {
+inline void make_copies(int groups) {  // of groups before this one
   auto& copies = on_host::fibers[on_host::current].copies;
-  for (const auto& copy : copies) make(copy);
-  copies.clear();
+  for (const auto& copy : copies)
+    if (copy.group < groups) make(copy);
+  std::erase_if(copies, [groups](const auto& copy) { return copy.group < groups; });
 }
-
-inline void end_group() { on_host::fibers[on_host::current].groups++; }
+inline void commit_copies() { on_host::fibers[on_host::current].groups++; }
+inline void wait_for_copies() { make_copies(on_host::fibers[on_host::current].groups + 1); }
 template <int kPending>
-void wait_for_groups() {
-  on_host::Fiber& fiber = on_host::fibers[on_host::current];
-  std::erase_if(fiber.copies, [&](const auto& copy) {
-    const bool is_due = copy.group < fiber.groups - kPending;
-    if (is_due) make(copy);
-    return is_due;
-  });
-}
+void wait_for_groups() { make_copies(on_host::fibers[on_host::current].groups - kPending); }
 
 inline void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   double sums[4] = {c[0], c[1], c[2], c[3]};

@@ -97,7 +97,7 @@ void register_prebuilt(py::module_& m) {
   m.def("prebuild_decode", prebuild_decode, py::arg("architecture"), py::arg("cache"), py::arg("e"), py::arg("ev"),
            py::arg("rows"), py::arg("score_mod") = Code(), py::arg("score_captured") = py::list(),
            py::arg("mask_mod") = Code(), py::arg("mask_captured") = py::list(),
-           "Likewise decode of bfloat16 queries, 8, 16 or 32 rows a CTA, over int8, int4, bfloat16 or float16.");
+           "Likewise decode of bfloat16 queries, 8 or 16 rows a CTA, over int8, int4, bfloat16 or float16.");
 }
 
 }  // namespace lowbit

@@ -1,19 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are
-// exact in bfloat16.
+// Keys and values as they are in the cache, in shared memory, and as fragments for the tensor cores: codes are 64ths in
+// bfloat16, exactly, and their scales are 64 times as large.
 //
-// Of a group of 32 columns lane (g, t) takes 8 of a key, in two steps of 16 k. Of the values of four tokens (t, t + 4,
-// t + 8 and t + 12) it takes four columns that lie side by side.
+// Of a group of 32 columns lane (g, t) takes 8 of key g, in two steps of 16 k. Values are transposed 16 bits at a time:
+// the lane gets, of two neighbouring tokens, a float, two int8 codes or four int4 codes.
 #pragma once
 
 #include "cuda/decode/rotate.cuh"
-#include "cuda/linear/fragments.cuh"
+#include "cuda/device/tiles.cuh"
+#include "gpu/linear/activations.cuh"
 
 namespace lowbit::cuda {
 
 // The dtype of a product's factors.
 template <DType kCache>
 constexpr DType kProduct = kCache == DType::float16 ? DType::float16 : DType::bfloat16;
+
+// The bits of a byte u are the bfloat16 u 2^-133, below the smallest normal number or just above it. Times 2^127, less
+// what stands for 0, it is the code.
+constexpr float kCodeScale = 64;
+LOWBIT_INLINE uint32_t bytes_to_bf16(uint32_t halves) {  // of 0 .. 255 for -128 .. 127
+  return fma_bf16x2(halves, 0x7f007f00u, 0xc000c000u);
+}
+LOWBIT_INLINE void int8_to_bf16(uint32_t codes, uint32_t& even, uint32_t& odd) {
+  const uint32_t bytes = codes ^ 0x80808080u;
+  even = bytes_to_bf16(bytes & 0x00ff00ffu), odd = bytes_to_bf16(__byte_perm(bytes, 0, 0x4341));
+}
+// Of 0 .. 15 for -8 .. 7: the lower four bits of bytes 0 and 2, 1 and 3; then the upper four.
+LOWBIT_INLINE void int4_to_bf16(uint32_t codes, uint32_t& low_even, uint32_t& low_odd, uint32_t& high_even,
+                                uint32_t& high_odd) {
+  const auto low = [](uint32_t word) { return fma_bf16x2(word & 0x000f000fu, 0x7f007f00u, 0xbe00be00u); };
+  const auto high = [](uint32_t word) { return fma_bf16x2(word & 0x00f000f0u, 0x7d007d00u, 0xbe00be00u); };
+  low_even = low(codes), low_odd = low(codes >> 8), high_even = high(codes), high_odd = high(codes >> 8);
+}
 
 // A pair of floats as parts of 16 bits that add up to it.
 template <DType dtype, int kParts>
@@ -29,45 +48,59 @@ LOWBIT_INLINE void cut_pair(float low, float high, uint32_t (&part)[kParts]) {
   }
 }
 
-// A tile of tokens, copied by 16 bytes; zeros behind the last token and the last column.
-template <int kStride>
-struct TokenTile {
-  alignas(16) char data[kKeyTile * kStride];
+// Keys or values on their way to a warp: the tiles that it takes, one after the other, copied by 16 bytes; zeros behind
+// the last token and the last column. Their scales wait in registers.
+template <DecodeShape kShape, bool kOfValues>
+struct RowsAhead {
+  static constexpr int kTokens = kShape.tokens(), kStride = kOfValues ? kShape.v_row_bytes() : kShape.row_bytes();
+  static constexpr int kElement = kShape.codes() ? 1 : 2, kScales = kOfValues ? kShape.v_scales() : kShape.scales();
+  static constexpr int kPieces = (kOfValues ? kShape.v_groups : kShape.groups) * kShape.group_bytes() / 16;
+  static constexpr int kScaleLanes = kScales ? kScales : 1;
+  static constexpr int kEach = 32 / kPieces, kScaleEach = 32 / kScaleLanes;  // tokens that all lanes take at once
+  static constexpr int kHeld = kScales ? (kTokens + kScaleEach - 1) / kScaleEach : 0;
 
-  template <int kPieces>
-  LOWBIT_INLINE void copy(const CacheRows& rows, const char* from, int64_t stride, int tokens) {
-#pragma unroll 1
-    for (int at = static_cast<int>(threadIdx.x); at < kKeyTile * kPieces; at += kDecodeThreads) {
-      const int token = at / kPieces, piece = at % kPieces;
-      const bool is_there = token < tokens && piece < rows.pieces;
-      copy_async(reinterpret_cast<uint16_t*>(data + token * kStride + piece * 16),
-                 reinterpret_cast<const uint16_t*>(from + (is_there ? token * stride + piece * 16 : 0)), is_there);
-    }
+  const CacheRows& rows;
+  const char* from;
+  int64_t scale_from;
+  float held[kHeld + 1];
+
+  // The first token of this lane, and its piece of each; and of scales.
+  LOWBIT_INLINE static int token() { return lane_of_warp() / kPieces; }
+  LOWBIT_INLINE static int piece() { return lane_of_warp() % kPieces; }
+  LOWBIT_INLINE static int scale_token() { return lane_of_warp() / kScaleLanes; }
+  LOWBIT_INLINE static int scale() { return lane_of_warp() % kScaleLanes; }
+
+  LOWBIT_INLINE RowsAhead(const CacheRows& rows, int b, int head, int64_t first) : rows(rows) {
+    from = static_cast<const char*>(rows.data) +
+           (b * rows.batch + head * rows.head + (first + token()) * rows.row) * kElement + piece() * 16;
+    scale_from = b * rows.scale_batch + head * rows.scale_head + (first + scale_token()) * rows.scale_row + scale();
   }
-  LOWBIT_INLINE const char* row(int token) const { return data + token * kStride; }
-};
 
-// Scales of a tile of tokens, which are loaded into registers ahead of their use.
-template <int kScales>
-struct ScalesAhead {
-  static constexpr int kEach = kKeyTile * kScales / kDecodeThreads + (kKeyTile * kScales % kDecodeThreads ? 1 : 0);
-  float held[kEach ? kEach : 1];
-
-  LOWBIT_INLINE void fetch(const CacheRows& rows, int64_t first, int tokens) {
+  // Begins to copy a tile, of which `tokens` are there, and goes on to the one behind those of the other warps.
+  LOWBIT_INLINE void copy(char* to, int tokens) {
+    const char* row = from;
+    to += token() * kStride + piece() * 16;
+    if (tokens > 0)
 #pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int at = i * kDecodeThreads + static_cast<int>(threadIdx.x), token = at / (kScales ? kScales : 1);
-      held[i] = token < tokens ? load_real(rows.scale, rows.scale_dtype,
-                                           first + token * rows.scale_row + at % (kScales ? kScales : 1))
-                               : 0.0f;
-    }
+      for (int i = 0; i < kTokens; i += kEach, row += kEach * rows.row * kElement)
+        if (token() < kEach && i + token() < kTokens)
+          copy_async(reinterpret_cast<uint16_t*>(to + i * kStride), reinterpret_cast<const uint16_t*>(row),
+                     piece() < rows.pieces && i + token() < tokens);
+    commit_copies();
+    from += kDecodeWarps * kTokens * rows.row * kElement;
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      held[i] = i * kScaleEach + scale_token() < tokens
+                    ? load_real(rows.scale, rows.scale_dtype, scale_from + i * kScaleEach * rows.scale_row)
+                    : 0.0f;
+    scale_from += kDecodeWarps * kTokens * rows.scale_row;
   }
-  LOWBIT_INLINE void store(float* to) const {
+  LOWBIT_INLINE void store_scales(float* to) const {
+    to += scale() * kShape.scale_stride() + scale_token();
 #pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int at = i * kDecodeThreads + static_cast<int>(threadIdx.x);
-      if (at < kKeyTile * kScales) to[at] = held[i];
-    }
+    for (int i = 0; i < kHeld; i++)
+      if (scale_token() < kScaleEach && i * kScaleEach + scale_token() < kTokens)
+        to[i * kScaleEach] = held[i] * kCodeScale;
   }
 };
 
@@ -87,13 +120,11 @@ LOWBIT_INLINE KeySlot key_slot(int column) {
 template <DType kCache>
 LOWBIT_INLINE void load_key(uint32_t (&words)[2][2], const char* group, int t) {
   if constexpr (kCache == DType::uint8) {
-    const uint32_t bytes = *reinterpret_cast<const uint32_t*>(group + 4 * t);
-    integers_to_bf16<4, 8>(bytes & 0x0f0f0f0fu, words[0][0], words[0][1]);
-    integers_to_bf16<4, 8>(bytes >> 4 & 0x0f0f0f0fu, words[1][0], words[1][1]);
+    const uint32_t codes = *reinterpret_cast<const uint32_t*>(group + 4 * t);
+    int4_to_bf16(codes, words[0][0], words[0][1], words[1][0], words[1][1]);
   } else if constexpr (kCache == DType::int8) {
-    const uint2 bytes = *reinterpret_cast<const uint2*>(group + 8 * t);
-    integers_to_bf16<8, 128>(bytes.x ^ 0x80808080u, words[0][0], words[0][1]);
-    integers_to_bf16<8, 128>(bytes.y ^ 0x80808080u, words[1][0], words[1][1]);
+    const uint2 codes = *reinterpret_cast<const uint2*>(group + 8 * t);
+    int8_to_bf16(codes.x, words[0][0], words[0][1]), int8_to_bf16(codes.y, words[1][0], words[1][1]);
   } else {
     const uint4 all = *reinterpret_cast<const uint4*>(group + 16 * t);
     words[0][0] = all.x, words[0][1] = all.y, words[1][0] = all.z, words[1][1] = all.w;
@@ -103,27 +134,45 @@ LOWBIT_INLINE void load_key(uint32_t (&words)[2][2], const char* group, int t) {
 // The column, in its group of values, of the i-th of lane (g, t)'s four.
 template <DType kCache>
 LOWBIT_INLINE int value_column(int g, int i) {
-  if constexpr (kCache == DType::uint8) return 2 * g + i % 2 + i / 2 * 16;
-  else return 4 * g + i;
+  if constexpr (kCache == DType::uint8 || kCache == DType::int8) return 2 * g + i % 2 + i / 2 * 16;
+  else return 8 * i + g;
 }
 
-// Pairs of two tokens, of four columns.
-template <DType kCache>
-LOWBIT_INLINE void load_values(uint32_t (&pairs)[4], const char* first, const char* second, int g) {
+// A group of values as the left factor of its columns, 16 at a time: [step of 16 tokens][columns].
+template <DType kCache, int kSteps, int kStride>
+LOWBIT_INLINE void load_values(uint32_t (&a)[kSteps][2][4], const char* group) {
+  const int lane = lane_of_warp();
+  const auto transposed = [&](uint32_t(&words)[4], int token, int byte) {
+    load_transposed(words, reinterpret_cast<const uint16_t*>(group + token * kStride + byte));
+  };
   if constexpr (kCache == DType::uint8) {
-    const uint32_t both = *reinterpret_cast<const uint16_t*>(first + 2 * g) |
-                          static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(second + 2 * g)) << 16;
-    integers_to_bf16<4, 8>(both & 0x0f0f0f0fu, pairs[0], pairs[1]);
-    integers_to_bf16<4, 8>(both >> 4 & 0x0f0f0f0fu, pairs[2], pairs[3]);
-  } else if constexpr (kCache == DType::int8) {
-    const uint32_t a = *reinterpret_cast<const uint32_t*>(first + 4 * g) ^ 0x80808080u,
-                   b = *reinterpret_cast<const uint32_t*>(second + 4 * g) ^ 0x80808080u;
-    integers_to_bf16<8, 128>(__byte_perm(a, b, 0x5410), pairs[0], pairs[1]);
-    integers_to_bf16<8, 128>(__byte_perm(a, b, 0x7632), pairs[2], pairs[3]);
+    uint32_t words[4];  // of 8 tokens each; of 16 tokens twice the same
+    transposed(words, lane % (16 * kSteps), 0);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; i++) {
+      uint32_t *first = a[i / 2][0] + i % 2 * 2, *second = a[i / 2][1] + i % 2 * 2;
+      int4_to_bf16(words[i], first[0], first[1], second[0], second[1]);
+    }
   } else {
-    const uint2 a = *reinterpret_cast<const uint2*>(first + 8 * g), b = *reinterpret_cast<const uint2*>(second + 8 * g);
-    pairs[0] = __byte_perm(a.x, b.x, 0x5410), pairs[1] = __byte_perm(a.x, b.x, 0x7632);
-    pairs[2] = __byte_perm(a.y, b.y, 0x5410), pairs[3] = __byte_perm(a.y, b.y, 0x7632);
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      uint32_t words[4];
+      if constexpr (kCache == DType::int8) {
+        transposed(words, step * 16 + lane % 16, lane / 16 * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          uint32_t* to = a[step][i / 2] + i % 2 * 2;
+          int8_to_bf16(words[i], to[0], to[1]);
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          transposed(words, step * 16 + lane % 16, half * 32 + lane / 16 * 16);
+#pragma unroll
+          for (int i = 0; i < 4; i++) a[step][half][i] = words[i % 2 * 2 + i / 2];
+        }
+      }
+    }
   }
 }
 

@@ -8,8 +8,8 @@
 namespace lowbit::cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32;
-constexpr int kKeyTile = 64;         // tokens in shared memory
-constexpr int64_t kLeastSplit = 128, kMostSplits = 64;
+constexpr int kKeyTile = 32;  // tokens that a warp takes at once, at most
+constexpr int64_t kLeastSplit = kDecodeWarps * kKeyTile, kMostSplits = 64;
 
 // How a call of decode is specialised. cache: int8, uint8 (int4 codes) or a 16-bit float; groups: of 32 columns of keys
 // and of values; parts: of a query, in the 16-bit float that it is multiplied in; tiles: of 8 rows of a CTA.
@@ -17,20 +17,26 @@ struct DecodeShape {
   DType cache;
   int groups, v_groups, parts, tiles;
 
-  static constexpr int kPad = 1;  // groups behind each row in shared memory: rows lie in different banks
   constexpr bool codes() const { return cache == DType::int8 || cache == DType::uint8; }
   constexpr int group_bytes() const { return cache == DType::uint8 ? 16 : cache == DType::int8 ? 32 : 64; }
-  constexpr int row_bytes() const { return (groups + kPad) * group_bytes(); }
-  constexpr int v_row_bytes() const { return (v_groups + kPad) * group_bytes(); }
+  // Of rows in shared memory. Keys are an odd number of groups, values of 16 bytes: eight rows lie in different banks.
+  constexpr int row_bytes() const { return (groups | 1) * group_bytes(); }
+  constexpr int v_row_bytes() const { return (v_groups * group_bytes() / 16 | 1) * 16; }
+  constexpr int tokens() const { return row_bytes() + v_row_bytes() > 640 ? kKeyTile / 2 : kKeyTile; }  // of a warp
   constexpr int rows() const { return 8 * tiles; }
   constexpr int scales() const { return !codes() ? 0 : cache == DType::uint8 ? groups : 1; }  // of a key
   constexpr int v_scales() const { return !codes() ? 0 : cache == DType::uint8 ? v_groups : 1; }
-  constexpr int query_words() const { return parts * groups * 2 * tiles * 32 * 2; }
-  constexpr int score_stride() const { return kKeyTile + 4; }
-  static constexpr int scale_floats(int scales) { return scales ? kKeyTile * scales : 4; }
+  static constexpr int at_least_one(int count) { return count ? count : 1; }
+  constexpr int scale_stride() const { return tokens() + 8; }  // of a scale of all tokens of a warp, in floats
+  constexpr int warp_bytes() const {
+    return tokens() * (row_bytes() + v_row_bytes()) +
+           4 * scale_stride() * (at_least_one(scales()) + at_least_one(v_scales()));
+  }
+  constexpr int sum_units() const { return v_groups * 2 * tiles; }  // of 16 columns and 8 rows
+  constexpr int query_bytes() const { return parts * tiles * groups * 2 * 32 * 8; }
   constexpr int bytes() const {  // of shared memory
-    const int floats = scale_floats(scales()) + scale_floats(v_scales()) + rows() * (score_stride() + 2);
-    return kKeyTile * (row_bytes() + v_row_bytes()) + 4 * (query_words() + floats);
+    const int tiles_bytes = kDecodeWarps * warp_bytes(), sum_bytes = kDecodeWarps * sum_units() * 32 * 16;
+    return query_bytes() + (tiles_bytes > sum_bytes ? tiles_bytes : sum_bytes) + 4 * rows() * (2 * kDecodeWarps + 2);
   }
 };
 
@@ -73,6 +79,11 @@ struct DecodeCall {
     const int64_t stop = causal ? larger(0, smaller(before, position + last_query + 1)) : before,
                   start = window > 0 ? larger(0, position + first_query - window + 1) : 0;
     return {smaller(stop, start / kKeyTile * kKeyTile), stop};
+  }
+  // The keys that all of these queries see.
+  LOWBIT_INLINE KeyRange seen_by_all(int64_t before, int64_t first_query, int64_t last_query) const {
+    return {window > 0 ? larger(0, position + last_query - window + 1) : 0,
+            causal ? smaller(before, position + first_query + 1) : before};
   }
 };
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Flash-decoding (Dao and others, 2023): a CTA takes a split of the keys of one kv head and all queries that share it,
-// up to 32 rows; a second kernel adds the splits in their order, if there is more than one. Tokens are the rows of the
-// tensor cores' products, queries their 8 columns, so that every code is decoded once. Scales meet scores and
+// Flash-decoding (Dao and others, 2023): a CTA takes a split of the keys of one kv head and all queries that share
+// it, up to 16 rows; a second kernel adds the splits in their order, if there is more than one. Each warp has
+// tiles of tokens of its own, which it copies ahead, and waits for no other warp until the end. Queries are the
+// rows of its first product, so that the probabilities lie as the second one takes them: as columns, beside values
+// that are transposed when they are loaded. Every code is decoded once for 16 rows. Scales meet scores and
 // probabilities, not codes.
 #pragma once
 
@@ -23,30 +25,39 @@ template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles, class
 struct Decode {
   static constexpr DecodeShape kShape{kCache, kGroups, kVGroups, kParts, kTiles};
   static constexpr DType kDtype = kProduct<kCache>;
-  static constexpr int kScoreStride = kShape.score_stride();
-  static constexpr int kRowsOfWarp = kShape.rows() / kDecodeWarps;
-  static constexpr int kGroupsOfWarp = (kVGroups + kDecodeWarps - 1) / kDecodeWarps;
+  static constexpr int kTokens = kShape.tokens(), kSteps = kTokens / 16;
   static constexpr int kScales = kShape.scales(), kVScales = kShape.v_scales();
-  struct Shared {
-    TokenTile<kShape.row_bytes()> keys;
-    TokenTile<kShape.v_row_bytes()> values;
-    alignas(16) uint2 query[kParts][kGroups][2][kTiles][32];  // [part][group][step][tile][lane]
-    float k_scale[kShape.scale_floats(kScales)], v_scale[kShape.scale_floats(kVScales)];
-    float scores[kShape.rows()][kScoreStride], shrink[kShape.rows()], factor[kShape.rows()];  // of scores
+  // A product has 16 rows of queries: two tiles; or both parts of one, or half of them are not used.
+  static constexpr int kRowTiles = (kTiles + 1) / 2, kHalves = kTiles * kParts > 1 ? 2 : 1;
+  static constexpr int kQueryParts = kTiles == 1 ? 1 : kParts;
+  struct WarpTiles {
+    alignas(16) char keys[kTokens * kShape.row_bytes()], values[kTokens * kShape.v_row_bytes()];
+    float k_scale[DecodeShape::at_least_one(kScales)][kShape.scale_stride()];
+    float v_scale[DecodeShape::at_least_one(kVScales)][kShape.scale_stride()];
   };
+  struct Shared {
+    alignas(16) uint32_t query[kQueryParts][kRowTiles][kGroups][2][32][2 * kHalves];  // [..][step][lane][word]
+    union {
+      WarpTiles tiles[kDecodeWarps];
+      uint4 sums[kDecodeWarps][kShape.sum_units()][32];
+    };
+    float factor[kShape.rows()], shrink[kShape.rows()];  // of scores; of sums
+    float largest[kDecodeWarps][kShape.rows()], total[kDecodeWarps][kShape.rows()];
+  };
+  static constexpr bool kAsksNothing = !Mods::kScore && !Mods::kMask;
+  using Scores = float[kRowTiles][kTokens / 8][4];
 
   const DecodeCall& call;
   Shared& shared;
   int b, kv_head, row0, rows;  // rows of the kv head, that are there
-  float largest[kRowsOfWarp], total[kRowsOfWarp];
-  float out[kGroupsOfWarp][2][kTiles][4];  // [group][half of it][tile of rows]
+  float largest[kTiles], total[kTiles];  // of row lane / 4 of each tile; the total of this lane's tokens
+  float out[kVGroups][2][kTiles][4];     // [group][half of it][tile of rows]: columns by rows
 
-  // Keys that the queries of this CTA see, which may be of several heads.
-  LOWBIT_INLINE KeyRange seen() const {
-    const int last = row0 + rows - 1;
-    if (row0 / call.length != last / call.length) return call.seen(call.end, 0, call.length - 1);
-    return call.seen(call.end, row0 % call.length, last % call.length);
-  }
+  LOWBIT_INLINE WarpTiles& mine() const { return shared.tiles[warp_of_cta()]; }
+  // The first and the last query of this CTA, which may be of several heads.
+  LOWBIT_INLINE int first_query() const { return is_of_one_head() ? row0 % call.length : 0; }
+  LOWBIT_INLINE int last_query() const { return is_of_one_head() ? (row0 + rows - 1) % call.length : call.length - 1; }
+  LOWBIT_INLINE bool is_of_one_head() const { return row0 / call.length == (row0 + rows - 1) / call.length; }
 
   // Divides a row by a power of 2 that brings its largest near 1, and returns that: its products with codes, which are
   // larger than keys, stay finite.
@@ -60,14 +71,15 @@ struct Decode {
     return __int_as_float(bounded << 23);
   }
 
+  // Rows that are not there keep what the memory held: their results go nowhere.
   LOWBIT_INLINE void load_queries() {
     auto* halves = reinterpret_cast<uint16_t*>(shared.query);
     const KeySlot slot = key_slot<kCache>(lane_of_warp());
-    for (int r = warp_of_cta(); r < kShape.rows(); r += kDecodeWarps) {
+    for (int r = warp_of_cta(); r < rows; r += kDecodeWarps) {
       float x[kGroups];
-      const int row = row0 + (r < rows ? r : rows - 1), h = kv_head * call.group + row / call.length;
+      const int row = row0 + r, h = kv_head * call.group + row / call.length;
       load_row(x, call.q.data, call.q_dtype, b * call.q.batch + h * call.q.head + row % call.length * call.q.row,
-               r < rows ? call.columns : 0);
+               call.columns);
       if (call.rotated) rotate(x);
       float factor = 1;
       if constexpr (kShape.codes()) factor = power_below(x);
@@ -78,169 +90,203 @@ struct Decode {
         cut_pair<kDtype>(x[g], 0.0f, part);
 #pragma unroll
         for (int p = 0; p < kParts; p++) {
-          const int at = (((p * kGroups + g) * 2 + slot.step) * kTiles + r / 8) * 32 + r % 8 * 4 + slot.t;
-          halves[at * 4 + slot.half] = static_cast<uint16_t>(part[p]);
+          const int tile = kTiles == 1 ? 0 : p * kRowTiles + r / 16, upper = kTiles == 1 ? p : r / 8 % 2;
+          const int at = ((tile * kGroups + g) * 2 + slot.step) * 32 + r % 8 * 4 + slot.t;
+          halves[((at * 2 + slot.half / 2) * kHalves + upper) * 2 + slot.half % 2] = static_cast<uint16_t>(part[p]);
         }
       }
     }
   }
 
-  // Scores of the 16 tokens of this warp.
-  LOWBIT_INLINE void multiply_keys(float (&s)[kTiles][4]) const {
-    const int lane = lane_of_warp(), t = lane % 4, token = warp_of_cta() * 16 + lane / 4;
-    const char *first = shared.keys.row(token), *second = shared.keys.row(token + 8);
-#pragma unroll
-    for (int n = 0; n < kTiles; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = 0;
-#pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-      uint32_t a[2][2], c[2][2];
-      load_key<kCache>(a, first + g * kShape.group_bytes(), t);
-      load_key<kCache>(c, second + g * kShape.group_bytes(), t);
-#pragma unroll
-      for (int n = 0; n < kTiles; n++) {
-        float sum[4] = {};
-        if constexpr (kScales <= 1)
-#pragma unroll
-          for (int i = 0; i < 4; i++) sum[i] = s[n][i];
-#pragma unroll
-        for (int step = 0; step < 2; step++)
-#pragma unroll
-          for (int p = 0; p < kParts; p++) {
-            const uint2 q = shared.query[p][g][step][n][lane];
-            multiply_16<kDtype>(sum, {a[step][0], c[step][0], a[step][1], c[step][1]}, {q.x, q.y});
-          }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if constexpr (kScales <= 1) s[n][i] = sum[i];
-          else s[n][i] = __fmaf_rn(sum[i], shared.k_scale[(token + i / 2 * 8) * kScales + g], s[n][i]);
-      }
+  // Left factor: rows g and g + 8 of the first half of k, then of the second.
+  LOWBIT_INLINE void load_query(uint32_t (&a)[4], int part, int tile, int group, int step) const {
+    const uint32_t* words = shared.query[part][tile][group][step][lane_of_warp()];
+    if constexpr (kHalves == 2) {
+      const uint4 all = *reinterpret_cast<const uint4*>(words);
+      a[0] = all.x, a[1] = all.y, a[2] = all.z, a[3] = all.w;
+    } else {
+      const uint2 all = *reinterpret_cast<const uint2*>(words);
+      a[0] = all.x, a[1] = 0, a[2] = all.y, a[3] = 0;
     }
   }
 
-  LOWBIT_INLINE float modified(float product, int r, int64_t k) const {
-    const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+  // Two neighbouring tokens' scales, of those that this lane has results of.
+  template <int kRows>
+  LOWBIT_INLINE static void load_scales(float (&two)[2], const float (&scale)[kRows][kShape.scale_stride()], int group,
+                                        int n) {
+    const uint2 words =
+        *reinterpret_cast<const uint2*>(scale[kRows == 1 ? 0 : group] + n * 8 + lane_of_warp() % 4 * 2);
+    two[0] = __uint_as_float(words.x), two[1] = __uint_as_float(words.y);
+  }
+
+  // Products of all rows with the keys of a tile, with their scales.
+  LOWBIT_INLINE void multiply_keys(Scores& s) const {
+    const int lane = lane_of_warp();
+    const char* keys = mine().keys + lane / 4 * kShape.row_bytes();
+    clear(s);
+#pragma unroll
+    for (int g = 0; g < kGroups; g++)
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; n++) {
+        uint32_t key[2][2];
+        load_key<kCache>(key, keys + n * 8 * kShape.row_bytes() + g * kShape.group_bytes(), lane % 4);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+          float sum[4] = {};
+          if constexpr (kScales <= 1)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[i] = s[m][n][i];
+#pragma unroll
+          for (int step = 0; step < 2; step++)
+#pragma unroll
+            for (int p = 0; p < kQueryParts; p++) {
+              uint32_t query[4];
+              load_query(query, p, m, g, step);
+              multiply_16<kDtype>(sum, query, key[step]);
+            }
+          float scale[2] = {1, 1};
+          if constexpr (kScales > 1) load_scales(scale, mine().k_scale, g, n);
+#pragma unroll
+          for (int i = 0; i < 4; i++) s[m][n][i] = kScales <= 1 ? sum[i] : __fmaf_rn(sum[i], scale[i % 2], s[m][n][i]);
+        }
+      }
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; n++) {
+      float scale[2] = {1, 1};
+      if constexpr (kScales == 1) load_scales(scale, mine().k_scale, 0, n);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if constexpr (kTiles == 1 && kParts == 2)
+            if (i < 2) s[m][n][i] += s[m][n][i + 2];
+          s[m][n][i] *= scale[i % 2];
+        }
+    }
+  }
+
+  LOWBIT_INLINE float modified(float s, int h, int l, int64_t k) const {
     const int64_t at = call.position + l;
     if ((call.causal && k > at) || (call.window > 0 && k <= at - call.window)) return minus_infinity();
-    float s = product * shared.factor[r];
     if constexpr (Mods::kScore) s = Mods::score(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
     if constexpr (Mods::kMask) s = Mods::mask(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
     return call.bias ? s + bias_of(call, b, h, l, k) : s;
   }
 
-  LOWBIT_INLINE void store_scores(const float (&s)[kTiles][4], int64_t k0, int tokens) const {
-    const int lane = lane_of_warp();
+  // body(score, token) for those of a tile of rows that this lane has.
+  template <class Body>
+  LOWBIT_INLINE static void for_each_score(Scores& s, int tile, Body body) {
 #pragma unroll
-    for (int n = 0; n < kTiles; n++)
+    for (int n = 0; n < kTokens / 8; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int token = warp_of_cta() * 16 + lane / 4 + i / 2 * 8, r = n * 8 + lane % 4 * 2 + i % 2;
-        float score = minus_infinity();
-        if (token < tokens && r < rows)
-          score = modified(kScales == 1 ? s[n][i] * shared.k_scale[token] : s[n][i], r, k0 + token);
-        shared.scores[r][token] = score;
-      }
+      for (int i = 0; i < 2; i++)
+        body(s[tile / 2][n][tile % 2 * 2 + i], n * 8 + lane_of_warp() % 4 * 2 + i);
   }
 
-  // Scores to powers of e in relation to the largest so far.
-  LOWBIT_INLINE void softmax() {
-    const int lane = lane_of_warp();
+  // Products to scores. is_plain: no row asks anything about one of these tokens.
+  LOWBIT_INLINE void make_scores(Scores& s, int64_t from, int tokens, bool is_plain) const {
 #pragma unroll
-    for (int j = 0; j < kRowsOfWarp; j++) {
-      float* row = shared.scores[j * kDecodeWarps + warp_of_cta()];
-      const float first = row[lane], second = row[lane + 32];
-      const float top = fmaxf(largest[j], of_warp(LargerFloat(), fmaxf(first, second)));
-      const float base = top == minus_infinity() ? 0.0f : top, shrink = power_of_2((largest[j] - base) * kLog2e);
-      const float p = power_of_2((first - base) * kLog2e), of_second = power_of_2((second - base) * kLog2e);
-      row[lane] = p, row[lane + 32] = of_second;
-      total[j] = total[j] * shrink + of_warp(FloatTotal(), p + of_second), largest[j] = top;
-      if (lane == 0) shared.shrink[j * kDecodeWarps + warp_of_cta()] = shrink;
+    for (int tile = 0; tile < kTiles; tile++) {
+      const int r = tile * 8 + lane_of_warp() / 4;
+      const float factor = shared.factor[r];
+      for_each_score(s, tile, [&](float& score, int) { score *= factor; });
+      if (is_plain) continue;
+      const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+      for_each_score(s, tile, [&](float& score, int token) {
+        score = token < tokens && r < rows ? modified(score, h, l, from + token) : minus_infinity();
+      });
     }
   }
 
-  LOWBIT_INLINE float weight(int row, int token, int group) const {
-    const float p = shared.scores[row][token];
-    if constexpr (kVScales == 0) return p;
-    else return p * shared.v_scale[token * kVScales + (kVScales == 1 ? 0 : group)];
+  // Scores to powers of e in relation to the largest so far, and the sums of the result with them.
+  LOWBIT_INLINE void softmax(Scores& s) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+      float top = largest[tile], sum = 0;
+      for_each_score(s, tile, [&](float& score, int) { top = fmaxf(top, score); });
+      top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1)), top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
+      const float base = top == minus_infinity() ? 0.0f : top, shrink = power_of_2((largest[tile] - base) * kLog2e);
+      for_each_score(s, tile, [&](float& score, int) { sum += score = power_of_2((score - base) * kLog2e); });
+      total[tile] = total[tile] * shrink + sum, largest[tile] = top;
+      const int row = lane_of_warp() % 4 * 8;  // the lane that has row 2t of the tile
+      const float of_columns[2] = {__shfl_sync(kWarp, shrink, row), __shfl_sync(kWarp, shrink, row + 4)};
+#pragma unroll
+      for (int g = 0; g < kVGroups; g++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) out[g][half][tile][i] *= of_columns[i % 2];
+    }
   }
 
-  // body(sum, row, i) for the sums of a group that this lane has; i: where their columns lie (value_column).
-  template <class Body>
-  LOWBIT_INLINE static void for_each_sum(float (&of_group)[2][kTiles][4], Body body) {
+  // Probabilities of 16 tokens, with the scales of a group of values, as the right factor: [tile][part].
+  using Weights = uint32_t[kTiles][2][2];
+  LOWBIT_INLINE void make_weights(Weights& weights, const Scores& s, int group, int step) const {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int i = 0; i < 2; i++) {
+      float scale[2] = {1, 1};
+      if constexpr (kVScales > 0) load_scales(scale, mine().v_scale, group, 2 * step + i);
 #pragma unroll
-      for (int n = 0; n < kTiles; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          body(of_group[half][n][i], n * 8 + lane_of_warp() % 4 * 2 + i % 2, 2 * half + i / 2);
+      for (int tile = 0; tile < kTiles; tile++) {
+        const float* p = s[tile / 2][2 * step + i] + tile % 2 * 2;
+        uint32_t part[2];
+        cut_pair<kDtype>(p[0] * scale[0], p[1] * scale[1], part);
+        weights[tile][0][i] = part[0], weights[tile][1][i] = part[1];
+      }
+    }
   }
 
-  LOWBIT_INLINE void multiply_values() {
-    const int lane = lane_of_warp(), g = lane / 4, t = lane % 4;
+  LOWBIT_INLINE void multiply_values(const Scores& s) {
+    Weights weights[kSteps];
 #pragma unroll
-    for (int j = 0; j < kGroupsOfWarp; j++) {
-      const int group = j * kDecodeWarps + warp_of_cta();
-      if (group >= kVGroups) break;
-      for_each_sum(out[j], [&](float& sum, int row, int) { sum *= shared.shrink[row]; });
+    for (int g = 0; g < kVGroups; g++) {
+      uint32_t a[kSteps][2][4];
+      load_values<kCache, kSteps, kShape.v_row_bytes()>(a, mine().values + g * kShape.group_bytes());
 #pragma unroll
-      for (int k = 0; k < kKeyTile; k += 16) {
-        uint32_t a[4], c[4];  // of tokens t and t + 4, t + 8 and t + 12
-        const auto row = [&](int i) { return shared.values.row(k + t + 4 * i) + group * kShape.group_bytes(); };
-        load_values<kCache>(a, row(0), row(1), g), load_values<kCache>(c, row(2), row(3), g);
+      for (int step = 0; step < kSteps; step++) {
+        if (kVScales > 1 || g == 0) make_weights(weights[step], s, g, step);
 #pragma unroll
-        for (int n = 0; n < kTiles; n++) {
-          uint32_t p[2][2];  // [pair of tokens][part]
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            cut_pair<kDtype>(weight(n * 8 + g, k + t + 8 * i, group), weight(n * 8 + g, k + t + 8 * i + 4, group),
-                             p[i]);
-#pragma unroll
-          for (int half = 0; half < 2; half++)
+          for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
             for (int part = 0; part < 2; part++)
-              multiply_16<kDtype>(out[j][half][n], {a[2 * half], a[2 * half + 1], c[2 * half], c[2 * half + 1]},
-                                  {p[0][part], p[1][part]});
-        }
+              multiply_16<kDtype>(out[g][half][tile], a[step][half], weights[step][tile][part]);
       }
     }
   }
 
+  // Keys from `first` to `end` that these queries see. The products wait for all lanes of the warp: after them what
+  // they have read may be overwritten.
   LOWBIT_INLINE void run(int64_t first, int64_t end) {
-    if (first >= end) return;
-    constexpr int64_t kSize = kShape.codes() ? 1 : 2;
-    const char *keys = static_cast<const char*>(call.k.data) + (b * call.k.batch + kv_head * call.k.head) * kSize,
-               *values = static_cast<const char*>(call.v.data) + (b * call.v.batch + kv_head * call.v.head) * kSize;
-    const int64_t k_scale = b * call.k.scale_batch + kv_head * call.k.scale_head,
-                  v_scale = b * call.v.scale_batch + kv_head * call.v.scale_head;
-    ScalesAhead<kScales> k_ahead;
-    ScalesAhead<kVScales> v_ahead;
-    const auto fetch_keys = [&](int64_t from) {
-      const auto tokens = static_cast<int>(smaller(kKeyTile, end - from));
-      shared.keys.template copy<kGroups * kShape.group_bytes() / 16>(
-          call.k, keys + from * call.k.row * kSize, call.k.row * kSize, tokens);
-      k_ahead.fetch(call.k, k_scale + from * call.k.scale_row, tokens);
-    };
-    fetch_keys(first);
-    for (int64_t from = first; from < end; from += kKeyTile) {
-      const auto tokens = static_cast<int>(smaller(kKeyTile, end - from));
-      wait_for_copies();
-      k_ahead.store(shared.k_scale);
-      __syncthreads();  // keys are there, and every thread is done with the values and scores before
-      shared.values.template copy<kVGroups * kShape.group_bytes() / 16>(
-          call.v, values + from * call.v.row * kSize, call.v.row * kSize, tokens);
-      v_ahead.fetch(call.v, v_scale + from * call.v.scale_row, tokens);
-      float s[kTiles][4];
+    const KeyRange seen = call.seen(call.end, first_query(), last_query()),
+                   by_all = call.seen_by_all(call.end, first_query(), last_query());
+    first = larger(first, seen.first);
+    const auto from_first = [&](int64_t key) { return static_cast<int>(larger(0, smaller(key, end) - first)); };
+    const int keys_of_cta = from_first(seen.end), plain_first = from_first(by_all.first),
+              plain_end = kAsksNothing && !call.bias ? from_first(by_all.end) : 0;
+    const auto tokens_from = [&](int from) { return keys_of_cta - from < kTokens ? keys_of_cta - from : kTokens; };
+    int from = warp_of_cta() * kTokens;
+    RowsAhead<kShape, false> keys(call.k, b, kv_head, first + from);
+    RowsAhead<kShape, true> values(call.v, b, kv_head, first + from);
+    keys.copy(mine().keys, tokens_from(from)), values.copy(mine().values, tokens_from(from));
+    load_queries();
+    __syncthreads();  // queries are there
+    for (; from < keys_of_cta; from += kDecodeWarps * kTokens) {
+      const int next = tokens_from(from + kDecodeWarps * kTokens);
+      Scores s;
+      wait_for_groups<1>();
+      keys.store_scales(mine().k_scale[0]);
+      __syncwarp();  // keys are there
       multiply_keys(s);
-      store_scores(s, from, tokens);
-      wait_for_copies();
-      v_ahead.store(shared.v_scale);
-      __syncthreads();  // scores and values are there, and every thread is done with the keys
-      if (from + kKeyTile < end) fetch_keys(from + kKeyTile);
-      softmax();
-      __syncthreads();  // probabilities are there
-      multiply_values();
+      keys.copy(mine().keys, next);
+      make_scores(s, first + from, tokens_from(from), from >= plain_first && from + kTokens <= plain_end);
+      softmax(s);
+      wait_for_groups<1>();
+      values.store_scales(mine().v_scale[0]);
+      __syncwarp();  // values are there
+      multiply_values(s);
+      values.copy(mine().values, next);
     }
   }
 
@@ -249,55 +295,92 @@ struct Decode {
     return (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
   }
 
-  // body(sum, row, column) for the sums of this lane that are there.
-  template <class Body>
-  LOWBIT_INLINE void for_each_result(Body body) {
+  // Of the keys of this CTA the largest score of a row, and the sum of powers in relation to it.
+  struct RowTotal {
+    float largest = minus_infinity(), total = 0;
+  };
+  LOWBIT_INLINE RowTotal row_total(int r) const {
+    RowTotal row;
 #pragma unroll
-    for (int j = 0; j < kGroupsOfWarp; j++) {
-      const int group = j * kDecodeWarps + warp_of_cta();
-      if (group >= kVGroups) break;
-      for_each_sum(out[j], [&](float sum, int row, int i) {
-        if (row < rows) body(sum, row, group * 32 + value_column<kCache>(lane_of_warp() / 4, i));
-      });
-    }
+    for (int w = 0; w < kDecodeWarps; w++) row.largest = fmaxf(row.largest, shared.largest[w][r]);
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; w++)
+      row.total += power_of_2((shared.largest[w][r] - softmax_base(row.largest)) * kLog2e) * shared.total[w][r];
+    return row;
   }
 
   // Of the only split: what `combine` would do with one, without memory for it (a prompt of 32k tokens and 32 heads
   // had 32 GiB of partial results).
-  LOWBIT_INLINE void finish_alone() {
-    __syncthreads();  // every thread is done with shrink and factor
-#pragma unroll
-    for (int j = 0; j < kRowsOfWarp; j++) {
-      const int r = j * kDecodeWarps + warp_of_cta();
-      if (r >= rows || lane_of_warp() != 0) continue;
-      const Softmax all(call, kv_head * call.group + (row0 + r) / call.length, largest[j]);
-      const float factor = all.factor(largest[j], total[j]), sum = all.of_sink + fmaxf(factor, 0.0f) * total[j];
-      shared.shrink[r] = factor, shared.factor[r] = inverse(sum);
-      all.store_lse(call, first_row() + r, sum);
+  LOWBIT_INLINE void finish_row(int r, int split) {
+    const RowTotal row = row_total(r);
+    if (call.splits > 1) {
+      call.largest[(first_row() + r) * call.splits + split] = row.largest;
+      call.total[(first_row() + r) * call.splits + split] = row.total;
+      return;
     }
-    __syncthreads();  // factors are there
-    for_each_result([&](float sum, int r, int column) {
-      const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
-      const float factor = shared.shrink[r], value = factor < 0.0f ? 0.0f : factor * sum;
-      if (column < call.v_columns)
-        store_real(call.out.data, call.out_dtype,
-                   b * call.out.batch + h * call.out.head + l * call.out.row + column, value * shared.factor[r]);
-    });
+    const Softmax all(call, kv_head * call.group + (row0 + r) / call.length, row.largest);
+    const float factor = all.factor(row.largest), sum = all.of_sink + factor * row.total;
+    shared.shrink[r] = factor * inverse(sum);
+    all.store_lse(call, first_row() + r, sum);
   }
 
-  LOWBIT_INLINE void finish(int64_t split) {
-    const int lane = lane_of_warp();
-    const int64_t first = first_row();
+  LOWBIT_INLINE void store_result(float sum, int r, int column, int split) const {
+    const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+    if (call.splits > 1)
+      call.partial[((first_row() + r) * call.splits + split) * (kVGroups * 32) + column] = sum;
+    else if (column < call.v_columns)
+      store_real(call.out.data, call.out_dtype,
+                 b * call.out.batch + h * call.out.head + l * call.out.row + column, sum * shared.shrink[r]);
+  }
+
+  // Adds the sums of the warps. A part of a row that saw no key counts for nothing, even if it is nan.
+  LOWBIT_INLINE void finish(int split) {
+    const int lane = lane_of_warp(), g = lane / 4, t = lane % 4, warp = warp_of_cta();
 #pragma unroll
-    for (int j = 0; j < kRowsOfWarp; j++) {
-      const int r = j * kDecodeWarps + warp_of_cta();
-      if (r >= rows || lane != 0) continue;
-      call.largest[(first + r) * call.splits + split] = largest[j];
-      call.total[(first + r) * call.splits + split] = total[j];
+    for (int tile = 0; tile < kTiles; tile++) {
+      float sum = total[tile];
+      sum += __shfl_xor_sync(kWarp, sum, 1), sum += __shfl_xor_sync(kWarp, sum, 2);
+      if (t == 0) shared.largest[warp][tile * 8 + g] = largest[tile], shared.total[warp][tile * 8 + g] = sum;
     }
-    for_each_result([&](float sum, int row, int column) {
-      call.partial[((first + row) * call.splits + split) * kVGroups * 32 + column] = sum;
-    });
+    __syncthreads();  // totals are there, and every warp is done with its tiles
+    if (static_cast<int>(threadIdx.x) < rows) finish_row(static_cast<int>(threadIdx.x), split);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile++) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int r = tile * 8 + 2 * t + i;
+        const float top = shared.largest[warp][r];
+        const bool is_seen = top != minus_infinity() || shared.total[warp][r] != 0.0f;
+        factor[i] = is_seen ? power_of_2((top - softmax_base(row_total(r).largest)) * kLog2e) : -1.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kVGroups * 2; j++) {
+        uint32_t sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          sum[i] = factor[i % 2] < 0.0f ? 0 : __float_as_uint(factor[i % 2] * out[j / 2][j % 2][tile][i]);
+        shared.sums[warp][j * kTiles + tile][lane] = {sum[0], sum[1], sum[2], sum[3]};
+      }
+    }
+    __syncthreads();  // sums are there
+#pragma unroll
+    for (int first = 0; first < kShape.sum_units(); first += kDecodeWarps) {
+      const int unit = first + warp, tile = unit % kTiles, j = unit / kTiles;
+      if (unit >= kShape.sum_units()) break;
+      float sum[4] = {};
+#pragma unroll
+      for (int w = 0; w < kDecodeWarps; w++) {
+        const uint4 of = shared.sums[w][unit][lane];
+        sum[0] += __uint_as_float(of.x), sum[1] += __uint_as_float(of.y);
+        sum[2] += __uint_as_float(of.z), sum[3] += __uint_as_float(of.w);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = tile * 8 + 2 * t + i % 2;
+        if (r < rows) store_result(sum[i], r, j / 2 * 32 + value_column<kCache>(g, j % 2 * 2 + i / 2), split);
+      }
+    }
   }
 };
 
@@ -306,21 +389,15 @@ LOWBIT_INLINE void decode(const DecodeCall& call) {
   using D = Decode<kCache, kGroups, kVGroups, kParts, kTiles, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename D::Shared, shared);
   static_assert(sizeof(typename D::Shared) == D::kShape.bytes());
-  int64_t at = blockIdx.x;
-  const int64_t split = at % call.splits;
-  at /= call.splits;
-  const int block = static_cast<int>(at % call.row_blocks), head = static_cast<int>(at / call.row_blocks);
-  const int row0 = block * D::kShape.rows(), left = call.group * call.length - row0;
+  const int at = static_cast<int>(blockIdx.x), split = at % call.splits, tile = at / call.splits,
+            head = tile / call.row_blocks, row0 = tile % call.row_blocks * D::kShape.rows(),
+            left = call.group * call.length - row0;
   D of{.call = call, .shared = shared, .b = head / call.kv_heads, .kv_head = head % call.kv_heads, .row0 = row0,
        .rows = left < D::kShape.rows() ? left : D::kShape.rows(), .largest = {}, .total = {}, .out = {}};
 #pragma unroll
-  for (int j = 0; j < D::kRowsOfWarp; j++) of.largest[j] = minus_infinity();
-  of.load_queries();
-  const KeyRange seen = of.seen();
-  const int64_t first = call.first + split * call.split;
-  of.run(larger(first, seen.first), smaller(seen.end, first + call.split));
-  if (call.splits == 1) of.finish_alone();
-  else of.finish(split);
+  for (int i = 0; i < kTiles; i++) of.largest[i] = minus_infinity();
+  of.run(call.first + split * call.split, call.first + (split + 1) * call.split);
+  of.finish(split);
   check_fault<Mods>(call);
 }
 

@@ -30,7 +30,7 @@ void split_keys(int64_t kv_length, DecodeCall& call) {
   const KeyRange seen = call.seen(kv_length, 0, call.length - 1);
   const int64_t keys = seen.end - seen.first, most = larger(1, kMostSplits / larger(1, call.row_blocks));
   call.first = seen.first, call.end = seen.end;
-  call.split = larger(kLeastSplit, round_up(ceil_div(keys, most), kKeyTile));
+  call.split = larger(kLeastSplit, round_up(ceil_div(keys, most), kLeastSplit));
   call.splits = static_cast<int32_t>(larger(1, ceil_div(keys, call.split)));
 }
 

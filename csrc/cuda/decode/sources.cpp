@@ -13,13 +13,14 @@ std::string_view name_of_cache(DType cache) {
 
 }  // namespace
 
-// Codes are exact in bfloat16; queries that are not take two parts. Few rows: one tile of 8.
+// Codes are exact in bfloat16; queries that are not take two parts. A lane holds 64 sums: of two tiles of rows with 128
+// columns, of one with 256.
 DecodeKind kind_of(const DecodeArgs& args) {
   const int64_t rows = args.group() * args.q_length();
+  const auto groups_of = [](const TensorView& of) { return static_cast<int>(kv_padded(of.size(3)) / kKvGroup); };
   const bool exact = args.format() == KvFormat::floating || (args.q.dtype == DType::bfloat16 && !args.rotated);
-  return {{args.k.dtype, static_cast<int>(kv_padded(args.q.size(3)) / kKvGroup),
-           static_cast<int>(kv_padded(args.out.size(3)) / kKvGroup), exact ? 1 : 2, rows <= 8 ? 1 : rows <= 16 ? 2 : 4},
-          args.score_mod, args.mask_mod};
+  const int v_groups = groups_of(args.out), tiles = rows <= 8 || v_groups > 4 ? 1 : 2;
+  return {{args.k.dtype, groups_of(args.q), v_groups, exact ? 1 : 2, tiles}, args.score_mod, args.mask_mod};
 }
 
 SourceKey DecodeKind::key() const {
@@ -60,7 +61,7 @@ Source kv_convert_source(KvFormat format, int groups) {
 void add_decode_sources(std::vector<Source>& all) {
   all.push_back(combine_source());
   for (const KvFormat format : {KvFormat::int8, KvFormat::int4}) all.push_back(kv_convert_source(format, 4));
-  for (const int tiles : {1, 4}) {
+  for (const int tiles : {1, 2}) {
     all.push_back(decode_source({{DType::int8, 4, 4, 1, tiles}}));
     all.push_back(decode_source({{DType::uint8, 4, 4, 2, tiles}}));
   }

@@ -17,17 +17,17 @@ struct FloatTotal {
 
 LOWBIT_INLINE float minus_infinity() { return -__builtin_inff(); }
 
+// Scores become powers in relation to it: the largest, if there is one.
+LOWBIT_INLINE float softmax_base(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
+
 // The softmax of a row from the parts that it was made in: each is multiplied by its factor and divided by the sum.
 struct Softmax {
   float base, of_sink;
   LOWBIT_INLINE Softmax(const DecodeCall& call, int64_t h, float largest) {
-    const float sink = call.sink ? call.sink[h] : minus_infinity(), top = fmaxf(sink, largest);
-    base = top == minus_infinity() ? 0.0f : top, of_sink = power_of_2((sink - base) * kLog2e);
+    const float sink = call.sink ? call.sink[h] : minus_infinity();
+    base = softmax_base(fmaxf(sink, largest)), of_sink = power_of_2((sink - base) * kLog2e);
   }
-  // -1: no key was seen, and the part may be nan.
-  LOWBIT_INLINE float factor(float largest, float total) const {
-    return largest != minus_infinity() || total != 0.0f ? power_of_2((largest - base) * kLog2e) : -1.0f;
-  }
+  LOWBIT_INLINE float factor(float largest) const { return power_of_2((largest - base) * kLog2e); }
   LOWBIT_INLINE void store_lse(const DecodeCall& call, int64_t row, float sum) const {
     if (call.lse) call.lse[row] = sum == 0.0f ? minus_infinity() : base + logf(sum);
   }
@@ -52,7 +52,7 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
   }
   const Softmax all(call, h, of_warp(LargerFloat(), fmaxf(largest[0], largest[1])));
 #pragma unroll
-  for (int i = 0; i < 2; i++) factor[i] = all.factor(largest[i], total[i]), total[i] *= fmaxf(factor[i], 0.0f);
+  for (int i = 0; i < 2; i++) factor[i] = all.factor(largest[i]), total[i] *= factor[i];
   const float sum = all.of_sink + of_warp(FloatTotal(), total[0] + total[1]), by = inverse(sum);
   for (int from = 0; from < padded; from += 128) {
     const int column = from + 4 * lane;
@@ -64,10 +64,7 @@ LOWBIT_INLINE void combine(const DecodeCall& call) {
       const uint4 part = column < padded ? *reinterpret_cast<const uint4*>(at) : uint4{};
       const uint32_t words[] = {part.x, part.y, part.z, part.w};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float next = __fmaf_rn(times, __uint_as_float(words[i]), of_column[i]);
-        of_column[i] = times < 0.0f ? of_column[i] : next;
-      }
+      for (int i = 0; i < 4; i++) of_column[i] = __fmaf_rn(times, __uint_as_float(words[i]), of_column[i]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)

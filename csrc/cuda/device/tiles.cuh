@@ -31,9 +31,8 @@ LOWBIT_INLINE void copy_async(uint16_t* to, const uint16_t* from, bool is_there)
                :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 LOWBIT_INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Ends a group of this thread's copies; waits for all groups but the last kPending.
-LOWBIT_INLINE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// This thread's copies since the last call become a group, of none too. Waits for all groups but the last kPending.
+LOWBIT_INLINE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 LOWBIT_INLINE void wait_for_groups() { asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory"); }
 

@@ -311,13 +311,13 @@ struct Product {
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) {
       if (from.tile < end) copy(ring[i], from);
-      end_group();
+      commit_copies();
     }
     if constexpr (!kRing)
       if (begin < end) from_x = rows_of_x(begin), load_activations(from_x, begin + kLinearWarps < end);
     for (int tile = begin, at = 0; tile < end; tile += kLinearWarps) {
       if (from.tile < end) copy(ring[at == 0 ? kStages - 1 : at - 1], from);
-      end_group();
+      commit_copies();
       uint2 now[kRing ? 1 : kBlocks][kWordsOfX];
       if constexpr (!kRing) {
 #pragma unroll

@@ -73,7 +73,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 
 
 def test_a_block_of_queries_reads_no_key_behind_its_last_or_before_its_window() -> None:
-    """Two blocks of 32 queries; a scale that is nan is seen where its tile is read, also of a key that is hidden."""
+    """Four blocks of 16 queries; a scale that is nan is seen where its tile is read, also of a key that is hidden."""
     case = DecodeCase("prompt", (1, 1, 1, 64, 300, 32, 32), "int8", options={"causal": True, "position": 200, "window": 100})
     for keys, first, second in ((slice(232, 264), True, False), (slice(64, 128), False, True), (slice(0, 64), True, True)):
         data = make_data(case)
