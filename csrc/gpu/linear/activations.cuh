@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations in the order in which products read them: one or several CTAs for each row. Floats are cut into parts of bfloat16 that
-// add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or for each group.
+// Activations in the order in which products read them: one or several CTAs for each row. Floats are cut into parts
+// of bfloat16 that add up to them, x = x0 + x1 + x2; or they are rounded to int8 codes with a scale for the row, or
+// for each group.
 #pragma once
 
 #include "formats/e4m3.hpp"
@@ -185,7 +186,8 @@ LOWBIT_INLINE int32_t encode(const LinearCall& call, const Team<kIsWarp>& team, 
 template <Format kFormat>
 constexpr int kCodeOffset = kFormat == Format::int4 ? 0 : symmetric_zero(kFormat);
 
-// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k, of one CTA. code_offset: kCodeOffset of the weight.
+// tile_groups: sums of a tile (call.hpp), of kParts; else one of all k, of one CTA. code_offset: kCodeOffset
+// of the weight.
 template <bool kParts>
 LOWBIT_INLINE void quantize_rows(const LinearCall& call, int tile_groups, int code_offset) {
   LOWBIT_SHARED(int32_t, warps, [kLinearWarps]);
