@@ -324,13 +324,45 @@ struct Decode {
     all.store_lse(call, first_row() + r, sum);
   }
 
-  LOWBIT_INLINE void store_result(float sum, int r, int column, int split) const {
-    const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
-    if (call.splits > 1)
-      call.partial[((first_row() + r) * call.splits + split) * (kVGroups * 32) + column] = sum;
-    else if (column < call.v_columns)
-      store_real(call.out.data, call.out_dtype,
-                 b * call.out.batch + h * call.out.head + l * call.out.row + column, sum * shared.shrink[r]);
+  // The sums of all warps: units warp, warp + 4 ... are of the same rows, 2t and 2t + 1 of a tile.
+  LOWBIT_INLINE void store_sums(int split) const {
+    static_assert(kDecodeWarps % kTiles == 0);
+    constexpr int kUnits = kShape.sum_units(), kEach = (kUnits + kDecodeWarps - 1) / kDecodeWarps;
+    const int lane = lane_of_warp(), g = lane / 4, warp = warp_of_cta(), r0 = warp % kTiles * 8 + lane % 4 * 2;
+    float sums[kEach][4] = {};
+#pragma unroll
+    for (int j = 0; j < kEach; j++)
+#pragma unroll
+      for (int w = 0; w < kDecodeWarps; w++) {
+        if (j * kDecodeWarps + warp >= kUnits) break;
+        const uint4 of = shared.sums[w][j * kDecodeWarps + warp][lane];
+        sums[j][0] += __uint_as_float(of.x), sums[j][1] += __uint_as_float(of.y);
+        sums[j][2] += __uint_as_float(of.z), sums[j][3] += __uint_as_float(of.w);
+      }
+    // body(sum, row, column)
+    const auto for_each_sum = [&](auto body) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < kEach; j++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const int unit = j * kDecodeWarps / kTiles + warp / kTiles;  // of a tile
+            if (r0 + i < rows && unit < 2 * kVGroups)
+              body(sums[j][2 * half + i], r0 + i, unit / 2 * 32 + value_column<kCache>(g, unit % 2 * 2 + half));
+          }
+    };
+    if (call.splits > 1) {
+      float* partial = call.partial + (first_row() * call.splits + split) * (kVGroups * 32);
+      for_each_sum([&](float sum, int r, int column) { partial[r * call.splits * (kVGroups * 32) + column] = sum; });
+    } else {
+      for_each_sum([&](float sum, int r, int column) {
+        const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+        if (column < call.v_columns)
+          store_real(call.out.data, call.out_dtype,
+                     b * call.out.batch + h * call.out.head + l * call.out.row + column, sum * shared.shrink[r]);
+      });
+    }
   }
 
   // Adds the sums of the warps. A part of a row that saw no key counts for nothing, even if it is nan.
@@ -364,23 +396,7 @@ struct Decode {
       }
     }
     __syncthreads();  // sums are there
-#pragma unroll
-    for (int first = 0; first < kShape.sum_units(); first += kDecodeWarps) {
-      const int unit = first + warp, tile = unit % kTiles, j = unit / kTiles;
-      if (unit >= kShape.sum_units()) break;
-      float sum[4] = {};
-#pragma unroll
-      for (int w = 0; w < kDecodeWarps; w++) {
-        const uint4 of = shared.sums[w][unit][lane];
-        sum[0] += __uint_as_float(of.x), sum[1] += __uint_as_float(of.y);
-        sum[2] += __uint_as_float(of.z), sum[3] += __uint_as_float(of.w);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int r = tile * 8 + 2 * t + i % 2;
-        if (r < rows) store_result(sum[i], r, j / 2 * 32 + value_column<kCache>(g, j % 2 * 2 + i / 2), split);
-      }
-    }
+    store_sums(split);
   }
 };
 

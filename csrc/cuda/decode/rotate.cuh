@@ -16,11 +16,17 @@ LOWBIT_INLINE void store_real(void* to, DType dtype, int64_t at, float value) {
 
 template <int kGroups>
 LOWBIT_INLINE void load_row(float (&x)[kGroups], const void* from, DType dtype, int64_t at, int columns) {
+  const auto load = [&](const auto* row, auto&& decoded) {
 #pragma unroll
-  for (int g = 0; g < kGroups; g++) {
-    const int column = g * 32 + lane_of_warp();
-    x[g] = column < columns ? load_real(from, dtype, at + column) : 0.0f;
-  }
+    for (int g = 0; g < kGroups; g++) {
+      const int column = g * 32 + lane_of_warp();
+      x[g] = column < columns ? decoded(row[at + column]) : 0.0f;
+    }
+  };
+  if (dtype == DType::float32) load(static_cast<const float*>(from), [](float a) { return a; });
+  else if (dtype == DType::bfloat16)
+    load(static_cast<const uint16_t*>(from), [](uint16_t a) { return float_from_bfloat16(a); });
+  else load(static_cast<const uint16_t*>(from), [](uint16_t a) { return float_of_half(a); });
 }
 
 // Rotates by a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
