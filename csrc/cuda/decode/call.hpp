@@ -33,7 +33,7 @@ struct DecodeShape {
            4 * scale_stride() * (at_least_one(scales()) + at_least_one(v_scales()));
   }
   constexpr int sum_units() const { return v_groups * 2 * tiles; }  // of 16 columns and 8 rows
-  constexpr int query_bytes() const { return parts * tiles * groups * 2 * 32 * 8; }
+  constexpr int query_bytes() const { return (tiles == 1 ? 1 : tiles / 2 * parts) * groups * 2 * 32 * 16; }
   constexpr int bytes() const {  // of shared memory
     const int tiles_bytes = kDecodeWarps * warp_bytes(), sum_bytes = kDecodeWarps * sum_units() * 32 * 16;
     return query_bytes() + (tiles_bytes > sum_bytes ? tiles_bytes : sum_bytes) + 4 * rows() * (2 * kDecodeWarps + 2);

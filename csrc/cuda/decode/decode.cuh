@@ -27,8 +27,8 @@ struct Decode {
   static constexpr DType kDtype = kProduct<kCache>;
   static constexpr int kTokens = kShape.tokens(), kSteps = kTokens / 16;
   static constexpr int kScales = kShape.scales(), kVScales = kShape.v_scales();
-  // A product has 16 rows of queries: two tiles; or both parts of one, or half of them are not used.
-  static constexpr int kRowTiles = (kTiles + 1) / 2, kHalves = kTiles * kParts > 1 ? 2 : 1;
+  // A product has 16 rows of queries: two tiles; or both parts of one; or half of them are not used.
+  static constexpr int kRowTiles = (kTiles + 1) / 2;
   static constexpr int kQueryParts = kTiles == 1 ? 1 : kParts;
   struct WarpTiles {
     alignas(16) char keys[kTokens * kShape.row_bytes()], values[kTokens * kShape.v_row_bytes()];
@@ -36,7 +36,7 @@ struct Decode {
     float v_scale[DecodeShape::at_least_one(kVScales)][kShape.scale_stride()];
   };
   struct Shared {
-    alignas(16) uint32_t query[kQueryParts][kRowTiles][kGroups][2][32][2 * kHalves];  // [..][step][lane][word]
+    uint4 query[kQueryParts][kRowTiles][kGroups][2][32];  // [..][step][lane]
     union {
       WarpTiles tiles[kDecodeWarps];
       uint4 sums[kDecodeWarps][kShape.sum_units()][32];
@@ -92,21 +92,9 @@ struct Decode {
         for (int p = 0; p < kParts; p++) {
           const int tile = kTiles == 1 ? 0 : p * kRowTiles + r / 16, upper = kTiles == 1 ? p : r / 8 % 2;
           const int at = ((tile * kGroups + g) * 2 + slot.step) * 32 + r % 8 * 4 + slot.t;
-          halves[((at * 2 + slot.half / 2) * kHalves + upper) * 2 + slot.half % 2] = static_cast<uint16_t>(part[p]);
+          halves[at * 8 + (slot.half / 2 * 2 + upper) * 2 + slot.half % 2] = static_cast<uint16_t>(part[p]);
         }
       }
-    }
-  }
-
-  // Left factor: rows g and g + 8 of the first half of k, then of the second.
-  LOWBIT_INLINE void load_query(uint32_t (&a)[4], int part, int tile, int group, int step) const {
-    const uint32_t* words = shared.query[part][tile][group][step][lane_of_warp()];
-    if constexpr (kHalves == 2) {
-      const uint4 all = *reinterpret_cast<const uint4*>(words);
-      a[0] = all.x, a[1] = all.y, a[2] = all.z, a[3] = all.w;
-    } else {
-      const uint2 all = *reinterpret_cast<const uint2*>(words);
-      a[0] = all.x, a[1] = 0, a[2] = all.y, a[3] = 0;
     }
   }
 
@@ -140,9 +128,8 @@ struct Decode {
           for (int step = 0; step < 2; step++)
 #pragma unroll
             for (int p = 0; p < kQueryParts; p++) {
-              uint32_t query[4];
-              load_query(query, p, m, g, step);
-              multiply_16<kDtype>(sum, query, key[step]);
+              const uint4 query = shared.query[p][m][g][step][lane];
+              multiply_16<kDtype>(sum, {query.x, query.y, query.z, query.w}, key[step]);
             }
           float scale[2] = {1, 1};
           if constexpr (kScales > 1) load_scales(scale, mine().k_scale, g, n);
