@@ -19,10 +19,13 @@ void add_once(std::vector<Source>& all, Source source) {
 std::vector<Source> common_sources() {
   std::vector<Source> all;
   const auto add_rule = [&](Rule rule, int moments) {
-    for (const StateFormat format : {StateFormat::float32, StateFormat::bfloat16, StateFormat::float8})
-      all.push_back(step_source(rule, moments, format, 256));
-    all.push_back(step_source(rule, moments, StateFormat::dynamic8, 256));
-    all.push_back(step_source(rule, moments, StateFormat::dynamic4, 128));
+    for (int format = 0; format < static_cast<int>(std::size(kStateFormatNames)); format++)
+      for (const DType dtype : {DType::float32, DType::bfloat16}) {
+        const auto state = static_cast<StateFormat>(format);
+        all.push_back(step_source({.rule = rule, .moments = moments, .format = state,
+                                   .block_size = state == StateFormat::dynamic4 ? 128 : 256, .param = dtype,
+                                   .grad = dtype}));
+      }
   };
   add_rule(Rule::adamw, 2), add_rule(Rule::sgd, 1), add_rule(Rule::lion, 1);
   for (const bool is_signed : {true, false}) {

@@ -22,7 +22,15 @@ enum class SourceKind : int64_t { step, convert, activations, linear, dequantize
 std::string kernel_text(std::string_view name, std::string_view threads, std::string_view Args, std::string_view body);
 
 inline constexpr int kFloatBlock = 256;  // of formats without scales: elements are dealt out as in blocks of 256
-Source step_source(Rule rule, int moments, StateFormat format, int64_t block_size);
+struct StepKind {
+  Rule rule;
+  int moments;
+  StateFormat format;
+  int64_t block_size;
+  DType param, grad;
+  SourceKey key() const;
+};
+Source step_source(const StepKind& kind);
 Source convert_source(StateFormat format, bool is_signed, int64_t block_size);
 
 // How a call of linear is specialised. x_parts: of float activations; 0: codes.

@@ -87,6 +87,13 @@ constexpr bool guesses_are_close(const Tables& tables, bool is_signed, int decad
   return (tables.lead * kGuess) >> 16 == shift_of(is_signed, decades) + 1;
 }
 
+// A float's bits are about its logarithm, so those of absmax less those of a, scaled, are about the decade of a. top:
+// the upper half of absmax's, with Tables::lead. A device may have a function of its own for this.
+template <class Int>
+LOWBIT_INLINE Int guessed_shift(Int top, Int bits, int guess) {
+  return shift_right<16>(mul_high_u16(sub_saturating_u16(top, bits), like(top, guess << 16)));
+}
+
 // A table times a factor in memory, where vectors look it up. A device that keeps it elsewhere has its own type.
 class ScaledTable {
  public:
@@ -151,13 +158,12 @@ struct DynamicMap {
         : threshold_(kDynamicTables<kSigned, kDecades>.threshold, absmax),
           stretch_(kDynamicTables<kSigned, kDecades>.stretch, 1.0f / absmax),
           top_((dynamic::upper_half(absmax) + kDynamicTables<kSigned, kDecades>.lead) << 16) {}
-    // The decade of |value|, as the shift that encodes it. A float's bits are about its logarithm, so those of absmax
-    // less those of a, scaled, are about the decade. The guess is its shift or one more (checked above), so one
+    // The decade of |value|, as the shift that encodes it. The guess is its shift or one more (checked above), so one
     // comparison settles it. Below the first decade it may be anything larger, which shifts all bits out.
     template <class Float>
     LOWBIT_INLINE auto shift(Float a) const {
-      const auto steps = sub_saturating_u16(like(bits_of(a), top_), bits_of(a));
-      const auto guess = shift_right<16>(mul_high_u16(steps, like(steps, dynamic::kGuess << 16)));
+      using dynamic::guessed_shift;
+      const auto guess = guessed_shift(like(bits_of(a), top_), bits_of(a), dynamic::kGuess);
       return count_down_above(guess, a, lookup8(threshold_, guess));
     }
     // code - kOffset of `value`, whose absolute value is a.

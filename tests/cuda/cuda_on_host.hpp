@@ -227,6 +227,12 @@ inline unsigned atomicMax(unsigned* p, unsigned value) { return std::exchange(*p
 inline double __longlong_as_double(long long a) { return __builtin_bit_cast(double, a); }
 inline long long __double2ll_rn(double a) { return std::llrint(a); }
 
+template <class T>
+void __stcs(T* to, T value) { *to = value; }
+inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned count) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) >> std::min(count, 32u));
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = uint64_t{high} << 32 | low;
   unsigned out = 0;

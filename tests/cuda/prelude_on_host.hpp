@@ -13,6 +13,21 @@ inline float float_of_half(uint32_t bits) {
   return bits & 0x8000 ? -value : value;
 }
 
+inline uint32_t pair_of_bf16(float low, float high) {
+  const auto rounded = [](float a) {
+    const auto bits = __builtin_bit_cast(uint32_t, a);
+    return a != a ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+}
+inline uint32_t pair_of_f16(float low, float high) {
+  const auto rounded = [](float a) -> uint32_t {
+    const auto half = static_cast<_Float16>(a);
+    return a != a ? 0x7fffu : __builtin_bit_cast(uint16_t, half);
+  };
+  return rounded(low) | rounded(high) << 16;
+}
+
 inline void fail() {
   on_host::failed = true;
   on_host::wait(on_host::State::done);

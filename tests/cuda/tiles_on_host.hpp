@@ -61,21 +61,6 @@ inline void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (
   for (int i = 0; i < 4; i++) c[i] = on_host::toward_zero(sums[i]);
 }
 
-inline uint32_t pair_of_bf16(float low, float high) {
-  const auto rounded = [](float a) {
-    const auto bits = __builtin_bit_cast(uint32_t, a);
-    return a != a ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  };
-  return rounded(low) | rounded(high) << 16;
-}
-inline uint32_t pair_of_f16(float low, float high) {
-  const auto rounded = [](float a) -> uint32_t {
-    const auto half = static_cast<_Float16>(a);
-    return a != a ? 0x7fffu : __builtin_bit_cast(uint16_t, half);
-  };
-  return rounded(low) | rounded(high) << 16;
-}
-
 inline float power_of_2(float a) {
   const float power = std::exp2(a);
   return power < 0x1p-126f ? 0.0f : power;

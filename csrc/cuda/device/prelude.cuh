@@ -25,6 +25,18 @@ LOWBIT_INLINE float float_of_half(uint32_t bits) {  // of the lower half
   return a;
 }
 
+// Two floats, rounded to nearest even, side by side.
+LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // Ends the launch with an error, which the next wait for the device reports: an argument in its memory is wrong.
 LOWBIT_INLINE void fail() { asm volatile("trap;"); }
 

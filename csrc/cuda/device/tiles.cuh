@@ -43,18 +43,6 @@ LOWBIT_INLINE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two floats, rounded to nearest even, side by side.
-LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // 2^a to 2 ulp; 0 where that is subnormal.
 LOWBIT_INLINE float power_of_2(float a) {
   float power;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the ops optim_step, encode_state and decode_state: calls as tables for the kernels of the
 // headers beside this.
+#include <algorithm>
+
 #include "cuda/backend.hpp"
 #include "cuda/sources.hpp"
 #include "gpu/optim/rows.hpp"
@@ -8,35 +10,54 @@
 namespace lowbit::cuda {
 namespace {
 
-// As many tensors as a launch takes, from `first` on; returns how many CTAs the step has.
-int64_t fill(StepTable& table, const OptimStepArgs& args, std::size_t first) {
-  const std::size_t left = args.tensors.size() - first;
-  table.count = static_cast<int>(left < StepTable::kMostTensors ? left : StepTable::kMostTensors);
-  table.first_tensor = static_cast<int64_t>(first);
-  int64_t tasks = 0;
-  for (int i = 0; i < table.count; i++) {
-    table.tensor[i] = args.tensors[first + static_cast<std::size_t>(i)];
-    table.first_task[i] = static_cast<int32_t>(tasks);
-    tasks += ceil_div(table.tensor[i].numel, kTaskElements);
+// A step of the tensors with parameters and gradients of two dtypes: tables of as many as a launch takes.
+class Steps {
+ public:
+  Steps(const OptimStepArgs& args, const Workspace& constants) : args_(args) {
+    table_.hyper = args.hyper, table_.grad_scale = args.grad_scale, table_.found_inf = args.found_inf;
+    table_.seed = args.seed, table_.block_size = args.block_size;
+    table_.stochastic_rounding = args.stochastic_rounding;
+    table_.constants = constants.at(0);
   }
-  return tasks;
-}
+
+  void take(DType param, DType grad) {
+    table_.count = 0, tasks_ = 0;
+    for (std::size_t i = 0; i < args_.tensors.size(); i++) {
+      const OptimTensor& tensor = args_.tensors[i];
+      if (tensor.param_dtype != param || tensor.grad_dtype != grad) continue;
+      if (table_.count == StepTable::kMostTensors) launch(param, grad);
+      const int place = table_.count++;
+      table_.tensor[place] = tensor, table_.position[place] = static_cast<int32_t>(i);
+      table_.first_task[place] = static_cast<int32_t>(tasks_);
+      tasks_ += ceil_div(tensor.numel, kTaskElements);
+    }
+    if (table_.count) launch(param, grad);
+  }
+
+ private:
+  void launch(DType param, DType grad) {
+    const StepKind kind{.rule = args_.rule, .moments = args_.moments, .format = args_.format,
+                        .block_size = has_codes(args_.format) ? args_.block_size : kFloatBlock, .param = param,
+                        .grad = grad};
+    const Program& kernels = program(args_.place, kind.key(), [&] { return step_source(kind); });
+    kernels.launch(args_.place, "count_steps", 1, kStepThreads, &table_);
+    if (tasks_) kernels.launch(args_.place, "optim_step", tasks_, kStepThreads, &table_);
+    table_.count = 0, tasks_ = 0;
+  }
+
+  const OptimStepArgs& args_;
+  StepTable table_;
+  int64_t tasks_ = 0;  // CTAs of the table
+};
 
 struct OptimKernels {
   static void step(const OptimStepArgs& args) {
-    const SourceKey key{static_cast<int64_t>(SourceKind::step), static_cast<int64_t>(args.rule), args.moments,
-                        static_cast<int64_t>(args.format), has_codes(args.format) ? args.block_size : 0};
-    const Program& kernels = program(args.place, key, [&] {
-      return step_source(args.rule, args.moments, args.format, args.block_size);
-    });
-    StepTable table;
-    table.hyper = args.hyper, table.grad_scale = args.grad_scale, table.found_inf = args.found_inf;
-    table.seed = args.seed, table.block_size = args.block_size, table.stochastic_rounding = args.stochastic_rounding;
-    for (std::size_t first = 0; first < args.tensors.size(); first += StepTable::kMostTensors) {
-      const int64_t tasks = fill(table, args, first);
-      kernels.launch(args.place, "count_steps", 1, kStepThreads, &table);
-      if (tasks) kernels.launch(args.place, "optim_step", tasks, kStepThreads, &table);
-    }
+    const auto most = static_cast<int64_t>(std::min<std::size_t>(args.tensors.size(), StepTable::kMostTensors));
+    const Workspace constants("optim_step", args.place, most * kMostConstantBytes);
+    Steps steps(args, constants);
+    constexpr DType kFloats[] = {DType::float32, DType::bfloat16, DType::float16};
+    for (const DType param : kFloats)
+      for (const DType grad : kFloats) steps.take(param, grad);
   }
 
   static void convert(const auto& args, const std::string& op, const ConvertArgs& given) {

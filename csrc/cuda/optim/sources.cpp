@@ -20,14 +20,21 @@ std::string format_of(StateFormat format) {
 
 }  // namespace
 
-Source step_source(Rule rule, int moments, StateFormat format, int64_t block_size) {
-  const auto name = kStateFormatNames[static_cast<int>(format)];
-  const auto step = concat("step<lowbit::", type_of(rule), "::Step<", moments, ">, ", format_of(format), ", ",
-                           has_codes(format) ? block_size : kFloatBlock, ">");
-  return {concat("optim_step of ", kRuleNames[static_cast<int>(rule)], " with ", moments, " moments in ", name,
-                 has_codes(format) ? concat(", blocks of ", block_size) : ""),
+SourceKey StepKind::key() const {
+  return {static_cast<int64_t>(SourceKind::step), static_cast<int64_t>(rule) << 8 | moments,
+          static_cast<int64_t>(format), block_size, static_cast<int64_t>(param) << 8 | static_cast<int64_t>(grad)};
+}
+
+Source step_source(const StepKind& kind) {
+  const auto rule = concat("lowbit::", type_of(kind.rule), "::Step<", kind.moments, ">");
+  const auto step = concat("step<", rule, ", ", format_of(kind.format), ", ", kind.block_size, ", lowbit::DType::",
+                           name_of(kind.param), ", lowbit::DType::", name_of(kind.grad), ">");
+  return {concat("optim_step of ", kRuleNames[static_cast<int>(kind.rule)], " with ", kind.moments, " moments in ",
+                 kStateFormatNames[static_cast<int>(kind.format)],
+                 has_codes(kind.format) ? concat(", blocks of ", kind.block_size) : "", ", parameters in ",
+                 name_of(kind.param), ", gradients in ", name_of(kind.grad)),
           concat("#include \"gpu/optim/step.cuh\"\n",
-                 kernel_text("count_steps", "kStepThreads", "StepTable", "count_steps"),
+                 kernel_text("count_steps", "kStepThreads", "StepTable", concat("count_steps<", rule, ">")),
                  kernel_text("optim_step", "kStepThreads", "StepTable", step))};
 }
 

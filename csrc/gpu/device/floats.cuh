@@ -18,4 +18,18 @@ LOWBIT_INLINE void store_from_float(void* to, DType dtype, int64_t at, float val
       dtype == DType::bfloat16 ? bfloat16_from_float(value) : float16_from_float(value);
 }
 
+#ifdef LOWBIT_LANES  // an Intel GPU: without an instruction for it
+LOWBIT_INLINE uint32_t pair_of_bf16(float low, float high) {
+  return bfloat16_from_float(low) | static_cast<uint32_t>(bfloat16_from_float(high)) << 16;
+}
+LOWBIT_INLINE uint32_t pair_of_f16(float low, float high) {
+  return float16_from_float(low) | static_cast<uint32_t>(float16_from_float(high)) << 16;
+}
+#endif
+
+// Two floats of a dtype of 16 bits, side by side.
+LOWBIT_INLINE uint32_t pair_of(DType dtype, float low, float high) {
+  return dtype == DType::bfloat16 ? pair_of_bf16(low, high) : pair_of_f16(low, high);
+}
+
 }  // namespace lowbit::gpu

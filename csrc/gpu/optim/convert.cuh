@@ -14,11 +14,19 @@ struct Convert {
     return (static_cast<int64_t>(blockIdx.x) * kStepThreads + threadIdx.x) * n;
   }
 
+  LOWBIT_INLINE static bool is_whole(const ConvertArgs& args, int64_t left) {
+    return left >= n && is_aligned(args.values) && is_aligned(args.codes);
+  }
+
   LOWBIT_INLINE static void encode(const ConvertArgs& args) {
     LOWBIT_SHARED(int32_t, warps, [kStepWarps]);
     const int64_t at = first_element(), left = args.numel - at;
+    const bool whole = is_whole(args, left);
+    RawFloats<n> raw;
     f32 value[n];
-    load_floats(args.values, DType::float32, at, left, value);
+    if (whole) raw.template load<true>(args.values, DType::float32, at, left);
+    else raw.template load<false>(args.values, DType::float32, at, left);
+    raw.read(DType::float32, value);
     i32 bits{0}, code[n];
 #pragma unroll
     for (int i = 0; i < n; i++) {
@@ -27,14 +35,21 @@ struct Convert {
     }
     const float scale = encode_values<kFormat, kSigned>(largest_of_block<kBlock / n>(bits.lane, warps), 1.0f, value,
                                                         code);
-    store_codes<kFormat>(args.codes, at, left, code, Codes<kFormat, kSigned>::kOffset);
+    RawCodes<kFormat, n> codes;
+    codes.write(code, Codes<kFormat, kSigned>::kOffset);
+    if (whole) codes.template store<true>(args.codes, at, left);
+    else codes.template store<false>(args.codes, at, left);
     if (left > 0 && at % kBlock == 0) args.scale[at / kBlock] = scale;
   }
 
   LOWBIT_INLINE static void decode(const ConvertArgs& args) {
     const int64_t at = first_element(), left = args.numel - at;
+    const bool whole = is_whole(args, left);
+    RawCodes<kFormat, n> codes;
     f32 number[n], value[n];
-    load_codes<kFormat>(args.codes, at, left, number);
+    if (whole) codes.template load<true>(args.codes, at, left);
+    else codes.template load<false>(args.codes, at, left);
+    codes.read(number);
     const typename Codes<kFormat, kSigned>::Decoder decode(
         scale_at<kBlock>(args.scale, at, args.numel));
 #pragma unroll
@@ -43,7 +58,10 @@ struct Convert {
       decode(number[i], value[i], factor);
       value[i] = mul(value[i], factor);
     }
-    store_floats(args.values, DType::float32, at, left, value);
+    RawFloats<n> raw;
+    raw.write(DType::float32, value);
+    if (whole) raw.template store<true>(args.values, DType::float32, at, left);
+    else raw.template store<false>(args.values, DType::float32, at, left);
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "formats/state_codes.hpp"
+#include "gpu/device/floats.cuh"
 #include "gpu/device/vector.cuh"
 #include "gpu/optim/table.hpp"
 
@@ -12,115 +13,121 @@ namespace lowbit::gpu {
 template <StateFormat kFormat, bool kSigned>
 using Codes = StateCodes<kFormat, kSigned, Table8>;
 
-template <class Word>
-LOWBIT_INLINE bool is_aligned(const void* p) { return (reinterpret_cast<std::size_t>(p) & (sizeof(Word) - 1)) == 0; }
-
 template <int kBytes> struct WordOf;
 template <> struct WordOf<2> { using type = uint16_t; };
 template <> struct WordOf<4> { using type = uint32_t; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<16> { using type = uint4; };
 
-// `count` elements, of which `left` are there, and zeros. One by one where they lie in no word: by a loop over bytes,
-// Intel's newer compilers keep `to` in memory for both ways.
-template <class Element, int count>
-LOWBIT_INLINE void load_elements(const void* from, int64_t left, void* to) {
-  using Word = typename WordOf<count * sizeof(Element)>::type;
-  if (left >= count && is_aligned<Word>(from)) {
-    *static_cast<Word*>(to) = *static_cast<const Word*>(from);
-    return;
-  }
+// Whether an address is that of words of any size.
+LOWBIT_INLINE bool is_aligned(const void* p) { return (reinterpret_cast<std::size_t>(p) & 15) == 0; }
+
+// `count` elements as they lie in memory. kWhole: all of them are there, at the address of a word. If not, `left` are:
+// one by one, and zeros. (By a loop over bytes, Intel's newer compilers keep `to` in memory for both ways.)
+template <bool kWhole, class Element, int count>
+LOWBIT_INLINE void load_elements(const Element* from, int64_t left, void* to) {
+  if constexpr (kWhole) {
+    constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
+    using Word = typename WordOf<kStep>::type;
 #pragma unroll
-  for (int i = 0; i < count; i++) {
-    const Element element = i < left ? static_cast<const Element*>(from)[i] : Element{0};
-    std::memcpy(static_cast<uint8_t*>(to) + i * sizeof element, &element, sizeof element);
+    for (int i = 0; i < kBytes / kStep; i++) static_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(from)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      const Element element = i < left ? from[i] : Element{0};
+      std::memcpy(static_cast<uint8_t*>(to) + i * sizeof element, &element, sizeof element);
+    }
   }
 }
-template <class Element, int count>
-LOWBIT_INLINE void store_elements(void* to, int64_t left, const void* from) {
-  using Word = typename WordOf<count * sizeof(Element)>::type;
-  if (left >= count && is_aligned<Word>(to)) {
-    *static_cast<Word*>(to) = *static_cast<const Word*>(from);
-    return;
-  }
+template <bool kWhole, class Element, int count>
+LOWBIT_INLINE void store_elements(Element* to, int64_t left, const void* from) {
+  if constexpr (kWhole) {
+    constexpr int kBytes = count * static_cast<int>(sizeof(Element)), kStep = kBytes < 16 ? kBytes : 16;
+    using Word = typename WordOf<kStep>::type;
 #pragma unroll
-  for (int i = 0; i < count; i++) {
-    Element element;
-    std::memcpy(&element, static_cast<const uint8_t*>(from) + i * sizeof element, sizeof element);
-    if (i < left) static_cast<Element*>(to)[i] = element;
+    for (int i = 0; i < kBytes / kStep; i++) __stcs(reinterpret_cast<Word*>(to) + i, static_cast<const Word*>(from)[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      Element element;
+      std::memcpy(&element, static_cast<const uint8_t*>(from) + i * sizeof element, sizeof element);
+      if (i < left) to[i] = element;
+    }
   }
 }
 
-// n elements of a tensor from `at` on, of which `left` are there, and zeros.
+// n floats of a tensor as they lie in memory.
 template <int n>
-LOWBIT_INLINE void load_floats(const void* base, DType dtype, int64_t at, int64_t left, f32 (&to)[n]) {
-  alignas(16) uint32_t words[n];
-  if (dtype == DType::float32) {
-#pragma unroll
-    for (int i = 0; i < n; i += 4)
-      load_elements<uint32_t, 4>(static_cast<const float*>(base) + at + i, left - i, words + i);
-#pragma unroll
-    for (int i = 0; i < n; i++) to[i] = {__uint_as_float(words[i])};
-    return;
-  }
-  load_elements<uint16_t, (n < 8 ? n : 8)>(static_cast<const uint16_t*>(base) + at, left, words);
-  if constexpr (n == 16) load_elements<uint16_t, 8>(static_cast<const uint16_t*>(base) + at + 8, left - 8, words + 4);
-#pragma unroll
-  for (int i = 0; i < n; i++) {
-    const auto half = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
-    to[i] = {dtype == DType::bfloat16 ? float_from_bfloat16(half) : float_from_float16(half)};
-  }
-}
+struct alignas(16) RawFloats {
+  uint32_t words[n];
 
-template <int n>
-LOWBIT_INLINE void store_floats(void* base, DType dtype, int64_t at, int64_t left, const f32 (&from)[n]) {
-  alignas(16) uint32_t words[n];
-  if (dtype == DType::float32) {
-#pragma unroll
-    for (int i = 0; i < n; i++) words[i] = __float_as_uint(from[i].lane);
-#pragma unroll
-    for (int i = 0; i < n; i += 4)
-      store_elements<uint32_t, 4>(static_cast<float*>(base) + at + i, left - i, words + i);
-    return;
+  template <bool kWhole>
+  LOWBIT_INLINE void load(const void* base, DType dtype, int64_t at, int64_t left) {
+    if (dtype == DType::float32) load_elements<kWhole, uint32_t, n>(static_cast<const uint32_t*>(base) + at, left, words);
+    else load_elements<kWhole, uint16_t, n>(static_cast<const uint16_t*>(base) + at, left, words);
   }
-  const auto half = [&](int i) -> uint32_t {
-    return dtype == DType::bfloat16 ? bfloat16_from_float(from[i].lane) : float16_from_float(from[i].lane);
-  };
+  template <bool kWhole>
+  LOWBIT_INLINE void store(void* base, DType dtype, int64_t at, int64_t left) const {
+    if (dtype == DType::float32) store_elements<kWhole, uint32_t, n>(static_cast<uint32_t*>(base) + at, left, words);
+    else store_elements<kWhole, uint16_t, n>(static_cast<uint16_t*>(base) + at, left, words);
+  }
+  LOWBIT_INLINE void read(DType dtype, f32 (&to)[n]) const {
 #pragma unroll
-  for (int i = 0; i < n; i += 2) words[i / 2] = half(i) | half(i + 1) << 16;
-  store_elements<uint16_t, (n < 8 ? n : 8)>(static_cast<uint16_t*>(base) + at, left, words);
-  if constexpr (n == 16) store_elements<uint16_t, 8>(static_cast<uint16_t*>(base) + at + 8, left - 8, words + 4);
-}
+    for (int i = 0; i < n; i++) {
+      const uint32_t half = words[i / 2] >> 16 * (i % 2) & 0xffff;
+      to[i] = {dtype == DType::float32    ? __uint_as_float(words[i])
+               : dtype == DType::bfloat16 ? __uint_as_float(half << 16)
+                                          : float_of_half(half)};
+    }
+  }
+  LOWBIT_INLINE void write(DType dtype, const f32 (&from)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      if (dtype == DType::float32) words[i] = __float_as_uint(from[i].lane);
+      else if (i % 2 == 0) words[i / 2] = pair_of(dtype, from[i].lane, from[i + 1].lane);
+    }
+  }
+};
 
-// n codes as the floats 2^23 + code, which decoders read; 4-bit codes two to a byte, the first in the high nibble.
+// n codes as they lie in memory; 4-bit codes two to a byte, the first in the high nibble.
 template <StateFormat kFormat, int n>
-LOWBIT_INLINE void load_codes(const uint8_t* codes, int64_t at, int64_t left, f32 (&number)[n]) {
-  constexpr int kBytes = static_cast<int>(state_bytes(kFormat, n));
-  alignas(16) uint8_t bytes[kBytes];
-  load_elements<uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
-#pragma unroll
-  for (int i = 0; i < n; i++) {
-    const uint32_t code = kFormat == StateFormat::dynamic4 ? bytes[i / 2] >> (i % 2 ? 0 : 4) & 15 : bytes[i];
-    number[i] = {__uint_as_float(0x4b000000u | code)};
-  }
-}
+struct alignas(16) RawCodes {
+  static constexpr int kBytes = static_cast<int>(state_bytes(kFormat, n)), kWords = (kBytes + 3) / 4;
+  uint32_t words[kWords];
 
-template <StateFormat kFormat, int n>
-LOWBIT_INLINE void store_codes(uint8_t* codes, int64_t at, int64_t left, const i32 (&code)[n], int offset) {
-  constexpr int kBytes = static_cast<int>(state_bytes(kFormat, n));
-  alignas(16) uint8_t bytes[kBytes];
-  const auto saturated = [&](int i) {
-    const int32_t sum = code[i].lane + offset;
-    return static_cast<uint8_t>(sum < 0 ? 0 : sum > 255 ? 255 : sum);
-  };
-#pragma unroll
-  for (int i = 0; i < kBytes; i++) {
-    if constexpr (kFormat == StateFormat::dynamic4)
-      bytes[i] = static_cast<uint8_t>(saturated(2 * i) << 4 | saturated(2 * i + 1));
-    else bytes[i] = saturated(i);
+  template <bool kWhole>
+  LOWBIT_INLINE void load(const uint8_t* codes, int64_t at, int64_t left) {
+    load_elements<kWhole, uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
   }
-  store_elements<uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), bytes);
-}
+  template <bool kWhole>
+  LOWBIT_INLINE void store(uint8_t* codes, int64_t at, int64_t left) const {
+    store_elements<kWhole, uint8_t, kBytes>(codes + state_bytes(kFormat, at), state_bytes(kFormat, left), words);
+  }
+  // As the floats 2^23 + code, which decoders read.
+  LOWBIT_INLINE void read(f32 (&number)[n]) const {
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      const uint32_t bits = kFormat == StateFormat::dynamic4 ? (words[i / 8] >> (i % 8 ^ 1) * 4 & 15) | 0x4b000000u
+                                                             : __byte_perm(words[i / 4], 0x4b000000u, 0x7440 + i % 4);
+      number[i] = {__uint_as_float(bits)};
+    }
+  }
+  LOWBIT_INLINE void write(const i32 (&code)[n], int offset) {
+    const auto saturated = [&](int i) {
+      const int32_t sum = code[i].lane + offset;
+      return static_cast<uint32_t>(sum < 0 ? 0 : sum > 255 ? 255 : sum);
+    };
+    const auto byte = [&](int i) -> uint32_t {
+      if (i >= kBytes) return 0;
+      if constexpr (kFormat == StateFormat::dynamic4) return saturated(2 * i) * 16 + saturated(2 * i + 1);
+      else return saturated(i);
+    };
+#pragma unroll
+    for (int i = 0; i < kWords; i++)
+      words[i] = __byte_perm(__byte_perm(byte(4 * i), byte(4 * i + 1), 0x0040),
+                             __byte_perm(byte(4 * i + 2), byte(4 * i + 3), 0x0040), 0x5410);
+  }
+};
 
 // The scale of the block of element `at`, also for a thread behind the last element: it holds a part of the tables.
 template <int kBlock>

@@ -9,10 +9,17 @@
 
 namespace lowbit::gpu {
 
-// Before the step, in a launch of its own: every CTA of the step reads the same count.
+// Before the step, in a launch of its own: counts the steps of the tensors, and makes the constants of each, which all
+// of its CTAs read.
+template <class Rule>
 LOWBIT_INLINE void count_steps(const StepTable& table) {
+  static_assert(sizeof(Constants<Rule>) <= kMostConstantBytes);
   if (table.found_inf && *table.found_inf != 0) return;
-  for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) *table.tensor[i].step_count += 1;
+  for (int i = static_cast<int>(threadIdx.x); i < table.count; i += kStepThreads) {
+    const OptimTensor& tensor = table.tensor[i];
+    static_cast<Constants<Rule>*>(table.constants)[i] =
+        Constants<Rule>(table, tensor, table.position[i], *tensor.step_count += 1);
+  }
 }
 
 // Rounds up to bfloat16 with the probability of the part that is cut off; inf and nan stay.
@@ -22,95 +29,151 @@ LOWBIT_INLINE f32 round_stochastically(f32 value, int element, int32_t key) {
   return float_of(select(at_least(abs(value), f32{0.0f}), cut, bits_of(value)));
 }
 
-template <StateFormat kFormat, class Rule, int kBlock, int kEach = elements_each(kBlock)>
+// kParam, kGrad: the dtypes of parameter and gradient; other: the tensor says.
+template <StateFormat kFormat, class Rule, int kBlock, int kEach, DType kParam, DType kGrad>
 struct Update {
   static constexpr int kMoments = Rule::kMoments, n = kEach, kLanes = kBlock / n;
-  static constexpr DType kDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
+  static constexpr DType kMomentDType = kFormat == StateFormat::bfloat16 ? DType::bfloat16 : DType::float32;
 
   const OptimTensor& tensor;
   const Constants<Rule>& constants;
   int64_t at, left;  // this thread's first element, and the number from it on; none: 0 or less
+  bool whole;        // n elements, in words
+
+  LOWBIT_INLINE DType param_dtype() const { return kParam == DType::other ? tensor.param_dtype : kParam; }
+  LOWBIT_INLINE DType grad_dtype() const { return kGrad == DType::other ? tensor.grad_dtype : kGrad; }
+
+  // A moment as it lies in memory, with the scale of its block.
+  struct RawMoment {
+    std::conditional_t<has_codes(kFormat), RawCodes<kFormat, n>, RawFloats<n>> raw;
+    float scale;
+
+    template <bool kWhole>
+    LOWBIT_INLINE void load(const Update& update, int k) {
+      const OptimTensor& tensor = update.tensor;
+      if constexpr (has_codes(kFormat)) {
+        raw.template load<kWhole>(static_cast<const uint8_t*>(tensor.moment[k]), update.at, update.left);
+        scale = scale_at<kBlock>(tensor.scale[k], update.at, tensor.numel);
+      } else {
+        raw.template load<kWhole>(tensor.moment[k], kMomentDType, update.at, update.left);
+      }
+    }
+    template <bool kWhole>
+    LOWBIT_INLINE void store(const Update& update, int k) const {
+      const OptimTensor& tensor = update.tensor;
+      if constexpr (has_codes(kFormat)) {
+        raw.template store<kWhole>(static_cast<uint8_t*>(tensor.moment[k]), update.at, update.left);
+        if (update.left > 0 && update.at % kBlock == 0) tensor.scale[k][update.at / kBlock] = scale;
+      } else {
+        raw.template store<kWhole>(tensor.moment[k], kMomentDType, update.at, update.left);
+      }
+    }
+  };
 
   // Old values of moment k as value * factor, times the rule's factor for them (carry).
   template <int k>
-  LOWBIT_INLINE void read(f32 (&value)[n], f32 (&factor)[n]) const {
-    const float carry = constants.rule.carry[k];
-    if constexpr (has_codes(kFormat)) {
-      f32 number[n];
-      load_codes<kFormat>(static_cast<const uint8_t*>(tensor.moment[k]), at, left, number);
-      const typename Codes<kFormat, Rule::template kSigned<k>>::Decoder decode(
-          scale_at<kBlock>(tensor.scale[k], at, tensor.numel) * carry);
+  LOWBIT_INLINE void read(const RawMoment (&old)[kMoments + 1], f32 (&value)[kMoments + 1][n],
+                          f32 (&factor)[kMoments + 1][n]) const {
+    if constexpr (k < kMoments) {
+      const float carry = constants.rule.carry[k];
+      if constexpr (has_codes(kFormat)) {
+        f32 number[n];
+        old[k].raw.read(number);
+        const typename Codes<kFormat, Rule::template kSigned<k>>::Decoder decode(old[k].scale * carry);
 #pragma unroll
-      for (int i = 0; i < n; i++) {
-        decode(number[i], value[i], factor[i]);
-        if (i >= left) value[i] = f32{0.0f};
+        for (int i = 0; i < n; i++) decode(number[i], value[k][i], factor[k][i]);
+      } else {
+        old[k].raw.read(kMomentDType, value[k]);
+#pragma unroll
+        for (int i = 0; i < n; i++) factor[k][i] = f32{carry};
       }
-    } else {
-      load_floats(tensor.moment[k], kDType, at, left, value);
-#pragma unroll
-      for (int i = 0; i < n; i++) factor[i] = f32{carry};
+      read<k + 1>(old, value, factor);
     }
   }
 
+  // New values, counted in the rule's units, as they will lie in memory.
   template <int k>
-  LOWBIT_INLINE void write(f32 (&value)[n], int32_t* warps) const {
-    const float unit = constants.rule.unit[k];
-    constexpr bool kSigned = Rule::template kSigned<k>;
-    if constexpr (has_codes(kFormat)) {
-      i32 bits{0};
+  LOWBIT_INLINE void write(f32 (&value)[kMoments + 1][n], RawMoment (&made)[kMoments + 1],
+                           int32_t (*warps)[kStepWarps]) const {
+    if constexpr (k < kMoments) {
+      const float unit = constants.rule.unit[k];
+      constexpr bool kSigned = Rule::template kSigned<k>;
+      if constexpr (has_codes(kFormat)) {
+        if (!whole) {
 #pragma unroll
-      for (int i = 0; i < n; i++) {
-        if (i >= left) value[i] = f32{0.0f};
-        bits = larger<kSigned>(bits, value[i]);
+          for (int i = 0; i < n; i++)
+            if (i >= left) value[k][i] = f32{0.0f};
+        }
+        i32 bits{0}, code[n];
+#pragma unroll
+        for (int i = 0; i < n; i++) bits = larger<kSigned>(bits, value[k][i]);
+        made[k].scale = encode_values<kFormat, kSigned>(largest_of_block<kLanes>(bits.lane & INT32_MAX, warps[k]), unit,
+                                                        value[k], code);
+        made[k].raw.write(code, Codes<kFormat, kSigned>::kOffset);
+      } else {
+#pragma unroll
+        for (int i = 0; i < n; i++) value[k][i] = mul(value[k][i], f32{unit});
+        made[k].raw.write(kMomentDType, value[k]);
       }
-      i32 code[n];
-      const float scale = encode_values<kFormat, kSigned>(largest_of_block<kLanes>(bits.lane & INT32_MAX, warps), unit,
-                                                          value, code);
-      store_codes<kFormat>(static_cast<uint8_t*>(tensor.moment[k]), at, left, code,
-                           Codes<kFormat, kSigned>::kOffset);
-      if (left > 0 && at % kBlock == 0) tensor.scale[k][at / kBlock] = scale;
-    } else {
-#pragma unroll
-      for (int i = 0; i < n; i++) value[i] = mul(value[i], f32{unit});
-      store_floats(tensor.moment[k], kDType, at, left, value);
+      write<k + 1>(value, made, warps);
     }
   }
 
-  template <int k>
-  LOWBIT_INLINE void read_from(f32 (&value)[kMoments + 1][n], f32 (&factor)[kMoments + 1][n]) const {
-    if constexpr (k < kMoments) read<k>(value[k], factor[k]), read_from<k + 1>(value, factor);
+  // Everything is asked for before the first of it is used.
+  template <bool kWhole>
+  LOWBIT_INLINE void load(RawFloats<n>& grad, RawFloats<n>& param, RawMoment (&moments)[kMoments + 1]) const {
+    grad.template load<kWhole>(tensor.grad, grad_dtype(), at, left);
+    param.template load<kWhole>(tensor.param, param_dtype(), at, left);
+#pragma unroll
+    for (int k = 0; k < kMoments; k++) moments[k].template load<kWhole>(*this, k);
   }
-  template <int k>
-  LOWBIT_INLINE void write_from(f32 (&value)[kMoments + 1][n], int32_t (*warps)[kStepWarps]) const {
-    if constexpr (k < kMoments) write<k>(value[k], warps[k]), write_from<k + 1>(value, warps);
+  template <bool kWhole>
+  LOWBIT_INLINE void store(const RawFloats<n>& grad, const RawFloats<n>& param,
+                           const RawMoment (&moments)[kMoments + 1]) const {
+    if (constants.scaled) grad.template store<kWhole>(tensor.grad, grad_dtype(), at, left);
+    param.template store<kWhole>(tensor.param, param_dtype(), at, left);
+#pragma unroll
+    for (int k = 0; k < kMoments; k++) moments[k].template store<kWhole>(*this, k);
   }
 
   LOWBIT_INLINE void run(int32_t (*warps)[kStepWarps]) const {
+    RawFloats<n> grad, param;
+    RawMoment moments[kMoments + 1];
+    if (whole) load<true>(grad, param, moments);
+    else load<false>(grad, param, moments);
     f32 p[n], g[n], value[kMoments + 1][n], factor[kMoments + 1][n];
-    load_floats(tensor.grad, tensor.grad_dtype, at, left, g);
-    load_floats(tensor.param, tensor.param_dtype, at, left, p);
-    read_from<0>(value, factor);
+    grad.read(grad_dtype(), g), param.read(param_dtype(), p), read<0>(moments, value, factor);
     if (constants.scaled) {
 #pragma unroll
       for (int i = 0; i < n; i++) g[i] = mul(g[i], f32{constants.grad_factor});
-      store_floats(tensor.grad, tensor.grad_dtype, at, left, g);
+      grad.write(grad_dtype(), g);
     }
-    const int32_t key = constants.stochastic ? block_key(constants.seed, at / constants.block_size) : 0;
-    const int element = static_cast<int>(at & (constants.block_size - 1));
+    if (constants.negated) {
+#pragma unroll
+      for (int i = 0; i < n; i++) g[i] = sub(f32{0.0f}, g[i]);
+    }
+    if (constants.adds_l2) {
+#pragma unroll
+      for (int i = 0; i < n; i++) g[i] = fma(p[i], f32{constants.l2}, g[i]);
+    }
 #pragma unroll
     for (int i = 0; i < n; i++) {
-      if (constants.negated) g[i] = sub(f32{0.0f}, g[i]);
-      if (constants.adds_l2) g[i] = fma(p[i], f32{constants.l2}, g[i]);
       f32 moment[kMoments + 1], carried[kMoments + 1];
 #pragma unroll
       for (int k = 0; k < kMoments; k++) moment[k] = value[k][i], carried[k] = factor[k][i];
       p[i] = constants.rule.update(p[i], f32{constants.keep}, g[i], moment, carried);
 #pragma unroll
       for (int k = 0; k < kMoments; k++) value[k][i] = moment[k];
-      if (constants.stochastic) p[i] = round_stochastically(p[i], element + i, key);
     }
-    store_floats(tensor.param, tensor.param_dtype, at, left, p);
-    write_from<0>(value, warps);
+    if (constants.stochastic) {
+      const int32_t key = block_key(constants.seed, at / constants.block_size);
+      const int element = static_cast<int>(at & (constants.block_size - 1));
+#pragma unroll
+      for (int i = 0; i < n; i++) p[i] = round_stochastically(p[i], element + i, key);
+    }
+    param.write(param_dtype(), p), write<0>(value, moments, warps);
+    if (whole) store<true>(grad, param, moments);
+    else store<false>(grad, param, moments);
   }
 };
 
@@ -125,34 +188,44 @@ LOWBIT_INLINE int tensor_of_task(const StepTable& table, int32_t task) {
   return found;
 }
 
+template <int kMoments>
+LOWBIT_INLINE bool lies_in_words(const OptimTensor& tensor) {
+  bool aligned = is_aligned(tensor.param) && is_aligned(tensor.grad);
+#pragma unroll
+  for (int k = 0; k < kMoments; k++) aligned = aligned && is_aligned(tensor.moment[k]);
+  return aligned;
+}
+
 // Elements of a tensor from `first` on, which a CTA updates.
-template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock)>
+template <class Rule, StateFormat kFormat, int kBlock, int kEach = elements_each(kBlock), DType kParam = DType::other,
+          DType kGrad = DType::other>
 LOWBIT_INLINE void update_task(const OptimTensor& tensor, const Constants<Rule>& constants, int64_t first) {
-  using ThisUpdate = Update<kFormat, Rule, kBlock, kEach>;
-  constexpr int kChunk = kStepThreads * ThisUpdate::n;
+  constexpr int kChunk = kStepThreads * kEach;
   static_assert(kTaskElements % kChunk == 0 && kChunk % kBlock == 0);
+  const bool in_words = lies_in_words<Rule::kMoments>(tensor);
   // Two chunks take turns, so that one barrier each is enough.
   LOWBIT_SHARED(int32_t, warps, [2][kMaxMoments][kStepWarps]);
   for (int64_t chunk = first; chunk < first + kTaskElements && chunk < tensor.numel; chunk += kChunk) {
-    const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * ThisUpdate::n;
-    ThisUpdate{tensor, constants, at, tensor.numel - at}.run(warps[chunk / kChunk & 1]);
+    const int64_t at = chunk + static_cast<int64_t>(threadIdx.x) * kEach, left = tensor.numel - at;
+    const Update<kFormat, Rule, kBlock, kEach, kParam, kGrad> update{tensor, constants, at, left,
+                                                                     in_words && left >= kEach};
+    update.run(warps[chunk / kChunk & 1]);
   }
 }
 
-template <class Rule, StateFormat kFormat, int kBlock>
+template <class Rule, StateFormat kFormat, int kBlock, DType kParam, DType kGrad>
 LOWBIT_INLINE void step(const StepTable& table) {
   if (table.found_inf && *table.found_inf != 0) return;
   const auto task = static_cast<int32_t>(blockIdx.x);
   const int index = tensor_of_task(table, task);
   const OptimTensor& tensor = table.tensor[index];
-  LOWBIT_SHARED(unsigned char, shared, [sizeof(Constants<Rule>)]);
-  if (threadIdx.x == 0) {
-    const Constants<Rule> made(table, tensor, table.first_tensor + index, *tensor.step_count);
-    std::memcpy(shared, &made, sizeof made);
-  }
+  constexpr int kWords = sizeof(Constants<Rule>) / sizeof(uint32_t);
+  LOWBIT_SHARED(uint32_t, shared, [kWords]);
+  if (threadIdx.x < kWords) shared[threadIdx.x] = static_cast<const uint32_t*>(table.constants)[index * kWords + threadIdx.x];
   __syncthreads();
   const auto& constants = *reinterpret_cast<const Constants<Rule>*>(shared);
-  update_task<Rule, kFormat, kBlock>(tensor, constants, (task - table.first_task[index]) * kTaskElements);
+  update_task<Rule, kFormat, kBlock, elements_each(kBlock), kParam, kGrad>(
+      tensor, constants, (task - table.first_task[index]) * kTaskElements);
 }
 
 }  // namespace lowbit::gpu

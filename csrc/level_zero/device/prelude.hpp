@@ -110,7 +110,7 @@ LOWBIT_INLINE int32_t __shfl_xor_sync(uint32_t, int32_t value, int lanes) { retu
 LOWBIT_INLINE float __shfl_xor_sync(uint32_t, float value, int lanes) { return opencl_shuffle_xor(value, lanes); }
 LOWBIT_INLINE float __shfl_sync(uint32_t, float value, int lane, int width) {  // of the lane's own `width` lanes
   const uint32_t own = opencl_lane();
-  return opencl_shuffle(value, own / width * width + lane);
+  return opencl_shuffle(value, own / width * width + static_cast<uint32_t>(lane) % width);
 }
 
 // Compiled without contraction; division and root are rounded to nearest (the host asks for it: runtime).
@@ -123,6 +123,14 @@ LOWBIT_INLINE float __int_as_float(int32_t a) { return __builtin_bit_cast(float,
 LOWBIT_INLINE float __uint_as_float(uint32_t a) { return __builtin_bit_cast(float, a); }
 LOWBIT_INLINE float __int2float_rn(int32_t a) { return static_cast<float>(a); }
 LOWBIT_INLINE int32_t __float2int_rn(float a) { return static_cast<int32_t>(rintf(a)); }
+template <class T>
+LOWBIT_INLINE void __stcs(T* to, T value) { *to = value; }
+LOWBIT_INLINE uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+LOWBIT_INLINE uint32_t __funnelshift_rc(uint32_t low, uint32_t high, uint32_t count) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (count < 32 ? count : 32));
+}
 LOWBIT_INLINE uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   uint32_t bytes = 0;
