@@ -38,26 +38,26 @@ struct LinearKind {
   Format format;
   int x_parts, tile_groups;
   bool asymmetric;
-  int blocks;  // of 8 rows, that a CTA makes
+  int rows;  // that a CTA makes: 1, if activations are in place, or 8, 16, 32, 64
   bool in_place = false;  // activations of bfloat16, which the product reads as they are given
 
   // More rows a CTA, as far as their sums and the parts of both factors fit in 128 registers, and in shared memory.
-  int most_blocks() const {
+  int most_rows() const {
     const int parts = shape().parts, products = x_parts * parts;
-    int most = products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 2 : 4;
-    if (products == 0) most = tile_groups ? 2 : 4;
-    if (parts > 1 && tile_groups > 1) most = 1;
+    int most = products > 3 || (x_parts > 1 && (asymmetric || tile_groups > 2)) ? 16 : 32;
+    if (products == 0) most = tile_groups ? 16 : 32;
+    if (parts > 1 && tile_groups > 1) most = 8;
     for (ProductShape of = shape();; most /= 2)
-      if (of.blocks = most; of.bytes() <= kMostShared) return most;
+      if (of.rows = most; of.bytes() <= kMostShared) return most;
   }
   ProductShape shape() const {
-    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, blocks, in_place};
+    return {bits(format), (significant_bits(format) + 7) / 8, x_parts, tile_groups, asymmetric, rows, in_place};
   }
 };
 Source activations_source(const LinearKind& kind);
 Source linear_source(const LinearKind& kind);
 Source splits_source(const LinearKind& kind);  // whatever its groups, rows and parts are
-Source code_tiles_source(const LinearKind& kind);  // 4 or 8 blocks
+Source code_tiles_source(const LinearKind& kind);  // 32 or 64 rows
 Source dequantize_source(Format format, Layout layout = kKernelLayout);
 Source pack_source(Format format, bool searches);  // one for all integer formats
 Source all_finite_source();

@@ -41,6 +41,9 @@ inline void copy_async(uint16_t* to, const uint16_t* from, bool is_there) {
   if (on_host::coins() & 256) make(copy);
   else fiber.copies.push_back(copy);
 }
+inline void copy_through_l1(void* to, const void* from) {
+  copy_async(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), true);
+}
 inline void make_copies(int groups) {  // of groups before this one
   auto& copies = on_host::fibers[on_host::current].copies;
   for (const auto& copy : copies)

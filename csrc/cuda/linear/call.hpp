@@ -22,22 +22,17 @@ constexpr int kRowBytes = 160;  // from row to row of 64 bfloat16 in shared memo
 struct ProductShape {
   int bits, parts, x_parts, tile_groups;  // parts: of bfloat16 in a weight
   bool asymmetric;
-  int blocks;
+  int rows;  // 1, or whole blocks of kRowsAtOnce
   bool in_place;
 
   // Of 16 columns a CTA, for which activations are read once: as many as sums of all have room for in 128 registers.
   constexpr int panels() const {
-    return bits <= 8 && parts == 1 && blocks * (x_parts ? 1 + asymmetric : 1) <= 4 ? 2 : 1;
+    return bits <= 8 && parts == 1 && blocks() * (x_parts ? 1 + asymmetric : 1) <= 4 ? 2 : 1;
   }
   constexpr int scales() const { return tile_groups ? tile_groups : 1; }
-  constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks * kRowsAtOnce : 1; }
-  constexpr bool x_in_ring() const {  // or in registers: words of a lane, 8 as a weight of several parts leaves room
-    return blocks * (x_parts ? 4 * x_parts : 2) > (parts > 1 && x_parts ? 4 : 8);
-  }
-  constexpr int x_bytes() const {
-    if (!x_in_ring()) return 16;  // none, and what aligns the stage
-    return in_place ? blocks * kRowsAtOnce * kRowBytes : blocks * (x_parts ? 1024 * x_parts : 512);
-  }
+  constexpr int rows_of_sums() const { return x_parts == 0 && tile_groups ? blocks() * kRowsAtOnce : 1; }
+  constexpr int blocks() const { return (rows + kRowsAtOnce - 1) / kRowsAtOnce; }
+  constexpr int x_bytes() const { return in_place ? rows * kRowBytes : blocks() * (x_parts ? 1024 * x_parts : 512); }
   constexpr int stage_bytes() const {  // of a warp
     return panels() * (128 * bits + scales() * (1 + asymmetric) * 32) + rows_of_sums() * scales() * 16 + x_bytes();
   }
@@ -48,7 +43,7 @@ struct ProductShape {
   }
   constexpr int bytes() const {
     const int ring = kLinearWarps * stages() * stage_bytes(),
-              results = kLinearWarps * blocks * kRowsAtOnce * panels() * 16 * 4;
+              results = kLinearWarps * blocks() * kRowsAtOnce * panels() * 16 * 4;
     return (ring > results ? ring : results) + 16 * 8;  // and the levels of a lookup format
   }
 };

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear: a CTA makes the columns of kPanels panels, of up to 32 rows. Its warps take the tiles along k in turn, and
 // their sums are added at the end, in order: the same bits every time. A warp has a ring of stages in shared memory, in
-// each what it needs of a tile: codes, scales and zero points. They are copied kStages - 1 tiles ahead. Activations of
-// few rows are loaded to registers one tile ahead (the two CTAs of a multiprocessor find them in L1), of more they are
-// in the ring.
+// each what it needs of a tile: codes, scales, zero points and activations. They are copied kStages - 1 tiles ahead,
+// activations by way of L1, where the other CTA of a multiprocessor finds them.
 // (Loads to registers ahead were no use: NVRTC gives them all one scoreboard, so the use of one waited for all. On an
 // H200 a row of int4 at 8192 x 8192 took 25 us so.)
 #pragma once
@@ -24,26 +23,23 @@ LOWBIT_INLINE float scaled_sum(int32_t dot, const RowSum& of_row, float zero) {
 }
 
 // kXParts: of float activations; 0: they are codes. kTileGroups: scales along the k of a tile; 0: one for all k, of a
-// weight without zero points. kBlocks: of kRowsAtOnce rows. kInPlace: activations are read as they are given.
-template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks, bool kInPlace>
+// weight without zero points. kRows: 1, or whole blocks of kRowsAtOnce. kInPlace: activations are read as they are given.
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 struct Product {
   static_assert(kTileGroups > 0 || !kAsymmetric);
   static_assert(!kInPlace || (kXParts == 1 && kWeightParts<kFormat> == 1));
   static constexpr ProductShape kShape{.bits = codec_of<kFormat>::bits, .parts = kWeightParts<kFormat>, .x_parts = kXParts,
-                                       .tile_groups = kTileGroups, .asymmetric = kAsymmetric, .blocks = kBlocks, .in_place = kInPlace};
+                                       .tile_groups = kTileGroups, .asymmetric = kAsymmetric, .rows = kRows, .in_place = kInPlace};
   static constexpr bool kCodes = kXParts == 0, kSumsOfRows = kCodes && kTileGroups > 0;
   // Of sums of integers in bfloat16 (fragments.cuh).
   static constexpr float kUnit = !kCodes && is_integer(kFormat) ? kUnitOfIntegers : 1.0f;
   using Sum = std::conditional_t<kCodes, int32_t, float>;
   using Result = std::conditional_t<kTileGroups == 0, Sum, float>;
-  static constexpr int kPanels = kShape.panels(), kStages = kShape.stages(), kRows = kBlocks * kRowsAtOnce,
+  static constexpr int kPanels = kShape.panels(), kStages = kShape.stages(), kBlocks = kShape.blocks(),
                        kSteps = kCodes ? kChunks / 2 : kChunks, kGroupSteps = kTileGroups ? kSteps / kTileGroups : kSteps,
                        kScales = kTileGroups ? kTileGroups : 1, kPieces = kCodes ? 1 : kXParts,
                        kTileBytes = 128 * kShape.bits, kPairs = kAsymmetric ? 2 : 1, kRowOfTile = 2 * kTileK,
                        kBlockBytes = kSteps * kPieces * 256;  // of activations in order
-
-  static constexpr int kWordsOfX = kSteps * kPieces;  // of a lane, tile and block
-  static constexpr bool kRing = kShape.x_in_ring();   // whether it holds activations
 
   struct Stage {
     alignas(16) uint8_t codes[kPanels][kTileBytes];
@@ -53,7 +49,7 @@ struct Product {
   };
   static_assert(sizeof(Stage) == kShape.stage_bytes());
   using Ring = Stage[kLinearWarps][kStages];
-  using Results = Result[kLinearWarps][kRows][kPanels * kPanelColumns];
+  using Results = Result[kLinearWarps][kBlocks * kRowsAtOnce][kPanels * kPanelColumns];
   struct Shared {
     union {
       Ring rings;
@@ -68,7 +64,6 @@ struct Product {
   int first_panel, first_row, lane, g, t;
   Sum sum[kPanels][kBlocks][4], total[kBlocks][4];  // total: of activations alone, that of zero points
   Result result[kPanels][kBlocks][4];               // [i]: of column 2g + i / 2 and row 2t + i % 2
-  uint2 x[kRing ? 1 : kBlocks][kWordsOfX];          // of the next tile, where they are not in the ring
 
   LOWBIT_INLINE void clear() {
 #pragma unroll
@@ -92,23 +87,6 @@ struct Product {
     const uint8_t *x, *sums;
     int64_t x_step;  // in the ring, to the rows of the next piece: 4 rows in place; or 8, a block, in order
   };
-  // Of a lane's row in each block, activations of the next tile; rows behind the last are the last again.
-  struct RowsOfX { const uint8_t* block[kBlocks]; };
-
-  LOWBIT_INLINE RowsOfX rows_of_x(int tile) const {
-    RowsOfX rows;
-    const int last = static_cast<int>(call.m) - 1;
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      const int row = first_row + b * kRowsAtOnce + g, there = row < last ? row : last;
-      rows.block[b] =
-          kInPlace ? static_cast<const uint8_t*>(call.x) + (there * call.spec.k + tile * kTileK + t * 4) * 2
-                   : static_cast<const uint8_t*>(call.ordered) +
-                         (static_cast<int64_t>(there / kRowsAtOnce) * call.tiles + tile) * kBlockBytes + lane * 8;
-    }
-    return rows;
-  }
-
 
   LOWBIT_INLINE Source source_of(int tile) const {
     Source from{};
@@ -118,11 +96,11 @@ struct Product {
     if constexpr (kTileGroups > 0)
       from.scales = panel(lane / kScalePieces) + lane % 2 * 16 +
                     (is_zero() ? call.sections.zero : call.sections.group_scale);
-    if constexpr (kRing && kInPlace) {
+    if constexpr (kInPlace) {
       from.x_step = 4 * 2 * call.spec.k;
       from.x = static_cast<const uint8_t*>(call.x) + (first_row + lane / 8) * 2 * call.spec.k + tile * kRowOfTile +
                lane % 8 * 16;
-    } else if constexpr (kRing) {
+    } else {
       from.x_step = static_cast<int64_t>(call.tiles) * kBlockBytes;
       from.x = static_cast<const uint8_t*>(call.ordered) + first_row / kRowsAtOnce * from.x_step + tile * kBlockBytes +
                lane * 16;
@@ -158,7 +136,7 @@ struct Product {
         copy_16(stage.scales[0][0][0] + lane * 8, from.scales + (of_tile < last ? of_tile : last) * 32);
     }
     const int rows = static_cast<int>(call.m) - first_row;
-    if constexpr (kRing) copy_activations(stage, from, rows);
+    copy_activations(stage, from, rows);
     if constexpr (kSumsOfRows) {
       const int64_t step = static_cast<int64_t>(32 / kScales) * call.tiles * kScales * sizeof(RowSum);
 #pragma unroll
@@ -174,9 +152,9 @@ struct Product {
     auto* to = reinterpret_cast<uint8_t*>(stage.x);
     if constexpr (kInPlace) {
 #pragma unroll
-      for (int i = 0; i < kRows / 4; i++)
-        if (i * 4 + lane / 8 < rows)
-          copy_16(to + (i * 4 + lane / 8) * kRowBytes + lane % 8 * 16, from.x + i * from.x_step);
+      for (int i = 0; i < (kRows + 3) / 4; i++)
+        if (i * 4 + lane / 8 < rows && (kRows > 1 || lane < 8))
+          copy_through_l1(to + (i * 4 + lane / 8) * kRowBytes + lane % 8 * 16, from.x + i * from.x_step);
       from.x += kLinearWarps * kRowOfTile;
     } else {
 #pragma unroll
@@ -184,39 +162,25 @@ struct Product {
         if (block * kRowsAtOnce + lane % 16 / 2 < rows)
 #pragma unroll
           for (int at = 0; at < kBlockBytes; at += 32 * 16)
-            copy_16(to + block * kBlockBytes + at + lane * 16, from.x + block * from.x_step + at);
+            copy_through_l1(to + block * kBlockBytes + at + lane * 16, from.x + block * from.x_step + at);
       from.x += kLinearWarps * kBlockBytes;
     }
   }
 
-  // Of the next tile of this warp, or of the same again.
-  LOWBIT_INLINE void load_activations(RowsOfX& from, bool goes_on) {
-    constexpr int kStep = kInPlace ? 32 : 256, kOfTile = kInPlace ? kRowOfTile : kBlockBytes;
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-#pragma unroll
-      for (int i = 0; i < kWordsOfX; i++) x[b][i] = *reinterpret_cast<const uint2*>(from.block[b] + i * kStep);
-      from.block[b] += goes_on ? kLinearWarps * kOfTile : 0;
-    }
-  }
-
-  // In pairs of k as the weight has them: of codes 0, 2 and 1, 3.
-  LOWBIT_INLINE static uint2 in_pairs(uint2 x) {
-    if constexpr (!kInPlace || is_float(kFormat)) return x;
-    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632)};
-  }
-  LOWBIT_INLINE uint2 from_ring(const Stage& stage, int block, int step, int piece) const {
+  LOWBIT_INLINE uint2 activations(const Stage& stage, int block, int step, int piece) const {
     if constexpr (!kInPlace) return stage.x[((block * kSteps + step) * kPieces + piece) * 32 + lane];
-    return in_pairs(*reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(stage.x) +
-                                                    (block * kRowsAtOnce + g) * kRowBytes + step * 32 + t * 8));
+    const int row = kRows == 1 ? 0 : block * kRowsAtOnce + g;
+    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(stage.x) + row * kRowBytes +
+                                                    step * 32 + t * 8);
+    if constexpr (is_float(kFormat)) return x;
+    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632)};  // in pairs of k 0, 2 and 1, 3
   }
 
   static constexpr uint32_t kBf16Unit = 0x3f803f80u - (kUnit == 1.0f ? 0 : 6 * 0x800080u);  // 1 / kUnit, twice
 
   static constexpr int kParts = kCodes ? 1 : kWeightParts<kFormat>;
 
-  template <class Activations>
-  LOWBIT_INLINE void multiply(const LaneTile<kFormat> (&tiles)[kPanels], int step, Activations&& activations) {
+  LOWBIT_INLINE void multiply(const Stage& stage, const LaneTile<kFormat> (&tiles)[kPanels], int step) {
     uint32_t a[kPanels][kParts][4];
 #pragma unroll
     for (int p = 0; p < kPanels; p++)
@@ -230,7 +194,7 @@ struct Product {
     for (int block = 0; block < kBlocks; block++)
 #pragma unroll
       for (int i = 0; i < kPieces; i++) {
-        const uint2 b = activations(block, i);
+        const uint2 b = activations(stage, block, step, i);
 #pragma unroll
         for (int p = 0; p < kPanels; p++) multiply(sum[p][block], a[p], b, i);
         if constexpr (kAsymmetric && !kCodes)
@@ -281,16 +245,13 @@ struct Product {
     clear();
   }
 
-  LOWBIT_INLINE void use(const Stage& stage, const uint2 (&now)[kRing ? 1 : kBlocks][kWordsOfX]) {
+  LOWBIT_INLINE void use(const Stage& stage) {
     LaneTile<kFormat> tiles[kPanels];
 #pragma unroll
     for (int p = 0; p < kPanels; p++) tiles[p].template load<FromShared>(stage.codes[p], g, t);
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
-      multiply(tiles, step, [&](int block, int piece) {
-        if constexpr (kRing) return from_ring(stage, block, step, piece);
-        else return now[block][step * kPieces + piece];
-      });
+      multiply(stage, tiles, step);
       if constexpr (kTileGroups > 0)
         if ((step + 1) % kGroupSteps == 0) scale_sums(stage, step / kGroupSteps);
     }
@@ -307,28 +268,17 @@ struct Product {
 #pragma unroll
         for (auto& of : block) of = 0;
     Source from = source_of(begin);
-    RowsOfX from_x{};
 #pragma unroll
     for (int i = 0; i < kStages - 1; i++) {
       if (from.tile < end) copy(ring[i], from);
       commit_copies();
     }
-    if constexpr (!kRing)
-      if (begin < end) from_x = rows_of_x(begin), load_activations(from_x, begin + kLinearWarps < end);
     for (int tile = begin, at = 0; tile < end; tile += kLinearWarps) {
       if (from.tile < end) copy(ring[at == 0 ? kStages - 1 : at - 1], from);
       commit_copies();
-      uint2 now[kRing ? 1 : kBlocks][kWordsOfX];
-      if constexpr (!kRing) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; block++)
-#pragma unroll
-          for (int i = 0; i < kWordsOfX; i++) now[block][i] = in_pairs(x[block][i]);
-        load_activations(from_x, tile + 2 * kLinearWarps < end);
-      }
       wait_for_groups<kStages - 1>();
       __syncwarp();  // this tile is there
-      use(ring[at], now);
+      use(ring[at]);
       __syncwarp();  // every lane is done with it
       at = at + 1 == kStages ? 0 : at + 1;
     }
@@ -366,14 +316,14 @@ LOWBIT_INLINE void store_whole(const LinearCall& call, int64_t row, int64_t n, W
   finish<kFormat>(call, row, n, sum, pending);
 }
 
-template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kBlocks, bool kInPlace>
+template <Format kFormat, int kXParts, int kTileGroups, bool kAsymmetric, int kRows, bool kInPlace>
 LOWBIT_INLINE void linear(const ProductCall& given) {
-  using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kBlocks, kInPlace>;
+  using P = Product<kFormat, kXParts, kTileGroups, kAsymmetric, kRows, kInPlace>;
   constexpr int kColumns = P::kPanels * kPanelColumns;
   LOWBIT_DYNAMIC_SHARED(typename P::Shared, shared);
   const LinearCall& call = given.call;
-  const auto blocks = static_cast<int>(ceil_div(call.m, P::kRows)), cta = static_cast<int>(blockIdx.x) / given.splits;
-  const int first_panel = cta / blocks * P::kPanels, first_row = cta % blocks * P::kRows;
+  const auto blocks = static_cast<int>(ceil_div(call.m, kRows)), cta = static_cast<int>(blockIdx.x) / given.splits;
+  const int first_panel = cta / blocks * P::kPanels, first_row = cta % blocks * kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int split = static_cast<int>(blockIdx.x) % given.splits, of_split = ceil_div(call.tiles, given.splits),
             end = static_cast<int>(smaller((split + 1) * of_split, call.tiles));
@@ -382,10 +332,10 @@ LOWBIT_INLINE void linear(const ProductCall& given) {
     __syncthreads();
   }
   P product{.call = call, .shared = shared, .first_panel = first_panel, .first_row = first_row, .lane = lane,
-            .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}, .x = {}};
+            .g = lane / 4, .t = lane % 4, .sum = {}, .total = {}, .result = {}};
   product.run(warp, split * of_split + warp, end);
   const auto& results = product.hand_over(warp);
-  for (int at = static_cast<int>(threadIdx.x); at < P::kRows * kColumns; at += kLinearThreads) {
+  for (int at = static_cast<int>(threadIdx.x); at < kRows * kColumns; at += kLinearThreads) {
     const int64_t row = first_row + at / kColumns, n = first_panel * kPanelColumns + at % kColumns;
     if (row >= call.m || n >= call.spec.n) continue;
     typename P::Result whole = 0;  // of int32 with wrap-around, which start undoes

@@ -29,8 +29,9 @@ bool is_read_in_place(const LinearArgs& args) {
 
 LinearKind kind_of(const LinearArgs& args) {
   const WeightSpec& spec = args.weight_spec;
-  LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, 1, is_read_in_place(args)};
-  while (kind.blocks < kind.most_blocks() && kind.blocks * kRowsAtOnce < args.m) kind.blocks *= 2;
+  LinearKind kind{spec.format, x_parts(args), tile_groups(spec), spec.asymmetric, kRowsAtOnce, is_read_in_place(args)};
+  if (kind.in_place && args.m == 1) kind.rows = 1;
+  else while (kind.rows < kind.most_rows() && kind.rows < args.m) kind.rows *= 2;
   return kind;
 }
 
@@ -87,7 +88,7 @@ void run_ordered(const LinearArgs& args, const LinearKind& kind, int splits, Lau
 
 SourceKey key_of(SourceKind source, const LinearKind& kind) {
   return {static_cast<int64_t>(source), static_cast<int64_t>(kind.format), kind.x_parts,
-          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.blocks * 2 + kind.in_place};
+          static_cast<int64_t>(kind.tile_groups) * 2 + kind.asymmetric, kind.rows * 2 + kind.in_place};
 }
 
 int64_t groups_of_panels(const LinearArgs& args, const LinearKind& kind) {
@@ -108,7 +109,7 @@ void run_linear(const LinearArgs& args) {
   const LinearKind kind = kind_of(args);
   const int splits = splits_of(args, kind);
   run_ordered(args, kind, splits, [&](const ProductCall& product) {
-    const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.blocks * kRowsAtOnce);
+    const int64_t ctas = groups_of_panels(args, kind) * ceil_div(args.m, kind.rows);
     program(args.place, key_of(SourceKind::linear, kind), [&] { return linear_source(kind); })
         .launch(args.place, "linear", ctas * splits, kLinearThreads, &product, kind.shape().bytes());
     if (splits == 1) return;
@@ -121,14 +122,14 @@ void run_linear(const LinearArgs& args) {
 }
 
 constexpr int64_t kFewestRowsOfTiles = 17;
-int tile_blocks(const LinearArgs& args) { return args.m > 4 * kRowsAtOnce ? 8 : 4; }
+int rows_of_tile(const LinearArgs& args) { return args.m > 32 ? 64 : 32; }
 int64_t code_tiles(const LinearArgs& args) {
-  return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, tile_blocks(args) * kRowsAtOnce);
+  return ceil_div(args.weight_spec.panels(), kTilePanels) * ceil_div(args.m, rows_of_tile(args));
 }
 
 void run_code_tiles(const LinearArgs& args) {
   LinearKind kind = kind_of(args);  // of codes, which are put in order
-  kind.blocks = tile_blocks(args);
+  kind.rows = rows_of_tile(args);
   run_ordered(args, kind, 1, [&](const ProductCall& product) {
     program(args.place, key_of(SourceKind::code_tiles, kind), [&] { return code_tiles_source(kind); })
         .launch(args.place, "linear_code_tiles", code_tiles(args), kTileThreads, &product.call);

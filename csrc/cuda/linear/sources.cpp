@@ -29,14 +29,14 @@ Source activations_source(const LinearKind& kind) {
 
 Source linear_source(const LinearKind& kind) {
   const std::string specialised = concat("linear<", text_of(kind.format), ", ", kind.x_parts, ", ", kind.tile_groups,
-                                         ", ", text_of(kind.asymmetric), ", ", kind.blocks, ", ",
+                                         ", ", text_of(kind.asymmetric), ", ", kind.rows, ", ",
                                          text_of(kind.in_place), ">");
   return {concat("linear of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
                  kind.tile_groups, " scales a tile, ",
                  kind.in_place  ? "activations in place"
                  : kind.x_parts ? concat("activations in ", kind.x_parts, " parts")
                                 : "int8 activations",
-                 ", ", 8 * kind.blocks, " rows"),
+                 ", ", kind.rows, kind.rows == 1 ? " row" : " rows"),
           concat("#include \"cuda/linear/product.cuh\"\n",
                  kernel_text("linear", "kLinearThreads", "ProductCall", specialised))};
 }
@@ -53,11 +53,11 @@ Source splits_source(const LinearKind& kind) {
 
 Source code_tiles_source(const LinearKind& kind) {
   return {concat("linear by tiles of ", name_of(kind.format), kind.asymmetric ? " with zero points" : "", ", ",
-                 kind.tile_groups, " scales a tile, int8 activations, ", 8 * kind.blocks, " rows"),
+                 kind.tile_groups, " scales a tile, int8 activations, ", kind.rows, " rows"),
           concat("#include \"cuda/linear/code_tiles.cuh\"\n",
                  kernel_text("linear_code_tiles", "kTileThreads", "LinearCall",
                              concat("linear_code_tiles<", text_of(kind.format), ", ", kind.tile_groups, ", ",
-                                    text_of(kind.asymmetric), ", ", kind.blocks, ">")))};
+                                    text_of(kind.asymmetric), ", ", kind.rows / kRowsAtOnce, ">")))};
 }
 
 Source decoded_source(Format format, bool codes) {
@@ -73,14 +73,15 @@ std::vector<Source> linear_sources() {
   std::vector<Source> all;
   const auto add = [&](LinearKind kind) {
     add_once(all, activations_source(kind)), add_once(all, splits_source(kind));
-    for (; kind.blocks <= kind.most_blocks(); kind.blocks *= 2) {
+    for (; kind.rows <= kind.most_rows(); kind.rows *= 2) {
       all.push_back(linear_source(kind));
-      if (kind.x_parts == 1 && parts_of(kind.format) == 1) {
-        kind.in_place = true, all.push_back(linear_source(kind)), kind.in_place = false;
-      }
+      if (kind.x_parts != 1 || parts_of(kind.format) > 1) continue;
+      LinearKind in_place = kind;
+      in_place.in_place = true, all.push_back(linear_source(in_place));
+      if (kind.rows == 8) in_place.rows = 1, all.push_back(linear_source(in_place));
     }
     if (kind.x_parts) return;
-    for (const int blocks : {4, 8}) kind.blocks = blocks, all.push_back(code_tiles_source(kind));
+    for (const int rows : {32, 64}) kind.rows = rows, all.push_back(code_tiles_source(kind));
   };
   for (int number = 0; number < static_cast<int>(std::size(kFormatNames)); number++) {
     const auto format = static_cast<Format>(number);
@@ -89,13 +90,13 @@ std::vector<Source> linear_sources() {
     for (int codes = 0; codes <= integer; codes++) all.push_back(decoded_source(format, codes == 1));
     for (int x_parts = integer ? 0 : 1; x_parts <= 3; x_parts++) {
       if (is_float(format)) {
-        add({format, x_parts, 0, false, 1});
+        add({format, x_parts, 0, false, 8});
         continue;
       }
       const int most = !integer && smallest_group(format) == 16 ? 4 : 2;
       for (int groups = 0; groups <= most; groups = groups ? 2 * groups : 1)
         for (int asymmetric = 0; asymmetric <= (integer && groups); asymmetric++)
-          add({format, x_parts, groups, asymmetric == 1, 1});
+          add({format, x_parts, groups, asymmetric == 1, 8});
     }
   }
   return all;
