@@ -55,6 +55,11 @@ constexpr std::string_view kShared[] = {remainder_of_text,     floor_divide_of_t
                                         floor_divide_int_text, trunc_divide_int_text, remainder_int_text,
                                         shifted_left_text,     shifted_right_text};
 
+constexpr std::string_view kNoteFault = R"(
+DEVICE void note_fault(FAULT fault, int tensor, int dim, int index) {
+  if (exchanged(fault, 1) == 0) fault[1] = tensor, fault[2] = dim, fault[3] = index;
+}
+)";
 // Rounding to 16 bits and back as core/dtype.hpp does, on bits; captured tensors of 16 bits; addresses.
 constexpr std::string_view kPrelude = R"(
 DEVICE float rounded_to_bfloat16(float a) {
@@ -74,9 +79,6 @@ DEVICE float float_from_float16(unsigned short a) {
   if (magnitude >= 0x7c00u) return float_from_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
   if (magnitude >= 0x0400u) return float_from_bits(sign | ((magnitude << 13) + 0x38000000u));
   return float_from_bits(sign | bits_of_float(mul_of((float)magnitude, 5.9604644775390625e-8f)));
-}
-DEVICE void note_fault(FAULT fault, int tensor, int dim, int index) {
-  if (exchanged(fault, 1) == 0) fault[1] = tensor, fault[2] = dim, fault[3] = index;
 }
 DEVICE Long checked_index(int index, Long size, int tensor, int dim, FAULT fault) {
   const Long i = index < 0 ? index + size : index;
@@ -158,28 +160,69 @@ class Printer {
  public:
   Printer(const ScoreCall& call, bool gradient)
       : call_(call), program_(call.program()), gradient_(gradient),
-        plan_(gradient ? program_.backward : program_.forward) {}
-
-  std::string print() {
-    head();
+        plan_(gradient ? program_.backward : program_.forward) {
     current_[{Rate::tile, kScoreMemory}] = "score", current_[{Rate::tile, kGradientMemory}] = "gradient";
-    for (int stage = 0; stage < kStages; stage++)
-      for (int at = plan_.begin[stage]; at < plan_.begin[stage + 1]; at++) step(plan_.steps[at]);
-    text_ += concat("  return ", current_[{Rate::tile, gradient_ ? kGradientMemory : kScoreMemory}], ";\n}\n");
-    return std::move(text_);
+  }
+
+  std::string print_function() {
+    text_ = concat("DEVICE float ", name(), "(", scores(true), "int b, int h, int q, int k, ", memory(", "),
+                   "LAYOUT layout, FAULT fault) {\n");
+    steps(Stage::head, Stage::head_after);
+    return text_ + result() + "}\n";
+  }
+
+  std::string print_struct() {
+    struct Part {
+      Stage stage;
+      std::string_view type, function, object;
+    };
+    constexpr Part kParts[] = {{Stage::row, "Row", "of_row(int q)", "row"},
+                               {Stage::column, "Column", "of_column(int k)", "column"},
+                               {Stage::diagonal, "Diagonal", "of_diagonal(int q, int k)", "diagonal"}};
+    std::string of_head, functions, types;
+    members_ = &of_head;
+    steps(Stage::head, Stage::head);
+    functions = concat("  DEVICE void of_head() {\n", std::exchange(text_, ""), "  }\n");
+    for (const Part& part : kParts) {
+      std::string members;
+      members_ = &members, object_ = concat(part.object, ".");
+      steps(part.stage, part.stage);
+      types += concat("  struct ", part.type, " {\n", members, "  };\n");
+      functions += concat("  DEVICE ", part.type, " ", part.function, " const {\n  ", part.type, " ", part.object,
+                          ";\n", std::exchange(text_, ""), "  return ", part.object, ";\n  }\n");
+    }
+    members_ = nullptr, object_ = "";
+    steps(Stage::tile, Stage::head_after);
+    functions += concat("  DEVICE float of_score(", scores(true), "int q, int k, const Row& row, const Column& column, "
+                        "const Diagonal& diagonal) const {\n", text_, result(), "  }\n",
+                        "  DEVICE float operator()(", scores(true), "int q, int k) const {\n  return of_score(",
+                        scores(false), "q, k, of_row(q), of_column(k), of_diagonal(q, k));\n  }\n");
+    return concat("struct ", name(), " {\n  ", memory("; "), "LAYOUT layout; FAULT fault; int b, h;\n", of_head, types,
+                  functions, "};\n");
   }
 
  private:
   const std::vector<CapturedType>& captured() const { return program_.graph.captured; }
 
-  void head() {
-    text_ = concat("DEVICE float ", program_.is_mask ? "mask_mod" : "score_mod", gradient_ ? "_gradient" : "",
-                   "(float score, ", gradient_ ? "float gradient, " : "", "int b, int h, int q, int k, ");
+  std::string name() const { return concat(program_.is_mask ? "mask_mod" : "score_mod", gradient_ ? "_gradient" : ""); }
+  std::string scores(bool typed) const {
+    const std::string_view type = typed ? "float " : "";
+    return concat(type, "score, ", gradient_ ? concat(type, "gradient, ") : "");
+  }
+  std::string memory(std::string_view behind) const {  // declared
+    std::string text;
     for (std::size_t i = 0; i < captured().size(); i++)
-      text_ += concat("GLOBAL const ", element_of(call_.captured()[i].dtype).type, "* t", i, ", ");
+      text += concat("GLOBAL const ", element_of(call_.captured()[i].dtype).type, "* t", i, behind);
     for (std::size_t i = 0; i < captured().size(); i++)
-      if (gradient_ && captured()[i].type == 'f') text_ += concat("GRADIENT d", i, ", ");
-    text_ += "LAYOUT layout, FAULT fault) {\n";
+      if (gradient_ && captured()[i].type == 'f') text += concat("GRADIENT d", i, behind);
+    return text;
+  }
+  std::string result() { return concat("  return ", current_[{Rate::tile, memory_of_result()}], ";\n"); }
+  int memory_of_result() const { return gradient_ ? kGradientMemory : kScoreMemory; }
+
+  void steps(Stage first, Stage last) {
+    for (int at = plan_.begin[static_cast<int>(first)]; at < plan_.begin[static_cast<int>(last) + 1]; at++)
+      step(plan_.steps[at]);
   }
 
   std::string operand(ScoreOperand place) {
@@ -242,9 +285,11 @@ class Printer {
   }
 
   void define(const ScoreStep& step, std::string_view value) {
-    const std::string name = concat("v", count_++);
-    text_ += concat("  const ", type_name(step.type), " ", name, " = ", value, ";\n");
+    const std::string name = concat(object_, "v", count_);
+    if (members_) *members_ += concat("  ", type_name(step.type), " v", count_, ";\n");
+    text_ += concat("  ", members_ ? "" : concat("const ", type_name(step.type), " "), name, " = ", value, ";\n");
     current_[{step.out.rate, step.out.at}] = name;
+    count_++;
   }
 
   const ScoreCall& call_;
@@ -254,6 +299,8 @@ class Printer {
   std::map<std::pair<Rate, int32_t>, std::string> current_;  // the variable that a register of the plan is now
   int count_ = 0;
   std::string text_;
+  std::string* members_ = nullptr;  // values are declared there, as members of an object
+  std::string object_;              // and a dot
 };
 
 }  // namespace
@@ -262,10 +309,10 @@ std::string score_source_prelude(SourceLanguage language, bool adds) {
   const bool cuda = language == SourceLanguage::cuda;
   std::string text = cuda ? "" : "#pragma OPENCL FP_CONTRACT OFF\n";
   for (const Word& word : kWords)
-    if (adds || word.name != "GRADIENT")
+    if (adds || (word.name != "GRADIENT" && word.name != "tanh_of(a)"))
       text += concat("#define ", word.name, " ", cuda ? word.cuda : word.opencl, "\n");
   for (std::string_view shared : kShared) text += concat("DEVICE ", shared, "\n");
-  return concat(text, kPrelude.substr(1), !adds ? "" : cuda ? kAddCuda : kAddOpencl);
+  return concat(text, adds ? kNoteFault.substr(1) : "", kPrelude.substr(1), !adds ? "" : cuda ? kAddCuda : kAddOpencl);
 }
 
 std::string score_source(const ScoreCall& call, SourceLanguage language, bool gradient) {
@@ -273,7 +320,9 @@ std::string score_source(const ScoreCall& call, SourceLanguage language, bool gr
   for (int i = 0; i < call.captured_count(); i++)
     if (language == SourceLanguage::opencl && call.captured()[i].dtype == DType::float64)
       text = "#pragma OPENCL EXTENSION cl_khr_fp64 : enable\n";
-  return text + Printer(call, gradient).print();
+  return text + Printer(call, gradient).print_function();
 }
+
+std::string score_struct(const ScoreCall& call, bool gradient) { return Printer(call, gradient).print_struct(); }
 
 }  // namespace lowbit

@@ -12,7 +12,7 @@ import kept
 import pytest
 
 HERE = Path(__file__).parent
-KERNEL_FLAGS = "-std=c++20 -O1 -g0 -w -fPIC -ffp-contract=off -U_FORTIFY_SOURCE"
+KERNEL_FLAGS = "-std=c++20 -O1 -g0 -w -fPIC -fno-gnu-unique -ffp-contract=off -U_FORTIFY_SOURCE"
 if os.environ.get("LOWBIT_TEST_SANITIZE") == "address":  # tools/sanitize
     KERNEL_FLAGS += " -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 

@@ -199,6 +199,12 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return on_host::shuffled(value, on_host::current % 32 ^ static_cast<unsigned>(mask));
 }
+inline bool __any_sync(unsigned, bool value) {
+  const on_host::Exchanged values = on_host::exchange({value});
+  bool any = false;
+  for (unsigned lane = 0; lane < 32; lane++) any |= values.of(lane)[0] != 0;
+  return any;
+}
 
 inline float __int_as_float(int a) { return __builtin_bit_cast(float, a); }
 inline int __float_as_int(float a) { return __builtin_bit_cast(int, a); }

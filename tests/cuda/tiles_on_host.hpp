@@ -68,5 +68,6 @@ inline float power_of_2(float a) {
   const float power = std::exp2(a);
   return power < 0x1p-126f ? 0.0f : power;
 }
+inline float reciprocal(float a) { return std::abs(a) > 0x1p126f ? 0.0f : 1.0f / a; }
 
 }  // namespace lowbit::cuda

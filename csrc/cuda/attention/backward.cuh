@@ -91,30 +91,62 @@ struct Backward {
     }
   }
 
+  // Statistics of the queries of this lane's scores: each lane of the warp reads those of one, and shares them.
+  struct Statistics {
+    int64_t row;
+    RowStatistics read;
+
+    LOWBIT_INLINE Statistics(const AttentionCall& call, const TilePlace& at) {
+      const int first = kKeysStay ? lane_of_warp() % kShape.passing : warp_of_cta() * 16 + lane_of_warp() % 16;
+      row = (static_cast<int64_t>(at.b) * call.heads + at.h) * call.q_tiles.length + at.q0 +
+            (first < at.rows ? first : at.rows - 1);
+      read = call.statistics[row];
+    }
+  };
+  struct OfScores {  // a number of each query
+    static constexpr int kCount = kKeysStay ? 2 * kScores : 2;
+    float numbers[kCount];
+
+    LOWBIT_INLINE explicit OfScores(float read) {
+#pragma unroll
+      for (int j = 0; j < kCount; j++)
+        numbers[j] = __shfl_sync(kWarp, read, kKeysStay ? j / 2 * 8 + j % 2 + first_column() : j * 8 + first_row());
+    }
+    LOWBIT_INLINE float operator()(int n, int i) const { return numbers[kKeysStay ? 2 * n + i % 2 : i / 2]; }
+  };
+
   // Raw products s and gradients dp of probabilities to probabilities, times kProbabilityFactor or 0 where they are
   // dropped, and gradients of raw scores.
-  LOWBIT_INLINE void differentiate(const TilePlace& at, float (&s)[1][kScores][4], float (&dp)[1][kScores][4]) const {
-    const int64_t head = (static_cast<int64_t>(b) * call.heads + at.h) * call.q_tiles.length;
-    const RowStatistics* statistics = call.statistics + head;
-    const float* unit = call.unit + head;
+  template <bool kCut>
+  LOWBIT_INLINE void differentiate(const TilePlace& at, const Statistics& of, float (&s)[1][kScores][4],
+                                   float (&dp)[1][kScores][4]) const {
+    float p[1][kScores][4], kept[1][kScores][4];
+    const auto for_each = [](auto each) {
 #pragma unroll
-    for (int n = 0; n < kScores; n++)
+      for (int n = 0; n < kScores; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int row = row_of(i), column = column_of(n, i);
-        const int q = at.q0 + (kKeysStay ? column : row), k = at.k0 + (kKeysStay ? row : column);
-        const int last_q = at.q0 + at.rows - 1;
-        const RowStatistics of_row = statistics[q < last_q ? q : last_q];
-        const float raw = s[0][n][i], seen = modified<Mods>(call, at, raw, q, k);
-        float p = power_of_2(((Mods::kFolds ? seen * call.scale : seen) - of_row.lse) * kLog2e), kept = 1;
-        if (of_row.has_rest()) p *= unit[q < last_q ? q : last_q];
-        if (seen == minus_infinity()) p = 0;
-        if constexpr (Mods::kDropout) kept = dropout_factor(call, at, q, k);
-        float ds = p * (dp[0][n][i] * kept - of_row.delta);
-        if constexpr (Mods::kScore)
-          ds = seen == minus_infinity() ? 0.0f : Mods::gradient(call, raw * call.scale, ds, b, at.h, q, k);
-        s[0][n][i] = kept == 0 ? 0.0f : p * kProbabilityFactor, dp[0][n][i] = ds;
-      }
+        for (int i = 0; i < 4; i++) each(n, i);
+    };
+    for_each([&](int n, int i) { p[0][n][i] = s[0][n][i] *= call.scale, kept[0][n][i] = 1; });
+    modify<Mods, kKeysStay, kCut>(call, at, p);
+    const OfScores lse(of.read.lse);
+    for_each([&](int n, int i) { p[0][n][i] = power_of_2((p[0][n][i] - lse(n, i)) * kLog2e); });
+    if (__any_sync(kWarp, of.read.has_rest())) {
+      const OfScores unit(of.read.has_rest() ? call.unit[of.row] : 1.0f);
+      for_each([&](int n, int i) { p[0][n][i] *= unit(n, i); });
+    }
+    if constexpr (Mods::kDropout)
+      for_each_score<kKeysStay>(at, kept, [&](float& factor, int q, int k) { factor = dropout_factor(call, at, q, k); });
+    const OfScores delta(of.read.delta);
+    for_each([&](int n, int i) { dp[0][n][i] = p[0][n][i] * (dp[0][n][i] * kept[0][n][i] - delta(n, i)); });
+    if constexpr (Mods::kScore) {
+      const auto mod = Mods::gradient(call, at.b, at.h);
+      for_each_with<kKeysStay, kCut, 1, kScores>(mod, at, [&](int, int n, int i, int q, int k, const auto&... values) {
+        float& ds = dp[0][n][i];
+        ds = p[0][n][i] == 0 ? 0.0f : mod.of_score(s[0][n][i], ds, q, k, values...);
+      });
+    }
+    for_each([&](int n, int i) { s[0][n][i] = kept[0][n][i] == 0 ? 0.0f : p[0][n][i] * kProbabilityFactor; });
   }
 
   // Finds the sum of the probabilities of each row of large lse, for queries that stay: before its first use.
@@ -136,14 +168,12 @@ struct Backward {
       float s[1][kScores][4];
       clear(s);
       multiply_rows<dtype, kE>(s, shared.left.data + warp_of_cta() * 16 * kStride, shared.passing[0].left.data);
+      for_each_score<false>(visit.at, s, [&](float& score, int, int) { score *= call.scale; });
+      modify<Mods, false, true>(call, visit.at, s);
 #pragma unroll
       for (int n = 0; n < kScores; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float seen =
-              modified<Mods>(call, visit.at, s[0][n][i], q0 + row_of(i), visit.at.k0 + column_of(n, i));
-          total[i / 2] += power_of_2(((Mods::kFolds ? seen * call.scale : seen) - lse[i / 2]) * kLog2e);
-        }
+        for (int i = 0; i < 4; i++) total[i / 2] += power_of_2((s[0][n][i] - lse[i / 2]) * kLog2e);
       __syncthreads();  // every thread is done with them
     }
 #pragma unroll
@@ -175,11 +205,13 @@ struct Backward {
       more = find_next(next);
       if (more) copy(next, shared.passing[(stage + 1) % kShape.stages]);
       Passing& passing = shared.passing[stage];
+      const Statistics statistics(call, now.at);
       float s[1][kScores][4], dp[1][kScores][4];
       clear(s), clear(dp);
       multiply_rows<dtype, kE>(s, left, passing.left.data);
       multiply_rows<dtype, kEv>(dp, right, passing.right.data);
-      differentiate(now.at, s, dp);
+      if (now.at.cut) differentiate<true>(now.at, statistics, s, dp);
+      else differentiate<false>(now.at, statistics, s, dp);
       if constexpr (kKeysStay)
         multiply_onto<dtype, kValueStride>(grad_values, s, passing.right.data + part * kValuePairs * 16, value_pairs);
       if constexpr (!kCaptured)

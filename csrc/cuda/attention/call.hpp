@@ -12,18 +12,21 @@ constexpr int kAttentionWarps = kAttentionThreads / 32;
 constexpr int kMostCaptured = 16, kMostLayout = 96;  // tensors of a mod; their sizes and strides together
 constexpr int kRowPad = 8;  // behind each row in shared memory: eight rows lie in different banks
 
-// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, and
-// a tile of scores.
+// The shape of the forward: a warp has 16 row_tiles queries, as much as 255 registers hold: the sums of the result, a
+// tile of scores, and what mods gather for them. A second tile of keys and values is on its way.
 struct ForwardShape {
   int e, ev, row_tiles, kv_tile;
   bool keeps_q;  // in registers
+  static constexpr int kStages = 2;
   constexpr int q_tile() const { return 16 * row_tiles * kAttentionWarps; }
-  constexpr int bytes() const { return 2 * ((q_tile() + kv_tile) * (e + kRowPad) + kv_tile * (ev + kRowPad)); }
+  constexpr int bytes() const {
+    return 2 * (q_tile() * (e + kRowPad) + kStages * kv_tile * (e + ev + 2 * kRowPad));
+  }
 };
-constexpr ForwardShape forward_shape(int e, int ev, bool plain) {
-  const int most = e > ev ? e : ev;
-  const int row_tiles = most <= 64 || (plain && most <= 128) ? 2 : 1;
-  return {e, ev, row_tiles, most <= 128 && (most <= 64 || row_tiles == 1) ? 64 : 32, row_tiles == 1 && e <= 128};
+constexpr ForwardShape forward_shape(int e, int ev, bool gathers) {
+  const int most = e > ev ? e : ev, row_tiles = most <= 64 || (most <= 128 && !gathers) ? 2 : 1;
+  const bool wide = gathers ? row_tiles == 1 && most <= 128 : most <= 64;
+  return {e, ev, row_tiles, wide ? 64 : 32, row_tiles * e <= 128 && !(gathers && row_tiles == 2)};
 }
 
 // The shape of the backward: 64 rows stay, and tiles of `passing` rows of the other side pass. Head dims above 128 are

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward: a CTA has a tile of queries of one head and passes over the keys that it may see with a running softmax. The
-// values of a tile are on their way while its keys are multiplied, and the next keys while its values are. Scores and
-// probabilities stay in registers.
+// keys and values of the next tile are on their way meanwhile. Scores and probabilities stay in registers.
 #pragma once
 
 #include "cuda/attention/scores.cuh"
@@ -10,14 +9,16 @@ namespace lowbit::cuda {
 
 template <DType dtype, int kE, int kEv, class Mods>
 struct Forward {
-  static constexpr ForwardShape kShape = forward_shape(kE, kEv, Mods::kFolds);
+  static constexpr ForwardShape kShape = forward_shape(kE, kEv, Mods::kGathers);
   static constexpr int kM = kShape.row_tiles, kScores = kShape.kv_tile / 8, kColumns = kEv / 8;
   static constexpr int kStride = kE + kRowPad;
 
   struct Shared {
     SharedRows<kShape.q_tile(), kE> q;
-    SharedRows<kShape.kv_tile, kE> keys;
-    SharedRows<kShape.kv_tile, kEv> values;
+    struct Passing {
+      SharedRows<kShape.kv_tile, kE> keys;
+      SharedRows<kShape.kv_tile, kEv> values;
+    } passing[kShape.kStages];
   };
   static_assert(sizeof(Shared) == kShape.bytes());
 
@@ -26,7 +27,9 @@ struct Forward {
   const uint16_t *keys, *values;
   const uint16_t* own_q;  // of this warp
   float factor;           // exponent_factor
-  float out[kM][kColumns][4], largest[kM][2], total[kM][2];
+  float room;             // how far above 1 powers may be, as an exponent of 2
+  // Of each row: the score that powers are relative to, and the sum of those that this lane saw.
+  float out[kM][kColumns][4], base[kM][2], total[kM][2];
   uint32_t q[kShape.keeps_q ? kE / 16 : 1][kM][4];
 
   LOWBIT_INLINE int row() const { return warp_of_cta() * kM * 16 + lane_of_warp() / 4; }  // the first of this lane
@@ -36,7 +39,7 @@ struct Forward {
 #pragma unroll
     for (int m = 0; m < kM; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) largest[m][i] = minus_infinity(), total[m][i] = 0;
+      for (int i = 0; i < 2; i++) base[m][i] = minus_infinity(), total[m][i] = 0;
   }
 
   LOWBIT_INLINE void load_q() {
@@ -47,54 +50,57 @@ struct Forward {
         for (int m = 0; m < kM; m++) load_rows<kStride>(q[k][m], own_q + m * 16 * kStride, k * 16);
   }
 
-  LOWBIT_INLINE void multiply_keys(float (&s)[kM][kScores][4]) const {
+  LOWBIT_INLINE void multiply_keys(float (&s)[kM][kScores][4], const uint16_t* tile) const {
     clear(s);
     if constexpr (kShape.keeps_q) {
 #pragma unroll
-      for (int k = 0; k < kE / 16; k++) multiply_step<dtype, kStride>(s, q[k], shared.keys.data, k * 16);
+      for (int k = 0; k < kE / 16; k++) multiply_step<dtype, kStride>(s, q[k], tile, k * 16);
     } else {
-      multiply_rows<dtype, kE>(s, own_q, shared.keys.data);
+      multiply_rows<dtype, kE>(s, own_q, tile);
     }
   }
 
-  // body(score, query, key)
-  template <class Body>
-  LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4], Body body) const {
-#pragma unroll
-    for (int m = 0; m < kM; m++)
-#pragma unroll
-      for (int n = 0; n < kScores; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          body(s[m][n][i], at.q0 + row() + m * 16 + i / 2 * 8, at.k0 + lane_of_warp() % 4 * 2 + n * 8 + i % 2);
-  }
-
-  LOWBIT_INLINE void modify(const TilePlace& at, float (&s)[kM][kScores][4]) const {
-    if (Mods::kFolds && !at.cut) return;
-    for_each_score(at, s, [&](float& score, int q, int k) { score = modified<Mods>(call, at, score, q, k); });
-  }
-
-  // Scores to powers of e, sums and the result in relation to the largest score so far.
-  LOWBIT_INLINE void softmax(float (&s)[kM][kScores][4]) {
+  // The base of every row becomes its largest score so far, and what was relative to the one before follows.
+  LOWBIT_INLINE void rebase(const float (&largest)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; m++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        float top = largest[m][half];
-#pragma unroll
-        for (int n = 0; n < kScores; n++) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        float top = fmaxf(base[m][half], largest[m][half]);
         top = fmaxf(top, __shfl_xor_sync(kWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kWarp, top, 2));
-        const float base = top == minus_infinity() ? 0.0f : top;
-        const float shrink = power_of_2((largest[m][half] - base) * factor);
-        largest[m][half] = top, total[m][half] *= shrink;
+        const float shrink = base[m][half] == minus_infinity() ? 0.0f : power_of_2((base[m][half] - top) * factor);
+        base[m][half] = top, total[m][half] *= shrink;
 #pragma unroll
         for (int n = 0; n < kColumns; n++) out[m][n][2 * half] *= shrink, out[m][n][2 * half + 1] *= shrink;
+      }
+  }
+
+  // Scores to powers of e, and their sums. A base stays until a power exceeds the room for it, which is seldom.
+  LOWBIT_INLINE void softmax(float (&s)[kM][kScores][4]) {
+    float largest[kM][2];
+    bool exceeds = false;
+#pragma unroll
+    for (int m = 0; m < kM; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float top = minus_infinity();
+#pragma unroll
+        for (int n = 0; n < kScores; n++) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        exceeds |= top > base[m][half] && !((top - base[m][half]) * factor <= room);
+        largest[m][half] = top;
+      }
+    if (__any_sync(kWarp, exceeds)) rebase(largest);
+#pragma unroll
+    for (int m = 0; m < kM; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float from = base[m][half] == minus_infinity() ? 0.0f : base[m][half];
 #pragma unroll
         for (int n = 0; n < kScores; n++)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; i++) {
-            s[m][n][i] = power_of_2((s[m][n][i] - base) * factor);
+            s[m][n][i] = power_of_2((s[m][n][i] - from) * factor);
             total[m][half] += s[m][n][i];
           }
       }
@@ -102,41 +108,46 @@ struct Forward {
 
   LOWBIT_INLINE void drop(const TilePlace& at, float (&s)[kM][kScores][4]) const {
     if constexpr (Mods::kDropout)
-      for_each_score(at, s, [&](float& p, int q, int k) { p *= dropout_factor(call, at, q, k); });
+      for_each_score<false>(at, s, [&](float& p, int q, int k) { p *= dropout_factor(call, at, q, k); });
   }
 
   // The next tile of keys from `step` on that is visible; false after the last.
   LOWBIT_INLINE bool find_next(int b, int h, const TileStep& q_step, TileStep& step, TilePlace& at) const {
     for (; step.index < static_cast<int>(call.kv_tiles.count); step.next(call.kv_tiles)) {
       if (!find_tile(call, b, h, q_step, step, at)) continue;
-      at.cut |= at.cols < kShape.kv_tile;
+      at.cut |= at.cols < kShape.kv_tile || (asks<Mods>() && at.rows < kShape.q_tile());
       return true;
     }
     return false;
+  }
+
+  LOWBIT_INLINE void copy(const TilePlace& at, typename Shared::Passing& to) const {
+    to.keys.copy(keys + at.k0 * call.k.row, call.k.row, at.cols);
+    to.values.copy(values + at.k0 * call.v.row, call.v.row, at.cols);
   }
 
   LOWBIT_INLINE void run(int b, int h, const TileStep& q_step) {
     TileStep step;
     TilePlace now, next;
     bool more = find_next(b, h, q_step, step, next);
-    if (more) shared.keys.copy(keys + next.k0 * call.k.row, call.k.row, next.cols);
-    for (bool first = true; more; first = false) {
+    if (more) copy(next, shared.passing[0]);
+    for (int stage = 0, first = 1; more; stage = (stage + 1) % kShape.kStages, first = 0) {
       now = next;
       wait_for_copies();
-      __syncthreads();  // keys are there, and every thread is done with the values before
-      shared.values.copy(values + now.k0 * call.v.row, call.v.row, now.cols);
-      if (first) load_q();
-      float s[kM][kScores][4];
-      multiply_keys(s);
-      wait_for_copies();
-      __syncthreads();  // values are there, and every thread is done with the keys
+      __syncthreads();  // the tile is there, and every thread is done with the one before
       step.next(call.kv_tiles);
       more = find_next(b, h, q_step, step, next);
-      if (more) shared.keys.copy(keys + next.k0 * call.k.row, call.k.row, next.cols);
-      modify(now, s);
+      if (more) copy(next, shared.passing[(stage + 1) % kShape.kStages]);
+      if (first) load_q();
+      float s[kM][kScores][4];
+      multiply_keys(s, shared.passing[stage].keys.data);
+      if constexpr (!Mods::kFolds)
+        for_each_score<false>(now, s, [&](float& score, int, int) { score *= call.scale; });
+      if (now.cut) modify<Mods, false, true>(call, now, s);
+      else modify<Mods, false, false>(call, now, s);
       softmax(s);
       drop(now, s);
-      multiply_onto<dtype, kEv + kRowPad>(out, s, shared.values.data, kEv / 16);
+      multiply_onto<dtype, kEv + kRowPad>(out, s, shared.passing[stage].values.data, kEv / 16);
     }
   }
 
@@ -155,8 +166,8 @@ struct Forward {
 
   LOWBIT_INLINE void store_row(int b, int h, int q_row, int m, int half, float sum) const {
     const int64_t at = (static_cast<int64_t>(b) * call.heads + h) * call.q_tiles.length + q_row;
-    float top = Mods::kFolds ? largest[m][half] * call.scale : largest[m][half], scale = 1;
-    if (largest[m][half] == minus_infinity()) top = minus_infinity();
+    float top = Mods::kFolds ? base[m][half] * call.scale : base[m][half], scale = 1;
+    if (base[m][half] == minus_infinity()) top = minus_infinity();
     const bool writes = lane_of_warp() % 4 == 0;
     if (call.max_scores && writes) call.max_scores[at] = sum != sum && top - top == 0 ? sum : top;
     if (call.sink) {
@@ -185,7 +196,7 @@ LOWBIT_INLINE void attention_forward(const AttentionCall& call) {
   shared.q.copy(head_rows(call.q, b, h) + q0 * call.q.row, call.q.row, rows);
   F forward{.call = call, .shared = shared, .keys = head_rows(call.k, b, kv_head),
             .values = head_rows(call.v, b, kv_head), .own_q = shared.q.data + first * F::kStride,
-            .factor = exponent_factor<Mods>(call)};
+            .factor = exponent_factor<Mods>(call), .room = call.max_scores ? -1.0f : 8.0f};  // -1: bases are largest
   forward.start();
   forward.run(b, h, q_step);
   forward.finish(b, h, q0, q0 + rows);

@@ -21,8 +21,9 @@ struct AttentionKind {
   DType bias = DType::other;  // dtype of the call's mask
   bool dropout = false, scales = false;  // scales: by a number <= 0, which cannot go into the exponent
 
-  bool folds() const { return !score && !mask && bias == DType::other && !scales; }
-  ForwardShape forward() const { return forward_shape(e, ev, folds()); }
+  bool folds() const { return !score && (bias == DType::other || bias == DType::boolean) && !scales; }
+  bool gathers() const;  // whether a mod reads captured tensors by query or key
+  ForwardShape forward() const { return forward_shape(e, ev, gathers()); }
   BackwardShape backward() const { return backward_shape(e, ev); }
   SourceKey key(AttentionKernel kernel) const;
 };

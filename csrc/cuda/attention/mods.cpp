@@ -6,20 +6,18 @@
 namespace lowbit::cuda {
 namespace {
 
-// A function of Mods that calls a printed one with its captured tensors, which the call has.
-std::string calling(const ScoreCall& mod, std::string_view name, std::string_view printed, Gradient of) {
-  const bool gradient = of != Gradient::none;
+// A function of Mods that makes the printed struct of one head, with its captured tensors, which the call has.
+std::string making(const ScoreCall& mod, std::string_view name, std::string_view printed, Gradient of) {
   const std::string_view captured = mod.program().is_mask ? "call.mask" : "call.score";
-  std::string text = concat("  template <class Call>\n  LOWBIT_INLINE static float ", name,
-                            "(const Call& call, float s, ", gradient ? "float ds, " : "",
-                            "int b, int h, int q, int k) {\n    return ", printed, "(s, ",
-                            gradient ? "ds, " : "", "b, h, q, k, ");
+  std::string text = concat("  template <class Call>\n  LOWBIT_INLINE static auto ", name,
+                            "(const Call& call, int b, int h) {\n    ", printed, " made{");
   for (int i = 0; i < mod.captured_count(); i++)
     text += concat("lowbit::cuda::Elements{", captured, ".tensors[", i, "]}, ");
-  for (int i = 0; gradient && i < mod.captured_count(); i++)
+  for (int i = 0; of != Gradient::none && i < mod.captured_count(); i++)
     if (mod.program().graph.captured[i].type == 'f')
       text += of == Gradient::of_captured ? concat("lowbit::cuda::Sums{call, ", i, "}, ") : "lowbit::cuda::NoSum(), ";
-  return concat(text, "reinterpret_cast<const long long*>(", captured, ".layout), call.fault);\n  }\n");
+  return concat(text, "reinterpret_cast<const long long*>(", captured,
+                ".layout), call.fault, b, h};\n    made.of_head();\n    return made;\n  }\n");
 }
 
 }  // namespace
@@ -46,11 +44,12 @@ bool fits(const ScoreCall* mod) {
 std::string mods_text(const ScoreCall* score, const ScoreCall* mask, Gradient gradient, std::string_view constants) {
   std::string text, functions;
   const auto add = [&](const ScoreCall& mod, std::string_view name, std::string_view printed, Gradient of) {
-    functions += calling(mod, name, printed, of);
-    text += score_source(mod, SourceLanguage::cuda, of != Gradient::none);
+    functions += making(mod, name, printed, of);
+    text += score_struct(mod, of != Gradient::none);
   };
   if (score || mask)
-    text = concat("#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum", "\n",
+    text = concat("#define GRADIENT lowbit::cuda::", gradient == Gradient::of_captured ? "Sums" : "NoSum",
+                  "\n#define tanh_of(a) lowbit::cuda::tanh_of_score(a)\n#define note_fault(fault, ...) (*(fault) = 1)\n",
                   score_source_prelude(SourceLanguage::cuda, false));
   if (score) add(*score, "score", "score_mod", Gradient::none);
   if (score && gradient != Gradient::none) add(*score, "gradient", "score_mod_gradient", gradient);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // score_mod and mask_mod in a kernel. It is made for Mods, which says whether there are any (kScore, kMask) and whose
-// functions score, gradient and mask call the printed programs (mods.hpp). A Call holds what they captured, and where
-// faults are noted.
+// functions score, gradient and mask make the printed structs of a head (score_struct of score/print.hpp). A Call holds
+// what they captured, and where faults are noted.
 #pragma once
 
 #include "cuda/device/tiles.cuh"
+#include "gpu/attention/call.hpp"
 
 namespace lowbit::cuda {
 
@@ -21,6 +22,11 @@ struct NoSum {
   LOWBIT_INLINE NoSum operator+(int64_t) const { return *this; }
 };
 LOWBIT_INLINE void add_to(NoSum, float) {}
+
+// tanh to 2^-22, of a score that is capped as a rule: a relative error of small ones would cost three times as much.
+LOWBIT_INLINE float tanh_of_score(float a) {
+  return __fmaf_rn(-2.0f, reciprocal(power_of_2(a * (2 * kLog2e)) + 1), 1.0f);
+}
 
 // Called after the last mod of this CTA: fails if a gather was out of range, or an integer was divided by zero.
 template <class Mods, class Call>

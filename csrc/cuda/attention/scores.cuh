@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One score, from the product of query and key to the softmax: score_mod, mask_mod, a mask, causality. The kernels are
-// made for Mods (mods.cuh), which says three things more:
-//   kFolds    scores are products times a scale > 0, which goes into the exponent: no mod, no mask
+// Scores of a tile, from the products of queries and keys to the softmax: score_mod, mask_mod, a mask, causality. A lane
+// has those of a fragment of mma.sync, whose rows are queries, or keys where keys stay with the CTA. The kernels are made
+// for Mods (mods.cuh), which says three things more:
+//   kFolds    scores are products times a scale > 0, which goes into the exponent, or hidden: no score_mod, no float mask
 //   kDropout
 //   kBias     dtype of the call's mask
 #pragma once
@@ -30,20 +31,113 @@ LOWBIT_INLINE float dropout_factor(const AttentionCall& call, const TilePlace& a
   return dropout_draw(*call.seed, at.b * call.heads + at.h, q, k) < call.dropped ? 0.0f : call.kept;
 }
 
-// The score of the softmax; where Mods folds, without the scale. Mods are called only for rows and columns that exist.
+// Of a lane, without those of its warp and its n-th 8 columns.
+LOWBIT_INLINE int first_row() { return lane_of_warp() / 4; }
+LOWBIT_INLINE int first_column() { return lane_of_warp() % 4 * 2; }
+
+// each(score, q, k) for the scores of this lane.
+template <bool kKeysStay, int kM, int kScores, class Each>
+LOWBIT_INLINE void for_each_score(const TilePlace& at, float (&s)[kM][kScores][4], Each each) {
+#pragma unroll
+  for (int m = 0; m < kM; m++)
+#pragma unroll
+    for (int n = 0; n < kScores; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row = (warp_of_cta() * kM + m) * 16 + i / 2 * 8 + first_row(), column = n * 8 + i % 2 + first_column();
+        each(s[m][n][i], at.q0 + (kKeysStay ? column : row), at.k0 + (kKeysStay ? row : column));
+      }
+}
+
+// each(mod, m, n, i, q, k, ..) with the values that the mod has of the query, the key and the diagonal of score
+// s[m][n][i], each of them computed once. In a tile that is cut a mod is asked about queries and keys that exist.
+template <bool kKeysStay, bool kCut, int kM, int kScores, class Mod, class Each>
+LOWBIT_INLINE void for_each_with(const Mod& mod, const TilePlace& at, Each each) {
+  constexpr int kRows = 2 * kM;
+  const int row0 = warp_of_cta() * kM * 16 + first_row(), last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
+  const auto q_of = [&](int r, int column) {
+    const int q = at.q0 + (kKeysStay ? column + first_column() : row0 + r * 8);
+    return kCut && q > last_q ? last_q : q;
+  };
+  const auto k_of = [&](int r, int column) {
+    const int k = at.k0 + (kKeysStay ? row0 + r * 8 : column + first_column());
+    return kCut && k > last_k ? last_k : k;
+  };
+  std::conditional_t<kKeysStay, typename Mod::Column, typename Mod::Row> of_row[kRows];
+  typename Mod::Diagonal diagonals[kScores + kRows - 1][2];
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+    if constexpr (kKeysStay) of_row[r] = mod.of_column(k_of(r, 0));
+    else of_row[r] = mod.of_row(q_of(r, 0));
+#pragma unroll
+  for (int n = 0; n < kScores; n++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int column = n * 8 + j;
+      const auto of_column = [&] {
+        if constexpr (kKeysStay) return mod.of_row(q_of(0, column));
+        else return mod.of_column(k_of(0, column));
+      }();
+#pragma unroll
+      for (int r = kRows - 1; r >= 0; r--) {
+        const int q = q_of(r, column), k = k_of(r, column);
+        auto& diagonal = diagonals[n - r + kRows - 1][j];
+        if (kCut || r == 0 || n == 0) diagonal = mod.of_diagonal(q, k);
+        if constexpr (kKeysStay) each(r / 2, n, r % 2 * 2 + j, q, k, of_column, of_row[r], diagonal);
+        else each(r / 2, n, r % 2 * 2 + j, q, k, of_row[r], of_column, diagonal);
+      }
+    }
+}
+
+// Scores of queries and keys that do not exist, or of keys behind a query under causality, become -inf.
+template <bool kKeysStay, int kM, int kScores>
+LOWBIT_INLINE void hide(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+  const int rows = kKeysStay ? at.cols : at.rows, columns = kKeysStay ? at.rows : at.cols;
+  const int diagonal = kKeysStay ? at.k0 - at.q0 : at.q0 - at.k0;  // the column of row 0
+#pragma unroll
+  for (int m = 0; m < kM; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = (warp_of_cta() * kM + m) * 16 + half * 8 + first_row();
+      int begin = 0, end = row < rows ? columns : 0;
+      if (call.causal && kKeysStay) begin = diagonal + row;
+      if (call.causal && !kKeysStay) end = static_cast<int>(smaller(end, diagonal + row + 1));
+#pragma unroll
+      for (int n = 0; n < kScores; n++)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; i++) {
+          const int column = n * 8 + i % 2 + first_column();
+          if (column >= end || (kKeysStay && column < begin)) s[m][n][i] = minus_infinity();
+        }
+    }
+}
+
+// Whether the queries and keys of scores are asked for, also where there are none.
 template <class Mods>
-LOWBIT_INLINE float modified(const AttentionCall& call, const TilePlace& at, float product, int q, int k) {
-  float s = product;
-  if constexpr (!Mods::kFolds) {
-    s *= call.scale;
-    const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
-    const int some_q = q < last_q ? q : last_q, some_k = k < last_k ? k : last_k;
-    if constexpr (Mods::kScore) s = Mods::score(call, s, at.b, at.h, some_q, some_k);
-    if constexpr (Mods::kMask)
-      if (at.partial) s = Mods::mask(call, s, at.b, at.h, some_q, some_k);
-    if constexpr (Mods::kBias != DType::other) s += bias_of<Mods::kBias>(call, at.b, at.h, some_q, some_k);
+LOWBIT_INLINE constexpr bool asks() { return Mods::kScore || Mods::kMask || Mods::kBias != DType::other; }
+
+// Scores, where Mods folds perhaps without the scale, to those of the softmax.
+template <class Mods, bool kKeysStay, bool kCut, int kM, int kScores>
+LOWBIT_INLINE void modify(const AttentionCall& call, const TilePlace& at, float (&s)[kM][kScores][4]) {
+  if constexpr (Mods::kScore) {
+    const auto mod = Mods::score(call, at.b, at.h);
+    for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
+      s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
+    });
   }
-  return at.cut && is_hidden(call, at, q, k) ? minus_infinity() : s;
+  if constexpr (Mods::kMask)
+    if (at.partial) {
+      const auto mod = Mods::mask(call, at.b, at.h);
+      for_each_with<kKeysStay, kCut, kM, kScores>(mod, at, [&](int m, int n, int i, int q, int k, const auto&... values) {
+        s[m][n][i] = mod.of_score(s[m][n][i], q, k, values...);
+      });
+    }
+  const int last_q = at.q0 + at.rows - 1, last_k = at.k0 + at.cols - 1;
+  if constexpr (Mods::kBias != DType::other)
+    for_each_score<kKeysStay>(at, s, [&](float& score, int q, int k) {
+      score += bias_of<Mods::kBias>(call, at.b, at.h, kCut && q > last_q ? last_q : q, kCut && k > last_k ? last_k : k);
+    });
+  if constexpr (kCut) hide<kKeysStay>(call, at, s);
 }
 
 // The factor of a difference of scores in the exponent of 2. Differences, since large scores times log2(e) would be off

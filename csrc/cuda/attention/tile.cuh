@@ -15,7 +15,19 @@ struct SharedRows {
 
   // `rows` of them, zeros behind.
   LOWBIT_INLINE void copy(const uint16_t* from, int64_t stride, int rows) {
-    constexpr int kPieces = kColumns / 8;
+    constexpr int kPieces = kColumns / 8, kAtOnce = kAttentionThreads / kPieces;  // rows
+    if constexpr (kAttentionThreads % kPieces == 0 && kRows % kAtOnce == 0) {
+      int row = static_cast<int>(threadIdx.x) / kPieces;
+      const int piece = static_cast<int>(threadIdx.x) % kPieces;
+      uint16_t* to = data + row * kStride + piece * 8;
+      from += row * stride + piece * 8;
+#pragma unroll
+      for (int i = 0; i < kRows / kAtOnce; i++) {
+        copy_async(to + i * kAtOnce * kStride, from, row < rows);
+        row += kAtOnce, from += kAtOnce * stride;
+      }
+      return;
+    }
 #pragma unroll 1  // addresses of all pieces would stay in registers
     for (int first = 0; first < kRows * kPieces; first += kAttentionThreads) {
       const int at = first + static_cast<int>(threadIdx.x), row = at / kPieces, piece = at % kPieces;

@@ -155,8 +155,8 @@ struct Decode {
   LOWBIT_INLINE float modified(float s, int h, int l, int64_t k) const {
     const int64_t at = call.position + l;
     if ((call.causal && k > at) || (call.window > 0 && k <= at - call.window)) return minus_infinity();
-    if constexpr (Mods::kScore) s = Mods::score(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
-    if constexpr (Mods::kMask) s = Mods::mask(call, s, b, h, static_cast<int>(at), static_cast<int>(k));
+    if constexpr (Mods::kScore) s = Mods::score(call, b, h)(s, static_cast<int>(at), static_cast<int>(k));
+    if constexpr (Mods::kMask) s = Mods::mask(call, b, h)(s, static_cast<int>(at), static_cast<int>(k));
     return call.bias ? s + bias_of(call, b, h, l, k) : s;
   }
 

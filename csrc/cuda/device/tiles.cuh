@@ -54,6 +54,13 @@ LOWBIT_INLINE float power_of_2(float a) {
   return power;
 }
 
+// 1 / a to 1 ulp; 0 where that is subnormal.
+LOWBIT_INLINE float reciprocal(float a) {
+  float made;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(a));
+  return made;
+}
+
 }  // namespace lowbit::cuda
 #endif
 
