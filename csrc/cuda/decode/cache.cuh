@@ -49,7 +49,7 @@ LOWBIT_INLINE void cut_pair(float low, float high, uint32_t (&part)[kParts]) {
 }
 
 // Keys or values on their way to a warp: the tiles that it takes, one after the other, copied by 16 bytes; zeros behind
-// the last token and the last column. Their scales wait in registers.
+// the last token and the last column. Their scales wait in registers, as they are stored.
 template <DecodeShape kShape, bool kOfValues>
 struct RowsAhead {
   static constexpr int kTokens = kShape.tokens(), kStride = kOfValues ? kShape.v_row_bytes() : kShape.row_bytes();
@@ -62,7 +62,7 @@ struct RowsAhead {
   const CacheRows& rows;
   const char* from;
   int64_t scale_from;
-  float held[kHeld + 1];
+  uint32_t held[kHeld + 1];
 
   // The first token of this lane, and its piece of each; and of scales.
   LOWBIT_INLINE static int token() { return lane_of_warp() / kPieces; }
@@ -88,19 +88,29 @@ struct RowsAhead {
                      piece() < rows.pieces && i + token() < tokens);
     commit_copies();
     from += kDecodeWarps * kTokens * rows.row * kElement;
-#pragma unroll
-    for (int i = 0; i < kHeld; i++)
-      held[i] = i * kScaleEach + scale_token() < tokens
-                    ? load_real(rows.scale, rows.scale_dtype, scale_from + i * kScaleEach * rows.scale_row)
-                    : 0.0f;
+    hold_scales(tokens);
     scale_from += kDecodeWarps * kTokens * rows.scale_row;
   }
   LOWBIT_INLINE void store_scales(float* to) const {
     to += scale() * kShape.scale_stride() + scale_token();
 #pragma unroll
-    for (int i = 0; i < kHeld; i++)
-      if (scale_token() < kScaleEach && i * kScaleEach + scale_token() < kTokens)
-        to[i * kScaleEach] = held[i] * kCodeScale;
+    for (int i = 0; i < kHeld; i++) {
+      const float of = has_float32() ? __uint_as_float(held[i]) : float_of_half(held[i]);
+      if (scale_token() < kScaleEach && i * kScaleEach + scale_token() < kTokens) to[i * kScaleEach] = of * kCodeScale;
+    }
+  }
+
+ private:
+  LOWBIT_INLINE bool has_float32() const { return rows.scale_dtype == DType::float32; }
+  // Nothing is done with what is loaded: a lane would wait for it.
+  LOWBIT_INLINE void hold_scales(int tokens) {
+    const auto load = [&](const auto* from) {
+#pragma unroll
+      for (int i = 0; i < kHeld; i++, from += kScaleEach * rows.scale_row)
+        held[i] = i * kScaleEach + scale_token() < tokens ? *from : 0;
+    };
+    if (has_float32()) load(static_cast<const uint32_t*>(rows.scale) + scale_from);
+    else load(static_cast<const uint16_t*>(rows.scale) + scale_from);
   }
 };
 
