@@ -8,8 +8,9 @@
 namespace lowbit::cuda {
 
 constexpr int kDecodeThreads = 128, kDecodeWarps = kDecodeThreads / 32;
+constexpr int kSmallDecodeThreads = 2 * kDecodeThreads;  // a bound that leaves 128 registers to each: four CTAs fit
 constexpr int kKeyTile = 32;  // tokens that a warp takes at once, at most
-constexpr int64_t kLeastSplit = kDecodeWarps * kKeyTile, kMostSplits = 64;
+constexpr int64_t kLeastSplit = kDecodeWarps * kKeyTile, kMostSplits = 32;
 
 // How a call of decode is specialised. cache: int8, uint8 (int4 codes) or a 16-bit float; groups: of 32 columns of keys
 // and of values; parts: of a query, in the 16-bit float that it is multiplied in; tiles: of 8 rows of a CTA.
@@ -22,7 +23,8 @@ struct DecodeShape {
   // Of rows in shared memory. Keys are an odd number of groups, values of 16 bytes: eight rows lie in different banks.
   constexpr int row_bytes() const { return (groups | 1) * group_bytes(); }
   constexpr int v_row_bytes() const { return (v_groups * group_bytes() / 16 | 1) * 16; }
-  constexpr int tokens() const { return row_bytes() + v_row_bytes() > 640 ? kKeyTile / 2 : kKeyTile; }  // of a warp
+  constexpr int tokens() const { return row_bytes() + v_row_bytes() > 576 ? kKeyTile / 2 : kKeyTile; }  // of a warp
+  constexpr bool is_small() const { return tiles == 1 && groups <= 4 && v_groups <= 4; }
   constexpr int rows() const { return 8 * tiles; }
   constexpr int scales() const { return !codes() ? 0 : cache == DType::uint8 ? groups : 1; }  // of a key
   constexpr int v_scales() const { return !codes() ? 0 : cache == DType::uint8 ? v_groups : 1; }

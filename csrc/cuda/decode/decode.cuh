@@ -21,6 +21,9 @@ LOWBIT_INLINE float bias_of(const DecodeCall& call, int64_t b, int64_t h, int64_
   return load_real(call.bias, call.bias_dtype, at);
 }
 
+// a / b, where b often is 1: a division is 25 instructions.
+LOWBIT_INLINE int quotient(int a, int b) { return b == 1 ? a : a / b; }
+
 template <DType kCache, int kGroups, int kVGroups, int kParts, int kTiles, class Mods>
 struct Decode {
   static constexpr DecodeShape kShape{kCache, kGroups, kVGroups, kParts, kTiles};
@@ -42,7 +45,7 @@ struct Decode {
       uint4 sums[kDecodeWarps][kShape.sum_units()][32];
     };
     float factor[kShape.rows()], shrink[kShape.rows()];  // of scores; of sums
-    float largest[kDecodeWarps][kShape.rows()], total[kDecodeWarps][kShape.rows()];
+    alignas(16) float largest[kShape.rows()][kDecodeWarps], total[kShape.rows()][kDecodeWarps];
   };
   static constexpr bool kAsksNothing = !Mods::kScore && !Mods::kMask;
   using Scores = float[kRowTiles][kTokens / 8][4];
@@ -55,9 +58,18 @@ struct Decode {
 
   LOWBIT_INLINE WarpTiles& mine() const { return shared.tiles[warp_of_cta()]; }
   // The first and the last query of this CTA, which may be of several heads.
-  LOWBIT_INLINE int first_query() const { return is_of_one_head() ? row0 % call.length : 0; }
-  LOWBIT_INLINE int last_query() const { return is_of_one_head() ? (row0 + rows - 1) % call.length : call.length - 1; }
-  LOWBIT_INLINE bool is_of_one_head() const { return row0 / call.length == (row0 + rows - 1) / call.length; }
+  LOWBIT_INLINE int first_query() const { return is_of_one_head() ? query_of(row0).l : 0; }
+  LOWBIT_INLINE int last_query() const { return is_of_one_head() ? query_of(row0 + rows - 1).l : call.length - 1; }
+  LOWBIT_INLINE bool is_of_one_head() const { return query_of(row0).h == query_of(row0 + rows - 1).h; }
+
+  // The head and the query of a row of the kv head.
+  struct Query {
+    int h, l;
+  };
+  LOWBIT_INLINE Query query_of(int row) const {
+    const int of_group = quotient(row, call.length);
+    return {kv_head * call.group + of_group, row - of_group * call.length};
+  }
 
   // Divides a row by a power of 2 that brings its largest near 1, and returns that: its products with codes, which are
   // larger than keys, stay finite.
@@ -77,10 +89,9 @@ struct Decode {
     const KeySlot slot = key_slot<kCache>(lane_of_warp());
     for (int r = warp_of_cta(); r < rows; r += kDecodeWarps) {
       float x[kGroups];
-      const int row = row0 + r, h = kv_head * call.group + row / call.length;
-      load_row(x, call.q.data, call.q_dtype, b * call.q.batch + h * call.q.head + row % call.length * call.q.row,
-               call.columns);
-      if (call.rotated) rotate(x);
+      const Query at = query_of(row0 + r);
+      load_row(x, call.q.data, call.q_dtype, b * call.q.batch + at.h * call.q.head + at.l * call.q.row, call.columns);
+      if (call.rotated) rotate_query(x);
       float factor = 1;
       if constexpr (kShape.codes()) factor = power_below(x);
       if (lane_of_warp() == 0) shared.factor[r] = factor * call.scale;
@@ -91,8 +102,8 @@ struct Decode {
 #pragma unroll
         for (int p = 0; p < kParts; p++) {
           const int tile = kTiles == 1 ? 0 : p * kRowTiles + r / 16, upper = kTiles == 1 ? p : r / 8 % 2;
-          const int at = ((tile * kGroups + g) * 2 + slot.step) * 32 + r % 8 * 4 + slot.t;
-          halves[at * 8 + (slot.half / 2 * 2 + upper) * 2 + slot.half % 2] = static_cast<uint16_t>(part[p]);
+          const int lane = ((tile * kGroups + g) * 2 + slot.step) * 32 + r % 8 * 4 + slot.t;
+          halves[lane * 8 + (slot.half / 2 * 2 + upper) * 2 + slot.half % 2] = static_cast<uint16_t>(part[p]);
         }
       }
     }
@@ -109,10 +120,11 @@ struct Decode {
 
   // Products of all rows with the keys of a tile, with their scales.
   LOWBIT_INLINE void multiply_keys(Scores& s) const {
+    constexpr int kUnroll = kShape.codes() ? 2 : kGroups;  // codes of all groups would not fit into 128 registers
     const int lane = lane_of_warp();
     const char* keys = mine().keys + lane / 4 * kShape.row_bytes();
     clear(s);
-#pragma unroll
+#pragma unroll kUnroll
     for (int g = 0; g < kGroups; g++)
 #pragma unroll
       for (int n = 0; n < kTokens / 8; n++) {
@@ -152,12 +164,12 @@ struct Decode {
     }
   }
 
-  LOWBIT_INLINE float modified(float s, int h, int l, int64_t k) const {
-    const int64_t at = call.position + l;
+  LOWBIT_INLINE float modified(float s, const Query& query, int64_t k) const {
+    const int64_t at = call.position + query.l;
     if ((call.causal && k > at) || (call.window > 0 && k <= at - call.window)) return minus_infinity();
-    if constexpr (Mods::kScore) s = Mods::score(call, b, h)(s, static_cast<int>(at), static_cast<int>(k));
-    if constexpr (Mods::kMask) s = Mods::mask(call, b, h)(s, static_cast<int>(at), static_cast<int>(k));
-    return call.bias ? s + bias_of(call, b, h, l, k) : s;
+    if constexpr (Mods::kScore) s = Mods::score(call, b, query.h)(s, static_cast<int>(at), static_cast<int>(k));
+    if constexpr (Mods::kMask) s = Mods::mask(call, b, query.h)(s, static_cast<int>(at), static_cast<int>(k));
+    return call.bias ? s + bias_of(call, b, query.h, query.l, k) : s;
   }
 
   // body(score, token) for those of a tile of rows that this lane has.
@@ -178,9 +190,9 @@ struct Decode {
       const float factor = shared.factor[r];
       for_each_score(s, tile, [&](float& score, int) { score *= factor; });
       if (is_plain) continue;
-      const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+      const Query query = query_of(row0 + r);
       for_each_score(s, tile, [&](float& score, int token) {
-        score = token < tokens && r < rows ? modified(score, h, l, from + token) : minus_infinity();
+        score = token < tokens && r < rows ? modified(score, query, from + token) : minus_infinity();
       });
     }
   }
@@ -282,31 +294,28 @@ struct Decode {
     return (static_cast<int64_t>(b) * call.kv_heads + kv_head) * call.group * call.length + row0;
   }
 
-  // Of the keys of this CTA the largest score of a row, and the sum of powers in relation to it.
-  struct RowTotal {
-    float largest = minus_infinity(), total = 0;
-  };
-  LOWBIT_INLINE RowTotal row_total(int r) const {
-    RowTotal row;
-#pragma unroll
-    for (int w = 0; w < kDecodeWarps; w++) row.largest = fmaxf(row.largest, shared.largest[w][r]);
-#pragma unroll
-    for (int w = 0; w < kDecodeWarps; w++)
-      row.total += power_of_2((shared.largest[w][r] - softmax_base(row.largest)) * kLog2e) * shared.total[w][r];
-    return row;
+  // Of the keys of this CTA the largest score of a row.
+  LOWBIT_INLINE float row_largest(int r) const {
+    const uint4 of = *reinterpret_cast<const uint4*>(shared.largest[r]);
+    return fmaxf(fmaxf(__uint_as_float(of.x), __uint_as_float(of.y)),
+                 fmaxf(__uint_as_float(of.z), __uint_as_float(of.w)));
   }
 
   // Of the only split: what `combine` would do with one, without memory for it (a prompt of 32k tokens and 32 heads
   // had 32 GiB of partial results).
   LOWBIT_INLINE void finish_row(int r, int split) {
-    const RowTotal row = row_total(r);
+    const float top = row_largest(r);
+    float total = 0;  // of powers in relation to the largest
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; w++)
+      total += power_of_2((shared.largest[r][w] - softmax_base(top)) * kLog2e) * shared.total[r][w];
     if (call.splits > 1) {
-      call.largest[(first_row() + r) * call.splits + split] = row.largest;
-      call.total[(first_row() + r) * call.splits + split] = row.total;
+      call.largest[(first_row() + r) * call.splits + split] = top;
+      call.total[(first_row() + r) * call.splits + split] = total;
       return;
     }
-    const Softmax all(call, kv_head * call.group + (row0 + r) / call.length, row.largest);
-    const float factor = all.factor(row.largest), sum = all.of_sink + factor * row.total;
+    const Softmax all(call, query_of(row0 + r).h, top);
+    const float factor = all.factor(top), sum = all.of_sink + factor * total;
     shared.shrink[r] = factor * inverse(sum);
     all.store_lse(call, first_row() + r, sum);
   }
@@ -344,10 +353,10 @@ struct Decode {
       for_each_sum([&](float sum, int r, int column) { partial[r * call.splits * (kVGroups * 32) + column] = sum; });
     } else {
       for_each_sum([&](float sum, int r, int column) {
-        const int row = row0 + r, h = kv_head * call.group + row / call.length, l = row % call.length;
+        const Query at = query_of(row0 + r);
         if (column < call.v_columns)
           store_real(call.out.data, call.out_dtype,
-                     b * call.out.batch + h * call.out.head + l * call.out.row + column, sum * shared.shrink[r]);
+                     b * call.out.batch + at.h * call.out.head + at.l * call.out.row + column, sum * shared.shrink[r]);
       });
     }
   }
@@ -359,7 +368,7 @@ struct Decode {
     for (int tile = 0; tile < kTiles; tile++) {
       float sum = total[tile];
       sum += __shfl_xor_sync(kWarp, sum, 1), sum += __shfl_xor_sync(kWarp, sum, 2);
-      if (t == 0) shared.largest[warp][tile * 8 + g] = largest[tile], shared.total[warp][tile * 8 + g] = sum;
+      if (t == 0) shared.largest[tile * 8 + g][warp] = largest[tile], shared.total[tile * 8 + g][warp] = sum;
     }
     __syncthreads();  // totals are there, and every warp is done with its tiles
     if (static_cast<int>(threadIdx.x) < rows) finish_row(static_cast<int>(threadIdx.x), split);
@@ -369,16 +378,17 @@ struct Decode {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int r = tile * 8 + 2 * t + i;
-        const float top = shared.largest[warp][r];
-        const bool is_seen = top != minus_infinity() || shared.total[warp][r] != 0.0f;
-        factor[i] = is_seen ? power_of_2((top - softmax_base(row_total(r).largest)) * kLog2e) : -1.0f;
+        const float top = shared.largest[r][warp];
+        factor[i] = power_of_2((top - softmax_base(row_largest(r))) * kLog2e);
+        if (top == minus_infinity() && shared.total[r][warp] == 0.0f)
+#pragma unroll
+          for (int j = 0; j < kVGroups * 2; j++) out[j / 2][j % 2][tile][i] = out[j / 2][j % 2][tile][2 + i] = 0;
       }
 #pragma unroll
       for (int j = 0; j < kVGroups * 2; j++) {
         uint32_t sum[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          sum[i] = factor[i % 2] < 0.0f ? 0 : __float_as_uint(factor[i % 2] * out[j / 2][j % 2][tile][i]);
+        for (int i = 0; i < 4; i++) sum[i] = __float_as_uint(factor[i % 2] * out[j / 2][j % 2][tile][i]);
         shared.sums[warp][j * kTiles + tile][lane] = {sum[0], sum[1], sum[2], sum[3]};
       }
     }
@@ -392,10 +402,10 @@ LOWBIT_INLINE void decode(const DecodeCall& call) {
   using D = Decode<kCache, kGroups, kVGroups, kParts, kTiles, Mods>;
   LOWBIT_DYNAMIC_SHARED(typename D::Shared, shared);
   static_assert(sizeof(typename D::Shared) == D::kShape.bytes());
-  const int at = static_cast<int>(blockIdx.x), split = at % call.splits, tile = at / call.splits,
-            head = tile / call.row_blocks, row0 = tile % call.row_blocks * D::kShape.rows(),
-            left = call.group * call.length - row0;
-  D of{.call = call, .shared = shared, .b = head / call.kv_heads, .kv_head = head % call.kv_heads, .row0 = row0,
+  const int at = static_cast<int>(blockIdx.x), tile = quotient(at, call.splits), split = at - tile * call.splits,
+            head = quotient(tile, call.row_blocks), row0 = (tile - head * call.row_blocks) * D::kShape.rows(),
+            left = call.group * call.length - row0, b = quotient(head, call.kv_heads);
+  D of{.call = call, .shared = shared, .b = b, .kv_head = head - b * call.kv_heads, .row0 = row0,
        .rows = left < D::kShape.rows() ? left : D::kShape.rows(), .largest = {}, .total = {}, .out = {}};
 #pragma unroll
   for (int i = 0; i < kTiles; i++) of.largest[i] = minus_infinity();

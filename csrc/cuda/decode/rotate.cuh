@@ -29,6 +29,18 @@ LOWBIT_INLINE void load_row(float (&x)[kGroups], const void* from, DType dtype, 
   else load(static_cast<const uint16_t*>(from), [](uint16_t a) { return float_of_half(a); });
 }
 
+template <int kGroups>
+LOWBIT_INLINE void rotate_groups(float (&x)[kGroups]) {
+#pragma unroll
+  for (int half = 1; half < kv_rotation(kGroups * 32) / 32; half *= 2)
+#pragma unroll
+    for (int g = 0; g < kGroups; g++)
+      if (!(g & half)) {
+        const float a = x[g], b = x[g + half];
+        x[g] = a + b, x[g + half] = a - b;
+      }
+}
+
 // Rotates by a normalized Hadamard matrix, in the order of the CPU's rows, which gives their bits.
 template <int kGroups>
 LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
@@ -48,14 +60,21 @@ LOWBIT_INLINE void rotate(float (&x)[kGroups]) {
     const float other = __shfl_xor_sync(kWarp, sum, 16);
     x[g] = lane < 16 ? sum + other : other - sum;
   }
+  rotate_groups(x);
+}
+
+// The same but for the last bits, in a third of the instructions.
+template <int kGroups>
+LOWBIT_INLINE void rotate_query(float (&x)[kGroups]) {
+  const float norm = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(kv_rotation(kGroups * 32))));
 #pragma unroll
-  for (int half = 1; half < kSize / 32; half *= 2)
+  for (int g = 0; g < kGroups; g++) {
+    x[g] *= norm;
 #pragma unroll
-    for (int g = 0; g < kGroups; g++)
-      if (!(g & half)) {
-        const float a = x[g], b = x[g + half];
-        x[g] = a + b, x[g + half] = a - b;
-      }
+    for (int step = 1; step < 32; step *= 2)
+      x[g] = __shfl_xor_sync(kWarp, x[g], step) + (lane_of_warp() & step ? -x[g] : x[g]);
+  }
+  rotate_groups(x);
 }
 
 }  // namespace lowbit::cuda

@@ -33,12 +33,13 @@ SourceKey DecodeKind::key() const {
 
 Source decode_source(const DecodeKind& kind) {
   const DecodeShape& shape = kind.shape;
+  const bool is_small = shape.is_small() && !kind.score && !kind.mask;
   return {concat("decode of ", name_of_cache(shape.cache), ", head dims up to ", shape.groups * kKvGroup, " and ",
                  shape.v_groups * kKvGroup, ", queries in ", shape.parts, " parts, ", shape.rows(), " rows",
                  kind.score ? ", a score_mod" : "", kind.mask ? ", a mask_mod" : ""),
           concat("#include \"cuda/decode/decode.cuh\"\n", mods_text(kind.score, kind.mask, Gradient::none, ""),
                  kernel_text("clear_fault", "kDecodeThreads", "DecodeCall", "clear_fault"),
-                 kernel_text("decode", "kDecodeThreads", "DecodeCall",
+                 kernel_text("decode", is_small ? "kSmallDecodeThreads" : "kDecodeThreads", "DecodeCall",
                              concat("decode<lowbit::DType::", name_of(shape.cache), ", ", shape.groups, ", ",
                                     shape.v_groups, ", ", shape.parts, ", ", shape.tiles, ", Mods>")))};
 }

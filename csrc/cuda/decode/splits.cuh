@@ -35,36 +35,36 @@ struct Softmax {
 LOWBIT_INLINE float inverse(float sum) { return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum); }
 
 // out = sum over splits of exp(largest - top) * partial / sum over splits of exp(largest - top) * total; a CTA for each
-// row. A lane has the factors of two splits. A warp adds every fourth split, four columns a lane, and no load of a
-// partial result waits for another one. Then the sums of the warps are added.
+// row. A lane has the factor of a split. A warp adds every fourth split, four columns a lane, and no load of a partial
+// result waits for another one. Then the sums of the warps are added.
 LOWBIT_INLINE void combine(const DecodeCall& call) {
-  static_assert(kMostSplits <= 64);
+  static_assert(kMostSplits <= 32);
   LOWBIT_SHARED(float, sums, [kDecodeWarps][kMostHeadDim]);
   const int row = static_cast<int>(blockIdx.x), lane = lane_of_warp(), warp = warp_of_cta();
   const int l = row % call.length, h = row / call.length % call.heads, b = row / call.length / call.heads;
   const int64_t first = static_cast<int64_t>(row) * call.splits, padded = kv_padded(call.v_columns);
-  float largest[2], total[2], factor[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int split = 32 * i + lane;
-    largest[i] = split < call.splits ? call.largest[first + split] : minus_infinity();
-    total[i] = split < call.splits ? call.total[first + split] : 0.0f;
-  }
-  const Softmax all(call, h, of_warp(LargerFloat(), fmaxf(largest[0], largest[1])));
-#pragma unroll
-  for (int i = 0; i < 2; i++) factor[i] = all.factor(largest[i]), total[i] *= factor[i];
-  const float sum = all.of_sink + of_warp(FloatTotal(), total[0] + total[1]), by = inverse(sum);
+  const float largest = lane < call.splits ? call.largest[first + lane] : minus_infinity(),
+              total = lane < call.splits ? call.total[first + lane] : 0.0f;
+  const Softmax all(call, h, of_warp(LargerFloat(), largest));
+  const float factor = all.factor(largest), sum = all.of_sink + of_warp(FloatTotal(), factor * total),
+              by = inverse(sum);
   for (int from = 0; from < padded; from += 128) {
     const int column = from + 4 * lane;
+    constexpr int kEach = kMostSplits / kDecodeWarps;
     float of_column[4] = {};
-#pragma unroll 8
-    for (int split = warp; split < call.splits; split += kDecodeWarps) {
-      const float times = __shfl_sync(kWarp, split < 32 ? factor[0] : factor[1], split % 32);
-      const float* at = call.partial + (first + split) * padded + column;
-      const uint4 part = column < padded ? *reinterpret_cast<const uint4*>(at) : uint4{};
-      const uint32_t words[] = {part.x, part.y, part.z, part.w};
+    uint4 parts[kEach];
 #pragma unroll
-      for (int i = 0; i < 4; i++) of_column[i] = __fmaf_rn(times, __uint_as_float(words[i]), of_column[i]);
+    for (int i = 0; i < kEach; i++) {
+      const int split = i * kDecodeWarps + warp;
+      const float* at = call.partial + (first + split) * padded + column;
+      parts[i] = split < call.splits && column < padded ? *reinterpret_cast<const uint4*>(at) : uint4{};
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const float times = __shfl_sync(kWarp, factor, i * kDecodeWarps + warp);
+      const uint32_t words[] = {parts[i].x, parts[i].y, parts[i].z, parts[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; j++) of_column[j] = __fmaf_rn(times, __uint_as_float(words[j]), of_column[j]);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
